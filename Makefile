@@ -1,0 +1,36 @@
+# Two commands for a fresh clone: `make demo` and `make test`. Each sets up what it needs in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint types boundaries unit bench clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
+	touch $@
+
+demo: $(VENV)/.ready  ## merge real experts of a real model and print the accuracy table
+	$(BIN)/python -m demo.run
+
+test: lint types boundaries unit  ## everything CI runs
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.ready
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+boundaries: $(VENV)/.ready
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m slow
+
+bench: $(VENV)/.ready  ## memory and time on Llama-shaped checkpoints; writes benchmarks/results/
+	$(BIN)/python -m benchmarks.streaming
+
+clean:
+	rm -rf $(VENV) demo-output benchmarks/work

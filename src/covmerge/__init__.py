@@ -1,0 +1,55 @@
+"""covmerge: merge fine-tuned models of one base into one, without data.
+
+    covmerge.merge("base", {"code": "./code", "math": "./math"}, method="ace", out="./merged")
+
+Everything public is reachable from here and imported on first use, so that `import covmerge` and
+`covmerge --help` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from covmerge.api import MergeResult, merge, merge_layer, plan_recipe, run_recipe
+    from covmerge.diagnostics import verify
+    from covmerge.methods import registry as methods
+    from covmerge.recipe import Recipe, load_recipe
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "MergeResult": "covmerge.api",
+    "merge": "covmerge.api",
+    "merge_layer": "covmerge.api",
+    "plan_recipe": "covmerge.api",
+    "run_recipe": "covmerge.api",
+    "verify": "covmerge.diagnostics",
+    "methods": "covmerge.methods",
+    "Recipe": "covmerge.recipe",
+    "load_recipe": "covmerge.recipe",
+}
+
+__all__ = [
+    "MergeResult",
+    "Recipe",
+    "__version__",
+    "load_recipe",
+    "merge",
+    "merge_layer",
+    "methods",
+    "plan_recipe",
+    "run_recipe",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'covmerge' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

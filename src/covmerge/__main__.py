@@ -1,0 +1,5 @@
+"""`python -m covmerge`: the command line."""
+
+from covmerge.cli import main
+
+main()

@@ -1,0 +1,236 @@
+"""The public functions: a recipe or plain arguments in, one merged model out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.engine import MemoryPlan, Progress, plan_memory
+from covmerge.errors import RecipeError, TensorError, did_you_mean
+from covmerge.job import Job, MergeResult, OpenCheckpoints, open_checkpoints
+from covmerge.methods import registry
+from covmerge.plan import Plan, build_plan
+from covmerge.recipe import Recipe, parse_recipe, parse_size
+from covmerge.types import LinearGroup
+
+Source = str | Path | Mapping[str, Tensor]
+
+
+def merge(
+    base: Source,
+    experts: Mapping[str, Source] | Sequence[Source],
+    method: str = "ace",
+    out: str | Path | None = None,
+    *,
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    tensors: Mapping[str, str] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    dtype: str = "float32",
+    out_dtype: str = "base",
+    shard_size: int | str = "5GB",
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **params: Any,
+) -> MergeResult:
+    """Merge experts of one base into one model.
+
+    W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t + P)⁻¹ per linear layer, with the method's C_t and P.
+
+    Args:
+        base: folder, file, hub id `org/name@revision`, or a state dict.
+        experts: sources by name, or a sequence (then named expert1, expert2, ...).
+        method: a registered name; see `covmerge.methods.names()`.
+        out: output folder; None keeps the result in memory.
+        weights: one positive number per expert, by name or in order; 1 is neutral.
+        tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
+        rules: exceptions by tensor name or role, as under `rules:` in a recipe.
+        dtype: compute dtype, `float32` or `float64`.
+        out_dtype: stored dtype of the result; `base` keeps the base's.
+        shard_size: largest size of one output file.
+        device: where the mathematics runs.
+        threads: CPU threads of the mathematics; None leaves torch's setting.
+        max_memory: bytes the process may take; obeyed, or refused before any work.
+        resume: go on with an interrupted merge to `out`.
+        overwrite: replace an earlier output.
+        progress: hears of every finished piece of work.
+        **params: the method's parameters.
+
+    Raises:
+        InputError: anything wrong with the inputs; nothing is left behind.
+
+    Departs from the paper: nowhere by itself; see each method.
+
+    Example:
+        >>> base = {"fc.weight": torch.zeros(2, 2)}
+        >>> experts = {"a": {"fc.weight": torch.eye(2)}, "b": {"fc.weight": 3 * torch.eye(2)}}
+        >>> merge(base, experts, method="average").tensors["fc.weight"].tolist()
+        [[2.0, 0.0], [0.0, 2.0]]
+    """
+    named = _named(experts)
+    given = _named_weights(weights, tuple(named))
+    recipe = parse_recipe(
+        {
+            "base": _label(base),
+            "experts": {n: {"source": _label(s), "weight": given[n]} for n, s in named.items()},
+            "method": method,
+            "parameters": params,
+            "tensors": dict(tensors or {}),
+            "rules": [dict(rule) for rule in rules],
+            "dtype": dtype,
+            "output": {"dtype": out_dtype, "shard_size": shard_size},
+        },
+        origin="merge()",
+    )
+    job = Job(
+        recipe=recipe,
+        out=None if out is None else Path(out),
+        device=device,
+        threads=threads,
+        max_memory=None if max_memory is None else parse_size(max_memory),
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    with open_checkpoints(base, named) as checkpoints:
+        return job.run(checkpoints)
+
+
+def merge_layer(
+    updates: Sequence[Tensor],
+    method: str = "ace",
+    *,
+    weights: Sequence[float] | None = None,
+    **params: Any,
+) -> Tensor:
+    """Merge the task vectors of one layer and return the merged update.
+
+    Args:
+        updates: Δ_t = W_t − W_0, each `(d_out, d_in)`, of one dtype and device; half precision is
+            computed in float32.
+        method: a registered name.
+        weights: one positive number per update; 1 is neutral.
+        **params: the method's parameters.
+
+    Returns:
+        W̄ − W_0 `(d_out, d_in)` in the dtype and on the device of the updates.
+
+    Raises:
+        TensorError: no updates, shapes or dtypes that differ, NaN or Inf.
+        RecipeError: unknown method or parameter.
+
+    Departs from the paper: nowhere by itself; see the method.
+
+    Example:
+        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        >>> torch.allclose(merge_layer([d, d], method="actmat"), d)
+        True
+    """
+    chosen = registry.get(method)
+    parameters = chosen.resolve(params)
+    if not updates:
+        raise TensorError("merge_layer: the list of updates is empty; pass at least one")
+    first = updates[0]
+    for index, update in enumerate(updates):
+        if (update.shape, update.dtype, update.device) != (first.shape, first.dtype, first.device):
+            raise TensorError(
+                f"update {index} is {list(update.shape)} {update.dtype} on {update.device}, update 0 "
+                f"is {list(first.shape)} {first.dtype} on {first.device}: bring them to one shape, "
+                "dtype and device"
+            )
+        if not update.is_floating_point():
+            raise TensorError(f"update {index} is {update.dtype}: pass floating-point differences")
+        if not torch.isfinite(update).all():
+            raise TensorError(
+                f"update {index} holds NaN or Inf: check the checkpoint it comes from"
+            )
+    if not chosen.elementwise and first.dim() != 2:
+        raise TensorError(
+            f"method '{method}' merges matrices (d_out, d_in), the updates are {list(first.shape)}; "
+            "merge other tensors by `average`"
+        )
+    shares = [1.0] * len(updates) if weights is None else list(weights)
+    if len(shares) != len(updates) or not all(weight > 0 for weight in shares):
+        raise RecipeError(
+            f"weights {shares} for {len(updates)} updates: pass one positive number each"
+        )
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    group = LinearGroup(tuple(update.to(dtype) for update in updates), tuple(shares))
+    return chosen(group, **parameters).delta.to(first.dtype)
+
+
+def run_recipe(
+    recipe: Recipe,
+    out: Path | None,
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> MergeResult:
+    """Carry out a recipe; see `merge` for the options."""
+    job = Job(
+        recipe=recipe,
+        out=out,
+        device=device,
+        threads=threads,
+        max_memory=max_memory,
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    with _open_recipe(recipe) as checkpoints:
+        return job.run(checkpoints)
+
+
+def plan_recipe(recipe: Recipe, *, max_memory: int | None = None) -> tuple[Plan, MemoryPlan]:
+    """Plan a recipe without reading a tensor: the dry run.
+
+    Raises:
+        InputError: everything that would stop the merge before its first tensor.
+    """
+    with _open_recipe(recipe) as checkpoints:
+        plan = build_plan(recipe, checkpoints.base, checkpoints.experts)
+        return plan, plan_memory(plan, max_memory)
+
+
+def _open_recipe(recipe: Recipe) -> AbstractContextManager[OpenCheckpoints]:
+    return open_checkpoints(recipe.base, {n: e.source for n, e in recipe.experts.items()})
+
+
+def _label(source: Source) -> str:
+    """How a source is written in the recipe that is recorded."""
+    return "<state dict>" if isinstance(source, Mapping) else str(source)
+
+
+def _named(experts: Mapping[str, Source] | Sequence[Source]) -> dict[str, Source]:
+    if isinstance(experts, Mapping):
+        return dict(experts)
+    return {f"expert{number}": source for number, source in enumerate(experts, start=1)}
+
+
+def _named_weights(
+    weights: Mapping[str, float] | Sequence[float] | None, names: Sequence[str]
+) -> dict[str, float]:
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if isinstance(weights, Mapping):
+        for name in weights:
+            if name not in names:
+                raise RecipeError(
+                    f"weight for '{name}': no such expert." + did_you_mean(name, names)
+                )
+        return {name: float(weights.get(name, 1.0)) for name in names}
+    if len(weights) != len(names):
+        raise RecipeError(f"{len(weights)} weights for {len(names)} experts: pass one for each")
+    return dict(zip(names, map(float, weights), strict=True))

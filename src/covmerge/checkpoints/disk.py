@@ -1,0 +1,58 @@
+"""Errors of the disk, told with the file, the bytes needed and the bytes free."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from covmerge.errors import InputError, ResourceError
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@contextmanager
+def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn an `OSError` met while writing `path` into one that says what to do next.
+
+    Args:
+        path: the file or folder being written.
+        needed: bytes that the work under way still has to find room for, if they are many.
+
+    Raises:
+        ResourceError: the disk or a quota is full, or the file is larger than is allowed.
+        InputError: anything else, such as a folder that may not be written to.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            wanted = "" if needed is None else f"{needed} bytes needed, "
+            raise ResourceError(
+                f"no room for {path}: {wanted}{_free(path)} bytes free ({error.strerror}); "
+                "free some space or choose another output folder"
+            ) from error
+        if error.errno == errno.EFBIG:
+            raise ResourceError(
+                f"{path} grows larger than its file system or the limit of this process "
+                "(ulimit -f) allows: pass a smaller shard size"
+            ) from error
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def fsync_path(path: Path) -> None:
+    """Have the kernel put a file, or the names in a folder, on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _free(path: Path) -> int:
+    """Bytes free on the file system of `path`, whose last parts need not exist yet."""
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(existing).free

@@ -1,0 +1,292 @@
+"""The output appears all at once: work goes on beside it, and one rename makes it visible.
+
+    models/.merged.covmerge-partial/    while the merge runs, or after it was killed
+        lock                            held by the process that works here
+        journal.jsonl                   finished work; with it a merge can be resumed
+        output/                         becomes models/merged
+        replaced/                       what models/merged was, for the moment of the exchange
+
+Only `output/` is ever renamed into place, so a finished output holds no trace of the work.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from covmerge.checkpoints.disk import disk_errors, fsync_path
+from covmerge.errors import InputError
+
+MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+
+
+class Staging:
+    """The folder in which an output is made; a context manager.
+
+    Leaving the context without `commit` keeps the work if its journal was begun, for `resume`,
+    and removes it otherwise.
+
+    Args:
+        out: the output folder; symbolic links are resolved, so a link goes on to point to it.
+        overwrite: replace an output of covmerge that is there, and discard an unfinished merge
+            unless `resume` is set too.
+        resume: go on with an unfinished merge.
+
+    Attributes:
+        out: the resolved output folder.
+        folder: where the files of the output are written until `commit`.
+        journal: path of the journal.
+        resuming: True if there is a journal to go on with; valid inside the context.
+        notes: what the user should be told.
+
+    Raises (on entering the context):
+        InputError: the output exists or may not be replaced, another merge works on it, or an
+            unfinished merge waits for a decision.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> out = Path(mkdtemp()) / "merged"
+        >>> with Staging(out) as staging:
+        ...     _ = (staging.folder / "covmerge.json").write_text("{}")
+        ...     staging.commit()
+        >>> [path.name for path in out.iterdir()]
+        ['covmerge.json']
+    """
+
+    def __init__(self, out: Path, *, overwrite: bool = False, resume: bool = False) -> None:
+        self.out = _resolve(out)
+        self._partial = self.out.with_name(f".{self.out.name}.covmerge-partial")
+        self._replaced = self._partial / "replaced"
+        self.folder = self._partial / "output"
+        self.journal = self._partial / "journal.jsonl"
+        self.resuming = False
+        self.notes: list[str] = []
+        self._overwrite = overwrite
+        self._resume = resume
+        self._lock: int | None = None
+
+    def __enter__(self) -> Staging:
+        self._refuse_output()  # before anything is created
+        if self._partial.is_symlink():
+            raise InputError(f"{self._partial} is a symbolic link, not ours: remove it")
+        with disk_errors(self._partial):
+            self._lock = self._take_lock()
+            try:
+                self._restore_replaced()
+                self._refuse_output()
+                self._prepare()
+            except BaseException:
+                self._release()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is None:
+            return
+        if self.journal.exists():
+            self._release()
+        else:
+            self.discard()
+
+    def commit(self) -> None:
+        """Put the output on the disk and rename it into place.
+
+        Raises:
+            InputError: something appeared at the output meanwhile that may not be replaced. The
+                work is kept: move that away, then resume.
+        """
+        self._refuse_output()
+        with disk_errors(self.out):
+            _fsync_tree(self.folder)
+            self._exchange()
+            fsync_path(self.out.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove the work; the output is left as it is."""
+        if self._lock is None:
+            return
+        with disk_errors(self._partial):
+            _remove_children(self._partial, keep="lock")
+            # The lock goes last: until then nobody else can begin to work here.
+            (self._partial / "lock").unlink()
+            self._release()
+            try:
+                self._partial.rmdir()
+            except OSError as error:
+                # Another merge began between the two lines above: the folder is now its own.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
+
+    def _refuse_output(self) -> None:
+        out = self.out
+        if not os.path.lexists(out):
+            return
+        if not out.is_dir():
+            raise InputError(f"the output {out} exists and is no folder: choose another name")
+        if out.is_mount():
+            raise InputError(
+                f"the output {out} is a mount point, which cannot be replaced as a whole: "
+                f"choose a folder inside it, such as {out / 'merged'}"
+            )
+        if not self._overwrite:
+            raise InputError(
+                f"the output {out} exists: pass --overwrite to replace it, or choose another name"
+            )
+        if any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
+            raise InputError(
+                f"the output {out} is no output of covmerge (it has no {MANIFEST_NAME}), so it is "
+                "not deleted: remove it yourself, or choose another name"
+            )
+
+    def _take_lock(self) -> int:
+        path = self._partial / "lock"
+        while True:
+            self._partial.mkdir(parents=True, exist_ok=True)
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            except FileNotFoundError:
+                continue  # the folder was removed by a merge that just ended
+            try:
+                self._flock(fd)
+                if _is_open_at(fd, path):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # the lock of a merge that just ended: try again with a new one
+
+    def _flock(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process is merging into {self.out}: wait for it, or choose another name"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.notes.append(
+                f"the file system of {self.out} has no locks: see to it yourself that no other "
+                "merge writes there"
+            )
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _restore_replaced(self) -> None:
+        """Undo an exchange that was killed after its first step."""
+        if self._replaced.exists() and not os.path.lexists(self.out):
+            self._replaced.rename(self.out)
+            self.notes.append(f"{self.out} was put back: the merge replacing it was killed")
+
+    def _prepare(self) -> None:
+        # Without `output` the merge was finished, and killed while it cleaned up.
+        unfinished = self.journal.exists() and self.folder.exists()
+        if unfinished and not (self._resume or self._overwrite):
+            raise InputError(
+                f"an unfinished merge into {self.out} lies in {self._partial}: "
+                "pass --resume to go on, --overwrite to start again"
+            )
+        self.resuming = unfinished and self._resume
+        if self.resuming:
+            return
+        if self._resume:
+            self.notes.append(f"there is nothing to resume for {self.out}: started from the start")
+        elif unfinished:
+            self.notes.append(f"the unfinished merge in {self._partial} was discarded")
+        _remove_children(self._partial, keep="lock")
+        self.folder.mkdir()
+
+    def _exchange(self) -> None:
+        replacing = self.out.exists()
+        if replacing:
+            self.out.rename(self._replaced)
+        try:
+            self.folder.rename(self.out)
+        except BaseException:
+            if replacing:
+                self._replaced.rename(self.out)
+            raise
+
+
+def check_not_input(out: Path, inputs: Sequence[Path]) -> None:
+    """Refuse an output that is an input, lies inside one, or would replace a folder holding one.
+
+    Files are told apart by what they are, not by their paths: links and mounts are seen through.
+
+    Args:
+        out: the output folder; it need not exist.
+        inputs: files and folders; those that do not exist are left to their reader to refuse.
+
+    Raises:
+        InputError: the message names both paths.
+    """
+    target = _resolve(out)
+    for given in inputs:
+        if not given.exists():
+            continue
+        # A linked input is lost with its link as well as with what the link points to.
+        held = _lies_in(given.absolute(), target) or _lies_in(given.resolve(), target)
+        if held or _lies_in(target, given):
+            raise InputError(
+                f"the output {out} and the input {given} overlap: choose an output elsewhere"
+            )
+
+
+def _lies_in(inner: Path, outer: Path) -> bool:
+    """Whether `outer` is `inner` or one of the folders around it."""
+    if not outer.exists():
+        return False
+    return any(path.exists() and path.samefile(outer) for path in (inner, *inner.parents))
+
+
+def _resolve(out: Path) -> Path:
+    try:
+        resolved = out.resolve()
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"the output {out} cannot be resolved: {error}") from error
+    if not resolved.name:
+        raise InputError(f"the output {out} is the root of the file system: choose a folder in it")
+    return resolved
+
+
+def _is_open_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_children(folder: Path, keep: str) -> None:
+    for child in folder.iterdir():
+        if child.name == keep:
+            continue
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
+
+
+def _fsync_tree(folder: Path) -> None:
+    for path in _walk(folder):
+        fsync_path(path)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Every file and folder in `folder`, and itself last."""
+    for child in folder.iterdir():
+        if child.is_dir():
+            yield from _walk(child)
+        else:
+            yield child
+    yield folder

@@ -1,0 +1,64 @@
+r"""Estimates of one expert's layer-input covariance, from its update alone.
+
+Fine-tuning gradients are outer products e zᵀ of an output error and a layer input, so the Gram
+matrix of the accumulated update Δ_t is a proxy for E[z zᵀ]: ACE-Merging Theorem 1 and Eq. 6,
+ACTMat Theorem 3.1. Every estimate here has the form
+
+    C_t = scale · RᵀR + ridge · I        R = Δ_t − 𝟏μᵀ  or  R = Δ_t
+
+and is kept as its root, never as a (d_in, d_in) matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# As in the published code: an update of norm below 1e-6 is not blown up to the weight of the others.
+TRACE_FLOOR = 1e-12
+
+
+@dataclass(frozen=True)
+class Covariance:
+    """C = scale · RᵀR + ridge · I, `(d_in, d_in)`.
+
+    Attributes:
+        update: Δ `(d_out, d_in)`.
+        mean: μ `(d_in,)`, taken off every row of Δ to give the root R; None for R = Δ.
+        scale: factor of the Gram matrix.
+        ridge: multiple of the identity.
+    """
+
+    update: Tensor
+    mean: Tensor | None = None
+    scale: float = 1.0
+    ridge: float = 0.0
+
+    def root(self) -> Tensor:
+        """R `(d_out, d_in)`: made when asked for, so that no second copy of all experts is held."""
+        return self.update if self.mean is None else self.update - self.mean
+
+    def energy(self) -> float:
+        """Tr RᵀR = ‖R‖²_F."""
+        return float(torch.linalg.vector_norm(self.root())) ** 2
+
+    def times(self, factor: float) -> Covariance:
+        """Return factor · C."""
+        return replace(self, scale=self.scale * factor, ridge=self.ridge * factor)
+
+
+def gram(update: Tensor) -> Covariance:
+    """C_t = Δ_tᵀ Δ_t (ACTMat, Eq. 3)."""
+    return Covariance(update)
+
+
+def centered_gram(update: Tensor, *, eps: float = 0.0) -> Covariance:
+    """C_t = (Δ_t − 𝟏μ_tᵀ)ᵀ(Δ_t − 𝟏μ_tᵀ) + εI, μ_t the column means (ACE, Eqs. 5, 6 and 10)."""
+    return Covariance(update, mean=update.mean(0), ridge=eps)
+
+
+def trace_normalized(covariance: Covariance) -> Covariance:
+    """C_t / Tr(RᵀR), the ridge included (ACE, Eqs. 8 and 9)."""
+    return covariance.times(1.0 / (covariance.energy() + TRACE_FLOOR))

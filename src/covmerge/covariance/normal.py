@@ -1,0 +1,100 @@
+r"""The two sums of the closed form, W̄ = (Σ_t R_t C_t)(Σ_t C_t + P)⁻¹.
+
+With C_t = s_t R_tᵀR_t + ε_t I the sums are formed in the smaller of two coordinate systems:
+
+primal  d_in axes:        gram = Σ s_t R_tᵀR_t  (d_in, d_in),   numerator = Σ R_t C_t  (d_out, d_in)
+dual    row space of the  gram = D Dᵀ  (m, m),  D = [√s_t R_t]_t  (m, d_in),  m = Σ d_out
+        updates:          numerator = [(s_t R_tR_tᵀ + ε_t I)/√s_t]_t  (d_out, m)
+
+By the push-through identity D(DᵀD + eI)⁻¹ = (DDᵀ + eI)⁻¹D both give the same W̄, so solvers and
+priors are written once, for `gram + ridge·I` and rows in either coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from covmerge.covariance.estimate import Covariance
+from covmerge.linalg.auto import use_dual, use_outer_gram
+
+
+@dataclass(frozen=True)
+class NormalEquations:
+    """Σ R_t C_t and Σ C_t of one layer.
+
+    Attributes:
+        gram: Σ s_t R_tᵀR_t without the ridge, `(d_in, d_in)` or dual `(m, m)`.
+        numerator: coordinates of Σ R_t C_t, `(d_out, d_in)` or dual `(d_out, m)`.
+        ridge: Σ ε_t.
+        basis: None in the primal; D `(m, d_in)` in the dual.
+    """
+
+    gram: Tensor
+    numerator: Tensor
+    ridge: float
+    basis: Tensor | None = None
+
+    @property
+    def route(self) -> str:
+        """The coordinates in use, for reports."""
+        return "primal" if self.basis is None else "dual"
+
+    def lift(self, rows: Tensor) -> Tensor:
+        """Take rows from these coordinates to `(_, d_in)`."""
+        return rows if self.basis is None else rows @ self.basis
+
+    def row_sums(self) -> Tensor:
+        """Coordinates of 𝟏ᵀ Σ s_t R_tᵀR_t."""
+        return self.gram.sum(0) if self.basis is None else self.basis.sum(1)
+
+    def apply(self, left: Tensor) -> Tensor:
+        """Return left · Σ C_t for left `(_, d_in)`."""
+        if self.basis is None:
+            product = left @ self.gram
+        else:
+            product = (left @ self.basis.mT) @ self.basis
+        return product.add_(left, alpha=self.ridge)
+
+
+def normal_equations(covariances: Sequence[Covariance]) -> NormalEquations:
+    """Form Σ R_t C_t and Σ C_t for covariances of one shape and dtype."""
+    d_out, d_in = covariances[0].update.shape
+    if use_dual(d_out, d_in, len(covariances)):
+        return _dual(covariances)
+    return _primal(covariances)
+
+
+def _primal(covariances: Sequence[Covariance]) -> NormalEquations:
+    d_out, d_in = covariances[0].update.shape
+    gram = covariances[0].update.new_zeros(d_in, d_in)
+    numerator = covariances[0].update.new_zeros(d_out, d_in)
+    for covariance in covariances:
+        root, scale = covariance.root(), covariance.scale
+        if use_outer_gram(d_out, d_in):
+            gram.addmm_(root.mT, root, alpha=scale)
+            numerator.addmm_(root @ root.mT, root, alpha=scale)
+        else:
+            own = root.mT @ root
+            gram.add_(own, alpha=scale)
+            numerator.addmm_(root, own, alpha=scale)
+        numerator.add_(root, alpha=covariance.ridge)
+    return NormalEquations(gram, numerator, sum(c.ridge for c in covariances))
+
+
+def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
+    d_out, d_in = covariances[0].update.shape
+    basis = covariances[0].update.new_empty(len(covariances) * d_out, d_in)
+    blocks = [slice(t * d_out, (t + 1) * d_out) for t in range(len(covariances))]
+    for block, covariance in zip(blocks, covariances, strict=True):
+        torch.mul(covariance.root(), sqrt(covariance.scale), out=basis[block])
+    gram = basis @ basis.mT
+    numerator = gram.new_empty(d_out, len(basis))
+    for block, covariance in zip(blocks, covariances, strict=True):
+        numerator[:, block] = gram[block, block] / sqrt(covariance.scale)
+        numerator[:, block].diagonal().add_(covariance.ridge / sqrt(covariance.scale))
+    return NormalEquations(gram, numerator, sum(c.ridge for c in covariances), basis)

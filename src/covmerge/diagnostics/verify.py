@@ -1,0 +1,209 @@
+"""Re-read an output folder and check what its manifest claims."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covmerge.checkpoints import Checkpoint, open_checkpoint
+from covmerge.errors import CheckFailed, CheckpointError, InputError
+from covmerge.types import Json, TensorHeader
+
+_BLOCK_ELEMENTS = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check and its outcome."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Outcome of all checks on one output."""
+
+    folder: Path
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return all(check.ok for check in self.checks)
+
+    def raise_if_failed(self) -> None:
+        """Raise CheckFailed with the failed checks, if there are any."""
+        failed = [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
+        if failed:
+            raise CheckFailed(f"{self.folder} fails its verification. " + "; ".join(failed))
+
+    def summary(self) -> dict[str, Json]:
+        """The report as plain JSON."""
+        return {
+            "folder": str(self.folder),
+            "ok": self.ok,
+            "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in self.checks],
+        }
+
+
+def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyReport:
+    """Re-read an output of covmerge and check it.
+
+    Coverage (each tensor of the manifest, no other, with its shape and dtype), finite values,
+    copied tensors equal to the base's, "differs from base", rounding loss of the output dtype, and
+    the task heads.
+
+    Args:
+        folder: the output.
+        base: the base checkpoint; None opens the source that the manifest names. Where that is not
+            to be had, the comparison falls back on the recorded norms and says so.
+
+    Raises:
+        InputError: the folder is not an output of covmerge.
+    """
+    folder = Path(folder)
+    manifest = _read_manifest(folder)
+    entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
+    output = open_checkpoint(folder)
+    opened: Checkpoint | None = None
+    try:
+        missing = ""
+        if base is None:
+            try:
+                base = opened = open_checkpoint(manifest["recipe"]["base"])
+            except InputError as error:
+                missing = str(error)
+        checks = [_coverage(entries, output.headers)]
+        if checks[0].ok:
+            checks += _values(entries, output, base, missing)
+        checks += [_rounding(manifest), _heads(folder, manifest)]
+        return VerifyReport(folder, tuple(checks))
+    finally:
+        output.close()
+        if opened is not None:
+            opened.close()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "covmerge.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not all(key in manifest for key in ("tensors", "heads", "totals", "recipe")):
+            raise ValueError("keys are missing")
+    except FileNotFoundError:
+        raise InputError(
+            f"{folder} has no covmerge.json: it is not a finished output of covmerge. Name the folder "
+            "that `covmerge merge` wrote."
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{path} cannot be read as a covmerge manifest: {error}") from error
+    return manifest
+
+
+def _coverage(
+    entries: Mapping[str, Mapping[str, Any]], headers: Mapping[str, TensorHeader]
+) -> Check:
+    wrong = [f"'{name}' is not in the manifest" for name in headers if name not in entries]
+    for name, entry in entries.items():
+        if name not in headers:
+            wrong.append(f"'{name}' is missing")
+            continue
+        header = headers[name]
+        found = (list(header.shape), str(header.dtype).removeprefix("torch."))
+        if found != (entry["shape"], entry["dtype"]):
+            wrong.append(
+                f"'{name}' is {found[1]} {found[0]}, not {entry['dtype']} {entry['shape']}"
+            )
+    detail = "; ".join(wrong[:5]) or f"all {len(entries)} tensors are there, and no other"
+    return Check("coverage", not wrong, detail)
+
+
+def _values(
+    entries: Mapping[str, Mapping[str, Any]],
+    output: Checkpoint,
+    base: Checkpoint | None,
+    missing: str,
+) -> list[Check]:
+    """Read everything once: finite, copied where copied, changed where changed."""
+    not_finite: list[str] = []
+    not_copied: list[str] = []
+    changed = 0
+    for name, entry in entries.items():
+        header = output.headers[name]
+        finite, equal = True, True
+        for rows in _blocks(header):
+            block = output.read(name, rows)
+            finite &= not block.is_floating_point() or bool(torch.isfinite(block.float()).all())
+            if base is not None and equal:
+                equal = torch.equal(block, base.read(name, rows).to(block.dtype))
+        if not finite:
+            not_finite.append(name)
+        if base is None:
+            equal = not entry.get("merged_norm")
+        elif "merged_norm" not in entry and not equal:
+            not_copied.append(name)
+        changed += not equal
+    against = "the base" if base is not None else "recorded norms (the base is not at hand)"
+    checks = [
+        Check("finite", not not_finite, _listed(not_finite) or "no NaN or Inf"),
+        Check(
+            "differs from base",
+            changed > 0,
+            f"{changed} of {len(entries)} tensors differ, by {against}"
+            if changed
+            else f"every tensor equals the base's, by {against}: were the experts trained?",
+        ),
+    ]
+    if base is not None:
+        detail = _listed(not_copied) or "tensors copied from the base equal it"
+        checks.append(Check("copied", not not_copied, detail))
+    else:
+        checks.append(Check("copied", True, f"not compared: {missing}"))
+    return checks
+
+
+def _blocks(header: TensorHeader) -> Iterator[range | None]:
+    if not header.shape:
+        yield None
+        return
+    step = max(1, _BLOCK_ELEMENTS // max(1, prod(header.shape[1:])))
+    for start in range(0, header.shape[0], step):
+        yield range(start, min(start + step, header.shape[0]))
+
+
+def _rounding(manifest: Mapping[str, Any]) -> Check:
+    loss = float(manifest["totals"]["rounding_loss"])
+    return Check(
+        "rounding",
+        loss < 1.0,
+        f"storing the result loses {loss:.2%} of the merged update's norm"
+        + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else ""),
+    )
+
+
+def _heads(folder: Path, manifest: Mapping[str, Any]) -> Check:
+    wrong: list[str] = []
+    heads: Mapping[str, list[str]] = manifest["heads"]
+    for expert, names in heads.items():
+        try:
+            head = open_checkpoint(folder / "heads" / f"{expert}.safetensors")
+        except CheckpointError as error:
+            wrong.append(str(error))
+            continue
+        if set(head.headers) != set(names):
+            wrong.append(f"heads/{expert}.safetensors holds {sorted(head.headers)}, not {names}")
+        head.close()
+    good = f"{len(heads)} task heads kept" if heads else "no task heads"
+    return Check("heads", not wrong, "; ".join(wrong) or good)
+
+
+def _listed(names: list[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if names[limit:] else "")

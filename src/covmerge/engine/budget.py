@@ -1,0 +1,98 @@
+"""A budget of bytes shared by the stages of the pipeline, and the memory of this process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import psutil
+
+from covmerge.errors import ResourceError
+from covmerge.plan import Plan
+from covmerge.recipe import format_size
+
+# What the process holds beside tensors of the plan: BLAS packing buffers, allocator slack.
+_OVERHEAD = 192 * 2**20
+# Small items are read this far ahead.
+_READ_AHEAD = 128 * 2**20
+
+
+class Budget:
+    """Bytes that may be alive at once; whoever would exceed them waits for another to finish.
+
+    Items acquire in plan order and one item always fits, so waiting always ends.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def acquire(self, size: int) -> bool:
+        """Wait until `size` bytes are free and take them; False when the budget was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._used + size <= self._limit)
+            if self._closed:
+                return False
+            self._used += size
+            return True
+
+    def release(self, size: int) -> None:
+        """Give bytes back."""
+        with self._changed:
+            self._used -= size
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wake every waiter: the run is over."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the memory of a run is divided.
+
+    Attributes:
+        resident: what the process holds before the run, BLAS buffers and allocator slack included.
+        workspace: the most that computing an item takes beside its inputs and result.
+        in_flight: inputs read ahead plus results not yet written, at most.
+    """
+
+    resident: int
+    workspace: int
+    in_flight: int
+
+    @property
+    def peak(self) -> int:
+        """Expected peak of the process."""
+        return self.resident + self.workspace + self.in_flight
+
+
+def plan_memory(plan: Plan, max_memory: int | None) -> MemoryPlan:
+    """Divide the memory, or refuse before any work.
+
+    Without `max_memory` two of the largest items may be in flight, so that reading and writing
+    overlap computing, and the peak follows the largest tensor, not the model.
+
+    Raises:
+        ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
+    """
+    resident = psutil.Process().memory_info().rss + _OVERHEAD
+    largest = max(item.read_bytes + item.write_bytes for item in plan.items)
+    workspace = max(item.workspace for item in plan.items)
+    least = MemoryPlan(resident, workspace, largest)
+    wanted = MemoryPlan(resident, workspace, max(2 * largest, _READ_AHEAD))
+    free = resident + psutil.virtual_memory().available
+    limit = free if max_memory is None else max_memory
+    if least.peak > limit:
+        given = "of memory are free" if max_memory is None else "are allowed (--max-memory)"
+        raise ResourceError(
+            f"the merge needs {format_size(least.peak)} and {format_size(limit)} {given}: "
+            f"{format_size(resident)} for the process, {format_size(workspace + largest)} for the "
+            f"largest tensor, '{plan.peak_item.tensor.name}'. Allow more, or merge that tensor by "
+            "`average` with a rule."
+        )
+    return MemoryPlan(resident, workspace, min(wanted.in_flight, limit - resident - workspace))

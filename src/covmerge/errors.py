@@ -1,0 +1,58 @@
+"""Errors that name what is wrong, where, and what to do next.
+
+The command line turns them into exit codes: `InputError` and its children mean 2 (bad input),
+`CheckFailed` means 1 (the work was done and a check on it failed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class CovmergeError(Exception):
+    """Base of every error that covmerge raises on purpose."""
+
+    exit_code = 2
+
+
+class InputError(CovmergeError):
+    """Something given to covmerge cannot be used: a file, a tensor, a key, a value."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing, truncated, malformed or unsafe to read."""
+
+
+class TensorError(InputError):
+    """Tensors of the inputs do not fit together, or hold values that cannot be merged."""
+
+
+class RecipeError(InputError):
+    """A recipe, an option or a parameter is unknown or out of range."""
+
+
+class ResourceError(InputError):
+    """The machine lacks the memory or the disk space that the plan needs."""
+
+
+class CheckFailed(CovmergeError):
+    """The work was done, and a check on its result failed."""
+
+    exit_code = 1
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " Did you mean 'x'?" for the nearest known name, or the list of known names.
+
+    Example:
+        >>> did_you_mean("tiess", ["ties", "ace"])
+        " Did you mean 'ties'?"
+        >>> did_you_mean("zzz", ["ties", "ace"])
+        ' Known: ace, ties.'
+    """
+    names = list(known)
+    near = get_close_matches(name, names, n=1)
+    if near:
+        return f" Did you mean '{near[0]}'?"
+    return f" Known: {', '.join(sorted(names))}." if names else ""

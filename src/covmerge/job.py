@@ -1,0 +1,309 @@
+"""One merge from open checkpoints to a verified result: in memory, or as a folder."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from covmerge import __version__
+from covmerge.checkpoints import (
+    Checkpoint,
+    Journal,
+    ShardWriter,
+    Staging,
+    check_not_input,
+    open_checkpoint,
+    plan_layout,
+)
+from covmerge.diagnostics import VerifyReport, verify
+from covmerge.engine import (
+    DiskSink,
+    MemoryPlan,
+    MemorySink,
+    Progress,
+    RunStats,
+    Sink,
+    plan_memory,
+    run,
+    tensor_stats,
+    totals,
+)
+from covmerge.errors import CovmergeError, InputError
+from covmerge.export import copy_companions, write_heads, write_index, write_manifest
+from covmerge.plan import Plan, WorkItem, build_plan
+from covmerge.recipe import Recipe, dump_recipe
+from covmerge.types import Json
+
+_JOURNAL = "journal.jsonl"
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What a merge gave.
+
+    Attributes:
+        path: the output folder; None for a merge in memory.
+        tensors: merged weights by name; None for a merge to disk.
+        heads: per expert, its own task head; empty for a merge to disk, which has them as files.
+        stats: per tensor and in total, as in `covmerge.json`.
+        run: seconds and memory of this run.
+        notes: what the plan and the run want a reader to know.
+        verification: result of re-reading the output, for a merge to disk.
+    """
+
+    path: Path | None
+    tensors: dict[str, Tensor] | None
+    heads: Mapping[str, Mapping[str, Tensor]]
+    stats: Mapping[str, Json]
+    run: Mapping[str, Json]
+    notes: tuple[str, ...] = ()
+    verification: VerifyReport | None = None
+
+
+@dataclass(frozen=True)
+class OpenCheckpoints:
+    """The checkpoints of a recipe."""
+
+    base: Checkpoint
+    experts: Mapping[str, Checkpoint]
+
+    def all(self) -> Iterator[tuple[str, Checkpoint]]:
+        """The base, then the experts, each with its key in reports."""
+        yield "base", self.base
+        for name, checkpoint in self.experts.items():
+            yield f"expert {name}", checkpoint
+
+
+@contextmanager
+def open_checkpoints(
+    base: str | Path | Mapping[str, Tensor],
+    experts: Mapping[str, str | Path | Mapping[str, Tensor]],
+) -> Iterator[OpenCheckpoints]:
+    """Open base and experts, and close all of them at the end."""
+    with ExitStack() as stack:
+
+        def opened(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
+            checkpoint = open_checkpoint(source)
+            stack.callback(checkpoint.close)
+            return checkpoint
+
+        yield OpenCheckpoints(opened(base), {n: opened(s) for n, s in experts.items()})
+
+
+class _Silent:
+    """Progress for callers that want none."""
+
+    def start(self, plan: Plan) -> None:
+        pass
+
+    def advance(self, item: WorkItem, *, resumed: bool) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with the options of one run."""
+
+    recipe: Recipe
+    out: Path | None
+    device: str = "cpu"
+    threads: int | None = None
+    max_memory: int | None = None
+    resume: bool = False
+    overwrite: bool = False
+    progress: Progress | None = field(default=None)
+
+    def run(self, checkpoints: OpenCheckpoints) -> MergeResult:
+        """Plan, then merge to memory or to `out`.
+
+        Raises:
+            InputError: anything wrong with the inputs; nothing is left behind.
+            CheckFailed: the output failed its verification.
+        """
+        device = _device(self.device)
+        plan = build_plan(self.recipe, checkpoints.base, checkpoints.experts)
+        memory = plan_memory(plan, self.max_memory)
+        if self.out is None:
+            return self._to_memory(plan, checkpoints, memory, device)
+        return self._to_disk(plan, checkpoints, self.out, memory, device)
+
+    def _execute(
+        self,
+        plan: Plan,
+        checkpoints: OpenCheckpoints,
+        sink: Sink,
+        memory: MemoryPlan,
+        device: torch.device,
+    ) -> RunStats:
+        with _threads(self.threads):
+            return run(
+                plan,
+                checkpoints.base,
+                checkpoints.experts,
+                sink,
+                in_flight=memory.in_flight,
+                device=device,
+                progress=self.progress or _Silent(),
+            )
+
+    def _to_memory(
+        self,
+        plan: Plan,
+        checkpoints: OpenCheckpoints,
+        memory: MemoryPlan,
+        device: torch.device,
+    ) -> MergeResult:
+        for _, checkpoint in checkpoints.all():
+            checkpoint.materialize()
+        sink = MemorySink(plan)
+        done = self._execute(plan, checkpoints, sink, memory, device)
+        return MergeResult(
+            path=None,
+            tensors=sink.tensors,
+            heads=_read_heads(plan, checkpoints),
+            stats=_stats(plan, done),
+            run=_run_report(done, memory),
+            notes=plan.notes,
+        )
+
+    def _to_disk(
+        self,
+        plan: Plan,
+        checkpoints: OpenCheckpoints,
+        out: Path,
+        memory: MemoryPlan,
+        device: torch.device,
+    ) -> MergeResult:
+        check_not_input(out, [Path(c.source) for _, c in checkpoints.all()])
+        layout = plan_layout(
+            plan.output_headers, plan.recipe.output.shard_size, metadata=plan.metadata
+        )
+        with Staging(out, overwrite=self.overwrite, resume=self.resume) as staging:
+            try:
+                for _, checkpoint in checkpoints.all():
+                    checkpoint.materialize()
+                hashes = _Fingerprints(checkpoints)
+                digest = plan.digest({key: c.identity() for key, c in checkpoints.all()})
+                with (
+                    ShardWriter(staging.folder, layout) as writer,
+                    Journal.open(staging.folder / _JOURNAL, digest) as journal,
+                ):
+                    sink = DiskSink(writer, journal)
+                    done = self._execute(plan, checkpoints, sink, memory, device)
+                    writer.flush()
+                write_index(layout, staging.folder)
+                write_heads(staging.folder, _read_heads(plan, checkpoints))
+                copied = copy_companions(checkpoints.base.folder, staging.folder)
+                stats = _stats(plan, done)
+                notes = (*plan.notes, *copied.notes)
+                manifest: dict[str, Json] = {
+                    "covmerge": __version__,
+                    "torch": torch.__version__,
+                    "recipe": dump_recipe(plan.recipe),
+                    "family": plan.family,
+                    "sources": hashes.result(),
+                    "notes": notes,
+                    **stats,
+                }
+                write_manifest(staging.folder, manifest)
+                report = verify(staging.folder, base=checkpoints.base)
+                report.raise_if_failed()
+            except CovmergeError:
+                staging.discard()
+                raise
+            staging.commit()
+        return MergeResult(
+            path=out,
+            tensors=None,
+            heads={},
+            stats=stats,
+            run=_run_report(done, memory),
+            notes=(*notes, *staging.notes),
+            verification=report,
+        )
+
+
+class _Fingerprints:
+    """Hashes the sources in the background, while their pages are in the cache anyway."""
+
+    def __init__(self, checkpoints: OpenCheckpoints) -> None:
+        self._found: dict[str, Json] = {}
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._hash, args=(checkpoints,), daemon=True)
+        self._thread.start()
+
+    def _hash(self, checkpoints: OpenCheckpoints) -> None:
+        try:
+            for key, checkpoint in checkpoints.all():
+                self._found[key] = {
+                    "source": checkpoint.source,
+                    "content": checkpoint.fingerprint(),
+                }
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> dict[str, Json]:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+
+def _read_heads(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, dict[str, Tensor]]:
+    return {
+        expert: {name: checkpoints.experts[expert].read(name) for name in kept}
+        for expert, kept in plan.heads.items()
+    }
+
+
+def _stats(plan: Plan, done: RunStats) -> dict[str, Json]:
+    entries = tensor_stats(plan, done)
+    heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
+    return {"totals": totals(entries), "heads": heads, "tensors": entries}
+
+
+def _run_report(done: RunStats, memory: MemoryPlan) -> dict[str, Json]:
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "seconds": done.seconds,
+        "read_seconds": done.read_seconds,
+        "compute_seconds": done.compute_seconds,
+        "write_seconds": done.write_seconds,
+        "resumed_items": done.resumed_items,
+        "items": len(done.items),
+        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "expected_peak_memory": memory.peak,
+    }
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--device {name} cannot be used here: {reason}") from error
+    return device

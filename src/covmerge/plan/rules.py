@@ -1,0 +1,124 @@
+"""Role defaults and the recipe's rules, resolved to one action a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from covmerge.errors import RecipeError
+from covmerge.methods import Method, registry
+from covmerge.plan.types import Copy, Merge
+from covmerge.recipe import Recipe, Rule
+from covmerge.tensors import TensorInfo
+from covmerge.types import Role, TensorHeader
+
+_MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to a tensor, and the rule that says so in words."""
+
+    action: Merge | Copy
+    rule: str
+
+
+class Rules:
+    """The recipe's rules over the defaults of each role."""
+
+    def __init__(self, recipe: Recipe, family: str | None) -> None:
+        """Resolve the parameters of every method the recipe names.
+
+        Raises:
+            RecipeError: an unknown method or parameter, or a value out of range.
+        """
+        self._recipe = recipe
+        self._family = family
+        self._method = registry.get(recipe.method)
+        self._parameters = self._method.resolve(recipe.parameters, family)
+        for rule in recipe.rules:
+            self._named_method(rule)
+
+    def chosen_use(self, name: str, role: Role) -> str | None:
+        """Return `use` of the first matching rule, if it has one."""
+        rule = self._first_match(name, role)
+        return rule.use if rule else None
+
+    def decide(self, header: TensorHeader, info: TensorInfo) -> Decision:
+        """Return the action for one tensor of the base."""
+        rule = self._first_match(header.name, info.role)
+        if rule is not None:
+            return self._by_rule(rule, header, info)
+        if not header.dtype.is_floating_point:
+            return Decision(Copy(), f"base ({header.dtype} is not merged)")
+        setting, value = self._setting(info.role)
+        if value == "base":
+            return Decision(Copy(), f"base ({setting})")
+        if value == "average":
+            return self._average(setting)
+        return self._merge(self._method, self._parameters, header, info, reason=setting)
+
+    def _setting(self, role: Role) -> tuple[str, str]:
+        """Name and value of what decides a role: a setting of the recipe, or the role itself."""
+        tensors = self._recipe.tensors
+        settings = {
+            Role.EMBEDDING: ("embeddings", tensors.embeddings),
+            Role.OUTPUT: ("output_head", tensors.output_head),
+            Role.CONV: ("convolutions", tensors.convolutions),
+        }
+        everywhere = "method" if self._method.elementwise else "average"
+        if role in settings:
+            key, value = settings[role]
+            return f"{key}: {value}", everywhere if value == "auto" else value
+        if role in _MATRICES:
+            return "", "method"
+        return str(role), "average" if role is Role.BUFFER else everywhere
+
+    def _by_rule(self, rule: Rule, header: TensorHeader, info: TensorInfo) -> Decision:
+        text = "rule " + ", ".join(
+            f"{key} {value}" for key, value in (("match", rule.match), ("role", rule.role)) if value
+        )
+        if rule.use in ("base", "head") or not header.dtype.is_floating_point:
+            return Decision(Copy(), f"{rule.use or 'base'} ({text})")
+        if rule.use == "average":
+            return self._average(text)
+        method, parameters = self._named_method(rule)
+        return self._merge(method, parameters, header, info, reason=text)
+
+    def _named_method(self, rule: Rule) -> tuple[Method, Mapping[str, Any]]:
+        """Return a rule's method and parameters; without a name, the recipe's."""
+        if rule.method is None:
+            return self._method, self._parameters
+        method = registry.get(rule.method)
+        return method, method.resolve(rule.parameters, self._family)
+
+    def _first_match(self, name: str, role: Role) -> Rule | None:
+        return next((rule for rule in self._recipe.rules if rule.applies_to(name, role)), None)
+
+    def _average(self, reason: str) -> Decision:
+        return Decision(Merge("average", {}, layout=None), f"average ({reason})")
+
+    def _merge(
+        self,
+        method: Method,
+        parameters: Mapping[str, Any],
+        header: TensorHeader,
+        info: TensorInfo,
+        *,
+        reason: str,
+    ) -> Decision:
+        text = f"{method.name} ({reason})" if reason else method.name
+        if method.elementwise:
+            return Decision(Merge(method.name, parameters, layout=None), text)
+        if len(header.shape) < 2:
+            raise RecipeError(
+                f"'{header.name}' {list(header.shape)} ({info.role}) is not a matrix, and method "
+                f"'{method.name}' merges matrices: use `average` or `base` for it."
+            )
+        layout = info.layout
+        if info.role is Role.CONV1D and self._recipe.tensors.conv1d == "stored":
+            layout = replace(layout, transposed=False)
+        elif self._recipe.tensors.fused == "split" and info.parts is not None:
+            layout = replace(layout, parts=info.parts)
+        return Decision(Merge(method.name, parameters, layout), text)

@@ -1,0 +1,191 @@
+"""The plan as data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from covmerge.recipe import Recipe, dump_recipe
+from covmerge.tensors import MatrixLayout
+from covmerge.types import Json, Role, TensorHeader
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Merge a tensor by a method.
+
+    Attributes:
+        method: registered name.
+        parameters: all of the method's parameters, resolved.
+        layout: how the tensor holds `(d_out, d_in)` matrices; None: elementwise, as it lies.
+    """
+
+    method: str
+    parameters: Mapping[str, Any]
+    layout: MatrixLayout | None
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Take the base's tensor as it is."""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of the output.
+
+    Attributes:
+        stored: its header in the base.
+        output: its header in the output (the base's name and shape, the output dtype).
+        role: what it is, and `why` that was concluded.
+        action: what happens to it, and by which `rule`.
+        sources: per expert, the name of its tensor there; None where the expert has no such tensor
+            and `absent` says what that counts as.
+        absent: `unchanged`: a zero update; `skipped`: the expert takes no part in this tensor.
+    """
+
+    stored: TensorHeader
+    output: TensorHeader
+    role: Role
+    why: str
+    action: Merge | Copy
+    rule: str
+    sources: Mapping[str, str | None]
+    absent: str = "unchanged"
+
+    @property
+    def name(self) -> str:
+        """Name in the base and in the output."""
+        return self.output.name
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """A row range of one tensor: read, computed and written as a whole.
+
+    Attributes:
+        tensor: its plan.
+        rows: range of the first axis; None for the whole of a tensor (scalars have no rows).
+        read_bytes: stored bytes of base and experts.
+        write_bytes: bytes of the result.
+        workspace: bytes that computing it takes beside its inputs and its result.
+        flops: floating-point operations.
+    """
+
+    tensor: TensorPlan
+    rows: range | None
+    read_bytes: int
+    write_bytes: int
+    workspace: int
+    flops: float
+
+    @property
+    def memory(self) -> int:
+        """Bytes alive while the item is computed."""
+        return self.read_bytes + self.workspace + self.write_bytes
+
+    @property
+    def key(self) -> tuple[str, tuple[int, int]]:
+        """Identity in the journal."""
+        span = (self.rows.start, self.rows.stop) if self.rows is not None else (0, 1)
+        return self.tensor.name, span
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before the first tensor is read.
+
+    Attributes:
+        recipe: the recipe with all defaults.
+        tensors: the output's tensors in output order.
+        items: the work, in output order.
+        heads: per expert, tensors that are kept for it alone: name in the expert -> header.
+        family: model family, which decides family defaults.
+        notes: what a user should know before starting.
+    """
+
+    recipe: Recipe
+    tensors: tuple[TensorPlan, ...]
+    items: tuple[WorkItem, ...]
+    heads: Mapping[str, Mapping[str, TensorHeader]]
+    family: str | None
+    notes: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @cached_property
+    def output_headers(self) -> tuple[TensorHeader, ...]:
+        """Headers of the output in order."""
+        return tuple(tensor.output for tensor in self.tensors)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from all checkpoints."""
+        return sum(item.read_bytes for item in self.items)
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of the output's tensors, heads included."""
+        heads = sum(h.nbytes for kept in self.heads.values() for h in kept.values())
+        return sum(item.write_bytes for item in self.items) + heads
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all items."""
+        return sum(item.flops for item in self.items)
+
+    @property
+    def peak_item(self) -> WorkItem:
+        """The item that needs the most memory."""
+        return max(self.items, key=lambda item: item.memory)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype the methods compute in."""
+        return getattr(torch, self.recipe.dtype)
+
+    def by_rule(self) -> list[tuple[Role, str, int, int]]:
+        """Role, rule, number of tensors and output bytes, in order of first appearance."""
+        counts: Counter[tuple[Role, str]] = Counter()
+        sizes: Counter[tuple[Role, str]] = Counter()
+        for tensor in self.tensors:
+            counts[tensor.role, tensor.rule] += 1
+            sizes[tensor.role, tensor.rule] += tensor.output.nbytes
+        return [(role, rule, counts[role, rule], sizes[role, rule]) for role, rule in counts]
+
+    def digest(self, sources: Mapping[str, Json]) -> str:
+        """Hash of all that decides the output's bytes: recipe, sources, tensors and actions."""
+        content = {
+            "recipe": dump_recipe(self.recipe),
+            "sources": sources,
+            "torch": torch.__version__,
+            "tensors": [
+                [t.name, list(t.output.shape), str(t.output.dtype), t.rule, repr(t.action)]
+                for t in self.tensors
+            ],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def summary(self) -> dict[str, Json]:
+        """The plan's totals as plain JSON."""
+        return {
+            "tensors": len(self.tensors),
+            "items": len(self.items),
+            "by_rule": [
+                {"role": str(role), "rule": rule, "tensors": count, "bytes": size}
+                for role, rule, count, size in self.by_rule()
+            ],
+            "heads": {expert: sorted(kept) for expert, kept in self.heads.items()},
+            "family": self.family,
+            "read_bytes": self.read_bytes,
+            "write_bytes": self.write_bytes,
+            "flops": self.flops,
+            "peak_item": {"tensor": self.peak_item.tensor.name, "bytes": self.peak_item.memory},
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,107 @@
+"""Pydantic's complaints, said in the words of the recipe: where, which key, what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from reprlib import Repr
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from covmerge.errors import RecipeError, did_you_mean
+from covmerge.recipe.schema import Expert, Output, Recipe, Rule, TensorRules
+from covmerge.recipe.strict_yaml import KeyPath, Origin
+
+_shown = Repr()
+_shown.maxstring = _shown.maxother = _shown.maxlong = 80
+
+_WANTED = {
+    "string_type": "text",
+    "string_too_short": "text that is not empty",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "too_short": "a mapping with at least one entry, name: source",
+}
+
+
+def explain(error: ValidationError, origin: Origin) -> RecipeError:
+    """Return one RecipeError with a line for each of pydantic's complaints."""
+    details = error.errors(include_url=False)
+    # Pydantic puts unknown keys last; people read a file from the top.
+    details.sort(key=lambda detail: origin.line(_path(detail)))
+    return RecipeError("\n".join(_line(detail, origin) for detail in details))
+
+
+def key_path(path: KeyPath) -> str:
+    """Return a key path as people write it.
+
+    Example:
+        >>> key_path(("rules", 0, "use")), key_path(("experts", "my model"))
+        ('rules[0].use', "experts['my model']")
+    """
+    text = ""
+    for key in path:
+        if isinstance(key, str) and re.fullmatch(r"[\w-]+", key):
+            text += f".{key}" if text else key
+        else:
+            text += f"[{key!r}]"
+    return text
+
+
+def _path(detail: ErrorDetails) -> KeyPath:
+    # Pydantic marks a complaint about a mapping's key, not its value, by a last "[key]".
+    return tuple(key for key in detail["loc"] if key != "[key]")
+
+
+def _line(detail: ErrorDetails, origin: Origin) -> str:
+    path = _path(detail)
+    where = origin.where(path)
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        known = _model_at(path[:-1]).model_fields
+        hint = did_you_mean(str(path[-1]), known)
+        return f"{where}: unknown key {path[-1]!r} in {_place(path[:-1])}.{hint}"
+    if kind == "invalid_key":
+        return f"{where}: the key {path[-1]!r} in {_place(path[:-1])} is not text"
+    if kind == "missing":
+        description = _model_at(path[:-1]).model_fields[str(path[-1])].description
+        return f"{where}: {_place(path[:-1])} lacks the key {path[-1]!r}. {description}"
+    if kind == "value_error":
+        return f"{where}: {_place(path)}: {detail['ctx']['error']}"  # pyright: ignore[reportTypedDictNotRequiredAccess] - always there for this type
+    return f"{where}: {_place(path)} is {_value(detail['input'])}; it must be {_wanted(detail)}"
+
+
+def _wanted(detail: ErrorDetails) -> str:
+    kind = detail["type"]
+    if kind in ("model_type", "model_attributes_type"):
+        model = _model_at(_path(detail))
+        short = "a path, org/name@revision or " if model is Expert else ""
+        return f"{short}a mapping with the keys {', '.join(model.model_fields)}"
+    ctx: Mapping[str, Any] = detail.get("ctx", {})
+    if "expected" in ctx:
+        return str(ctx["expected"])
+    return _WANTED.get(kind, detail["msg"].removeprefix("Input should be "))
+
+
+def _model_at(path: KeyPath) -> type[BaseModel]:
+    match path:
+        case ("experts", _):
+            return Expert
+        case ("tensors",):
+            return TensorRules
+        case ("rules", _):
+            return Rule
+        case ("output",):
+            return Output
+        case _:
+            return Recipe
+
+
+def _place(path: KeyPath) -> str:
+    return key_path(path) if path else "the recipe"
+
+
+def _value(value: object) -> str:
+    return "empty" if value is None else _shown.repr(value)

@@ -1,0 +1,124 @@
+"""Reading a recipe from a file or a mapping, and writing it back as plain data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from covmerge.errors import RecipeError
+from covmerge.recipe.explain import explain, key_path
+from covmerge.recipe.mergekit import refuse_mergekit
+from covmerge.recipe.schema import Recipe
+from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_yaml
+
+_MAX_BYTES = 1 << 20
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@.+)?", re.ASCII)
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """Read a recipe file (YAML, of which JSON is a part).
+
+    Relative paths in it are relative to the file's folder.
+
+    Raises:
+        RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each
+            problem, with file, line, key and what is allowed.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise RecipeError(f"{path}: larger than {_MAX_BYTES} bytes; a recipe is a short YAML file")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    data, origin = parse_yaml(text, str(path))
+    return _beside(_validate(data, origin), path.parent, origin)
+
+
+def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
+    """Return the recipe that a mapping describes; sources are taken as they are.
+
+    Args:
+        mapping: what a recipe file holds, as `dump_recipe` returns it.
+        origin: a name for messages, such as "command line".
+
+    Raises:
+        RecipeError: not a recipe; one line for each problem.
+
+    Example:
+        >>> recipe = parse_recipe({"base": "org/base", "experts": {"code": "org/code@v1"}})
+        >>> recipe.method, recipe.experts["code"].weight
+        ('ace', 1.0)
+    """
+    return _validate(dict(mapping), Origin(origin))
+
+
+def dump_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as plain JSON types with every default written out, the same each time."""
+    data = recipe.model_dump(mode="json")
+    data["rules"] = [
+        {key: value for key, value in rule.items() if value not in (None, {})}
+        for rule in data["rules"]
+    ]
+    return data
+
+
+def _validate(data: Any, origin: Origin) -> Recipe:
+    if not isinstance(data, dict):
+        kind = "is empty" if data is None else f"holds a {type(data).__name__}"
+        raise RecipeError(
+            f"{origin.name}: {kind}; a recipe is a mapping with the keys "
+            f"{', '.join(Recipe.model_fields)}"
+        )
+    refuse_mergekit(cast("dict[str, Any]", data), origin.name)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        # The complaint in the recipe's words is whole; pydantic's trace would only repeat it.
+        raise explain(error, origin) from None
+
+
+def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
+    """Return the recipe with its relative paths put under `folder`."""
+    experts = {
+        name: expert.model_copy(
+            update={"source": _locate(expert.source, folder, origin, ("experts", name))}
+        )
+        for name, expert in recipe.experts.items()
+    }
+    base = _locate(recipe.base, folder, origin, ("base",))
+    return recipe.model_copy(update={"base": base, "experts": experts})
+
+
+def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
+    path = Path(source).expanduser() if source.startswith("~/") else Path(source)
+    if path.is_absolute():
+        return str(path)
+    beside = folder / path
+    if _HUB_ID.fullmatch(source) and not _exists(beside):
+        # Left alone it would be read from the working directory, which the recipe knows nothing of.
+        if _exists(path):
+            raise RecipeError(
+                f"{origin.where(key)}: {key_path(key)}: {source!r} exists in the working directory "
+                f"but not beside the recipe; write a path relative to {folder}, or add a revision "
+                "(org/name@main) if the model on the Hub is meant"
+            )
+        return source
+    # "./" marks a path, so that a missing one is not taken for a hub id.
+    return str(beside) if beside.is_absolute() or beside.parts[0] == ".." else f"./{beside}"
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long, a folder that may not be entered
+        return False

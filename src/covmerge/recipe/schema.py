@@ -1,0 +1,296 @@
+"""The recipe: everything that decides a merge, as data.
+
+The field descriptions are the reference of the format: `json_schema` carries them to editors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from covmerge.errors import RecipeError
+from covmerge.recipe.sizes import parse_size
+from covmerge.types import Role
+
+_EXPERT_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
+
+
+def _source(source: str) -> str:
+    if not source.isprintable() or source.strip() != source:
+        raise ValueError(f"{source!r} has spaces around it or control characters in it")
+    return source
+
+
+def _expert_name(name: str) -> str:
+    # The name becomes a file name: heads/<name>.safetensors.
+    if not re.fullmatch(_EXPERT_NAME, name) or len(name) > 100:
+        raise ValueError(
+            f"{name!r} cannot name an expert; use up to 100 letters, digits, '.', '_' or '-', "
+            "and no '.' at the start"
+        )
+    return name
+
+
+def _parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    # A recipe is recorded beside the merged model as JSON, which has no NaN and no objects.
+    _check_json(parameters, "")
+    return parameters
+
+
+def _check_json(value: object, path: str) -> None:
+    if isinstance(value, dict):
+        for key, item in cast("dict[object, object]", value).items():
+            if not isinstance(key, str):
+                raise ValueError(f"the key {key!r} is not text")
+            _check_json(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(cast("list[object]", value)):
+            _check_json(item, f"{path}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{path} is {value}; numbers must be finite")
+    elif not (value is None or isinstance(value, bool | int | float | str)):
+        raise ValueError(f"{path} is of type {type(value).__name__}; use numbers, text or lists")
+
+
+def _size(value: Any) -> int:
+    try:
+        return parse_size(value)
+    except RecipeError as error:
+        # Only a ValueError gets the key path from pydantic.
+        raise ValueError(str(error)) from None
+
+
+Source = Annotated[str, Field(min_length=1), AfterValidator(_source)]
+MethodName = Annotated[str, Field(min_length=1)]
+Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
+Size = Annotated[
+    int,
+    BeforeValidator(_size),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "examples": ["5GB", "512MiB"]},
+            ]
+        }
+    ),
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Expert(_Model):
+    """One fine-tuned model of the base."""
+
+    source: Source = Field(
+        description="Path of a checkpoint (relative to the recipe file) or org/name@revision."
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        strict=True,
+        allow_inf_nan=False,
+        description="Share of this expert in the merge; 1 is neutral.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+
+class TensorRules(_Model):
+    """What happens to tensors by kind, unless one of the `rules` says otherwise."""
+
+    embeddings: Literal["auto", "average", "method", "base"] = Field(
+        default="auto",
+        description="Token, position and type embeddings. `auto` is `method` for elementwise "
+        "methods and `average` otherwise: an embedding's input is one-hot, so the Gram matrix of "
+        "its update says nothing about its input covariance. `base` keeps the base's rows.",
+    )
+    output_head: Literal["auto", "average", "method", "base"] = Field(
+        default="auto",
+        description="Output embedding of a language model. `auto` is `method` for elementwise "
+        "methods and `average` otherwise: it mirrors the input embedding and is the largest matrix "
+        "of most models. A tensor tied to the input embedding follows `embeddings`.",
+    )
+    convolutions: Literal["average", "method", "base"] = Field(
+        default="average",
+        description="Convolution kernels. `average` is what the papers do with tensors that are "
+        "not matrices; `method` merges the kernel unfolded to (c_out, c_in * window).",
+    )
+    fused: Literal["whole", "split"] = Field(
+        default="whole",
+        description="Fused projections. `whole` merges query, key and value as one matrix, as they "
+        "share one input; `split` merges each by itself, as if they were stored apart.",
+    )
+    conv1d: Literal["oriented", "stored"] = Field(
+        default="oriented",
+        description="GPT-2's Conv1D weights, stored as (d_in, d_out). `oriented` transposes them "
+        "to (d_out, d_in), so that a method sees the layer's input; `stored` takes them as they "
+        "lie, which reproduces the authors' code.",
+    )
+    missing: Literal["error", "base", "present"] = Field(
+        default="error",
+        description="A tensor of the base that an expert lacks. `error` stops, because it mostly "
+        "means a wrong expert; `base` counts that expert as unchanged; `present` merges over the "
+        "experts that have the tensor.",
+    )
+    extra: Literal["error", "ignore"] = Field(
+        default="error",
+        description="A tensor in an expert's backbone that the base lacks. `error` stops; `ignore` "
+        "leaves it out and reports it. Task heads outside the backbone are always kept per expert.",
+    )
+    vocabulary: Literal["error", "base"] = Field(
+        default="error",
+        description="Embeddings whose number of rows differs from the base's. `error` stops, "
+        "because rows that do not mean the same token must not be merged; `base` merges the rows "
+        "that the base has and reports the others.",
+    )
+
+
+class Rule(_Model):
+    """An exception for some tensors: a condition (`match`, `role` or both) and one effect."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [{"required": ["match"]}, {"required": ["role"]}],
+            "oneOf": [{"required": ["method"]}, {"required": ["use"]}],
+            "dependentRequired": {"parameters": ["method"]},
+        }
+    )
+
+    match: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Pattern for the whole tensor name, such as '*.mlp.*': `*` is any text, `?` "
+        "one character, `[..]` one of several. Case matters. Put it in quotes: YAML gives a "
+        "leading `*` another meaning.",
+    )
+    role: Role | None = Field(default=None, description="What the tensor is in its model.")
+    method: MethodName | None = Field(
+        default=None, description="Merge with this method; `covmerge methods` lists the names."
+    )
+    parameters: Parameters = Field(
+        default_factory=dict[str, Any],
+        description="Parameters of this rule's method. Those of the recipe are not inherited.",
+    )
+    use: Literal["method", "average", "base", "head"] | None = Field(
+        default=None,
+        description="`method`: the recipe's method and parameters. `average`: the weighted mean of "
+        "the experts. `base`: unchanged. `head`: kept per expert, as task heads are.",
+    )
+
+    @model_validator(mode="after")
+    def _one_condition_and_one_effect(self) -> Rule:
+        if self.match is None and self.role is None:
+            raise ValueError("the rule has no condition; add 'match' or 'role'")
+        if self.method is None and self.use is None:
+            raise ValueError("the rule has no effect; add 'method' or 'use'")
+        if self.method is not None and self.use is not None:
+            raise ValueError("the rule has two effects; remove 'method' or 'use'")
+        if self.parameters and self.method is None:
+            raise ValueError("'parameters' belong to a 'method', and the rule has none")
+        return self
+
+    def applies_to(self, name: str, role: Role) -> bool:
+        """Return whether a tensor of this name and role fulfils the rule's condition.
+
+        Example:
+            >>> Rule(match="*.mlp.*", use="base").applies_to("h.0.mlp.c_fc.weight", Role.CONV1D)
+            True
+        """
+        matches = self.match is None or fnmatchcase(name, self.match)
+        return matches and self.role in (None, role)
+
+
+class Output(_Model):
+    """The files of the merged model."""
+
+    dtype: Literal["base", "float32", "float16", "bfloat16", "float64"] = Field(
+        default="base",
+        description="Stored dtype. `base` gives every tensor the dtype it has in the base; the "
+        "rounding loss is reported.",
+    )
+    shard_size: Size = Field(
+        default=5_000_000_000,
+        description="Largest size of one file, in bytes or as '5GB' or '512MiB'. A larger tensor "
+        "gets a file of its own.",
+    )
+
+
+def _short_expert_form(schema: dict[str, Any]) -> None:
+    """Let an editor accept `name: source` beside `name: {source: ..., weight: ...}`."""
+    schema["propertyNames"] = {"pattern": f"^{_EXPERT_NAME}$", "maxLength": 100}
+    schema["additionalProperties"] = {
+        "anyOf": [{"type": "string", "minLength": 1}, schema["additionalProperties"]]
+    }
+
+
+class Recipe(_Model):
+    """A covmerge recipe: a base, its experts, a method, and what to do with which tensor."""
+
+    base: Source = Field(
+        description="The model that every expert was fine-tuned from: path of a checkpoint "
+        "(relative to the recipe file) or org/name@revision."
+    )
+    experts: dict[Annotated[str, AfterValidator(_expert_name)], Expert] = Field(
+        min_length=1,
+        json_schema_extra=_short_expert_form,
+        description="The models to merge, in order: name to source, or name to source and weight. "
+        "A name is made of letters, digits, '.', '_' and '-', and is used in file names.",
+    )
+    method: MethodName = Field(
+        default="ace", description="Merge method; `covmerge methods` lists the names."
+    )
+    parameters: Parameters = Field(
+        default_factory=dict[str, Any],
+        description="Parameters of the method; `covmerge methods NAME` lists them.",
+    )
+    tensors: TensorRules = Field(
+        default_factory=TensorRules, description="What happens to tensors by kind."
+    )
+    rules: tuple[Rule, ...] = Field(
+        default=(), description="Exceptions by tensor name or role; the first that applies decides."
+    )
+    dtype: Literal["float32", "float64"] = Field(
+        default="float32", description="Dtype of the computation."
+    )
+    output: Output = Field(default_factory=Output, description="How the merged model is written.")
+
+    @field_validator("experts")
+    @classmethod
+    def _distinct_files(cls, experts: Mapping[str, Expert]) -> Mapping[str, Expert]:
+        seen: dict[str, str] = {}
+        for name in experts:
+            # Many file systems hold Code.safetensors and code.safetensors to be one file.
+            other = seen.setdefault(name.lower(), name)
+            if other != name:
+                raise ValueError(f"{other!r} and {name!r} differ only in case; rename one of them")
+        return experts
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a recipe, with a description of every key."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        # A name, not an address: nothing is to be fetched.
+        "$id": "urn:covmerge:recipe",
+        **Recipe.model_json_schema(),
+    }

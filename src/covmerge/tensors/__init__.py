@@ -1,0 +1,22 @@
+"""What a tensor is, and how it holds matrices `(d_out, d_in)`."""
+
+from covmerge.tensors.describe import ModelDescription, TensorInfo, describe, family_of
+from covmerge.tensors.views import (
+    FusedParts,
+    MatrixLayout,
+    matrices,
+    matrix_shapes,
+    write_matrices,
+)
+
+__all__ = [
+    "FusedParts",
+    "MatrixLayout",
+    "ModelDescription",
+    "TensorInfo",
+    "describe",
+    "family_of",
+    "matrices",
+    "matrix_shapes",
+    "write_matrices",
+]

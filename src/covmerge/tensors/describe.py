@@ -1,0 +1,221 @@
+"""What every tensor of a checkpoint is, decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from covmerge.tensors.modules import Kind
+from covmerge.tensors.names import is_head_by_name, kind_by_name, parts_by_name
+from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, architecture_of, build_skeleton
+from covmerge.tensors.views import FusedParts, MatrixLayout
+from covmerge.types import Role, TensorHeader
+
+_MATRICES = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What one stored tensor is.
+
+    Attributes:
+        name: as stored.
+        role: what it is. `head` is not decided here: it takes the comparison of checkpoints.
+        why: what the role was concluded from.
+        layout: how it holds `(d_out, d_in)` matrices, each taken whole; of no meaning for norms,
+            biases, buffers and other tensors.
+        parts: how its rows split, if it is a known fused projection; for `MatrixLayout.parts`.
+        tied_to: the tensor it shares memory with by the config. Stored values may contradict the
+            config, which only a reader of the values can tell.
+        outside_backbone: whether it lies outside the base model: a task head, an output layer.
+    """
+
+    name: str
+    role: Role
+    why: str
+    layout: MatrixLayout
+    parts: FusedParts | None
+    tied_to: str | None
+    outside_backbone: bool
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What the tensors of a checkpoint are.
+
+    Attributes:
+        tensors: exactly the stored tensors, in their order.
+        prefix: base_model_prefix ("bert", "transformer", "model"): what a model with a head puts
+            before the names of its base model; None if unknown.
+        family: see `family_of`.
+        tied: name -> the name it shares memory with, stored or not. Of each tied group the first
+            stored name, else the first defined one, is the one referred to.
+        architecture: config.architectures[0].
+        source: whether roles come from the modules (`skeleton`) or from name rules (`names`).
+        notes: what a user should know.
+    """
+
+    tensors: Mapping[str, TensorInfo]
+    prefix: str | None
+    family: str | None
+    tied: Mapping[str, str]
+    architecture: str | None
+    source: Literal["skeleton", "names"]
+    notes: tuple[str, ...]
+
+
+def family_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return the model family by which papers choose their defaults: model_type, with a size.
+
+    Example:
+        >>> family_of({"model_type": "roberta", "hidden_size": 1024}), family_of({})
+        ('roberta-large', None)
+    """
+    model_type = (config or {}).get("model_type")
+    if not isinstance(model_type, str):
+        return None
+    if config is not None and model_type == "roberta":
+        size = {768: "base", 1024: "large"}.get(config.get("hidden_size", 768))
+        return f"roberta-{size}" if size else model_type
+    return model_type
+
+
+def describe(
+    headers: Mapping[str, TensorHeader], config: Mapping[str, Any] | None
+) -> ModelDescription:
+    """Say what every stored tensor is.
+
+    Roles come from the classes of the model's modules, built without memory from config.json;
+    where there is no config, or no transformers, from rules on the names. `source` and `notes` say
+    which, and each tensor's `why` says what decided.
+
+    Args:
+        headers: the stored tensors.
+        config: parsed config.json, if there is one.
+
+    Example:
+        >>> import torch
+        >>> header = TensorHeader("blocks.0.mlp.c_fc.weight", (32, 8), torch.float32)
+        >>> info = describe({header.name: header}, None).tensors[header.name]
+        >>> str(info.role), info.why
+        ('linear', "name rule '2-D weight'")
+    """
+    skeleton, notes = _skeleton(headers, config)
+    found = {name: _identify(header, headers, skeleton) for name, header in headers.items()}
+    unsure = [name for name, (kind, _) in found.items() if kind.unsure]
+    if unsure:
+        notes.append(f"{_some(unsure)}: {found[unsure[0]][0].why}; taken for '{Role.OTHER}'")
+    outside = _outside(headers, skeleton)
+    tied = _tied(headers, skeleton) if skeleton else {}
+    tensors = {
+        name: TensorInfo(
+            name=name,
+            role=kind.role,
+            why=kind.why,
+            layout=MatrixLayout(kind.transposed, stacked=kind.role is Role.EXPERT_STACK),
+            parts=parts,
+            tied_to=tied.get(name),
+            outside_backbone=name in outside,
+        )
+        for name, (kind, parts) in found.items()
+    }
+    if skeleton:
+        notes += _misfits(headers, tensors, skeleton)
+    return ModelDescription(
+        tensors=tensors,
+        prefix=skeleton.prefix if skeleton else None,
+        family=family_of(config),
+        tied=tied,
+        architecture=architecture_of(config),
+        source="skeleton" if skeleton else "names",
+        notes=tuple(notes),
+    )
+
+
+def _skeleton(
+    headers: Mapping[str, TensorHeader], config: Mapping[str, Any] | None
+) -> tuple[Skeleton | None, list[str]]:
+    """Return the skeleton that knows these tensors, or None, and notes."""
+    if config is None:
+        return None, ["there is no config.json: roles come from name rules"]
+    try:
+        skeleton = build_skeleton(headers, config)
+    except SkeletonUnavailable as reason:
+        return None, [f"{reason}: roles come from name rules"]
+    if headers and not skeleton.places:
+        reason = f"{skeleton.architecture} has no tensor of any of the stored names"
+        return None, [f"{reason}: roles come from name rules"]
+    return skeleton, list(skeleton.notes)
+
+
+def _identify(
+    header: TensorHeader, headers: Mapping[str, TensorHeader], skeleton: Skeleton | None
+) -> tuple[Kind, FusedParts | None]:
+    if not header.dtype.is_floating_point:
+        return Kind(Role.BUFFER, f"dtype {str(header.dtype).removeprefix('torch.')}"), None
+    place = skeleton.places.get(header.name) if skeleton else None
+    if place is not None:
+        return place.kind, place.parts
+    kind = kind_by_name(header, headers)
+    return kind, parts_by_name(header, kind)
+
+
+def _outside(headers: Mapping[str, TensorHeader], skeleton: Skeleton | None) -> set[str]:
+    """Stored names outside the backbone."""
+    if skeleton is None:
+        return {name for name in headers if is_head_by_name(name)}
+    places, outside = skeleton.places, skeleton.outside
+    # What the architecture does not know is inside if it lies beside tensors that are.
+    roots = {name.split(".")[0] for name, p in places.items() if p.parameter not in outside}
+    return {
+        name
+        for name in headers
+        if (
+            places[name].parameter in outside if name in places else name.split(".")[0] not in roots
+        )
+    }
+
+
+def _tied(headers: Mapping[str, TensorHeader], skeleton: Skeleton) -> dict[str, str]:
+    """Every tied name, as stored where it is stored -> the name that stands for its group."""
+    stored = {place.parameter: name for name, place in skeleton.places.items()}
+    tied: dict[str, str] = {}
+    for group in skeleton.tied:
+        names = [stored.get(parameter, parameter) for parameter in group]
+        canonical = next((name for name in names if name in headers), names[0])
+        tied.update({name: canonical for name in names if name != canonical})
+    return tied
+
+
+def _misfits(
+    headers: Mapping[str, TensorHeader], tensors: Mapping[str, TensorInfo], skeleton: Skeleton
+) -> list[str]:
+    """Notes on stored tensors that the architecture does not have, or not in this shape."""
+    notes: list[str] = []
+    unknown = [
+        n for n in headers if n not in skeleton.places and tensors[n].role is not Role.BUFFER
+    ]
+    if unknown:
+        notes.append(
+            f"{_some(unknown)}: not in {skeleton.architecture}; their roles come from name rules"
+        )
+    reshaped = [
+        name
+        for name, place in skeleton.places.items()
+        if tensors[name].role in _MATRICES
+        and not tensors[name].outside_backbone
+        and place.expected not in (None, headers[name].shape)
+    ]
+    if reshaped:
+        first = reshaped[0]
+        notes.append(
+            f"{_some(reshaped)}: stored {list(headers[first].shape)}, while config.json means "
+            f"{list(skeleton.places[first].expected or ())}"
+        )
+    return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"'{names[0]}'{rest}"

@@ -1,0 +1,283 @@
+"""The model's modules on the meta device, built by transformers from config.json.
+
+The only file that imports transformers, and only when it is needed. What it uses of transformers'
+inside (the mapping between stored names and module names) is no stable interface, so it may fail at
+any release: then the names are related by the base-model prefix alone, and a note says so.
+
+config.json comes from strangers. No code of theirs is run, nothing is downloaded and nothing is
+allocated: keys that could are dropped, and absurd sizes are refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from covmerge.tensors.fused import known_parts
+from covmerge.tensors.modules import Kind, kind_of_parameter
+from covmerge.tensors.stored import MATRICES, Place, Slot, place_of
+from covmerge.types import Role, TensorHeader
+
+# Where code, kernels or weights come from, and what the stored weights are packed as.
+_DROPPED_KEYS = re.compile(
+    r"^_|^auto_map$|^quantization_config$|^(torch_)?dtype$|_implementation$|^use_pretrained_backbone$"
+)
+_LIMITS = (
+    (re.compile(r"layers?$|depths?$|blocks?$|experts?$"), 10_000),
+    (re.compile(r"(size|dim|embd|d_model|d_ff)$"), 1 << 24),
+)
+
+
+class SkeletonUnavailable(Exception):
+    """No skeleton can be built; the text says why."""
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What the architecture says about a checkpoint's tensors.
+
+    Attributes:
+        architecture: class that was built.
+        prefix: its base_model_prefix; None if it has none.
+        places: stored name -> place, for the stored names that the architecture knows.
+        tied: groups of parameter names that share memory, the first defined one first.
+        outside: parameters and buffers outside the backbone.
+        notes: what a user should know.
+    """
+
+    architecture: str
+    prefix: str | None
+    places: Mapping[str, Place]
+    tied: tuple[tuple[str, ...], ...]
+    outside: frozenset[str]
+    notes: tuple[str, ...]
+
+
+def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Skeleton:
+    """Build the model of a config.json without memory, and find the stored tensors in it.
+
+    Raises:
+        SkeletonUnavailable: transformers is missing, does not know the model, or fails to build it.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise SkeletonUnavailable(
+            "transformers is not installed (pip install 'covmerge[transformers]')"
+        ) from None
+    try:
+        with _quiet(transformers):
+            return _skeleton(transformers, headers, config)
+    except SkeletonUnavailable:
+        raise
+    # A stranger's config can make transformers fail in any way; the names remain to go by.
+    except Exception as error:
+        raise SkeletonUnavailable(
+            f"transformers {transformers.__version__} cannot build a '{config.get('model_type')}' "
+            f"from this config.json ({_in_short(error)})"
+        ) from error
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Generator[None]:
+    """Keep transformers' advice on training and loading off the screen: it is not about this."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def _skeleton(
+    transformers: Any, headers: Mapping[str, TensorHeader], config: Mapping[str, Any]
+) -> Skeleton:
+    model, notes = _build(transformers, config)
+    slots = _slots(model)
+    base_class = transformers.MODEL_MAPPING.get(type(model.config), None)
+    prefix = _prefix(model, base_class)
+    places, place_notes = _find_places(model, slots, headers, prefix)
+    return Skeleton(
+        architecture=type(model).__name__,
+        prefix=prefix,
+        places=places,
+        tied=_tied_groups(model),
+        outside=_outside(model, slots, prefix, base_class),
+        notes=(*notes, *place_notes),
+    )
+
+
+def _build(transformers: Any, config: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return the model on the meta device, and notes."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise SkeletonUnavailable("config.json has no model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise SkeletonUnavailable(
+            f"model_type '{model_type}' is unknown to transformers {transformers.__version__}"
+        )
+    _refuse_absurd_sizes(config)
+    values = {k: v for k, v in _without_dropped_keys(config).items() if k != "model_type"}
+    built: Any = transformers.AutoConfig.for_model(model_type, **values)
+    architecture = architecture_of(config)
+    model_class: Any = getattr(transformers, architecture or "", None)
+    known = _is_model_of(transformers, model_class, built)
+    from_config = model_class._from_config if known else transformers.AutoModel.from_config
+    with torch.device("meta"):
+        model = from_config(built, attn_implementation="eager")
+    if known or architecture is None:
+        return model, []
+    return model, [
+        f"architecture '{architecture}' is no class of transformers {transformers.__version__} for "
+        f"model_type '{model_type}': roles come from {type(model).__name__}"
+    ]
+
+
+def architecture_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return config.architectures[0], if there is one."""
+    names = (config or {}).get("architectures")
+    return str(cast("list[Any]", names)[0]) if isinstance(names, list) and names else None
+
+
+def _is_model_of(transformers: Any, model_class: Any, config: Any) -> bool:
+    return (
+        isinstance(model_class, type)
+        and issubclass(model_class, transformers.PreTrainedModel)
+        and isinstance(config, getattr(model_class, "config_class", None) or ())
+    )
+
+
+def _without_dropped_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_dropped_keys(cast("dict[str, Any]", value))
+        if isinstance(value, dict)
+        else value
+        for key, value in values.items()
+        if not _DROPPED_KEYS.search(key)
+    }
+
+
+def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:
+    """Refuse counts that would keep the construction busy for ever or ask for real memory."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _refuse_absurd_sizes(cast("dict[str, Any]", value))
+        numbers = cast("list[Any]", value) if isinstance(value, list) else [cast("Any", value)]
+        largest = max((n for n in numbers if isinstance(n, int | float)), default=0)
+        if any(pattern.search(key) and largest > limit for pattern, limit in _LIMITS):
+            raise SkeletonUnavailable(f"config.json has '{key}': {largest}, which is absurd")
+
+
+def _slots(model: Any) -> dict[str, Slot]:
+    """Every parameter and buffer of the model by dotted name."""
+    output: Any = model.get_output_embeddings()
+    slots: dict[str, Slot] = {}
+    configs: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        config = getattr(module, "config", None) or configs.get(path.rpartition(".")[0])
+        configs[path] = config
+        stem = f"{path}." if path else ""
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            kind = kind_of_parameter(module, leaf, parameter, is_output=module is output)
+            shape = tuple(parameter.shape)
+            parts = None
+            if kind.role in MATRICES:
+                d_out = shape[-1] if kind.transposed else shape[-2]
+                parts = known_parts(f"{stem}{leaf}", module, config, d_out)
+            slots[f"{stem}{leaf}"] = Slot(kind, parts, shape)
+        for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            kind = Kind(Role.BUFFER, f"buffer of {type(module).__name__}")
+            slots[f"{stem}{leaf}"] = Slot(kind, None, tuple(buffer.shape))
+    return slots
+
+
+def _tied_groups(model: Any) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _prefix(model: Any, base_class: Any) -> str | None:
+    """Name of the backbone in a model with a head, as transformers declares it or as it is."""
+    declared: str = model.base_model_prefix
+    if base_class is not None and not isinstance(getattr(model, declared, None), nn.Module):
+        held = [name for name, child in model.named_children() if isinstance(child, base_class)]
+        if held:
+            return held[0]
+    return declared or None
+
+
+def _outside(
+    model: Any, slots: Mapping[str, Slot], prefix: str | None, base_class: Any
+) -> frozenset[str]:
+    """Names outside the backbone: not under the prefix, or not in the family's base class."""
+    if prefix is not None and isinstance(getattr(model, prefix, None), nn.Module):
+        return frozenset(name for name in slots if not name.startswith(f"{prefix}."))
+    if base_class is None or isinstance(model, base_class):
+        return frozenset()
+    with torch.device("meta"):
+        base = base_class._from_config(model.config)
+    return frozenset(slots.keys() - _slots(base).keys())
+
+
+def _find_places(
+    model: Any,
+    slots: Mapping[str, Slot],
+    headers: Mapping[str, TensorHeader],
+    prefix: str | None,
+) -> tuple[dict[str, Place], list[str]]:
+    """Relate stored names to the model's, as transformers' loader does; else by the prefix alone."""
+    try:
+        return _places_by_loader(model, slots, headers, prefix), []
+    except Exception as error:
+        places = {
+            name: place_of(target, slots[target], header, None)
+            for name, header in headers.items()
+            for target in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+            if target in slots
+        }
+        note = (
+            f"transformers' mapping of stored names cannot be used ({_in_short(error)}): "
+            "stored names are compared with the model's as they are"
+        )
+        return places, [note]
+
+
+def _places_by_loader(
+    model: Any,
+    slots: Mapping[str, Slot],
+    headers: Mapping[str, TensorHeader],
+    prefix: str | None,
+) -> dict[str, Place]:
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    conversion: Any = importlib.import_module("transformers.conversion_mapping")
+    transforms: list[Any] = conversion.get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    places: dict[str, Place] = {}
+    # Some renamings depend on what they have seen: the loader's order is part of their meaning.
+    for name in sorted(headers, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, slots)
+        if target not in slots:  # already in the new form, as far as a renaming can spoil it
+            target, pattern = loading.rename_source_key(name, [], [], prefix, slots)
+        if target in slots:
+            converter = by_pattern[pattern] if pattern is not None else None
+            places[name] = place_of(target, slots[target], headers[name], converter)
+    return places
+
+
+def _in_short(error: Exception) -> str:
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first_line[:200]}"

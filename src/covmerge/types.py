@@ -1,0 +1,75 @@
+"""The few types that every part of covmerge shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+
+import torch
+from torch import Tensor
+
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+
+
+class Role(str, Enum):
+    """What a tensor is in its model, decided once (see `covmerge.tensors`)."""
+
+    LINEAR = "linear"  # (d_out, d_in)
+    CONV1D = "conv1d"  # GPT-2's Conv1D: a linear layer stored as (d_in, d_out)
+    CONV = "conv"  # convolution kernel (c_out, c_in / groups, *window)
+    EMBEDDING = "embedding"  # (rows, dim): token, position, type, relative bias
+    OUTPUT = "output"  # the output embedding of a language model (vocabulary, dim)
+    EXPERT_STACK = "expert_stack"  # 3-D: one matrix per expert of a mixture of experts
+    NORM = "norm"
+    BIAS = "bias"
+    BUFFER = "buffer"
+    HEAD = "head"  # task head: kept per expert
+    OTHER = "other"  # any other parameter: class token, scale, state-space A, ...
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """Name, shape and dtype of a stored tensor; nothing of its content."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LinearGroup:
+    """One linear layer of every expert, oriented, as a method sees it.
+
+    Attributes:
+        updates: Δ_t = W_t − W_0 in the experts' order, each `(d_out, d_in)`, all of one floating
+            dtype (float32 or float64) and one device. A method must not modify them.
+        weights: one positive number per expert; 1 is neutral.
+        base: W_0 `(d_out, d_in)`, for the methods that declare that they need it.
+    """
+
+    updates: tuple[Tensor, ...]
+    weights: tuple[float, ...]
+    base: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a method returns: the merged update W̄ − W_0 `(d_out, d_in)` and what it noticed."""
+
+    delta: Tensor
+    stats: Mapping[str, Json] = field(default_factory=dict[str, Json])

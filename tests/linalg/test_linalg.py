@@ -1,0 +1,85 @@
+"""Solvers and factorisations against their definitions."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covmerge.errors import TensorError
+from covmerge.linalg.cholesky import solve_right
+from covmerge.linalg.pinv import pinv_right
+from covmerge.linalg.rank_one import add_rank_one
+from covmerge.linalg.spectral import leading_directions
+
+
+def spd(n, seed=0, dtype=torch.float64):
+    root = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (root @ root.T / n).to(dtype)
+
+
+def rows(m, n, seed=1, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(m, n, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 30), m=st.integers(1, 30), ridge=st.sampled_from([1e-3, 1.0]))
+def test_cholesky_solves_the_system(n, m, ridge):
+    system, right = spd(n), rows(m, n)
+    before = system.clone()
+    solution, info = solve_right(system, right, ridge=ridge)
+    assert torch.allclose(solution @ (system + ridge * torch.eye(n, dtype=torch.float64)), right, atol=1e-8)
+    assert info.jitter == 0.0
+    assert torch.equal(system, before)
+
+
+def test_a_float32_breakdown_is_repeated_in_float64():
+    system = torch.diag(torch.tensor([1.0, 1e-30, 0.0]))
+    _, info = solve_right(system, rows(2, 3, dtype=torch.float32), ridge=0.0)
+    assert info.dtype == torch.float64
+    assert info.jitter > 0
+
+
+def test_an_indefinite_system_is_refused():
+    with pytest.raises(TensorError, match="stays indefinite.*raise `eps`"):
+        solve_right(-torch.eye(3), torch.ones(1, 3), ridge=0.0)
+
+
+def test_pinv_is_the_pseudo_inverse_at_its_cut_off():
+    system = spd(8)[:, :5] @ spd(8)[:5, :]
+    system = system @ system.T
+    solution, rank = pinv_right(system, rows(3, 8), rtol=1e-9)
+    assert rank == 5
+    expected = rows(3, 8) @ torch.linalg.pinv(system, rtol=1e-9, hermitian=True)
+    assert torch.allclose(solution, expected, rtol=1e-6)
+
+
+def test_pinv_of_zero_is_zero():
+    solution, rank = pinv_right(torch.zeros(3, 3), torch.ones(2, 3), rtol=1e-6)
+    assert rank == 0
+    assert not solution.any()
+
+
+def test_rank_one_update_is_sherman_morrison():
+    system, numerator, c = spd(6) + torch.eye(6), rows(4, 6), rows(1, 6, seed=2).abs()[0]
+    inverse = torch.linalg.inv(system)
+    updated = add_rank_one(numerator @ inverse, c @ inverse)
+    direct = numerator @ torch.linalg.inv(system + torch.ones_like(c).outer(c))
+    assert torch.allclose(updated, direct)
+
+
+@pytest.mark.parametrize("shape", [(7, 12), (12, 7), (9, 9)])
+def test_both_spectral_routes_agree(shape):
+    matrix = rows(*shape)
+    exact = leading_directions(matrix, 3, rtol=1e-12)
+    left, sigma, right = torch.linalg.svd(matrix, full_matrices=False)
+    assert torch.allclose(exact.isometry, left[:, :3] @ right[:3])
+    single = leading_directions(matrix.float(), 3, rtol=1e-6)
+    assert torch.allclose(single.isometry.double(), exact.isometry, atol=1e-5)
+    assert torch.allclose(single.sigma, sigma, rtol=1e-5)
+
+
+def test_directions_beyond_the_rank_are_not_kept():
+    matrix = (rows(20, 4) @ rows(4, 30)).float()
+    top = leading_directions(matrix, 10, rtol=30 * torch.finfo(torch.float32).eps)
+    assert top.k == top.rank == 4
