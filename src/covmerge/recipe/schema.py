@@ -130,10 +130,11 @@ class TensorRules(_Model):
         "methods and `average` otherwise: it mirrors the input embedding and is the largest matrix "
         "of most models. A tensor tied to the input embedding follows `embeddings`.",
     )
-    convolutions: Literal["average", "method", "base"] = Field(
-        default="average",
-        description="Convolution kernels. `average` is what the papers do with tensors that are "
-        "not matrices; `method` merges the kernel unfolded to (c_out, c_in * window).",
+    convolutions: Literal["auto", "average", "method", "base"] = Field(
+        default="auto",
+        description="Convolution kernels. `auto` is `method` for elementwise methods and `average` "
+        "otherwise, which is what the papers do with tensors that are not matrices; `method` "
+        "merges the kernel unfolded to (c_out, c_in * window).",
     )
     fused: Literal["whole", "split"] = Field(
         default="whole",
