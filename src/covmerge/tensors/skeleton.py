@@ -105,6 +105,8 @@ def _skeleton(
     model, notes = _build(transformers, config)
     slots = _slots(model)
     base_class = transformers.MODEL_MAPPING.get(type(model.config), None)
+    if isinstance(base_class, tuple):  # a family with several, the usual one first
+        base_class = cast("tuple[Any, ...]", base_class)[0]
     prefix = _prefix(model, base_class)
     places, place_notes = _find_places(model, slots, headers, prefix)
     return Skeleton(
@@ -241,12 +243,12 @@ def _find_places(
     try:
         return _places_by_loader(model, slots, headers, prefix), []
     except Exception as error:
-        places = {
-            name: place_of(target, slots[target], header, None)
-            for name, header in headers.items()
-            for target in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-            if target in slots
-        }
+        places: dict[str, Place] = {}
+        for name, header in headers.items():
+            candidates = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
+            target = next((c for c in candidates if c in slots), None)
+            if target is not None:
+                places[name] = place_of(target, slots[target], header, None)
         note = (
             f"transformers' mapping of stored names cannot be used ({_in_short(error)}): "
             "stored names are compared with the model's as they are"

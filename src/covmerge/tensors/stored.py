@@ -97,12 +97,11 @@ def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) ->
             why = f"{kind.why}, but stored for {operation}, which covmerge does not know"
             return Kind(Role.OTHER, why, unsure=True)
     piece_of = f"{kind.why}, converted on loading"
-    if kind.role in MATRICES or kind.role is Role.CONV:
+    if kind.role in MATRICES and axes >= 2:
         role = {2: Role.LINEAR, 3: Role.EXPERT_STACK}.get(axes, Role.CONV)
-        if axes >= 2 and not (axes == 3 and kind.role is Role.CONV):
-            return Kind(role, piece_of, transposed)
-    elif axes == len(slot.shape) and transposed == kind.transposed:
-        return Kind(kind.role, piece_of)
+        return Kind(role, piece_of, transposed)
+    if axes == len(slot.shape) and transposed == kind.transposed:
+        return Kind(kind.role, piece_of, transposed)
     return Kind(Role.OTHER, f"{piece_of} from {list(header.shape)}", unsure=True)
 
 
