@@ -7,7 +7,6 @@ from math import prod
 
 import torch
 
-from covmerge import __version__
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import InputError
 from covmerge.methods import registry
@@ -17,6 +16,7 @@ from covmerge.plan.types import Copy, Merge, Plan, TensorPlan, WorkItem
 from covmerge.recipe import Recipe
 from covmerge.tensors import describe, matrix_shapes
 from covmerge.types import Role, TensorHeader
+from covmerge.version import __version__
 
 # Elementwise work goes by row blocks of about this many elements: large enough that a read is
 # sequential, small enough that an embedding of any size costs little memory.
@@ -64,8 +64,11 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Mapping[str, Checkpoin
         items=items,
         heads=heads,
         family=family,
-        notes=tuple(_notes(base_model, models, alignments, tensors)),
-        metadata={"format": "pt", "covmerge": __version__, "method": recipe.method},
+        notes=(
+            *_unused_rules(recipe, base_model, models),
+            *_notes(base_model, models, alignments, tensors),
+        ),
+        metadata={"covmerge": __version__, "method": recipe.method},
     )
 
 
@@ -172,6 +175,16 @@ def _work_item(
         workspace=held + max(cost.workspace for cost in costs),
         flops=sum(cost.flops for cost in costs),
     )
+
+
+def _unused_rules(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
+    everything = [
+        info for model in (base, *models.values()) for info in model.description.tensors.values()
+    ]
+    for rule in recipe.rules:
+        if not any(rule.applies_to(info.name, info.role) for info in everything):
+            condition = rule.match if rule.match is not None else f"role {rule.role}"
+            yield f"the rule for '{condition}' applies to no tensor: check its spelling"
 
 
 def _notes(
