@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import Journal, ShardWriter
+from covmerge.checkpoints import Entry, Journal, ShardWriter
 from covmerge.plan import Plan, WorkItem
 from covmerge.types import Json
 
@@ -65,4 +65,4 @@ class DiskSink:
     def write(self, item: WorkItem, rows: Tensor, stats: Mapping[str, Json]) -> None:
         """Write first, journal second: a line in the journal stands for bytes that are there."""
         checksum = self._writer.write(item.tensor.name, rows.contiguous(), item.rows)
-        self._journal.append(item.key[0], item.key[1], checksum, stats)
+        self._journal.append(Entry(*item.key, checksum, stats))
