@@ -28,7 +28,9 @@ def test_cholesky_solves_the_system(n, m, ridge):
     system, right = spd(n), rows(m, n)
     before = system.clone()
     solution, info = solve_right(system, right, ridge=ridge)
-    assert torch.allclose(solution @ (system + ridge * torch.eye(n, dtype=torch.float64)), right, atol=1e-8)
+    assert torch.allclose(
+        solution @ (system + ridge * torch.eye(n, dtype=torch.float64)), right, atol=1e-8
+    )
     assert info.jitter == 0.0
     assert torch.equal(system, before)
 

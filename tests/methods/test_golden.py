@@ -98,7 +98,9 @@ def table():
     with safe_open(GOLDEN / "inputs.safetensors", "pt") as inputs:
         print(f"{'file':28} {'tensors':>7} {'worst error':>12} {'tolerance':>10}  worst tensor")
         for file in CASES:
-            rows = [(agreement(inputs, file, k), TOLERANCE[f"{file}:{k}"], k) for k in tensors_of(file)]
+            rows = [
+                (agreement(inputs, file, k), TOLERANCE[f"{file}:{k}"], k) for k in tensors_of(file)
+            ]
             posed = [row for row in rows if row[1] is not None]
             error, tolerance, key = max(posed, key=lambda row: row[0] / row[1])
             print(f"{file:28} {len(posed):>7} {error:12.1e} {tolerance:10.1e}  {key}")

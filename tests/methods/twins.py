@@ -79,7 +79,9 @@ def ace(
     merged = numerator @ torch.linalg.inv(system)  # Eq. 14
     if fired and refine:
         mean_reg = sum(reg) / T  # Eq. 16
-        residual = sum(d @ (s - mean_reg) for d, s in zip(deltas, structural, strict=True))  # Eq. 17
+        residual = sum(
+            d @ (s - mean_reg) for d, s in zip(deltas, structural, strict=True)
+        )  # Eq. 17
         U, S, Vh = torch.linalg.svd(merged + residual, full_matrices=False)
         tol = max(d_out, d_in) * torch.finfo(torch.float64).eps if rank_rtol is None else rank_rtol
         k = max(1, min(int(k_frac * min(d_out, d_in)), int((S > tol * S[0]).sum())))
