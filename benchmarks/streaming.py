@@ -118,7 +118,9 @@ def measured(command: list[str], log: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=["ace", "average"])
@@ -146,7 +148,10 @@ def main() -> None:
         print(name, {key: round(value, 2) for key, value in best.items()}, file=sys.stderr)
     result = {
         "command": "python -m benchmarks.streaming " + " ".join(sys.argv[1:]),
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+        },
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "checkpoints": {"experts": args.experts, "dtype": "bfloat16", "bytes_read": size},

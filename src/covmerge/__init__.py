@@ -11,13 +11,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from covmerge.version import __version__
+
 if TYPE_CHECKING:
     from covmerge.api import MergeResult, merge, merge_layer, plan_recipe, run_recipe
     from covmerge.diagnostics import verify
     from covmerge.methods import registry as methods
     from covmerge.recipe import Recipe, load_recipe
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "MergeResult": "covmerge.api",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from covmerge import __version__
 from covmerge.checkpoints import (
     Checkpoint,
     Journal,
@@ -41,8 +40,7 @@ from covmerge.export import copy_companions, write_heads, write_index, write_man
 from covmerge.plan import Plan, WorkItem, build_plan
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.types import Json
-
-_JOURNAL = "journal.jsonl"
+from covmerge.version import __version__
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class OpenCheckpoints:
 def open_checkpoints(
     base: str | Path | Mapping[str, Tensor],
     experts: Mapping[str, str | Path | Mapping[str, Tensor]],
-) -> Iterator[OpenCheckpoints]:
+) -> Generator[OpenCheckpoints]:
     """Open base and experts, and close all of them at the end."""
     with ExitStack() as stack:
 
@@ -186,42 +184,21 @@ class Job:
         device: torch.device,
     ) -> MergeResult:
         check_not_input(out, [Path(c.source) for _, c in checkpoints.all()])
-        layout = plan_layout(
-            plan.output_headers, plan.recipe.output.shard_size, metadata=plan.metadata
-        )
         with Staging(out, overwrite=self.overwrite, resume=self.resume) as staging:
-            try:
-                for _, checkpoint in checkpoints.all():
-                    checkpoint.materialize()
-                hashes = _Fingerprints(checkpoints)
-                digest = plan.digest({key: c.identity() for key, c in checkpoints.all()})
-                with (
-                    ShardWriter(staging.folder, layout) as writer,
-                    Journal.open(staging.folder / _JOURNAL, digest) as journal,
-                ):
-                    sink = DiskSink(writer, journal)
-                    done = self._execute(plan, checkpoints, sink, memory, device)
-                    writer.flush()
-                write_index(layout, staging.folder)
-                write_heads(staging.folder, _read_heads(plan, checkpoints))
-                copied = copy_companions(checkpoints.base.folder, staging.folder)
-                stats = _stats(plan, done)
-                notes = (*plan.notes, *copied.notes)
-                manifest: dict[str, Json] = {
-                    "covmerge": __version__,
-                    "torch": torch.__version__,
-                    "recipe": dump_recipe(plan.recipe),
-                    "family": plan.family,
-                    "sources": hashes.result(),
-                    "notes": notes,
-                    **stats,
-                }
-                write_manifest(staging.folder, manifest)
-                report = verify(staging.folder, base=checkpoints.base)
-                report.raise_if_failed()
-            except CovmergeError:
-                staging.discard()
-                raise
+            for _, checkpoint in checkpoints.all():
+                checkpoint.materialize()
+            digest = plan.digest({key: c.identity() for key, c in checkpoints.all()})
+            # A journal of another plan is an error that leaves the earlier work as it is; whatever
+            # goes wrong after it leaves nothing behind.
+            begin = Journal.resume if staging.resuming else Journal.create
+            with begin(staging.journal, digest) as journal:
+                try:
+                    done, report, stats, notes = self._fill(
+                        plan, checkpoints, staging.folder, journal, memory, device
+                    )
+                except CovmergeError:
+                    staging.discard()
+                    raise
             staging.commit()
         return MergeResult(
             path=out,
@@ -232,6 +209,44 @@ class Job:
             notes=(*notes, *staging.notes),
             verification=report,
         )
+
+    def _fill(
+        self,
+        plan: Plan,
+        checkpoints: OpenCheckpoints,
+        folder: Path,
+        journal: Journal,
+        memory: MemoryPlan,
+        device: torch.device,
+    ) -> tuple[RunStats, VerifyReport, dict[str, Json], tuple[str, ...]]:
+        """Write the whole output into the staging folder, and verify it there."""
+        layout = plan_layout(
+            plan.output_headers, plan.recipe.output.shard_size, metadata=plan.metadata
+        )
+        writer = ShardWriter(folder, layout)
+        hashes = _Fingerprints(checkpoints)
+        done = self._execute(plan, checkpoints, DiskSink(writer, journal), memory, device)
+        writer.flush()
+        write_index(layout, folder)
+        write_heads(folder, _read_heads(plan, checkpoints))
+        copied = copy_companions(checkpoints.base.folder, folder, _config_dtype(plan))
+        stats = _stats(plan, done)
+        notes = (*plan.notes, *copied.notes)
+        write_manifest(
+            folder,
+            {
+                "covmerge": __version__,
+                "torch": torch.__version__,
+                "recipe": dump_recipe(plan.recipe),
+                "family": plan.family,
+                "sources": hashes.result(),
+                "notes": notes,
+                **stats,
+            },
+        )
+        report = verify(folder, base=checkpoints.base)
+        report.raise_if_failed()
+        return done, report, stats, notes
 
 
 class _Fingerprints:
@@ -267,6 +282,12 @@ def _read_heads(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, dict[str,
     }
 
 
+def _config_dtype(plan: Plan) -> torch.dtype | None:
+    """The dtype config.json must state, None if the weights keep the base's."""
+    stored = plan.recipe.output.dtype
+    return None if stored == "base" else getattr(torch, stored)
+
+
 def _stats(plan: Plan, done: RunStats) -> dict[str, Json]:
     entries = tensor_stats(plan, done)
     heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
@@ -289,7 +310,7 @@ def _run_report(done: RunStats, memory: MemoryPlan) -> dict[str, Json]:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _threads(count: int | None) -> Generator[None]:
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)

@@ -105,7 +105,7 @@ def test_identical_experts_come_back_shrunk_by_the_prior():
 @pytest.mark.parametrize("name", ["average", "actmat", "ace"])
 def test_opposite_experts_cancel(name):
     update = draw(norms=(0.4,))[0]
-    assert covmerge.merge_layer([update, -update], name).norm() < 1e-6
+    assert covmerge.merge_layer([update, -update], name).norm() < 1e-4 * update.norm()
 
 
 @pytest.mark.parametrize("name", registry.names())

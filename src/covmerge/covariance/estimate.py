@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
+
+from covmerge.linalg.lapack import norm
 
 # As in the published code: an update of norm below 1e-6 is not blown up to the weight of the others.
 TRACE_FLOOR = 1e-12
@@ -42,7 +43,7 @@ class Covariance:
 
     def energy(self) -> float:
         """Tr RᵀR = ‖R‖²_F."""
-        return float(torch.linalg.vector_norm(self.root())) ** 2
+        return norm(self.root()) ** 2
 
     def times(self, factor: float) -> Covariance:
         """Return factor · C."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import TensorError
+from covmerge.linalg.lapack import norm
 from covmerge.methods import registry
 from covmerge.plan import Merge, WorkItem
 from covmerge.tensors import matrices, write_matrices
@@ -126,8 +127,8 @@ def _merge(
 
 
 def _square(tensor: Tensor) -> float:
-    """‖·‖²_F as a Python float."""
-    return float(torch.linalg.vector_norm(tensor)) ** 2
+    """‖·‖²_F: what adds up over the items of a tensor."""
+    return norm(tensor) ** 2
 
 
 def _is_finite(value: float) -> bool:
@@ -145,7 +146,7 @@ def _check_finite(item: WorkItem, inputs: Inputs, squares: Mapping[str, float]) 
             continue
         bad = ~torch.isfinite(stored.float())
         if bad.any():
-            where = bad.nonzero()[0].tolist() or [0]
+            where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start
             raise TensorError(
                 f"'{item.tensor.name}' of {source} holds {int(bad.sum())} NaN or Inf values, the first "

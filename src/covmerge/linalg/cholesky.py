@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from covmerge.errors import TensorError
+from covmerge.linalg.lapack import cholesky_in_place
 
 # Jitter steps, relative to the mean diagonal; the first is "none".
 _LADDER = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
@@ -44,13 +45,11 @@ def solve_right(system: Tensor, rows: Tensor, *, ridge: float) -> tuple[Tensor, 
     for dtype in dict.fromkeys((system.dtype, torch.float64)):
         mean_diagonal = float(system.diagonal().mean())
         factor = torch.empty_like(system, dtype=dtype)
-        failed = torch.empty((), dtype=torch.int32, device=system.device)
         for step in _LADDER if dtype == torch.float64 else _LADDER[:1]:
             jitter = step * mean_diagonal
             factor.copy_(system).diagonal().add_(ridge + jitter)
             # Factored in place: beside the caller's system one more matrix is alive, not two.
-            torch.linalg.cholesky_ex(factor, out=(factor, failed))
-            if not int(failed):
+            if cholesky_in_place(factor):
                 pivots = factor.diagonal()
                 rcond = float((pivots.min() / pivots.max()) ** 2)
                 # The rows of a row-major matrix are the columns LAPACK wants: no transposed copy.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from covmerge.linalg.lapack import eigh
+
 
 def pinv_right(system: Tensor, rows: Tensor, *, rtol: float) -> tuple[Tensor, int]:
     """Return rows · A† with A `(n, n)` symmetric and rows `(m, n)`, and the rank that was kept.
@@ -17,7 +19,7 @@ def pinv_right(system: Tensor, rows: Tensor, *, rtol: float) -> tuple[Tensor, in
         >>> x.tolist(), rank
         ([[0.5, 0.0]], 1)
     """
-    values, vectors = torch.linalg.eigh(system.to(torch.float64))
+    values, vectors = eigh(system.to(torch.float64))
     kept = values > rtol * values[-1].clamp_min(0.0)
     values, vectors = values[kept], vectors[:, kept]
     coordinates = rows.to(torch.float64) @ vectors

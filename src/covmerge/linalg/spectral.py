@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from covmerge.linalg.auto import use_svd
+from covmerge.linalg.lapack import eigh, svd
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirecti
     matrix, U_kV_kᵀ = F·V_kΣ_k⁻¹V_kᵀ, which resolves σ down to 1e-8 of the largest.
     """
     if use_svd(matrix.dtype):
-        left, sigma, right = torch.linalg.svd(matrix, full_matrices=False)
+        left, sigma, right = svd(matrix)
         rank = _rank(sigma, rtol)
         k = min(k, rank)
         return LeadingDirections(left[:, :k] @ right[:k], sigma, k, rank)
 
     wide = matrix.shape[0] <= matrix.shape[1]
     exact = matrix.to(torch.float64)
-    values, vectors = torch.linalg.eigh(exact @ exact.mT if wide else exact.mT @ exact)
+    values, vectors = eigh(exact @ exact.mT if wide else exact.mT @ exact)
     sigma = values.clamp_min(0.0).sqrt().flip(0)
     rank = _rank(sigma, rtol)
     k = min(k, rank)

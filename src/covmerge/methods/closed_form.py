@@ -18,6 +18,7 @@ from torch import Tensor
 
 from covmerge.covariance.normal import NormalEquations
 from covmerge.linalg.cholesky import CholeskyInfo, solve_right
+from covmerge.linalg.lapack import norm
 from covmerge.linalg.pinv import pinv_right
 from covmerge.linalg.rank_one import add_rank_one
 from covmerge.types import LinearGroup
@@ -42,8 +43,8 @@ def active_experts(group: LinearGroup) -> Active:
 
     Scaling all weights together must change nothing, though ridges do not scale with them.
     """
-    norms = [float(torch.linalg.vector_norm(update)) for update in group.updates]
-    kept = [t for t, norm in enumerate(norms) if norm > 0.0]
+    norms = [norm(update) for update in group.updates]
+    kept = [t for t, size in enumerate(norms) if size > 0.0]
     mean = fmean(group.weights[t] for t in kept) if kept else 1.0
     return Active(
         updates=tuple(group.updates[t] for t in kept),

@@ -105,9 +105,8 @@ class Method:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The named parameters with defaults and descriptions."""
-        properties = (
-            self._model.model_json_schema()["properties"] if self._model.model_fields else {}
-        )
+        schema: dict[str, Any] = self._model.model_json_schema()
+        properties: dict[str, dict[str, Any]] = schema.get("properties", {})
         return tuple(
             Parameter(name, info.default, _allowed(properties[name]), info.description or "")
             for name, info in self._model.model_fields.items()

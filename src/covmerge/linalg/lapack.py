@@ -1,0 +1,32 @@
+"""torch.linalg with types, which it does not carry, in the few forms used here."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+_linalg: Any = torch.linalg
+
+
+def norm(tensor: Tensor) -> float:
+    """Frobenius norm of a tensor of any shape."""
+    return float(_linalg.vector_norm(tensor))
+
+
+def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, ascending, and eigenvectors in columns."""
+    return cast("tuple[Tensor, Tensor]", _linalg.eigh(symmetric))
+
+
+def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thin singular value decomposition U, σ, Vᵀ."""
+    return cast("tuple[Tensor, Tensor, Tensor]", _linalg.svd(matrix, full_matrices=False))
+
+
+def cholesky_in_place(matrix: Tensor) -> bool:
+    """Replace a symmetric matrix by its lower factor; False if it is not positive definite."""
+    failed = torch.empty((), dtype=torch.int32, device=matrix.device)
+    _linalg.cholesky_ex(matrix, out=(matrix, failed))
+    return not int(failed)

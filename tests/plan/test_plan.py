@@ -1,0 +1,286 @@
+"""Nothing is silent: every tensor that does not fit has a rule or a named error."""
+
+import json
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.engine import plan_memory
+from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
+from covmerge.job import open_checkpoints
+from covmerge.plan import Copy, Merge, build_plan
+from covmerge.recipe import parse_recipe
+from covmerge.types import Role
+
+
+def state(**changes):
+    """A small encoder with embedding, two layers, norm, bias, kernel, buffer and output head."""
+    generator = torch.Generator().manual_seed(len(changes))
+    tensors = {
+        "embed_tokens.weight": (12, 4),
+        "layers.0.attn.q_proj.weight": (4, 4),
+        "layers.0.attn.q_proj.bias": (4,),
+        "layers.0.mlp.up_proj.weight": (8, 4),
+        "layers.0.norm.weight": (4,),
+        "patch_embed.proj.weight": (4, 3, 2, 2),
+        "lm_head.weight": (12, 4),
+    }
+    drawn = {n: torch.randn(s, generator=generator) for n, s in tensors.items()}
+    drawn["position_ids"] = torch.arange(6)
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del drawn[name]
+        else:
+            drawn[name] = torch.randn(value, generator=generator)
+    return drawn
+
+
+def plan_for(base, experts, **given):
+    recipe = parse_recipe(
+        {"base": "base", "experts": dict.fromkeys(experts, "expert"), **given}, origin="test"
+    )
+    with open_checkpoints(base, experts) as checkpoints:
+        return build_plan(recipe, checkpoints.base, checkpoints.experts)
+
+
+def rules_of(plan):
+    return {tensor.name: tensor.rule for tensor in plan.tensors}
+
+
+class TestRoles:
+    def test_defaults_of_a_covariance_method(self):
+        plan = plan_for(state(), {"a": state(), "b": state()}, method="ace")
+        assert rules_of(plan) == {
+            "embed_tokens.weight": "average (embeddings: auto)",
+            "layers.0.attn.q_proj.weight": "ace",
+            "layers.0.attn.q_proj.bias": "average (bias)",
+            "layers.0.mlp.up_proj.weight": "ace",
+            "layers.0.norm.weight": "average (norm)",
+            "patch_embed.proj.weight": "average (convolutions: auto)",
+            "lm_head.weight": "average (output_head: auto)",
+            "position_ids": "base (torch.int64 is not merged)",
+        }
+
+    def test_an_elementwise_method_takes_every_parameter(self):
+        plan = plan_for(state(), {"a": state()}, method="task_arithmetic")
+        rules = rules_of(plan)
+        assert all(
+            rule.startswith("task_arithmetic")
+            for name, rule in rules.items()
+            if name != "position_ids"
+        )
+
+    @pytest.mark.parametrize("value", ["average", "method", "base"])
+    def test_settings_by_kind(self, value):
+        kinds = {"embeddings": value, "output_head": value, "convolutions": value}
+        plan = plan_for(state(), {"a": state()}, method="ace", tensors=kinds)
+        by_role = {tensor.role: tensor.action for tensor in plan.tensors}
+        for role in (Role.EMBEDDING, Role.OUTPUT, Role.CONV):
+            action = by_role[role]
+            if value == "base":
+                assert action == Copy()
+            else:
+                assert isinstance(action, Merge)
+                assert (action.layout is None) == (value == "average")
+
+    def test_a_kernel_merged_by_the_method_is_unfolded(self):
+        base, expert = state(), state()
+        expert["patch_embed.proj.weight"] = base["patch_embed.proj.weight"] + 0.1 * torch.randn(
+            4, 3, 2, 2, generator=torch.Generator().manual_seed(5)
+        )
+        merged = covmerge.merge(
+            base, {"a": expert, "b": expert}, "actmat", tensors={"convolutions": "method"}
+        ).tensors
+        assert torch.allclose(
+            merged["patch_embed.proj.weight"], expert["patch_embed.proj.weight"], atol=1e-5
+        )
+
+    def test_first_matching_rule_wins(self):
+        plan = plan_for(
+            state(),
+            {"a": state()},
+            rules=[
+                {"match": "*.attn.*", "role": "linear", "use": "base"},
+                {"match": "*.attn.*", "method": "task_arithmetic", "parameters": {"scale": 0.5}},
+                {"role": "linear", "method": "actmat"},
+            ],
+        )
+        rules = rules_of(plan)
+        assert rules["layers.0.attn.q_proj.weight"] == "base (rule match *.attn.*, role linear)"
+        assert rules["layers.0.attn.q_proj.bias"].startswith("task_arithmetic")
+        assert rules["layers.0.mlp.up_proj.weight"] == "actmat (rule role linear)"
+
+    def test_a_rule_for_nothing_is_noted(self):
+        plan = plan_for(state(), {"a": state()}, rules=[{"match": "*.atn.*", "use": "base"}])
+        assert any("'*.atn.*' applies to no tensor" in note for note in plan.notes)
+
+    def test_a_vector_cannot_be_merged_by_a_matrix_method(self):
+        with pytest.raises(RecipeError, match=r"'layers.0.norm.weight' \[4\].*not a matrix"):
+            plan_for(state(), {"a": state()}, rules=[{"role": "norm", "method": "ace"}])
+
+    def test_nothing_to_merge(self):
+        with pytest.raises(InputError, match="nothing to merge"):
+            plan_for(state(), {"a": state()}, rules=[{"match": "*", "use": "base"}])
+
+
+class TestMissing:
+    experts = {"a": state(), "b": state(layers__0__mlp__up_proj__weight=None)}
+    name = "layers.0.mlp.up_proj.weight"
+
+    def test_error_names_expert_tensor_and_option(self):
+        with pytest.raises(TensorError, match=f"expert 'b'.*'{self.name}'.*missing: base"):
+            plan_for(state(), self.experts)
+
+    def test_base_counts_as_unchanged(self):
+        base = state()
+        merged = covmerge.merge(base, self.experts, "average", tensors={"missing": "base"}).tensors
+        expected = (self.experts["a"][self.name] + base[self.name]) / 2
+        assert torch.allclose(merged[self.name], expected)
+
+    def test_present_leaves_the_expert_out(self):
+        merged = covmerge.merge(
+            state(), self.experts, "average", tensors={"missing": "present"}
+        ).tensors
+        assert torch.allclose(merged[self.name], self.experts["a"][self.name])
+
+    def test_a_rule_that_takes_the_base_needs_no_expert(self):
+        plan = plan_for(state(), self.experts, rules=[{"match": self.name, "use": "base"}])
+        assert isinstance({t.name: t.action for t in plan.tensors}[self.name], Copy)
+
+    def test_missing_buffers_do_not_matter(self):
+        plan_for(state(), {"a": state(position_ids=None)})
+
+
+class TestExtra:
+    def test_error_names_the_tensor(self):
+        with pytest.raises(TensorError, match=r"expert 'a'.*'layers.1.mlp.up_proj.weight'"):
+            plan_for(state(), {"a": state(layers__1__mlp__up_proj__weight=(8, 4))})
+
+    def test_ignored_by_rule_and_noted(self):
+        plan = plan_for(
+            state(),
+            {"a": state(layers__1__mlp__up_proj__weight=(8, 4))},
+            tensors={"extra": "ignore"},
+        )
+        assert any("'a': 1 tensors left out" in note for note in plan.notes)
+
+    def test_heads_are_kept_per_expert(self):
+        experts = {"a": state(classifier__weight=(3, 4)), "b": state(classifier__weight=(2, 4))}
+        result = covmerge.merge(state(), experts, "average")
+        assert {e: dict(h)["classifier.weight"].shape for e, h in result.heads.items()} == {
+            "a": (3, 4),
+            "b": (2, 4),
+        }
+        assert "classifier.weight" not in result.tensors
+
+    def test_a_head_of_another_shape_than_the_bases(self):
+        base = state(classifier__weight=(2, 4), classifier__bias=(2,))
+        experts = {
+            "a": state(classifier__weight=(3, 4), classifier__bias=(3,)),
+            "b": state(classifier__weight=(2, 4), classifier__bias=(2,)),
+        }
+        result = covmerge.merge(base, experts, "average")
+        assert torch.equal(result.tensors["classifier.weight"], base["classifier.weight"])
+        assert set(result.heads["b"]) == {"classifier.weight", "classifier.bias"}
+
+    def test_a_head_of_one_shape_everywhere_is_noted(self):
+        same = state(classifier__weight=(2, 4))
+        plan = plan_for(same, {"a": same})
+        assert any("'classifier.weight' lies outside the backbone" in note for note in plan.notes)
+        kept = plan_for(same, {"a": same}, rules=[{"match": "classifier.*", "use": "head"}])
+        assert set(kept.heads["a"]) == {"classifier.weight"}
+
+
+class TestShapes:
+    def test_vocabulary_of_another_size(self):
+        experts = {"a": state(embed_tokens__weight=(16, 4), lm_head__weight=(16, 4))}
+        with pytest.raises(TensorError, match=r"12 rows in the base and 16.*vocabulary: base"):
+            plan_for(state(), experts)
+        base = state()
+        result = covmerge.merge(base, experts, "average", tensors={"vocabulary": "base"})
+        expected = experts["a"]["embed_tokens.weight"][:12]
+        assert torch.allclose(result.tensors["embed_tokens.weight"], expected)
+        assert any("has 16 rows, the base 12" in note for note in result.notes)
+
+    def test_rows_that_an_expert_lacks_count_as_unchanged(self):
+        base, expert = state(), state(embed_tokens__weight=(10, 4))
+        merged = covmerge.merge(
+            base, {"a": expert}, "average", tensors={"vocabulary": "base"}
+        ).tensors["embed_tokens.weight"]
+        assert torch.allclose(merged[:10], expert["embed_tokens.weight"])
+        assert torch.equal(merged[10:], base["embed_tokens.weight"][10:])
+
+    def test_another_shape_is_no_fine_tune(self):
+        with pytest.raises(
+            TensorError, match=r"'layers.0.mlp.up_proj.weight' is \[8, 4\].*\[6, 4\].*expert 'a'"
+        ):
+            plan_for(state(), {"a": state(layers__0__mlp__up_proj__weight=(6, 4))})
+
+    def test_integers_are_not_merged_with_floats(self):
+        expert = state()
+        expert["layers.0.norm.weight"] = torch.ones(4, dtype=torch.int8)
+        with pytest.raises(TensorError, match=r"float32 in the base and torch.int8 in expert 'a'"):
+            plan_for(state(), {"a": expert})
+
+    def test_other_float_dtypes_are_noted(self):
+        expert = {n: t.bfloat16() if t.is_floating_point() else t for n, t in state().items()}
+        plan = plan_for(state(), {"a": expert})
+        assert any("'a' stores bfloat16" in note for note in plan.notes)
+
+
+class TestWork:
+    def test_items_cover_every_row_once(self):
+        base = {"embed_tokens.weight": torch.zeros(3_000_000, 4), "fc.weight": torch.zeros(6, 4)}
+        expert = {name: tensor + 1 for name, tensor in base.items()}
+        plan = plan_for(base, {"a": expert})
+        spans = {}
+        for item in plan.items:
+            spans.setdefault(item.tensor.name, []).append((item.rows.start, item.rows.stop))
+        assert len(spans["embed_tokens.weight"]) > 1
+        for name, ranges in spans.items():
+            assert ranges[0][0] == 0
+            assert ranges[-1][1] == base[name].shape[0]
+            assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+        merged = covmerge.merge(base, {"a": expert}, "average").tensors
+        assert torch.equal(merged["embed_tokens.weight"], expert["embed_tokens.weight"])
+
+    def test_scalars_and_empty_tensors(self):
+        base = {"fc.weight": torch.eye(2), "scale": torch.tensor(1.0), "none": torch.zeros(0, 3)}
+        expert = {
+            "fc.weight": torch.eye(2) * 2,
+            "scale": torch.tensor(3.0),
+            "none": torch.zeros(0, 3),
+        }
+        merged = covmerge.merge(base, {"a": expert}, "average").tensors
+        assert merged["scale"] == 3.0
+        assert merged["none"].shape == (0, 3)
+
+    def test_memory_is_refused_before_any_work(self):
+        plan = plan_for(state(), {"a": state()})
+        with pytest.raises(
+            ResourceError, match=r"needs .* allowed \(--max-memory\).*largest tensor"
+        ):
+            plan_memory(plan, 10**6)
+
+    def test_less_memory_means_less_in_flight(self):
+        plan = plan_for(state(), {"a": state()})
+        free = plan_memory(plan, None)
+        tight = plan_memory(plan, free.peak - 2**20)
+        assert tight.in_flight < free.in_flight
+        assert (
+            tight.peak <= free.peak - 2**20 + 2**22
+        )  # the process itself may have grown meanwhile
+
+    def test_summary_is_plain_json(self):
+        summary = plan_for(state(), {"a": state(classifier__weight=(3, 4))}).summary()
+        json.dumps(summary, allow_nan=False)
+        assert summary["tensors"] == 8
+
+    def test_digest_follows_what_decides_the_bytes(self):
+        plan = plan_for(state(), {"a": state()})
+        assert plan.digest({"base": 1}) == plan_for(state(), {"a": state()}).digest({"base": 1})
+        assert plan.digest({"base": 1}) != plan.digest({"base": 2})
+        other = plan_for(state(), {"a": state()}, parameters={"eps": 0.1})
+        assert plan.digest({"base": 1}) != other.digest({"base": 1})
