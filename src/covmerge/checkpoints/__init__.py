@@ -1,1 +1,25 @@
-""""""
+"""Checkpoints: read lazily and by rows from wherever they are, written crash-safe to a folder.
+
+To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoint`). To write,
+`plan_layout`, `ShardWriter` and `Journal` inside a `Staging`.
+"""
+
+from covmerge.checkpoints.base import Checkpoint
+from covmerge.checkpoints.journal import Entry, Journal
+from covmerge.checkpoints.layout import plan_layout
+from covmerge.checkpoints.open import open_checkpoint
+from covmerge.checkpoints.paths import safe_child
+from covmerge.checkpoints.staging import Staging, check_not_input
+from covmerge.checkpoints.writer import ShardWriter
+
+__all__ = [
+    "Checkpoint",
+    "Entry",
+    "Journal",
+    "ShardWriter",
+    "Staging",
+    "check_not_input",
+    "open_checkpoint",
+    "plan_layout",
+    "safe_child",
+]

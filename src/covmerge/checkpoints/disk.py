@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextmanager
-def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
+def disk_errors(path: Path, needed: int | None = None) -> Generator[None, None, None]:
     """Turn an `OSError` met while writing `path` into one that says what to do next.
 
     Args:

@@ -181,14 +181,15 @@ def _check_plan(path: Path, line: bytes, plan_hash: str) -> None:
 
 
 def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
-    match _parse(path, number, line):
+    record = _parse(path, number, line)
+    match record:
         case {
             "tensor": str(tensor),
             "rows": [int(start), int(stop)],
             "checksum": str(checksum),
-            "stats": dict(stats),
+            "stats": {},  # any mapping
         } if 0 <= start <= stop:
-            return Entry(tensor, (start, stop), checksum, cast("dict[str, Json]", stats))
+            return Entry(tensor, (start, stop), checksum, record["stats"])
         case _:
             raise _damaged(path, number, "it is not a journal entry")
 

@@ -16,7 +16,6 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from covmerge.checkpoints.disk import disk_errors, fsync_path

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -187,7 +187,7 @@ def _refuse_unplanned(tensor: Tensor, slot: Slot, rows: range | None) -> None:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's own memory, as bytes."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -202,7 +202,7 @@ def _hash(data: bytes | memoryview = b"") -> hashlib.blake2b:
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def _opened(path: Path, flags: int) -> Generator[int, None, None]:
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         yield fd

@@ -1,0 +1,280 @@
+"""Checkpoints in files: a folder as Hugging Face lays it out, or one file by itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, cast
+
+from torch import Tensor
+
+from covmerge.checkpoints.base import WeightFile, find_header, stamp_of
+from covmerge.checkpoints.json_file import read_object
+from covmerge.checkpoints.paths import safe_child
+from covmerge.checkpoints.safetensors_file import SafetensorsFile
+from covmerge.checkpoints.torch_file import TorchFile
+from covmerge.errors import CheckpointError
+from covmerge.types import Json, TensorHeader
+
+CONFIG = "config.json"
+
+_SAFETENSORS = ".safetensors"
+_TORCH = (".bin", ".pt", ".pth", ".ckpt")
+_INDEX = ".index.json"
+_PREFERRED = (  # the order in which transformers looks
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_CHUNK = 2**23
+
+
+class FileCheckpoint:
+    """One or several files of weights, and what lies beside them.
+
+    Args:
+        source: as the user wrote it.
+        weights: the files of weights; no two hold the same tensor.
+        folder: the folder of a whole model; None for a file by itself.
+        beside: further files that say what the checkpoint is: index and config.
+        notes: what is particular about how it was opened.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        weights: Sequence[WeightFile],
+        *,
+        folder: Path | None = None,
+        beside: Sequence[Path] = (),
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.source = source
+        self.folder = folder
+        self.config: Mapping[str, Any] | None = next(
+            (read_object(path) for path in beside if path.name == CONFIG), None
+        )
+        self.notes = (*notes, *(note for file in weights for note in file.notes))
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {name: header for file in weights for name, header in file.headers.items()}
+        )
+        self._weights = tuple(weights)
+        self._file_of = {name: file for file in weights for name in file.headers}
+        self._paths = (*(file.path for file in weights), *beside)
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        find_header(self.headers, name, rows, self.source)
+        return self._file_of[name].read(name, rows)
+
+    def materialize(self) -> None:
+        """Everything is here."""
+
+    def identity(self) -> dict[str, Json]:
+        """Sizes and times of the files."""
+        files: dict[str, Json] = {}
+        for path in self._paths:
+            with _named_errors(path):
+                size, mtime_ns = stamp_of(path.stat())
+            files[path.name] = {"size": size, "mtime_ns": mtime_ns}
+        return {"kind": "files", "files": files}
+
+    def fingerprint(self) -> dict[str, str]:
+        """The SHA-256 of every file."""
+        return {path.name: f"sha256:{_sha256(path)}" for path in self._paths}
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        for file in self._weights:
+            file.close()
+
+
+@dataclass(frozen=True)
+class WeightsChoice:
+    """Which file of a folder leads to its weights."""
+
+    name: str
+    unread: tuple[str, ...] = ()
+
+    @property
+    def is_index(self) -> bool:
+        """Whether the file is an index of shards."""
+        return self.name.endswith(_INDEX)
+
+    def notes(self, where: str, shards: Collection[str]) -> tuple[str, ...]:
+        """Say which files of weights are left aside, given the ones that are read."""
+        unread = [name for name in self.unread if name not in shards]
+        if not unread:
+            return ()
+        return (f"{where}: {self.name} was read, and not {', '.join(unread)}",)
+
+
+def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
+    """Choose what to read among the files of a folder or repository, as transformers does.
+
+    A single safetensors file of another name serves as well.
+
+    Raises:
+        CheckpointError: there are no weights, only an adapter's, or no telling which to read.
+    """
+    found = sorted(n for n in names if n.endswith(_SAFETENSORS))
+    for name in _PREFERRED:
+        if name in names:
+            rivals = (n for n in (*found, _PREFERRED[1]) if n in names and n != name)
+            return WeightsChoice(name, tuple(rivals))
+    present = [n for n in found if not _is_adapter(n)]
+    if "adapter_config.json" in names or (not present and any(map(_is_adapter, names))):
+        refuse_adapter(where)
+    if len(present) == 1:
+        return WeightsChoice(present[0])
+    if present:
+        raise CheckpointError(
+            f"{where} holds {len(present)} safetensors files and no {_PREFERRED[1]} to say how "
+            f"they belong together: {_some(present)}. Pass the one file to merge, or add the index"
+        )
+    raise CheckpointError(
+        f"{where} holds no weights ({', '.join(_PREFERRED)}, or one safetensors file): pass the "
+        "folder that does, or a file"
+    )
+
+
+def refuse_adapter(where: str) -> NoReturn:
+    """Refuse LoRA and other adapters; this is the place where they will be read."""
+    raise CheckpointError(
+        f"{where} is an adapter (LoRA), which this version does not read: merge it into its base "
+        "first with PEFT's merge_and_unload(), save the model, and pass that folder"
+    )
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the file name of every tensor, from an index of shards.
+
+    Raises:
+        CheckpointError: the index is malformed.
+    """
+    mapped: object = read_object(index).get("weight_map")
+    entries = cast("dict[str, object]", mapped) if isinstance(mapped, dict) else {}
+    if not entries or not all(isinstance(file, str) for file in entries.values()):
+        raise CheckpointError(
+            f"{index} has no weight_map from names of tensors to names of files: fetch it again"
+        )
+    return cast("dict[str, str]", entries)
+
+
+def check_weight_map(
+    where: str, weight_map: Mapping[str, str], held: Mapping[str, Collection[str]]
+) -> None:
+    """Check an index against what its shards hold, in both directions.
+
+    Args:
+        where: the index, for errors.
+        weight_map: file name by tensor name.
+        held: names of tensors by file name, of every file in the index.
+
+    Raises:
+        CheckpointError: a tensor is not in its shard, or a shard has one that is not in the index.
+    """
+    for name, file in weight_map.items():
+        if name not in held[file]:
+            raise CheckpointError(
+                f"{where} says that '{name}' is in {file}, and it is not: the files are of "
+                "different versions, fetch them again"
+            )
+    for file, names in held.items():
+        stray = [name for name in names if weight_map.get(name) != file]
+        if stray:
+            raise CheckpointError(
+                f"{file} holds {_some(stray)}, which {where} does not place there: the files are of "
+                "different versions, fetch them again"
+            )
+
+
+def open_folder(source: str, folder: Path) -> FileCheckpoint:
+    """Open a model folder.
+
+    Raises:
+        CheckpointError: nothing there can be read, or the files contradict each other.
+    """
+    try:
+        names = {path.name for path in folder.iterdir() if not path.is_dir()}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
+    choice = choose_weights(names, str(folder))
+    beside = [_existing(folder, CONFIG)] if CONFIG in names else []
+    if not choice.is_index:
+        weights = [open_weights(_existing(folder, choice.name))]
+    else:
+        index = _existing(folder, choice.name)
+        beside.append(index)
+        weight_map = read_weight_map(index)
+        shards = [_existing(folder, name) for name in sorted(set(weight_map.values()))]
+        weights = [open_weights(path) for path in shards]
+        check_weight_map(str(index), weight_map, {f.path.name: f.headers for f in weights})
+    notes = choice.notes(str(folder), {file.path.name for file in weights})
+    return FileCheckpoint(source, weights, folder=folder, beside=beside, notes=notes)
+
+
+def open_file(source: str, path: Path) -> FileCheckpoint:
+    """Open one file of weights by itself.
+
+    Raises:
+        CheckpointError: it is of an unknown kind, or malformed.
+    """
+    if _is_adapter(path.name):
+        refuse_adapter(str(path))
+    return FileCheckpoint(source, [open_weights(path)])
+
+
+def open_weights(path: Path) -> WeightFile:
+    """Open one file of weights by its suffix."""
+    if path.suffix == _SAFETENSORS:
+        return SafetensorsFile(path)
+    if path.suffix in _TORCH:
+        return TorchFile(path)
+    hint = "its folder" if path.name.endswith(_INDEX) else "a folder or one of these"
+    raise CheckpointError(
+        f"{path} is not a file of weights that covmerge reads "
+        f"({', '.join((_SAFETENSORS, *_TORCH))}): pass {hint}"
+    )
+
+
+def _existing(folder: Path, name: str) -> Path:
+    path = safe_child(folder, name)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing or no regular file: the download was probably cut short, fetch it "
+            "again"
+        )
+    return path
+
+
+def _is_adapter(name: str) -> bool:
+    return name.startswith("adapter_model.")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    with _named_errors(path), path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+@contextmanager
+def _named_errors(path: Path) -> Generator[None, None, None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read any more: {error.strerror}") from error
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = [f"'{name}'" for name in names]
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

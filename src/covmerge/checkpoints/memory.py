@@ -1,0 +1,61 @@
+"""A state dict in memory, seen as a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.checkpoints.base import copy_rows, find_header, header_of
+from covmerge.errors import CheckpointError
+from covmerge.types import Json, TensorHeader
+
+
+class MemoryCheckpoint:
+    """The tensors of a mapping, on whatever device they are.
+
+    The tensors are not copied before they are read: do not change them meanwhile.
+    """
+
+    config: Mapping[str, Any] | None = None
+    folder: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.source = f"<{len(tensors)} tensors in memory>"
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {name: header_of(name, tensor, self.source) for name, tensor in tensors.items()}
+        )
+        self._tensors = dict(tensors)
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        find_header(self.headers, name, rows, self.source)
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.source} are closed: open them again")
+        return copy_rows(self._tensors[name], rows)
+
+    def materialize(self) -> None:
+        """Everything is here."""
+
+    def identity(self) -> dict[str, Json]:
+        """The content: names and times say nothing about memory."""
+        return {"kind": "memory", **self.fingerprint()}
+
+    def fingerprint(self) -> dict[str, str]:
+        """One hash over names, dtypes, shapes and values."""
+        digest = hashlib.sha256()
+        for name, header in self.headers.items():
+            digest.update(f"{name!r} {header.dtype} {header.shape}\n".encode())
+            values = self.read(name).reshape(-1).view(torch.uint8)
+            digest.update(values.numpy().data)
+        return {"tensors": f"sha256:{digest.hexdigest()}"}
+
+    def close(self) -> None:
+        """Let go of the tensors."""
+        self._tensors = {}

@@ -1,0 +1,58 @@
+"""From what a user wrote to a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from covmerge.checkpoints.base import Checkpoint
+from covmerge.checkpoints.folder import open_file, open_folder
+from covmerge.checkpoints.hub import open_hub
+from covmerge.checkpoints.memory import MemoryCheckpoint
+from covmerge.errors import CheckpointError
+
+_HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+
+
+def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
+    """Open a checkpoint: only its headers and its config are read.
+
+    Args:
+        source: a folder as transformers saves it; one `.safetensors`, `.bin`, `.pt`, `.pth` or
+            `.ckpt` file; `"org/name"` or `"org/name@revision"` on the Hugging Face Hub, where
+            nothing of that name exists here; or a state dict.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is malformed or unsafe to read.
+
+    Example:
+        >>> import torch
+        >>> checkpoint = open_checkpoint({"w": torch.arange(6).reshape(3, 2)})
+        >>> checkpoint.headers["w"].shape
+        (3, 2)
+        >>> checkpoint.read("w", range(1, 3))
+        tensor([[2, 3],
+                [4, 5]])
+    """
+    if isinstance(source, Mapping):
+        return MemoryCheckpoint(source)
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir():
+            return open_folder(str(source), path)
+        if path.is_file():
+            return open_file(str(source), path)
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that nobody has
+        raise CheckpointError(f"{source} cannot be opened ({error}): correct the path") from error
+    if exists:
+        raise CheckpointError(f"{source} is neither a file nor a folder: pass one of them")
+    if not isinstance(source, str) or (name := _HUB_ID.fullmatch(source)) is None:
+        raise CheckpointError(
+            f"no such file or folder: {source}. Correct the path; a model of the Hugging Face Hub "
+            "is written org/name or org/name@revision"
+        )
+    return open_hub(source, name["repo"], name["revision"])

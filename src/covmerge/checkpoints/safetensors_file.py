@@ -1,0 +1,99 @@
+"""One safetensors file, read by ranges of rows straight into the memory of a tensor.
+
+Nothing is memory-mapped, so the memory of a merge is what its plan says and not what the kernel
+keeps resident, and a failing disk is an error and not a signal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from covmerge.checkpoints.base import check_unchanged, find_header, stamp_of
+from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
+from covmerge.checkpoints.layout import Slot
+from covmerge.errors import CheckpointError
+from covmerge.types import TensorHeader
+
+_MAX_READ = 2**30  # Linux reads at most 2 GiB - 4 KiB a call; macOS refuses 2 GiB
+
+
+class SafetensorsFile:
+    """A safetensors file whose header has been checked.
+
+    Every read opens the file anew: a sharded model times its experts would else hold more files
+    open than a process may.
+    """
+
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _opened(path) as fd:
+            self._stamp = stamp_of(os.fstat(fd))
+            self._slots = _read_slots(fd, self._stamp[0], str(path))
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {name: slot.header for name, slot in self._slots.items()}
+        )
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        header = find_header(self.headers, name, rows, str(self.path))
+        offset, nbytes = self._slots[name].span(rows)
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        with _opened(self.path) as fd:
+            check_unchanged(self.path, self._stamp, stamp_of(os.fstat(fd)))
+            _read_into(data.numpy().data, fd, offset, f"{self.path}: tensor '{name}'")
+        if header.dtype is torch.bool and nbytes and int(data.max()) > 1:
+            raise CheckpointError(
+                f"{self.path}: tensor '{name}' is BOOL and holds bytes other than 0 and 1: "
+                "save the file again"
+            )
+        shape = header.shape if rows is None else (len(rows), *header.shape[1:])
+        return data.view(header.dtype).reshape(shape)
+
+    def close(self) -> None:
+        """Nothing stays open between reads."""
+
+
+@contextmanager
+def _opened(path: Path) -> Generator[int, None, None]:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_slots(fd: int, size: int, where: str) -> Mapping[str, Slot]:
+    length = bytearray(min(size, LENGTH_BYTES))
+    _read_into(memoryview(length), fd, 0, where)
+    header = bytearray(data_start(bytes(length), size, where) - LENGTH_BYTES)
+    _read_into(memoryview(header), fd, LENGTH_BYTES, where)
+    return parse_header(bytes(header), size, where)
+
+
+def _read_into(target: memoryview, fd: int, offset: int, where: str) -> None:
+    done = 0
+    while done < len(target):
+        try:
+            count = os.preadv(fd, [target[done : done + _MAX_READ]], offset + done)
+        except OSError as error:
+            raise CheckpointError(
+                f"{where} cannot be read at byte {offset + done}: {error.strerror}"
+            ) from error
+        if count == 0:
+            raise CheckpointError(
+                f"{where} ends at byte {offset + done}, {len(target) - done} bytes early: "
+                "fetch the file again"
+            )
+        done += count

@@ -1,0 +1,259 @@
+"""The real client of the Hub against a Hub of one repository on this machine."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import close_session, constants
+from safetensors.torch import save_file
+
+from covmerge.checkpoints import open_checkpoint
+from covmerge.errors import CheckpointError
+from tests.checkpoints.hub_server import COMMIT, Hub, serve
+
+ROWS = 4000
+TENSORS = {
+    "a": torch.arange(ROWS * 100, dtype=torch.float32).reshape(ROWS, 100),
+    "b": (torch.arange(ROWS * 50) % 7).half().reshape(ROWS, 50),
+    "c": torch.tensor(5),
+}
+SHARDS = {"a": "model-00001-of-00002.safetensors"} | dict.fromkeys(
+    "bc", "model-00002-of-00002.safetensors"
+)
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def upload(tmp_path: Path) -> Path:
+    """Folder that becomes the repository; beside the weights, files to download and not to."""
+    folder = tmp_path / "upload"
+    (folder / "1_Pooling").mkdir(parents=True)
+    (folder / "onnx").mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert"}')
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "vocab.txt").write_text("[PAD]\n")
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    for name in ("README.md", "modeling_custom.py", "tf_model.h5", "onnx/model.onnx"):
+        (folder / name).write_text("not wanted")
+    (folder / "2_Dense").mkdir()
+    save_file({"x": torch.ones(1)}, folder / "2_Dense" / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def hub(upload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serve(upload) as hub:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+        yield hub
+        close_session()
+
+
+@pytest.fixture
+def single(upload: Path) -> None:
+    save_file(TENSORS, upload / "model.safetensors")
+    save_file({"x": torch.ones(1)}, upload / "other.safetensors")
+    torch.save(TENSORS, upload / "pytorch_model.bin")
+
+
+@pytest.fixture
+def sharded(upload: Path) -> None:
+    for file in set(SHARDS.values()):
+        save_file({n: TENSORS[n] for n in SHARDS if SHARDS[n] == file}, upload / file)
+    (upload / INDEX).write_text(json.dumps({"weight_map": SHARDS}))
+
+
+def weights_sent(hub: Hub) -> int:
+    return sum(size for name, size in hub.sent.items() if not name.endswith((".json", ".txt")))
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+def test_planning_transfers_headers_and_materialize_the_rest(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    request.getfixturevalue(kind)
+    hub: Hub = request.getfixturevalue("hub")
+    files = {"model.safetensors"} if kind == "single" else set(SHARDS.values())
+
+    checkpoint = open_checkpoint("org/name@v1")
+    assert {n: (h.shape, h.dtype) for n, h in checkpoint.headers.items()} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()
+    }
+    assert checkpoint.config == {"model_type": "bert"}
+    assert checkpoint.source == "org/name@v1"
+    assert checkpoint.folder is None
+    assert hub.sent.keys() == {"config.json", *files} | ({INDEX} if kind == "sharded" else set())
+    assert weights_sent(hub) <= 100_000 * len(files)
+    identity = checkpoint.identity()
+    assert identity == {"kind": "hub", "repo": "org/name", "revision": COMMIT}
+    assert checkpoint.fingerprint() == {"revision": COMMIT}
+    with pytest.raises(CheckpointError, match=r"materialize\(\) first"):
+        checkpoint.read("a")
+
+    checkpoint.materialize()
+    checkpoint.materialize()
+    for name, tensor in TENSORS.items():
+        assert torch.equal(checkpoint.read(name), tensor)
+    assert torch.equal(checkpoint.read("a", range(17, 30)), TENSORS["a"][17:30])
+    assert checkpoint.identity() == identity
+    assert checkpoint.folder is not None
+    assert {
+        path.relative_to(checkpoint.folder).as_posix()
+        for path in checkpoint.folder.rglob("*")
+        if not path.is_dir()
+    } == files | {"config.json", "tokenizer.json", "vocab.txt", "1_Pooling/config.json"} | (
+        {INDEX} if kind == "sharded" else set()
+    )
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("source", ["org/name", f"org/name@{COMMIT}", "org/name@refs/pr/1"])
+def test_revisions_resolve_to_a_commit(single: None, hub: Hub, source: str) -> None:
+    assert open_checkpoint(source).fingerprint() == {"revision": COMMIT}
+
+
+def test_weights_left_aside_are_told(single: None, hub: Hub) -> None:
+    (note,) = open_checkpoint("org/name").notes
+    assert "not other.safetensors" in note
+
+
+def test_a_server_without_ranges_does_not_send_the_whole_file(single: None, hub: Hub) -> None:
+    hub.ranges = False
+    assert open_checkpoint("org/name").headers.keys() == TENSORS.keys()
+
+
+def test_a_long_header_takes_a_second_request(upload: Path, request) -> None:
+    tensors = {f"layer.{i}.{'x' * 60}": torch.zeros(1) for i in range(1500)}
+    save_file(tensors, upload / "model.safetensors")
+    hub: Hub = request.getfixturevalue("hub")
+    assert open_checkpoint("org/name").headers.keys() == tensors.keys()
+    assert hub.sent["model.safetensors"] > 100_000
+
+
+def test_a_hostile_header_is_refused_before_the_download(upload: Path, request) -> None:
+    (upload / "model.safetensors").write_bytes(b"\xff" * 20)
+    request.getfixturevalue("hub")
+    with pytest.raises(CheckpointError, match=r"org/name: model\.safetensors claims a header"):
+        open_checkpoint("org/name")
+
+
+def test_shards_that_contradict_the_index(sharded: None, upload: Path, request) -> None:
+    (upload / INDEX).write_text(json.dumps({"weight_map": {**SHARDS, "x": SHARDS["a"]}}))
+    hub: Hub = request.getfixturevalue("hub")
+    with pytest.raises(CheckpointError, match="'x' is in model-00001"):
+        open_checkpoint("org/name")
+    del hub.files[SHARDS["a"]]
+    with pytest.raises(CheckpointError, match=r"no file 'model-00001.*incomplete"):
+        open_checkpoint("org/name")
+
+
+@pytest.mark.parametrize("file", ["2_Dense/model.safetensors", "../model.safetensors"])
+def test_shards_in_other_folders_are_refused(sharded: None, upload: Path, request, file) -> None:
+    (upload / INDEX).write_text(json.dumps({"weight_map": {**SHARDS, "x": file}}))
+    request.getfixturevalue("hub")
+    with pytest.raises(CheckpointError, match=f"no file '{file}'"):
+        open_checkpoint("org/name")
+
+
+def test_an_empty_file_is_refused(upload: Path, request) -> None:
+    (upload / "model.safetensors").touch()
+    request.getfixturevalue("hub")
+    with pytest.raises(CheckpointError, match=r"org/name: model\.safetensors is 0 bytes"):
+        open_checkpoint("org/name")
+
+
+def test_a_config_of_impossible_size_is_not_downloaded(single: None, hub: Hub) -> None:
+    hub.listed["config.json"] = 10**9
+    with pytest.raises(CheckpointError, match="1000000000 bytes"):
+        open_checkpoint("org/name")
+    assert hub.sent == {}
+
+
+def test_a_push_between_planning_and_download_is_noticed(single: None, hub: Hub) -> None:
+    checkpoint = open_checkpoint("org/name")
+    hub.files["model.safetensors"] = hub.files["other.safetensors"]
+    with pytest.raises(CheckpointError, match="other tensors than the Hub announced"):
+        checkpoint.materialize()
+
+
+@pytest.mark.parametrize("indexed", [False, True], ids=["single", "sharded"])
+def test_pickled_weights_are_downloaded_at_once_and_said_so(
+    upload: Path, request, indexed: bool
+) -> None:
+    torch.save(TENSORS, upload / f"pytorch_model{'-1' if indexed else ''}.bin")
+    (upload / "training_args.bin").write_text("not wanted")
+    if indexed:
+        files = dict.fromkeys(TENSORS, "pytorch_model-1.bin")
+        (upload / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    hub: Hub = request.getfixturevalue("hub")
+    checkpoint = open_checkpoint("org/name")
+    assert torch.equal(checkpoint.read("a"), TENSORS["a"])
+    assert "no safetensors" in checkpoint.notes[0]
+    assert checkpoint.config == {"model_type": "bert"}
+    assert "training_args.bin" not in hub.sent
+    checkpoint.close()
+
+
+def test_adapters_are_refused(upload: Path, request) -> None:
+    (upload / "adapter_config.json").write_text("{}")
+    save_file(TENSORS, upload / "adapter_model.safetensors")
+    request.getfixturevalue("hub")
+    with pytest.raises(CheckpointError, match=r"org/name is an adapter.*merge_and_unload"):
+        open_checkpoint("org/name")
+
+
+def test_offline_the_cache_is_used_and_said_so(single: None, hub: Hub, monkeypatch) -> None:
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(
+            CheckpointError, match=r"org/name@main is not in the cache.*hf download"
+        ):
+            open_checkpoint("org/name@main")
+    # The client keeps which commit a branch was at only when it resolved the branch itself.
+    open_checkpoint(f"org/name@{COMMIT}").materialize()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.sent.clear()
+    checkpoint = open_checkpoint(f"org/name@{COMMIT}")
+    assert torch.equal(checkpoint.read("b"), TENSORS["b"])
+    assert "HF_HUB_OFFLINE" in checkpoint.notes[0]
+    assert checkpoint.identity() == {"kind": "hub", "repo": "org/name", "revision": COMMIT}
+    assert hub.sent == {}
+
+
+def test_unknown_names_and_refusals_are_told_apart(single: None, hub: Hub, monkeypatch) -> None:
+    with pytest.raises(CheckpointError, match="has no model org/gone"):
+        open_checkpoint("org/gone")
+    with pytest.raises(CheckpointError, match="no revision 'v9'"):
+        open_checkpoint("org/name@v9")
+    hub.gated = True
+    with pytest.raises(CheckpointError, match=r"org/name is gated.*hf auth login"):
+        open_checkpoint("org/name")
+    with pytest.raises(CheckpointError, match="org/na--me could not be read"):
+        open_checkpoint("org/na--me")
+
+
+def test_an_endpoint_out_of_reach_is_named(single: None, hub: Hub, monkeypatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CheckpointError, match=r"org/name .*http://127\.0\.0\.1:9.*HF_HUB_OFFLINE"):
+        open_checkpoint("org/name")
+
+
+def test_a_download_that_breaks_off_is_told(single: None, hub: Hub) -> None:
+    checkpoint = open_checkpoint("org/name")
+    hub.gated = True
+    with pytest.raises(CheckpointError, match=r"org/name: the Hub did not give 4 of 5 files"):
+        checkpoint.materialize()
+    assert checkpoint.folder is None
+
+
+def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"pip install covmerge\[hub\]"):
+        open_checkpoint("org/name")

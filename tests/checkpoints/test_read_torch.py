@@ -1,0 +1,201 @@
+"""Files of torch.save: tensors are read, code never runs."""
+
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from covmerge.checkpoints import open_checkpoint, torch_file
+from covmerge.errors import CheckpointError
+
+TENSORS = {
+    "w": torch.arange(12, dtype=torch.float32).reshape(4, 3),
+    "b": torch.arange(4, dtype=torch.bfloat16),
+    "n": torch.tensor(3),
+    "e": torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ".ckpt"])
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_state_dicts_are_read_whole_and_by_rows(tmp_path: Path, suffix: str, new: bool) -> None:
+    path = tmp_path / f"m{suffix}"
+    torch.save(OrderedDict(TENSORS), path, _use_new_zipfile_serialization=new)
+    checkpoint = open_checkpoint(path)
+    assert list(checkpoint.headers) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        found = checkpoint.read(name)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+    rows = checkpoint.read("w", range(1, 3))
+    assert torch.equal(rows, TENSORS["w"][1:3])
+    assert rows.untyped_storage().nbytes() == rows.nbytes
+    assert bool(checkpoint.notes) == (not new)
+    with pytest.raises(CheckpointError, match="'w' of shape"):
+        checkpoint.read("w", range(2, 9))
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpoint.read("w")
+
+
+def test_memory_is_the_callers_own(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save(TENSORS, path)
+    checkpoint = open_checkpoint(path)
+    checkpoint.read("w").fill_(-1)
+    assert torch.equal(checkpoint.read("w"), TENSORS["w"])
+
+
+def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.zeros(100_000)}, path)
+    checkpoint = open_checkpoint(path)
+    os.truncate(path, 5000)
+    with pytest.raises(CheckpointError, match="changed while"):
+        checkpoint.read("w")
+
+
+def test_transposed_tensors_parameters_and_shared_memory(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    weight = nn.Parameter(torch.randn(3, 5))
+    torch.save({"w": weight, "tied": weight, "t": TENSORS["w"].T, "part": TENSORS["w"][1:]}, path)
+    checkpoint = open_checkpoint(path)
+    assert torch.equal(checkpoint.read("tied"), weight)
+    assert not checkpoint.read("w").requires_grad
+    transposed = checkpoint.read("t")
+    assert transposed.is_contiguous()
+    assert torch.equal(transposed, TENSORS["w"].T)
+    assert torch.equal(checkpoint.read("part", range(0, 2)), TENSORS["w"][1:3])
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "module"])
+def test_a_training_state_is_unwrapped_and_says_so(tmp_path: Path, key: str) -> None:
+    path = tmp_path / "m.ckpt"
+    torch.save({"epoch": 3, key: TENSORS, "optimizer": {"lr": 0.1}}, path)
+    checkpoint = open_checkpoint(path)
+    assert list(checkpoint.headers) == list(TENSORS)
+    (note,) = checkpoint.notes
+    assert f"under '{key}'" in note
+    assert "'epoch', 'optimizer'" in note
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"w": torch.ones(1), "step": 3}, "'step' is a int"),
+        ({"state_dict": {"model": {"w": torch.ones(1)}}}, "'state_dict' is a dict"),
+        ({"state_dict": {"w": torch.ones(1)}, "model": {"w": torch.ones(1)}}, "state_dict, model"),
+        ({"state_dict": {}, "epoch": 1}, "'state_dict' is a dict"),
+        (torch.ones(3), "holds a Tensor"),
+        ([torch.ones(3)], "holds a list"),
+        ({3: torch.ones(1)}, "key 3"),
+        ({"w": torch.ones(3).to_sparse()}, "sparse"),
+        ({"w": torch.ones(3, device="meta")}, "meta"),
+        ({"w": torch.ones(3, dtype=torch.complex128)}, "complex128"),
+        ({"w": torch.ones(1).expand(2**40)}, "the whole file has"),
+    ],
+    ids=str,
+)
+def test_what_is_no_state_dict_is_refused(tmp_path: Path, content: object, message: str) -> None:
+    path = tmp_path / "m.pt"
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        open_checkpoint(path)
+    assert "m.pt" in str(raised.value)
+
+
+class Trap:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def bare_pickle(content: object, path: Path) -> None:
+    path.write_bytes(pickle.dumps(content, protocol=2))  # the protocol of torch.save
+
+
+def legacy(content: object, path: Path) -> None:
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+
+
+@pytest.mark.parametrize("save", [torch.save, legacy, bare_pickle])
+def test_code_in_a_file_is_named_and_never_run(tmp_path: Path, save) -> None:
+    path, marker = tmp_path / "m.bin", tmp_path / "marker"
+    save({"w": torch.ones(2) if save is not bare_pickle else 1, "x": Trap(marker)}, path)
+    with pytest.raises(CheckpointError, match=r"mkdir.*never run.*save_file"):
+        open_checkpoint(path)
+    assert not marker.exists()
+    with path.open("rb") as file, zipfile.ZipFile(file) if save is torch.save else file as content:
+        pickled = content.read("m/data.pkl") if save is torch.save else content.read()
+    assert b"mkdir" in pickled  # the trap was armed
+
+
+def test_a_pickled_module_is_refused_by_class(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.save(nn.Linear(2, 2), path)
+    with pytest.raises(CheckpointError, match=r"torch\.nn\.modules\.linear\.Linear"):
+        open_checkpoint(path)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt"
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path)
+    with pytest.raises(CheckpointError, match="TorchScript"):
+        open_checkpoint(path)
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
+    path, packed = tmp_path / "m.pt", tmp_path / "packed.pt"
+    torch.save({"w": torch.zeros(1000)}, path)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(CheckpointError, match="compressed"):
+        open_checkpoint(packed)
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
+def test_damaged_files_are_checkpoint_errors(tmp_path: Path, new: bool) -> None:
+    path, damaged = tmp_path / "m.pt", tmp_path / "damaged.pt"
+    torch.save({"w": torch.randn(20, 20)}, path, _use_new_zipfile_serialization=new)
+    content = path.read_bytes()
+    for length in (0, 1, 4, 30, 200, len(content) // 2, len(content) - 1):
+        damaged.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"damaged\.pt"):
+            open_checkpoint(damaged)
+    generator = torch.Generator().manual_seed(0)
+    for at in torch.randint(0, 400, (60,), generator=generator).tolist():
+        damaged.write_bytes(content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :])
+        try:
+            checkpoint = open_checkpoint(damaged)
+            for name in checkpoint.headers:
+                checkpoint.read(name)
+        except CheckpointError:
+            pass
+
+
+def test_other_formats_under_the_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.bin"
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        open_checkpoint(path)
+    save_file({"w": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match=r"m\.bin cannot be loaded"):
+        open_checkpoint(path)
+
+
+def test_large_legacy_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.bin"
+    legacy({"w": torch.zeros(1000)}, path)
+    monkeypatch.setattr(torch_file, "_MAX_LEGACY_BYTES", 1000)
+    with pytest.raises(CheckpointError, match=r"before 1\.6.*1000: load it"):
+        open_checkpoint(path)

@@ -1,0 +1,153 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from covmerge.checkpoints.journal import Entry, Journal
+from covmerge.checkpoints.strict_json import dumps
+from covmerge.errors import CheckpointError, InputError
+
+ENTRIES = [
+    Entry("h.0.weight", (0, 4), "aa", {"rank": 3, "gate": True, "loss": 0.1}),
+    Entry("h.0.weight", (4, 8), "bb"),
+    Entry("ü\u2028\n\x85", (0, 1), "cc", {"layers": [{"x": None}]}),
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "journal.jsonl"
+    with Journal.create(path, "plan") as journal:
+        for entry in ENTRIES:
+            journal.append(entry)
+    return path
+
+
+def finished(path: Path) -> list[Entry]:
+    with Journal.resume(path, "plan") as journal:
+        return list(journal.finished.values())
+
+
+def test_what_was_appended_is_read(path: Path) -> None:
+    assert finished(path) == ENTRIES
+    with Journal.resume(path, "plan") as journal:
+        assert journal.finished["h.0.weight", (4, 8)].checksum == "bb"
+        journal.append(Entry("x", (0, 0), "dd"))
+    assert finished(path) == [*ENTRIES, Entry("x", (0, 0), "dd")]
+
+
+def test_the_first_line_names_plan_and_format(path: Path) -> None:
+    assert json.loads(path.read_text().splitlines()[0]) == {"plan": "plan", "format": 1}
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_file_cut_anywhere_gives_the_entries_before_the_cut(path: Path) -> None:
+    content = path.read_bytes()
+    head = content.index(b"\n") + 1
+    for cut in range(head, len(content) + 1):
+        path.write_bytes(content[:cut])
+        whole = content[:cut].count(b"\n") - 1
+        with Journal.resume(path, "plan") as journal:
+            assert list(journal.finished.values()) == ENTRIES[:whole]
+            journal.append(Entry("next", (0, 1), "ee"))
+        assert finished(path) == [*ENTRIES[:whole], Entry("next", (0, 1), "ee")]
+
+
+def test_a_torn_line_of_garbage_is_ignored(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\x00\x00\xff{")
+    assert finished(path) == ENTRIES
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\x00\x00",
+        b"",
+        b"[]",
+        b'{"tensor":"a"',
+        b'{"tensor":"a","rows":[0],"checksum":"aa","stats":{}}',
+        b'{"tensor":"a","rows":[3,1],"checksum":"aa","stats":{}}',
+        b'{"tensor":"a","rows":[0,1],"checksum":5,"stats":{}}',
+        b'{"tensor":"a","rows":[0,1],"checksum":"aa"}',
+        b"[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("number", [2, 4, 5])
+def test_a_damaged_line_is_an_error_that_names_it(path: Path, line: bytes, number: int) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
+    with pytest.raises(CheckpointError, match=f"line {number} of the journal .*--overwrite"):
+        finished(path)
+
+
+def test_of_two_lines_for_the_same_rows_the_later_counts(path: Path) -> None:
+    with Journal.resume(path, "plan") as journal:
+        journal.append(Entry("h.0.weight", (0, 4), "new"))
+    assert {e.key: e.checksum for e in finished(path)}["h.0.weight", (0, 4)] == "new"
+    assert len(finished(path)) == 3
+
+
+def test_another_plan_is_refused(path: Path) -> None:
+    with pytest.raises(InputError, match=r"belongs to plan plan, .* now other: .*--overwrite"):
+        Journal.resume(path, "other")
+
+
+def test_another_format_is_refused(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":2'))
+    with pytest.raises(CheckpointError, match="has format 2, this version of covmerge reads 1"):
+        finished(path)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"plan":"pl'])
+def test_a_journal_without_its_first_line_is_damaged(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"line 1 .* damaged"):
+        finished(path)
+
+
+def test_a_journal_is_neither_replaced_nor_invented(path: Path) -> None:
+    with pytest.raises(InputError, match="--resume"):
+        Journal.create(path, "plan")
+    assert finished(path) == ENTRIES
+    with pytest.raises(CheckpointError, match="cannot read the journal"):
+        Journal.resume(path.with_name("gone"), "plan")
+
+
+def test_statistics_that_json_cannot_hold_are_refused(path: Path) -> None:
+    with Journal.resume(path, "plan") as journal:
+        with pytest.raises(InputError, match=r"'w'\.stats\.loss is nan"):
+            journal.append(Entry("w", (0, 1), "dd", {"loss": float("nan")}))
+        assert len(journal.finished) == 3
+    assert finished(path) == ENTRIES
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text()
+    | st.floats(allow_nan=False).filter(lambda x: abs(x) != float("inf")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values, st.sampled_from([None, 1]))
+def test_strict_json_is_read_back_the_same(value: object, indent: int | None) -> None:
+    text = dumps(value, what="value", indent=indent)  # type: ignore[arg-type]
+    assert json.loads(text.encode()) == value
+    assert indent is not None or "\n" not in text
+
+
+def test_strict_json_refuses_what_it_would_have_to_change() -> None:
+    for value, message in [
+        ({1: 2}, "value has the key 1"),
+        ([b"x"], r"value\[0\] is a bytes"),
+        ({"a": {2}}, r"value\.a is a set"),
+        ([0.0, float("-inf")], r"value\[1\] is -inf"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            dumps(value, what="value")  # type: ignore[arg-type]
