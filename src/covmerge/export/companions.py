@@ -1,0 +1,195 @@
+"""The files that make weights a model: its config, tokenizer and processors, taken from the base."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from covmerge.checkpoints.disk import disk_errors
+from covmerge.checkpoints.json_file import parse_object
+from covmerge.checkpoints.paths import safe_child
+from covmerge.checkpoints.staging import MANIFEST_NAME
+from covmerge.errors import CheckpointError
+from covmerge.export.config import rewrite_config
+
+MAX_FILE_BYTES = 512 << 20
+_MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size
+
+_COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    # tokenizers
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "vocab*.bpe",
+    "merges.txt",
+    "bpe.codes",
+    "tekken.json",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "chat_template*.jinja",
+    "chat_template*.json",
+    # processors
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    "open_clip_config.json",
+    # sentence-transformers
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+)
+_COMPANION_FOLDERS = (
+    "[0-9]_*",  # sentence-transformers: 1_Pooling
+    "additional_chat_templates",
+)
+_IN_COMPANION_FOLDERS = (*_COMPANIONS, "*.jinja")
+_WEIGHTS = (
+    *("*.safetensors", "*.safetensors.index.json"),
+    *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
+    *("*.h5", "*.msgpack", "*.onnx", "*.gguf"),
+)
+_NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # these say what the base is
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What was copied, as paths inside the output, and what the user should be told."""
+
+    copied: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def copy_companions(
+    source: Path | None, staging: Path, dtype: torch.dtype | None = None
+) -> Companions:
+    """Copy the base's companion files into the output.
+
+    All are copied byte for byte, but for the dtype that config.json states. Code is never copied:
+    it should be read before it lies where `trust_remote_code` finds it.
+
+    Args:
+        source: the base's folder; None if the base has none (a single file, a dict).
+        staging: the folder of the output; files of the same names are replaced.
+        dtype: of the output's weights; None if they keep the base's.
+
+    Raises:
+        CheckpointError: a companion file leaves the folder, is too large, or cannot be read.
+        ResourceError: the disk is full.
+    """
+    if source is None:
+        return Companions((), ("the base has no folder: the output has no config or tokenizer",))
+    copied = tuple(_companion_names(source))
+    notes: list[str] = []
+    for name in copied:
+        destination = staging / name
+        if name == "config.json":
+            notes += _copy_config(_inside(source, name), destination, dtype)
+        else:
+            _copy(_inside(source, name), destination)
+    notes += _notes_on_the_rest(source, copied)
+    return Companions(copied, tuple(notes))
+
+
+def _companion_names(source: Path) -> Iterator[str]:
+    """Paths relative to `source`, sorted, `/` between their parts."""
+    for child in sorted(source.iterdir()):
+        if child.is_file() and _matches(child.name, _COMPANIONS):
+            yield child.name
+        elif child.is_dir() and _matches(child.name, _COMPANION_FOLDERS):
+            for file in sorted(_inside(source, child.name).iterdir()):
+                if file.is_file() and _matches(file.name, _IN_COMPANION_FOLDERS):
+                    yield f"{child.name}/{file.name}"
+
+
+def _copy_config(source: Path, destination: Path, dtype: torch.dtype | None) -> list[str]:
+    with _opened(source, _MAX_CONFIG_BYTES) as file:
+        content = file.read()
+    rewritten = rewrite_config(content, dtype, str(source))
+    with disk_errors(destination, len(rewritten)):
+        destination.write_bytes(rewritten)
+    auto_map = parse_object(content, str(source)).get("auto_map")
+    if not auto_map:
+        return []
+    return [
+        f"config.json needs custom code (auto_map: {auto_map}), which is not copied: read it in "
+        f"{source.parent}, then copy it into the output yourself"
+    ]
+
+
+def _copy(source: Path, destination: Path) -> None:
+    with _opened(source, MAX_FILE_BYTES) as file, disk_errors(destination, source.stat().st_size):
+        destination.parent.mkdir(exist_ok=True)
+        with destination.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
+
+
+def _opened(path: Path, limit: int) -> BinaryIO:
+    try:
+        size = path.stat().st_size
+        file = path.open("rb")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if size > limit:
+        file.close()
+        raise CheckpointError(
+            f"{path} has {size} bytes, and a companion file of a model has at most {limit}: "
+            "remove it from the base if it is none"
+        )
+    return file
+
+
+def _notes_on_the_rest(source: Path, copied: tuple[str, ...]) -> Iterator[str]:
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in sorted(source.iterdir())]
+    folders = {name.partition("/")[0] + "/" for name in copied if "/" in name}
+    rest = [
+        name
+        for name in names
+        if name not in copied and name not in folders and not _matches(name, _NOT_THE_OUTPUTS)
+    ]
+    code = [name for name in rest if name.endswith(".py")]
+    other = [name for name in rest if not name.endswith(".py")]
+    if code:
+        yield (
+            f"custom code of the base is not copied: {', '.join(code)}; read it, then copy it from "
+            f"{source} if the output needs it"
+        )
+    if other:
+        yield f"not copied from {source}: {', '.join(other)}"
+    for name in names:
+        if _matches(name.rstrip("/"), _COMPANION_FOLDERS) and name.endswith("/"):
+            yield from _note_on_weights(source, name)
+
+
+def _note_on_weights(source: Path, folder: str) -> Iterator[str]:
+    inside = sorted(path.name for path in _inside(source, folder.rstrip("/")).iterdir())
+    weights = [f"{folder}{name}" for name in inside if _matches(name, _WEIGHTS)]
+    if weights:
+        yield (
+            f"weights of an extra module are neither merged nor copied: {', '.join(weights)}; "
+            f"copy them from {source} to use the base's"
+        )
+
+
+def _inside(source: Path, name: str) -> Path:
+    path = source
+    for part in name.split("/"):
+        path = safe_child(path, part)
+    return path
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

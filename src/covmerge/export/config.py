@@ -1,0 +1,55 @@
+"""The output's config.json: the base's own bytes, unless they would tell the wrong dtype."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+
+from covmerge.checkpoints.json_file import parse_object
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
+
+
+def rewrite_config(content: bytes, dtype: torch.dtype | None, origin: str) -> bytes:
+    r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
+
+    The configs nested in that of a composite model (`text_config`, ...) state dtypes as well. A
+    config that states none stays as it is: transformers then goes by the weights.
+
+    Args:
+        content: the base's config.json.
+        dtype: of the output's weights; None if they keep the base's.
+        origin: the file's path, for errors.
+
+    Raises:
+        CheckpointError: `content` is not a JSON object.
+
+    Example:
+        >>> rewrite_config(b'{"a": 1, "dtype": "float32"}', torch.bfloat16, "config.json")
+        b'{\n  "a": 1,\n  "dtype": "bfloat16"\n}\n'
+    """
+    if dtype is None:
+        return content
+    config = parse_object(content, origin)
+    wanted = str(dtype).removeprefix("torch.")
+    wrong = [
+        (part, key)
+        for part in _parts(config)
+        for key in _DTYPE_KEYS
+        if isinstance(part.get(key), str) and part[key] != wanted
+    ]
+    for part, key in wrong:
+        part[key] = wanted
+    return (json.dumps(config, indent=2) + "\n").encode() if wrong else content
+
+
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config and the model configs nested in it."""
+    yield config
+    for key, value in config.items():
+        # A quantisation's dtypes are not those of the stored weights.
+        if key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+            yield from _parts(cast("dict[str, Any]", value))
