@@ -26,8 +26,8 @@ class TensorInfo:
         layout: how it holds `(d_out, d_in)` matrices, each taken whole; of no meaning for norms,
             biases, buffers and other tensors.
         parts: how its rows split, if it is a known fused projection; for `MatrixLayout.parts`.
-        tied_to: the tensor it shares memory with by the config. Stored values may contradict the
-            config, which only a reader of the values can tell.
+        tied_to: the tensor it shares memory with by the config. Where both are stored their values
+            may contradict the config, which only a reader of the values can tell.
         outside_backbone: whether it lies outside the base model: a task head, an output layer.
     """
 
@@ -108,6 +108,10 @@ def describe(
         notes.append(f"{_some(unsure)}: {found[unsure[0]][0].why}; taken for '{Role.OTHER}'")
     outside = _outside(headers, skeleton)
     tied = _tied(headers, skeleton) if skeleton else {}
+    if config is not None and config.get("tie_word_embeddings") is False:
+        # transformers ties T5's output all the same, and unties it when the stored values differ.
+        outputs = {name for name, (kind, _) in found.items() if kind.role is Role.OUTPUT}
+        tied = {name: to for name, to in tied.items() if name not in outputs}
     tensors = {
         name: TensorInfo(
             name=name,

@@ -100,9 +100,10 @@ def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) ->
     if kind.role in MATRICES and axes >= 2:
         role = {2: Role.LINEAR, 3: Role.EXPERT_STACK}.get(axes, Role.CONV)
         return Kind(role, piece_of, transposed)
-    if axes == len(slot.shape) and transposed == kind.transposed:
-        return Kind(kind.role, piece_of, transposed)
-    return Kind(Role.OTHER, f"{piece_of} from {list(header.shape)}", unsure=True)
+    as_a_whole = kind.role in (Role.CONV, Role.EMBEDDING, Role.OUTPUT)
+    if as_a_whole and (axes != len(slot.shape) or transposed != kind.transposed):
+        return Kind(Role.OTHER, f"{piece_of} from {list(header.shape)}", unsure=True)
+    return Kind(kind.role, piece_of, kind.transposed)
 
 
 def _swaps_matrix_axes(operation: Any, axes: int) -> bool:
