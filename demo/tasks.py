@@ -52,7 +52,7 @@ class TaskSpec:
 
 
 SPECS = (
-    TaskSpec("language", "language of a message", corpora.interface_messages, 5000, 600),
+    TaskSpec("language", "language of a message", corpora.interface_messages, 4000, 600),
     TaskSpec("medicine", "ICD-10 chapter of a diagnosis", corpora.diagnoses, 6000, 600),
     TaskSpec("code", "verb in a Python function's name", corpora.functions, 3000, 500),
     TaskSpec("sentiment", "sign of an opinion word", corpora.opinion_words, 5000, 4000),

@@ -30,6 +30,7 @@ from covmerge.engine import (
     Progress,
     RunStats,
     Sink,
+    check_ties,
     plan_memory,
     run,
     tensor_stats,
@@ -144,6 +145,9 @@ class Job:
         memory: MemoryPlan,
         device: torch.device,
     ) -> RunStats:
+        check_ties(checkpoints.base, plan.tied[None])
+        for name, expert in checkpoints.experts.items():
+            check_ties(expert, plan.tied[name])
         with _threads(self.threads):
             return run(
                 plan,
@@ -183,7 +187,7 @@ class Job:
         memory: MemoryPlan,
         device: torch.device,
     ) -> MergeResult:
-        check_not_input(out, [Path(c.source) for _, c in checkpoints.all()])
+        check_not_input(out, [Path(c.source).expanduser() for _, c in checkpoints.all()])
         with Staging(out, overwrite=self.overwrite, resume=self.resume) as staging:
             for _, checkpoint in checkpoints.all():
                 checkpoint.materialize()

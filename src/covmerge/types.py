@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -49,6 +49,21 @@ class TensorHeader:
     def nbytes(self) -> int:
         """Bytes of the stored tensor."""
         return self.numel * self.dtype.itemsize
+
+    def row_blocks(self, elements: int) -> Iterator[range | None]:
+        """Ranges of the first axis of about `elements` elements each; None for a scalar.
+
+        Example:
+            >>> list(TensorHeader("w", (5, 4), torch.float32).row_blocks(8))
+            [range(0, 2), range(2, 4), range(4, 5)]
+        """
+        if not self.shape:
+            yield None
+            return
+        step = max(1, elements // max(1, prod(self.shape[1:])))
+        # An empty tensor still has one block, so that it is written.
+        for start in range(0, max(1, self.shape[0]), step):
+            yield range(start, min(start + step, self.shape[0]))
 
 
 @dataclass(frozen=True)

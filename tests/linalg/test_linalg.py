@@ -43,7 +43,7 @@ def test_a_float32_breakdown_is_repeated_in_float64():
 
 
 def test_an_indefinite_system_is_refused():
-    with pytest.raises(TensorError, match="stays indefinite.*raise `eps`"):
+    with pytest.raises(TensorError, match=r"stays indefinite.*raise `eps`"):
         solve_right(-torch.eye(3), torch.ones(1, 3), ridge=0.0)
 
 

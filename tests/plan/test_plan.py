@@ -1,6 +1,7 @@
 """Nothing is silent: every tensor that does not fit has a rule or a named error."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -126,8 +127,11 @@ class TestRoles:
 
 
 class TestMissing:
-    experts = {"a": state(), "b": state(layers__0__mlp__up_proj__weight=None)}
     name = "layers.0.mlp.up_proj.weight"
+
+    @property
+    def experts(self):
+        return {"a": state(), "b": state(layers__0__mlp__up_proj__weight=None)}
 
     def test_error_names_expert_tensor_and_option(self):
         with pytest.raises(TensorError, match=f"expert 'b'.*'{self.name}'.*missing: base"):
@@ -242,7 +246,7 @@ class TestWork:
         for name, ranges in spans.items():
             assert ranges[0][0] == 0
             assert ranges[-1][1] == base[name].shape[0]
-            assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(ranges))
         merged = covmerge.merge(base, {"a": expert}, "average").tensors
         assert torch.equal(merged["embed_tokens.weight"], expert["embed_tokens.weight"])
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,7 @@ def _values(
     for name, entry in entries.items():
         header = output.headers[name]
         finite, equal = True, True
-        for rows in _blocks(header):
+        for rows in header.row_blocks(_BLOCK_ELEMENTS):
             block = output.read(name, rows)
             finite &= not block.is_floating_point() or bool(torch.isfinite(block.float()).all())
             if base is not None and equal:
@@ -168,15 +167,6 @@ def _values(
     else:
         checks.append(Check("copied", True, f"not compared: {missing}"))
     return checks
-
-
-def _blocks(header: TensorHeader) -> Iterator[range | None]:
-    if not header.shape:
-        yield None
-        return
-    step = max(1, _BLOCK_ELEMENTS // max(1, prod(header.shape[1:])))
-    for start in range(0, header.shape[0], step):
-        yield range(start, min(start + step, header.shape[0]))
 
 
 def _rounding(manifest: Mapping[str, Any]) -> Check:

@@ -68,6 +68,14 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Mapping[str, Checkpoin
             *_unused_rules(recipe, base_model, models),
             *_notes(base_model, models, alignments, tensors),
         ),
+        tied={
+            label: {
+                name: info.tied_to
+                for name, info in model.description.tensors.items()
+                if info.tied_to in model.headers
+            }
+            for label, model in ((None, base_model), *models.items())
+        },
         metadata={"covmerge": __version__, "method": recipe.method},
     )
 
@@ -128,18 +136,13 @@ def _work_items(
 
 def _row_ranges(tensor: TensorPlan) -> Iterator[range | None]:
     """Rows that can be worked on by themselves: any where elementwise, one matrix of a stack."""
-    shape, action = tensor.output.shape, tensor.action
-    if not shape:
-        yield None
-        return
-    if isinstance(action, Merge) and action.layout is not None:
-        step = 1 if action.layout.stacked else shape[0]
+    action, rows = tensor.action, tensor.output.shape[:1]
+    if not isinstance(action, Merge) or action.layout is None:
+        yield from tensor.output.row_blocks(BLOCK_ELEMENTS)
+    elif action.layout.stacked:
+        yield from (range(index, index + 1) for index in range(*rows))
     else:
-        step = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
-    if shape[0] == 0:
-        yield range(0)
-    for start in range(0, shape[0], max(1, step)):
-        yield range(start, min(start + step, shape[0]))
+        yield range(*rows)
 
 
 def _work_item(

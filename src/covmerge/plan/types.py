@@ -109,6 +109,9 @@ class Plan:
         heads: per expert, tensors that are kept for it alone: name in the expert -> header.
         family: model family, which decides family defaults.
         notes: what a user should know before starting.
+        tied: by expert (None: the base), stored tensors that are left out because the config ties
+            them to another stored one, which stands for both.
+        metadata: for the header of every output file.
     """
 
     recipe: Recipe
@@ -117,6 +120,9 @@ class Plan:
     heads: Mapping[str, Mapping[str, TensorHeader]]
     family: str | None
     notes: tuple[str, ...] = ()
+    tied: Mapping[str | None, Mapping[str, str]] = field(
+        default_factory=dict[str | None, Mapping[str, str]]
+    )
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @cached_property
