@@ -74,7 +74,7 @@ class LinearGroup:
         updates: Δ_t = W_t − W_0 in the experts' order, each `(d_out, d_in)`, all of one floating
             dtype (float32 or float64) and one device. A method must not modify them.
         weights: one positive number per expert; 1 is neutral.
-        base: W_0 `(d_out, d_in)`, for the methods that declare that they need it.
+        base: W_0 `(d_out, d_in)`, for methods registered with `needs_base`; None for the others.
     """
 
     updates: tuple[Tensor, ...]

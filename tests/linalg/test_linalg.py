@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge.errors import TensorError
-from covmerge.linalg.cholesky import solve_right
+from covmerge.linalg.cholesky import factorize
 from covmerge.linalg.pinv import pinv_right
-from covmerge.linalg.rank_one import add_rank_one
+from covmerge.linalg.rank_one import add_rank_one_
 from covmerge.linalg.spectral import leading_directions
 
 
@@ -27,24 +27,26 @@ def rows(m, n, seed=1, dtype=torch.float64):
 def test_cholesky_solves_the_system(n, m, ridge):
     system, right = spd(n), rows(m, n)
     before = system.clone()
-    solution, info = solve_right(system, right, ridge=ridge)
+    factor = factorize(system, ridge=ridge)
+    solution = factor.solve_right(right)
     assert torch.allclose(
         solution @ (system + ridge * torch.eye(n, dtype=torch.float64)), right, atol=1e-8
     )
-    assert info.jitter == 0.0
+    assert factor.jitter == 0.0
     assert torch.equal(system, before)
 
 
 def test_a_float32_breakdown_is_repeated_in_float64():
     system = torch.diag(torch.tensor([1.0, 1e-30, 0.0]))
-    _, info = solve_right(system, rows(2, 3, dtype=torch.float32), ridge=0.0)
-    assert info.dtype == torch.float64
-    assert info.jitter > 0
+    factor = factorize(system, ridge=0.0)
+    assert factor.factor.dtype == torch.float64
+    assert factor.jitter > 0
+    assert factor.solve_right(rows(2, 3, dtype=torch.float32)).dtype == torch.float32
 
 
 def test_an_indefinite_system_is_refused():
     with pytest.raises(TensorError, match=r"stays indefinite.*raise `eps`"):
-        solve_right(-torch.eye(3), torch.ones(1, 3), ridge=0.0)
+        factorize(-torch.eye(3), ridge=0.0)
 
 
 def test_pinv_is_the_pseudo_inverse_at_its_cut_off():
@@ -65,7 +67,7 @@ def test_pinv_of_zero_is_zero():
 def test_rank_one_update_is_sherman_morrison():
     system, numerator, c = spd(6) + torch.eye(6), rows(4, 6), rows(1, 6, seed=2).abs()[0]
     inverse = torch.linalg.inv(system)
-    updated = add_rank_one(numerator @ inverse, c @ inverse)
+    updated = add_rank_one_(numerator @ inverse, c @ inverse)
     direct = numerator @ torch.linalg.inv(system + torch.ones_like(c).outer(c))
     assert torch.allclose(updated, direct)
 

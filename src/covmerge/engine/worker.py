@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
+from itertools import repeat
+from math import isfinite, sqrt
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import norm
-from covmerge.methods import registry
+from covmerge.methods import Method, registry
 from covmerge.plan import Merge, WorkItem
 from covmerge.tensors import matrices, write_matrices
 from covmerge.types import Json, LinearGroup
@@ -20,10 +21,14 @@ from covmerge.types import Json, LinearGroup
 
 @dataclass(frozen=True)
 class Inputs:
-    """Stored rows of one work item: the base's, and per expert its own or None."""
+    """Stored rows of one work item: the base's, and per expert its own or None.
+
+    The computation empties `experts` as it goes, so that stored rows and their updates are not all
+    alive together.
+    """
 
     base: Tensor
-    experts: Mapping[str, Tensor | None]
+    experts: dict[str, Tensor | None]
 
 
 def read_inputs(item: WorkItem, base: Checkpoint, experts: Mapping[str, Checkpoint]) -> Inputs:
@@ -66,24 +71,34 @@ def compute(
     if not isinstance(tensor.action, Merge):
         return inputs.base.to(tensor.output.dtype), {}
 
+    method = registry.get(tensor.action.method)
     base = inputs.base.to(device).to(dtype)
     updates: dict[str, Tensor] = {}
-    for expert, stored in inputs.experts.items():
+    squares: dict[str, float] = {}
+    for expert in list(inputs.experts):
+        stored = inputs.experts.pop(expert)
         if stored is not None:
             updates[expert] = _update(stored, base, device)
         elif tensor.absent == "unchanged":
             updates[expert] = torch.zeros_like(base)
-    squares = {expert: _square(update) for expert, update in updates.items()}
-    _check_finite(item, inputs, squares)
-
-    merged, matrix_stats = _merge(tensor.action, base, updates, weights)
+        else:
+            continue
+        squares[expert] = _square(updates[expert])
+        if stored is not None and not isfinite(squares[expert]):
+            _name_what_is_not_finite(item, inputs.base, expert, stored)
+        del stored
+    given_base = base if method.needs_base else None
+    del base  # formed again for the sum: a method's workspace is the peak
+    merged, matrix_stats = _merge(tensor.action, method, given_base, updates, weights)
+    del updates, given_base
     square_merged = _square(merged)
-    if not _is_finite(square_merged):
+    if not isfinite(square_merged):
         raise TensorError(
-            f"'{tensor.name}': method '{tensor.action.method}' gave NaN or Inf from finite updates of "
-            f"norms {_norms(squares)}. Please report this tensor; `average` merges it meanwhile."
+            f"'{tensor.name}': method '{method.name}' gave NaN or Inf from finite updates of norms "
+            + ", ".join(f"{expert}: {sqrt(square):.3g}" for expert, square in squares.items())
+            + ". Please report this tensor; `average` merges it meanwhile."
         )
-    exact = base.add_(merged)
+    exact = merged.add_(inputs.base.to(device).to(dtype))
     result = exact.to(tensor.output.dtype)
     stats: dict[str, Json] = {
         "updates": squares,
@@ -107,23 +122,30 @@ def _update(stored: Tensor, base: Tensor, device: torch.device) -> Tensor:
 
 
 def _merge(
-    action: Merge, base: Tensor, updates: Mapping[str, Tensor], weights: Mapping[str, float]
+    action: Merge,
+    method: Method,
+    base: Tensor | None,
+    updates: Mapping[str, Tensor],
+    weights: Mapping[str, float],
 ) -> tuple[Tensor, list[Json]]:
     """Run the method on the tensor itself, or on each of its matrices."""
-    method = registry.get(action.method)
     ordered = tuple(weights[expert] for expert in updates)
     if action.layout is None:
         group = LinearGroup(tuple(updates.values()), ordered, base)
         return method(group, **action.parameters).delta, []
-    bases = matrices(base, action.layout)
-    views = [matrices(update, action.layout) for update in updates.values()]
+    layout = action.layout
+    views = zip(*(matrices(update, layout) for update in updates.values()), strict=True)
+    bases = repeat(None) if base is None else matrices(base, layout)
     results = [
-        method(LinearGroup(tuple(group), ordered, own), **action.parameters)
-        for own, *group in zip(bases, *views, strict=True)
+        method(LinearGroup(group, ordered, own), **action.parameters)
+        for group, own in zip(views, bases, strict=False)
     ]
-    merged = torch.empty_like(base)
-    write_matrices(merged, action.layout, [result.delta for result in results])
-    return merged, [dict(result.stats) for result in results]
+    stats: list[Json] = [dict(result.stats) for result in results]
+    if len(results) == 1 and not layout.transposed and results[0].delta.is_contiguous():
+        return results[0].delta.view_as(next(iter(updates.values()))), stats
+    merged = torch.empty_like(next(iter(updates.values())))
+    write_matrices(merged, layout, [result.delta for result in results])
+    return merged, stats
 
 
 def _square(tensor: Tensor) -> float:
@@ -131,33 +153,20 @@ def _square(tensor: Tensor) -> float:
     return norm(tensor) ** 2
 
 
-def _is_finite(value: float) -> bool:
-    return value - value == 0.0
-
-
-def _check_finite(item: WorkItem, inputs: Inputs, squares: Mapping[str, float]) -> None:
-    """Name the first input with NaN or Inf; norms tell cheaply whether there is one."""
-    if all(map(_is_finite, squares.values())):
-        return
+def _name_what_is_not_finite(item: WorkItem, base: Tensor, expert: str, stored: Tensor) -> None:
+    """Raise for the first NaN or Inf; a norm has told that there is one."""
     start = 0 if item.rows is None else item.rows.start
-    named = [("the base", inputs.base), *((f"expert '{e}'", t) for e, t in inputs.experts.items())]
-    for source, stored in named:
-        if stored is None:
-            continue
-        bad = ~torch.isfinite(stored.float())
+    for source, values in (("the base", base), (f"expert '{expert}'", stored)):
+        bad = ~torch.isfinite(values.float())
         if bad.any():
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start
             raise TensorError(
-                f"'{item.tensor.name}' of {source} holds {int(bad.sum())} NaN or Inf values, the first "
-                f"at {where}. Fetch the checkpoint again, or leave the tensor to the base with the "
-                f"rule {{match: '{item.tensor.name}', use: base}}."
+                f"'{item.tensor.name}' of {source} holds {int(bad.sum())} NaN or Inf values, the "
+                f"first at {where}. Fetch the checkpoint again, or leave the tensor to the base with "
+                f"the rule {{match: '{item.tensor.name}', use: base}}."
             )
     raise TensorError(
-        f"'{item.tensor.name}': an update overflows the compute dtype; "
-        "compute in float64 (--dtype float64)."
+        f"'{item.tensor.name}': the update of expert '{expert}' overflows the compute dtype; compute "
+        "in float64 (--dtype float64)."
     )
-
-
-def _norms(squares: Mapping[str, float]) -> str:
-    return ", ".join(f"{expert}: {sqrt(square):.3g}" for expert, square in squares.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from covmerge.linalg.auto import use_svd
 from covmerge.linalg.lapack import eigh, svd
+
+_BLOCK = 1024  # columns that are alive in float64 at once
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirecti
     numerical rank; they are arbitrary and never kept.
 
     Float64 goes through an SVD. Float32 goes through the float64 eigenproblem of the smaller Gram
-    matrix, U_kV_kᵀ = F·V_kΣ_k⁻¹V_kᵀ, which resolves σ down to 1e-8 of the largest.
+    matrix, U_kV_kᵀ = U_kΣ_k⁻¹U_kᵀ·F, which resolves σ down to 1e-8 of the largest.
     """
     if use_svd(matrix.dtype):
         left, sigma, right = svd(matrix)
@@ -43,16 +46,33 @@ def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirecti
         k = min(k, rank)
         return LeadingDirections(left[:, :k] @ right[:k], sigma, k, rank)
 
-    wide = matrix.shape[0] <= matrix.shape[1]
-    exact = matrix.to(torch.float64)
-    values, vectors = eigh(exact @ exact.mT if wide else exact.mT @ exact)
+    # Oriented so that the small side is the rows; the isometry's transpose is that of Fᵀ.
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    values, vectors = eigh(_float64_gram(wide))
     sigma = values.clamp_min(0.0).sqrt().flip(0)
     rank = _rank(sigma, rtol)
     k = min(k, rank)
     basis = vectors.flip(1)[:, :k]
     whiten = (basis / sigma[:k]) @ basis.mT
-    isometry = whiten @ exact if wide else exact @ whiten
-    return LeadingDirections(isometry.to(matrix.dtype), sigma, k, rank)
+    isometry = torch.empty_like(matrix)
+    target = isometry if wide is matrix else isometry.mT
+    for columns, block in _float64_blocks(wide):
+        target[:, columns] = (whiten @ block).to(matrix.dtype)
+    return LeadingDirections(isometry, sigma, k, rank)
+
+
+def _float64_gram(wide: Tensor) -> Tensor:
+    """FFᵀ in float64, without a float64 copy of F."""
+    gram = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
+    for _, block in _float64_blocks(wide):
+        gram.addmm_(block, block.mT)
+    return gram
+
+
+def _float64_blocks(wide: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    for start in range(0, wide.shape[1], _BLOCK):
+        columns = slice(start, start + _BLOCK)
+        yield columns, wide[:, columns].to(torch.float64)
 
 
 def _rank(sigma: Tensor, rtol: float) -> int:

@@ -24,15 +24,16 @@ from covmerge.types import Json, LinearGroup, Merged
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # The refinement is counted in full, though only layers whose gate fires pay for it.
     side = min(d_out, d_in)
-    residual = Cost(2.0 * d_out * d_in * d_in, 4 * d_out * d_in * itemsize)
-    solve = normal_equations_cost(d_out, d_in, count, itemsize) + solve_cost(
-        d_out, d_in, count, itemsize
-    )
-    spectrum = eigh_cost(side) + Cost(4.0 * side * d_out * d_in, 2 * d_out * d_in * 8)
-    # One after the other: the solve's and the spectrum's workspaces are not alive together.
+    matrix = d_out * d_in * itemsize
+    sums = normal_equations_cost(d_out, d_in, count, itemsize)
+    solve = solve_cost(d_out, d_in, count, itemsize)
+    spectrum = eigh_cost(side)
+    residual_flops = 2.0 * d_out * d_in * d_in
+    spectrum_flops = 4.0 * side * d_out * d_in
+    # The sums live through the solve but not through the spectrum; residual and W̄_pre through all.
     return Cost(
-        solve.flops + residual.flops + spectrum.flops,
-        residual.workspace + max(solve.workspace, spectrum.workspace),
+        sums.flops + residual_flops + solve.flops + spectrum.flops + spectrum_flops,
+        3 * matrix + max(sums.workspace + solve.workspace, spectrum.workspace + matrix),
     )
 
 
@@ -134,17 +135,20 @@ def ace(
     normal = normal_equations(covariances)
     energy = fmean(norm**2 for norm in active.norms) if fired else 1.0  # Eq. 12
     prior_row = collective_prior(normal, d_in, energy=energy) if prior else None  # Eqs. 11, 13
-    merged, info = solve_ridge(normal, prior_row)  # Eq. 14
+    # Before the solve, so that the system and its factor are gone when the spectrum is taken.
+    residual = _structural_residual(active, covariances, normal) if fired and refine else None
+    merged, factor = solve_ridge(normal, prior_row)  # Eq. 14
     stats: dict[str, Json] = {
         "route": normal.route,
         "unchanged": active.unchanged,
         "gamma": gamma.gamma,
         "gate_fired": fired,
-        "rcond": info.rcond,
-        "jitter": info.jitter,
+        "rcond": factor.rcond,
+        "jitter": factor.jitter,
     }
-    if fired and refine:
-        fused = _structural_residual(active, covariances, normal).add_(merged)  # Eqs. 15–17
+    del normal, factor
+    if residual is not None:
+        fused = residual.add_(merged)  # Eqs. 15–17
         top = _refinement_directions(fused, k_frac, rank_rtol)
         sigma_iso = float(top.sigma[: top.k].mean())
         merged.add_(top.isometry, alpha=sigma_iso)  # Eqs. 18, 19

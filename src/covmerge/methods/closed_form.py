@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import torch
 from torch import Tensor
 
 from covmerge.covariance.normal import NormalEquations
-from covmerge.linalg.cholesky import CholeskyInfo, solve_right
+from covmerge.linalg.cholesky import Cholesky, factorize
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.pinv import pinv_right
-from covmerge.linalg.rank_one import add_rank_one
+from covmerge.linalg.rank_one import add_rank_one_
 from covmerge.types import LinearGroup
 
 
@@ -56,16 +55,14 @@ def active_experts(group: LinearGroup) -> Active:
 
 def solve_ridge(
     normal: NormalEquations, prior_row: Tensor | None = None
-) -> tuple[Tensor, CholeskyInfo]:
+) -> tuple[Tensor, Cholesky]:
     """(Σ R_tC_t)(Σ C_t + 𝟏cᵀ)⁻¹ by one Cholesky; the prior is one more right-hand side."""
-    rows = normal.numerator
+    factor = factorize(normal.gram, ridge=normal.ridge)
+    solved = normal.lift(factor.solve_right(normal.numerator))
     if prior_row is not None:
-        rows = torch.cat([rows, prior_row.unsqueeze(0)])
-    solved, info = solve_right(normal.gram, rows, ridge=normal.ridge)
-    solved = normal.lift(solved)
-    if prior_row is None:
-        return solved, info
-    return add_rank_one(solved[:-1], solved[-1]), info
+        solved_row = normal.lift(factor.solve_right(prior_row.unsqueeze(0)))
+        add_rank_one_(solved, solved_row[0])
+    return solved, factor
 
 
 def solve_pinv(normal: NormalEquations, *, rtol: float) -> tuple[Tensor, int]:

@@ -71,6 +71,7 @@ class Method:
         cost: FLOPs and workspace of one matrix, for the plan.
         elementwise: acts on each element by itself; such a method takes tensors of any shape and
             runs by row blocks. The others merge matrices, and average every other tensor.
+        needs_base: uses `LinearGroup.base`, which is not formed otherwise.
         family_defaults: parameters that the paper sets per model family.
     """
 
@@ -81,6 +82,7 @@ class Method:
     laws: Laws
     cost: CostModel
     elementwise: bool = False
+    needs_base: bool = False
     family_defaults: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict[str, Mapping[str, Any]]
     )

@@ -20,7 +20,7 @@ from covmerge.version import __version__
 
 # Elementwise work goes by row blocks of about this many elements: large enough that a read is
 # sequential, small enough that an embedding of any size costs little memory.
-BLOCK_ELEMENTS = 4 * 2**20
+BLOCK_ELEMENTS = 1 * 2**20
 
 
 def build_plan(recipe: Recipe, base: Checkpoint, experts: Mapping[str, Checkpoint]) -> Plan:
@@ -72,7 +72,7 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Mapping[str, Checkpoin
             label: {
                 name: info.tied_to
                 for name, info in model.description.tensors.items()
-                if info.tied_to in model.headers
+                if info.tied_to is not None and info.tied_to in model.headers
             }
             for label, model in ((None, base_model), *models.items())
         },
@@ -168,7 +168,7 @@ def _work_item(
     layout = tensor.action.layout
     shapes = [(1, numel)] if layout is None else matrix_shapes(shape, layout)
     costs = [method.cost(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
-    # The worker holds base, updates and merged update in the compute dtype.
+    # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     held = (count + 2) * numel * itemsize
     return WorkItem(
         tensor,
