@@ -1,0 +1,111 @@
+"""Verification finds what is planted, and says which tensor it is."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import covmerge
+from covmerge.errors import CheckFailed, InputError
+from tests.e2e.models import save_family
+
+
+@pytest.fixture
+def output(tmp_path):
+    base, experts = save_family("bert", tmp_path, experts=2)
+    covmerge.merge(base, experts, out=tmp_path / "out", method="actmat")
+    return tmp_path / "out"
+
+
+def outcome(folder):
+    return {check.name: check for check in covmerge.verify(folder).checks}
+
+
+def change(folder, name, edit):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = edit(tensors[name])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_an_untouched_output_passes(output):
+    report = covmerge.verify(output)
+    assert report.ok
+    report.raise_if_failed()
+    json.dumps(report.summary())
+
+
+def test_nan(output):
+    change(output, "encoder.layer.0.output.dense.weight", lambda w: w * float("nan"))
+    check = outcome(output)["finite"]
+    assert not check.ok
+    assert "encoder.layer.0.output.dense.weight" in check.detail
+    with pytest.raises(CheckFailed, match="finite"):
+        covmerge.verify(output).raise_if_failed()
+
+
+def test_another_shape(output):
+    change(output, "pooler.dense.bias", lambda b: b[:3].clone())
+    assert "'pooler.dense.bias' is float32 [3]" in outcome(output)["coverage"].detail
+
+
+def test_a_missing_and_an_unknown_tensor(output):
+    tensors = load_file(output / "model.safetensors")
+    tensors["stranger"] = tensors.pop("pooler.dense.bias")
+    save_file(tensors, output / "model.safetensors")
+    detail = outcome(output)["coverage"].detail
+    assert "'stranger' is not in the manifest" in detail
+    assert "'pooler.dense.bias' is missing" in detail
+
+
+def test_output_equal_to_the_base(tmp_path):
+    base, _ = save_family("bert", tmp_path, experts=1)
+    shutil.copytree(base, tmp_path / "copy")
+    with pytest.raises(CheckFailed, match="every tensor equals the base's"):
+        covmerge.merge(base, {"same": tmp_path / "copy"}, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_copied_tensor_that_changed(tmp_path):
+    base, experts = save_family("bert", tmp_path, experts=2)
+    covmerge.merge(
+        base, experts, out=tmp_path / "out", rules=[{"match": "pooler.*", "use": "base"}]
+    )
+    change(tmp_path / "out", "pooler.dense.bias", lambda b: b + 1)
+    check = outcome(tmp_path / "out")["copied"]
+    assert not check.ok
+    assert "pooler.dense.bias" in check.detail
+
+
+def test_without_the_base_recorded_norms_serve(output, tmp_path):
+    shutil.rmtree(tmp_path / "base")
+    found = outcome(output)
+    assert found["differs from base"].ok
+    assert "recorded norms" in found["differs from base"].detail
+    assert "not compared" in found["copied"].detail
+
+
+def test_a_lost_head(tmp_path):
+    base = {"fc.weight": torch.zeros(2, 2)}
+    expert = {"fc.weight": torch.eye(2), "classifier.weight": torch.ones(3, 2)}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(expert, tmp_path / "a.safetensors")
+    covmerge.merge(
+        tmp_path / "base.safetensors",
+        {"a": tmp_path / "a.safetensors"},
+        method="average",
+        out=tmp_path / "out",
+    )
+    assert outcome(tmp_path / "out")["heads"].ok
+    (tmp_path / "out" / "heads" / "a.safetensors").unlink()
+    assert not outcome(tmp_path / "out")["heads"].ok
+
+
+def test_a_folder_that_is_no_output(tmp_path):
+    with pytest.raises(InputError, match=r"no covmerge.json"):
+        covmerge.verify(tmp_path)
+    (tmp_path / "covmerge.json").write_text("[1]")
+    with pytest.raises(InputError, match="cannot be read as a covmerge manifest"):
+        covmerge.verify(tmp_path)

@@ -1,0 +1,76 @@
+"""Peak memory follows the plan, measured by the operating system on real processes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+WIDTH, INNER = 768, 3072
+
+MERGE = """
+import json, sys, covmerge
+options = json.loads(sys.argv[1])
+result = covmerge.merge(options.pop("base"), options.pop("experts"), threads=2, **options)
+print(json.dumps(dict(result.run)))
+"""
+
+
+def save_layers(folder, layers):
+    """Three checkpoints of `layers` blocks of two large matrices, in bfloat16."""
+    paths = {}
+    for number, name in enumerate(("base", "e1", "e2")):
+        generator = torch.Generator().manual_seed(number)
+        tensors = {}
+        for layer in range(layers):
+            for part, shape in (("up", (INNER, WIDTH)), ("down", (WIDTH, INNER))):
+                weight = torch.randn(shape, generator=generator).mul_(0.02 if number else 0.1)
+                tensors[f"layers.{layer}.{part}.weight"] = weight.bfloat16()
+        paths[name] = str(folder / f"{name}-{layers}.safetensors")
+        save_file(tensors, paths[name])
+    return paths.pop("base"), paths
+
+
+def merge(base, experts, out, **options):
+    """Return exit code, the run's own report and the peak memory that the system saw."""
+    arguments = json.dumps({"base": base, "experts": experts, "out": str(out), **options})
+    process = subprocess.Popen(
+        [sys.executable, "-c", MERGE, arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    output, errors = process.stdout.read(), process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    process.stdout.close()
+    process.stderr.close()
+    report = json.loads(output) if process.returncode == 0 else errors
+    return report, usage.ru_maxrss * 1024
+
+
+@pytest.mark.slow
+def test_peak_follows_the_largest_tensor_not_the_model(tmp_path):
+    peaks = {}
+    for layers in (8, 24):
+        base, experts = save_layers(tmp_path, layers)
+        report, peaks[layers] = merge(base, experts, tmp_path / f"out{layers}", method="ace")
+        assert peaks[layers] <= report["expected_peak_memory"]
+    assert peaks[24] < 1.1 * peaks[8]
+
+
+@pytest.mark.slow
+def test_max_memory_is_obeyed_or_refused(tmp_path):
+    base, experts = save_layers(tmp_path, 3)
+    report, _ = merge(base, experts, tmp_path / "free", method="ace")
+    allowed = report["expected_peak_memory"] - 32 * 2**20
+    tight, peak = merge(base, experts, tmp_path / "tight", method="ace", max_memory=allowed)
+    assert peak <= allowed
+    assert tight["expected_peak_memory"] <= allowed
+    refused, _ = merge(base, experts, tmp_path / "refused", method="ace", max_memory="300MB")
+    assert "ResourceError" in refused
+    assert "--max-memory" in refused
+    assert not (tmp_path / "refused").exists()
