@@ -1,0 +1,1 @@
+"""Measurements against physical limits and peers; results are kept as JSON."""

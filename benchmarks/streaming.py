@@ -17,6 +17,8 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -129,7 +131,10 @@ def main() -> None:
     args = parser.parse_args()
 
     config = {**CONFIG, "num_hidden_layers": args.layers}
-    paths = make_checkpoints(WORK / f"llama-{args.layers}x{args.experts}", config, args.experts)
+    folder = WORK / f"llama-{args.layers}x{args.experts}"
+    # In a process of its own: a child inherits its parent's peak memory as its own.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        paths = pool.submit(make_checkpoints, folder, config, args.experts).result()
     files = [str(path / "model.safetensors") for path in paths]
     size = sum(Path(file).stat().st_size for file in files)
     rows: dict[str, list[dict[str, float]]] = {"read_and_sum": []}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import threading
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,7 +29,9 @@ from covmerge.engine import (
     RunStats,
     Sink,
     check_ties,
+    peak_memory,
     plan_memory,
+    room_for,
     run,
     tensor_stats,
     totals,
@@ -130,7 +130,7 @@ class Job:
             InputError: anything wrong with the inputs; nothing is left behind.
             CheckFailed: the output failed its verification.
         """
-        device = _device(self.device)
+        device = usable_device(self.device)
         plan = build_plan(self.recipe, checkpoints.base, checkpoints.experts)
         memory = plan_memory(plan, self.max_memory)
         if self.out is None:
@@ -188,6 +188,10 @@ class Job:
         device: torch.device,
     ) -> MergeResult:
         check_not_input(out, [Path(c.source).expanduser() for _, c in checkpoints.all()])
+        if not (self.resume or self.overwrite):
+            # Before anything is downloaded. What an earlier merge holds may be the space that this
+            # one will use; the writer reserves its space in any case.
+            room_for(plan, out).check()
         with Staging(out, overwrite=self.overwrite, resume=self.resume) as staging:
             for _, checkpoint in checkpoints.all():
                 checkpoint.materialize()
@@ -198,7 +202,7 @@ class Job:
             with begin(staging.journal, digest) as journal:
                 try:
                     done, report, stats, notes = self._fill(
-                        plan, checkpoints, staging.folder, journal, memory, device
+                        plan, checkpoints, staging.folder, out, journal, memory, device
                     )
                 except CovmergeError:
                     staging.discard()
@@ -219,6 +223,7 @@ class Job:
         plan: Plan,
         checkpoints: OpenCheckpoints,
         folder: Path,
+        out: Path,
         journal: Journal,
         memory: MemoryPlan,
         device: torch.device,
@@ -248,7 +253,8 @@ class Job:
                 **stats,
             },
         )
-        report = verify(folder, base=checkpoints.base)
+        # The report names the folder that the output becomes, not the one it is made in.
+        report = replace(verify(folder, base=checkpoints.base), folder=out)
         report.raise_if_failed()
         return done, report, stats, notes
 
@@ -299,8 +305,6 @@ def _stats(plan: Plan, done: RunStats) -> dict[str, Json]:
 
 
 def _run_report(done: RunStats, memory: MemoryPlan) -> dict[str, Json]:
-    # ru_maxrss is in KiB on Linux and in bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
     return {
         "seconds": done.seconds,
         "read_seconds": done.read_seconds,
@@ -308,7 +312,7 @@ def _run_report(done: RunStats, memory: MemoryPlan) -> dict[str, Json]:
         "write_seconds": done.write_seconds,
         "resumed_items": done.resumed_items,
         "items": len(done.items),
-        "peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "peak_memory": peak_memory(),
         "expected_peak_memory": memory.peak,
     }
 
@@ -324,7 +328,8 @@ def _threads(count: int | None) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """Return a device that can hold a tensor here, or raise InputError."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -62,7 +62,7 @@ def test_defaults() -> None:
         "tensors": {
             "embeddings": "auto",
             "output_head": "auto",
-            "convolutions": "average",
+            "convolutions": "auto",
             "fused": "whole",
             "conv1d": "oriented",
             "missing": "error",

@@ -1,1 +1,59 @@
-""""""
+"""The command line: `covmerge merge`, `methods`, `verify`, `schema`.
+
+Nothing here imports torch before a command needs it, so that help and version come at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from covmerge.cli.merge import merge
+from covmerge.cli.methods import methods
+from covmerge.cli.outcome import ReportingGroup
+from covmerge.cli.schema import schema
+from covmerge.cli.verify import verify
+from covmerge.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="covmerge",
+    cls=ReportingGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Merge fine-tuned models of one base into one, without data.",
+    epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
+)
+for command in (merge, methods, verify, schema):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"covmerge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options that need no command."""
+    del version  # its callback has acted
+
+
+def main() -> None:
+    """Run the command line on the arguments of this process."""
+    for stream in (sys.stdout, sys.stderr):
+        # γ, Δ and the names in strangers' files must not end a merge on an ASCII terminal.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    app(prog_name="covmerge")

@@ -3,12 +3,14 @@
 worker   one function: a work item's tensors in, the merged rows and statistics out
 budget   bytes that may be alive at once
 sinks    where results go: memory, or shards with a journal
+room     disk space an output needs
 run      the pipeline
 stats    items joined to tensors, tensors to totals
 ties     tied tensors that are stored twice
 """
 
-from covmerge.engine.budget import MemoryPlan, plan_memory
+from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
+from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunStats, run
 from covmerge.engine.sinks import DiskSink, MemorySink, Sink
 from covmerge.engine.stats import tensor_stats, totals
@@ -19,10 +21,13 @@ __all__ = [
     "MemoryPlan",
     "MemorySink",
     "Progress",
+    "Room",
     "RunStats",
     "Sink",
     "check_ties",
+    "peak_memory",
     "plan_memory",
+    "room_for",
     "run",
     "tensor_stats",
     "totals",

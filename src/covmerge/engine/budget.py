@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -69,6 +71,19 @@ class MemoryPlan:
     def peak(self) -> int:
         """Expected peak of the process."""
         return self.resident + self.workspace + self.in_flight
+
+
+def peak_memory() -> int:
+    """Return the most memory this process has held resident, in bytes."""
+    try:
+        # Not ru_maxrss: a child process starts with its parent's as its own.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    # In bytes on macOS, the other system without /proc that has this call.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def plan_memory(plan: Plan, max_memory: int | None) -> MemoryPlan:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from covmerge.covariance.estimate import gram
 from covmerge.covariance.normal import normal_equations
-from covmerge.linalg.auto import Cost, eigh_cost, normal_equations_cost, use_dual
+from covmerge.linalg.auto import FLOAT64, Cost, eigh_cost, normal_equations_cost, use_dual
 from covmerge.methods.closed_form import active_experts, solve_pinv
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import LinearGroup, Merged
@@ -18,8 +18,9 @@ from covmerge.types import LinearGroup, Merged
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     del itemsize  # float64 throughout
     side = count * d_out if use_dual(d_out, d_in, count) else d_in
-    copies = Cost(0.0, count * d_out * d_in * 8)
-    return copies + normal_equations_cost(d_out, d_in, count, 8) + eigh_cost(side)
+    sums = normal_equations_cost(d_out, d_in, count, 8)
+    copies = count * d_out * d_in * 8
+    return Cost(FLOAT64 * sums.flops, sums.workspace + copies) + eigh_cost(side)
 
 
 @register(

@@ -1,0 +1,45 @@
+"""Where text goes: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def stdout() -> Console:
+    """Console of results."""
+    # Names in checkpoints and paths are text, never markup.
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+def stderr() -> Console:
+    """Console of progress, warnings and errors."""
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+def say(kind: str, message: str) -> None:
+    """Print "kind: message" to stderr; kind is `error`, `warning` or `note`."""
+    line = Text.assemble((f"{kind}: ", _STYLES[kind]), printable(message))
+    stderr().print(line, soft_wrap=True)
+
+
+def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print one JSON value to stdout, in ASCII, so that it survives every pipe."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def printable(text: str) -> str:
+    r"""Return text that a terminal shows and does not obey: names come from strangers' files.
+
+    Example:
+        >>> printable("layer\x1b[2J\nnext")
+        'layer�[2J\nnext'
+    """
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

@@ -1,0 +1,144 @@
+"""From the flags of `covmerge merge` to a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from covmerge.cli.console import say
+from covmerge.errors import RecipeError, did_you_mean
+from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
+from covmerge.recipe.strict_yaml import parse_yaml
+
+_SUFFIXES = (".yml", ".yaml", ".json")
+
+
+@dataclass(frozen=True)
+class RecipeFlags:
+    """The flags that say what to merge, as given: pairs are still `NAME=VALUE`."""
+
+    base: str | None = None
+    experts: Sequence[str] = ()
+    weights: Sequence[str] = ()
+    method: str | None = None
+    parameters: Sequence[str] = ()
+    tensors: Sequence[str] = ()
+    dtype: str | None = None
+    out_dtype: str | None = None
+    shard_size: str | None = None
+
+
+def place_paths(
+    first: Path | None, second: Path | None, *, experts: bool, dry_run: bool
+) -> tuple[Path | None, Path | None]:
+    """Tell the recipe file from the output folder; the experts come from one recipe or from flags.
+
+    Args:
+        first: the first path given.
+        second: the second path given.
+        experts: whether `--expert` was given.
+        dry_run: whether the output may be left out.
+
+    Returns:
+        The recipe file and the output folder, None where there is none.
+
+    Raises:
+        RecipeError: too few paths, or two sources of experts.
+    """
+    if second is not None:
+        if experts:
+            raise RecipeError(
+                f"the recipe {first} and --expert both name experts: which of the two is meant? "
+                "Leave out one of them"
+            )
+        return first, second
+    if experts:
+        if first is None and not dry_run:
+            raise RecipeError("no output folder is given: end the command with one")
+        return None, first
+    if dry_run and first is not None:
+        return first, None
+    if first is not None and (first.is_file() or first.suffix in _SUFFIXES):
+        raise RecipeError(
+            f"no output folder is given: covmerge merge {first} OUT (without OUT, --dry-run only)"
+        )
+    raise RecipeError(
+        "no experts are given: pass --base SOURCE and --expert NAME=SOURCE for each, or a recipe: "
+        "covmerge merge RECIPE.yml OUT"
+    )
+
+
+def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
+    """Return the recipe in the file, if there is one, with the flags laid over it.
+
+    Raises:
+        RecipeError: the file or a flag is wrong.
+    """
+    if file is None:
+        if flags.base is None:
+            raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
+        data: dict[str, Any] = {"experts": {}}
+    else:
+        data = dump_recipe(load_recipe(file))
+    for name, source in _pairs("--expert", flags.experts, "code=./code").items():
+        data["experts"][name] = {"source": source}
+    for name, weight in _values("--weight", flags.weights, "code=0.5").items():
+        if name not in data["experts"]:
+            raise RecipeError(
+                f"--weight {name}: there is no such expert." + did_you_mean(name, data["experts"])
+            )
+        data["experts"][name]["weight"] = weight
+    _set_method(data, flags, file)
+    _section(data, "parameters").update(_values("--set", flags.parameters, "eps=1e-5"))
+    _section(data, "tensors").update(_pairs("--tensors", flags.tensors, "embeddings=base"))
+    _section(data, "output").update(_given(dtype=flags.out_dtype, shard_size=flags.shard_size))
+    data.update(_given(base=flags.base, dtype=flags.dtype))
+    return parse_recipe(data, origin="command line")
+
+
+def _set_method(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> None:
+    before: str | None = data.get("method")
+    # Parameters belong to a method: another one would refuse them, or mean something else by them.
+    if flags.method not in (None, before) and data.get("parameters"):
+        dropped = ", ".join(data.pop("parameters"))
+        say("note", f"--method {flags.method} drops {before}'s parameters in {file}: {dropped}")
+    data.update(_given(method=flags.method))
+
+
+def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
+    return data.setdefault(key, {})
+
+
+def _given(**flags: str | None) -> dict[str, str]:
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+def _values(option: str, given: Sequence[str], example: str) -> dict[str, Any]:
+    """Read pairs whose values are YAML scalars, as they would be in a recipe."""
+    return {
+        name: _scalar(f"{option} {name}", text)
+        for name, text in _pairs(option, given, example).items()
+    }
+
+
+def _scalar(where: str, text: str) -> Any:
+    value, _ = parse_yaml(text, where)
+    if isinstance(value, dict | list):
+        raise RecipeError(f"{where}: {text!r} is not a single value: write it in a recipe file")
+    return value
+
+
+def _pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise RecipeError(f"{option} {text!r} is not NAME=VALUE, such as {option} {example}")
+        if name in pairs:
+            raise RecipeError(
+                f"{option} gives '{name}' twice, {pairs[name]!r} and {value!r}: names are unique"
+            )
+        pairs[name] = value
+    return pairs

@@ -1,0 +1,112 @@
+"""What `covmerge merge` does with a recipe: a dry run, or the merge and its report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from covmerge import api
+from covmerge.api import MergeResult
+from covmerge.cli.console import print_json, say, stderr, stdout
+from covmerge.cli.machine import measure_speed
+from covmerge.cli.progress import progress_on
+from covmerge.cli.show import plan_summary, show_plan, show_result
+from covmerge.engine import room_for
+from covmerge.recipe import Recipe, format_size
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """The flags that say how to merge; sizes in bytes."""
+
+    device: str
+    threads: int | None
+    max_memory: int | None
+    resume: bool
+    overwrite: bool
+    as_json: bool
+
+
+def dry_run(recipe: Recipe, out: Path | None, flags: RunFlags) -> None:
+    """Print the plan.
+
+    Raises:
+        InputError: whatever would stop the merge before its first tensor.
+        ResourceError: the output does not fit on the disk; the plan is printed before.
+    """
+    plan, memory = api.plan_recipe(recipe, max_memory=flags.max_memory)
+    speed = measure_speed(recipe, plan.compute_dtype, flags.device, flags.threads)
+    room = None if out is None else room_for(plan, out)
+    if flags.as_json:
+        print_json(plan_summary(plan, memory, speed, room))
+    else:
+        show_plan(stdout(), plan, memory, speed, room)
+    # What an earlier merge holds may be the space that this one will use.
+    if room is not None and not (flags.resume or flags.overwrite):
+        room.check()
+
+
+def merge_to(recipe: Recipe, out: Path, flags: RunFlags) -> None:
+    """Merge, and print what happened.
+
+    Raises:
+        InputError: anything wrong with the inputs; nothing is left behind.
+        CheckFailed: the output failed its verification.
+        KeyboardInterrupt: with how to go on.
+    """
+    start = time.perf_counter()
+    try:
+        result = api.run_recipe(
+            recipe,
+            out,
+            device=flags.device,
+            threads=flags.threads,
+            max_memory=flags.max_memory,
+            resume=flags.resume,
+            overwrite=flags.overwrite,
+            progress=progress_on(stderr()),
+        )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted; run again with --resume") from None
+    run = _cost(result, flags, wall_seconds=time.perf_counter() - start)
+    if flags.as_json:
+        print_json(_summary(result, run))
+    else:
+        show_result(stdout(), recipe, result, run)
+    _warn_of_memory(run["peak_memory"], flags.max_memory)
+
+
+def _cost(result: MergeResult, flags: RunFlags, *, wall_seconds: float) -> dict[str, Any]:
+    return {
+        **result.run,
+        "wall_seconds": wall_seconds,
+        "threads": flags.threads or torch.get_num_threads(),
+        "device": flags.device,
+    }
+
+
+def _summary(result: MergeResult, run: dict[str, Any]) -> dict[str, Any]:
+    stats = cast("dict[str, Any]", result.stats)
+    report = result.verification
+    return {
+        "path": str(result.path),
+        "run": run,
+        "totals": stats["totals"],
+        "heads": stats["heads"],
+        "notes": list(result.notes),
+        "verification": report and report.summary(),
+    }
+
+
+def _warn_of_memory(peak: int, limit: int | None) -> None:
+    if limit is not None and peak > limit:
+        say(
+            "warning",
+            f"the peak memory was {format_size(peak)}, more than --max-memory "
+            f"{format_size(limit)}: the output is right, the memory estimate was not. "
+            "Please report this",
+        )

@@ -1,0 +1,221 @@
+"""Tables and facts of a plan and of a finished merge, at home in 80 columns without colour."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from covmerge.api import MergeResult
+from covmerge.cli.console import printable
+from covmerge.cli.machine import Speed
+from covmerge.cli.units import format_flops, format_seconds
+from covmerge.engine import MemoryPlan, Room
+from covmerge.plan import Plan
+from covmerge.recipe import Recipe, format_size
+
+NOTE = "note"  # label of what a reader should not miss
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """Return an empty table; the columns named in `right` hold numbers."""
+    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        empty.add_column(
+            column,
+            justify="right" if column in right else "left",
+            overflow="fold",  # a name cut short cannot be looked up
+        )
+    return empty
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Return labels with what there is to say beside them."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in pairs:
+        grid.add_row(label, printable(text), style="yellow" if label == NOTE else None)
+    return grid
+
+
+def some(names: Sequence[str], limit: int = 4) -> str:
+    """Name the first few.
+
+    Example:
+        >>> some(["a", "b", "c"], limit=2)
+        'a, b and 1 more'
+    """
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def show_plan(
+    console: Console, plan: Plan, memory: MemoryPlan, speed: Speed, room: Room | None
+) -> None:
+    """Print a dry run."""
+    console.print(f"Plan: merge {_what(plan.recipe)}. Nothing is written.", soft_wrap=True)
+    rules = table("role", "rule", "tensors", "bytes", right=("tensors", "bytes"))
+    for role, rule, count, size in plan.by_rule():
+        rules.add_row(str(role), printable(rule), str(count), format_size(size))
+    console.print(rules)
+    largest = plan.peak_item
+    console.print(
+        facts(
+            [
+                *_heads({expert: list(kept) for expert, kept in plan.heads.items()}),
+                (
+                    "work",
+                    f"reads {format_size(plan.read_bytes)}, writes {format_size(plan.write_bytes)}, "
+                    f"{format_flops(plan.flops)} in {plan.recipe.dtype}",
+                ),
+                (
+                    "peak memory",
+                    f"{format_size(memory.peak)} expected: {format_size(memory.resident)} process, "
+                    f"{format_size(memory.workspace)} workspace, "
+                    f"{format_size(memory.in_flight)} read ahead and not yet written",
+                ),
+                ("largest", f"{largest.tensor.name}, {format_size(largest.memory)} while merged"),
+                ("disk", _disk(plan, room)),
+                ("time", _time(plan, speed)),
+                *((NOTE, note) for note in plan.notes),
+            ]
+        )
+    )
+
+
+def plan_summary(
+    plan: Plan, memory: MemoryPlan, speed: Speed, room: Room | None
+) -> dict[str, object]:
+    """Return a dry run as plain JSON; sizes in bytes, times in seconds."""
+    return {
+        **plan.summary(),
+        "memory": {
+            "peak": memory.peak,
+            "resident": memory.resident,
+            "workspace": memory.workspace,
+            "in_flight": memory.in_flight,
+        },
+        "disk": {
+            "needed": plan.write_bytes,
+            "free": None if room is None else room.free,
+            "folder": None if room is None else str(room.folder),
+        },
+        "estimate": {
+            "seconds": speed.seconds(plan),
+            "flops_per_second": speed.flops,
+            "read_bytes_per_second": speed.read,
+        },
+    }
+
+
+def show_result(
+    console: Console, recipe: Recipe, result: MergeResult, run: Mapping[str, Any]
+) -> None:
+    """Print what a merge to disk did; `run` is its cost, as in the JSON summary."""
+    out = cast("Path", result.path)
+    stats = cast("Mapping[str, Any]", result.stats)
+    totals = stats["totals"]
+    console.print(f"Merged {_what(recipe)}: {printable(str(out))}", soft_wrap=True)
+    rules = table("role", "rule", "tensors", right=("tensors",))
+    for row in totals["by_rule"]:
+        rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
+    console.print(rules)
+    report = result.verification
+    checks = [] if report is None else [check.name for check in report.checks]
+    console.print(
+        facts(
+            [
+                *((NOTE, note) for note in result.notes),
+                ("run", _run(run)),
+                (
+                    "peak memory",
+                    f"{format_size(run['peak_memory'])} measured, "
+                    f"{format_size(run['expected_peak_memory'])} expected",
+                ),
+                *_matrices(stats),
+                ("rounding", f"storing loses {totals['rounding_loss']:.2%} of the update's norm"),
+                *_heads(stats["heads"]),
+                ("verified", ", ".join(checks)),
+            ]
+        )
+    )
+    console.print("\nNext:")
+    for line in _next_commands(out):
+        console.print(f"  {line}", soft_wrap=True)
+
+
+def _what(recipe: Recipe) -> str:
+    names = list(recipe.experts)
+    return printable(f"{some(names)} into {recipe.base} by {recipe.method}")
+
+
+def _heads(heads: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    kept = [f"{expert} ({len(names)} tensors)" for expert, names in heads.items()]
+    return [("heads kept", f"{', '.join(kept)}, one file each under heads/")] if kept else []
+
+
+def _disk(plan: Plan, room: Room | None) -> str:
+    if room is None:
+        return f"{format_size(plan.write_bytes)} needed"
+    return f"{format_size(room.needed)} needed, {format_size(room.free)} free at {room.folder}"
+
+
+def _time(plan: Plan, speed: Speed) -> str:
+    rates = f"{format_flops(speed.flops)}/s in matrix products"
+    if speed.read is not None and speed.read_from is not None:
+        rates += f", {format_size(int(speed.read))}/s read from {speed.read_from.name}"
+    else:
+        rates += "; downloading and reading are not counted"
+    return (
+        f"about {format_seconds(speed.seconds(plan))}, a rough estimate from a short test: {rates}"
+    )
+
+
+def _run(run: Mapping[str, Any]) -> str:
+    resumed = run["resumed_items"]
+    return (
+        f"{format_seconds(run['seconds'])}: read {format_seconds(run['read_seconds'])}, compute "
+        f"{format_seconds(run['compute_seconds'])}, write {format_seconds(run['write_seconds'])}, "
+        f"overlapping; {run['threads']} threads on {run['device']}; "
+        f"{format_seconds(run['wall_seconds'])} with planning and checks"
+        + (f"; {resumed} of {run['items']} items were done by an earlier run" if resumed else "")
+    )
+
+
+def _matrices(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the method noticed in the matrices, if it merged any."""
+    entries: Mapping[str, Mapping[str, Any]] = stats["tensors"]
+    totals = stats["totals"]
+    noticed = [matrix for entry in entries.values() for matrix in entry.get("matrices", ())]
+    if not noticed:
+        return []
+    gated = [matrix["gate_fired"] for matrix in noticed if "gate_fired" in matrix]
+    rows: list[tuple[str, str]] = []
+    if gated:
+        where = f": {some(totals['gate_fired'])}" if totals["gate_fired"] else ""
+        rows.append(("γ gate", f"fired in {sum(gated)} of {len(gated)} matrices{where}"))
+    if any("jitter" in matrix for matrix in noticed):
+        jitter = totals["largest_jitter"]
+        rows.append(("jitter", f"{jitter:.1e} at most" if jitter else "none was needed"))
+    unchanged = totals["unchanged_updates"]
+    rows.append(
+        ("unchanged", f"{unchanged} updates were zero and left the sums" if unchanged else "none")
+    )
+    return rows
+
+
+def _next_commands(out: Path) -> list[str]:
+    commands = [f"covmerge verify {shlex.quote(str(out))}"]
+    if (out / "config.json").is_file():
+        load = (
+            f"from transformers import AutoModel; AutoModel.from_pretrained({json.dumps(str(out))})"
+        )
+        commands.append(f"python -c {shlex.quote(load)}")
+    return [printable(command) for command in commands]

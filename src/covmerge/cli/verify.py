@@ -1,0 +1,50 @@
+"""`covmerge verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from covmerge.cli.console import print_json, printable, stdout
+
+if TYPE_CHECKING:
+    from covmerge.diagnostics import VerifyReport
+
+
+def verify(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Re-read an output and check it: coverage, finite values, copies, heads.
+
+    Exits with 1 if a check failed, with 2 if the folder is no output of covmerge.
+    """
+    from covmerge.diagnostics import verify as check
+
+    report = check(out)
+    if as_json:
+        print_json(report.summary())
+    else:
+        _show(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _show(report: VerifyReport) -> None:
+    from covmerge.cli.show import table
+
+    checks = table("check", "result", "detail")
+    for check in report.checks:
+        checks.add_row(
+            check.name,
+            "ok" if check.ok else "FAILED",
+            printable(check.detail),
+            style=None if check.ok else "red",
+        )
+    failed = sum(not check.ok for check in report.checks)
+    console = stdout()
+    console.print(checks)
+    verdict = f"{failed} of {len(report.checks)} checks failed" if failed else "every check passed"
+    console.print(f"{printable(str(report.folder))}: {verdict}", soft_wrap=True)

@@ -1,0 +1,39 @@
+"""Room on the disk for an output."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from covmerge.errors import ResourceError
+from covmerge.plan import Plan
+from covmerge.recipe import format_size
+
+
+@dataclass(frozen=True)
+class Room:
+    """Disk space that an output needs, and where it would lie."""
+
+    needed: int
+    free: int
+    folder: Path
+
+    def check(self) -> None:
+        """Refuse an output that does not fit.
+
+        Raises:
+            ResourceError: with the bytes needed and free.
+        """
+        if self.needed > self.free:
+            raise ResourceError(
+                f"no room for the output: {format_size(self.needed)} needed, "
+                f"{format_size(self.free)} free at {self.folder}; free some space or choose "
+                "another output folder"
+            )
+
+
+def room_for(plan: Plan, out: Path) -> Room:
+    """Return what the plan's output needs, and what is free where `out` would be made."""
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    return Room(plan.write_bytes, shutil.disk_usage(existing).free, existing)

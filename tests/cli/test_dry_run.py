@@ -1,0 +1,111 @@
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+
+from covmerge.cli import machine
+from covmerge.recipe import parse_recipe
+from tests.cli.runs import covmerge, flags, words, write_recipe
+from tests.e2e.models import save_family
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_the_plan_is_shown_and_nothing_is_written(models):
+    before = sorted(models.iterdir())
+    text = words(covmerge("merge", *flags(models), "--dry-run", models / "out").stdout)
+    assert "Nothing is written" in text
+    assert "linear ace 2 512 B" in text
+    assert "embedding average (embeddings: auto) 1 512 B" in text
+    assert "work reads 3.17 kB, writes 1.06 kB, " in text
+    assert "FLOP in float32" in text
+    assert "peak memory" in text
+    assert "largest " in text
+    assert "while merged" in text
+    assert "disk 1.06 kB needed, " in text
+    assert " free at /" in text
+    assert "a rough estimate from a short test" in text
+    assert "note there is no config.json" in text
+    assert sorted(models.iterdir()) == before
+
+
+def test_as_json(models):
+    ran = covmerge("merge", *flags(models), "--dry-run", "--json", models / "deep" / "er")
+    plan = ran.json
+    assert ran.stderr == ""
+    assert (plan["tensors"], plan["write_bytes"], plan["read_bytes"]) == (4, 1056, 3168)
+    memory = plan["memory"]
+    assert memory["peak"] == memory["resident"] + memory["workspace"] + memory["in_flight"]
+    assert plan["disk"]["needed"] == 1056
+    assert plan["disk"]["free"] > 1056
+    assert plan["disk"]["folder"] == str(models)  # the nearest that exists
+    assert plan["estimate"]["seconds"] >= 0
+    assert plan["estimate"]["flops_per_second"] > 1e6
+    assert plan["estimate"]["read_bytes_per_second"] > 0
+
+
+def test_out_may_be_left_out(models):
+    assert "disk 1.06 kB needed time" in words(
+        covmerge("merge", *flags(models), "--dry-run").stdout
+    )
+    plan = covmerge("merge", write_recipe(models), "--dry-run", "--json").json
+    assert plan["disk"] == {"needed": 1056, "free": None, "folder": None}
+
+
+def test_it_measures_with_the_threads_asked_for(models, monkeypatch):
+    seen = []
+    rate = machine._product_rate
+    monkeypatch.setattr(
+        machine, "_product_rate", lambda *a: seen.append(torch.get_num_threads()) or rate(*a)
+    )
+    before = torch.get_num_threads()
+    covmerge("merge", *flags(models), "--dry-run", "--threads", 1)
+    assert (seen, torch.get_num_threads()) == ([1], before)
+
+
+def test_a_device_that_is_not_there(models):
+    ran = covmerge("merge", *flags(models), "--dry-run", "--device", "cuda:99", code=2)
+    assert "--device cuda:99 cannot be used here" in ran.stderr
+    ran = covmerge("merge", *flags(models), "--dry-run", "--device", "gpu", code=2)
+    assert "--device gpu cannot be used here" in ran.stderr
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], ["--dry-run", "--json"], []])
+def test_a_full_disk_is_met_before_any_work(models, monkeypatch, options):
+    before = sorted(models.iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6 - 1000, 1000))
+    ran = covmerge("merge", *flags(models), models / "out", *options, code=2)
+    assert ran.stderr.startswith("error: no room for the output: 1.06 kB needed, 1.00 kB free at ")
+    if "--json" in options:
+        assert ran.json["disk"]["free"] == 1000
+    assert sorted(models.iterdir()) == before
+
+
+def test_what_a_resumed_merge_has_reserved_is_not_asked_for_again(models, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**6, 10**6 - 1000, 1000))
+    covmerge("merge", *flags(models), models / "out", "--dry-run", "--resume")
+
+
+def test_a_plan_that_cannot_be_made(models):
+    ran = covmerge("merge", *flags(models), "--dry-run", "--method", "acee", code=2)
+    assert ran.stderr == "error: there is no method 'acee'. Did you mean 'ace'?\n"
+    assert ran.stdout == ""
+    ran = covmerge("merge", *flags(models), "--dry-run", "--max-memory", "1MB", code=2)
+    assert "are allowed (--max-memory)" in ran.stderr
+
+
+def test_sources_on_the_hub_are_not_measured():
+    recipe = parse_recipe({"base": "org/base", "experts": {"a": "org/a"}})
+    speed = machine.measure_speed(recipe, torch.float32, "cpu", None)
+    assert (speed.read, speed.read_from) == (None, None)
+
+
+def test_real_model(tmp_path):
+    base, experts = save_family("gpt2", tmp_path, experts=2)
+    named = [f"--expert={name}={path}" for name, path in experts.items()]
+    arguments = ["merge", "--base", base, *named, "--dry-run"]
+    text = covmerge(*arguments).stdout
+    assert "conv1d" in text
+    assert max(map(len, text.splitlines()[1:])) <= 80
+    assert covmerge(*arguments, "--json").json["family"] == "gpt2"

@@ -1,0 +1,60 @@
+"""Help and version come without torch; both entry points are the same program."""
+
+import subprocess
+import sys
+
+import pytest
+
+import covmerge
+
+WITHOUT_TORCH = """
+import sys
+from covmerge.cli import main
+sys.argv = ["covmerge", *{arguments!r}]
+try:
+    main()
+finally:
+    heavy = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
+    print(heavy, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], "Merge fine-tuned models"),
+        (["--version"], f"covmerge {covmerge.__version__}\n"),
+        (["merge", "--help"], "--max-memory"),
+        (["methods", "--help"], "--json"),
+        (["verify", "--help"], "OUT"),
+        (["schema", "--help"], "JSON Schema"),
+    ],
+)
+def test_help_does_not_wait_for_torch(arguments, expected):
+    code = WITHOUT_TORCH.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert expected in done.stdout
+
+
+def test_help_fits_80_columns():
+    done = subprocess.run(
+        [sys.executable, "-m", "covmerge", "merge", "--help"], capture_output=True, text=True
+    )
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\x1b" not in done.stdout
+    for flag in (
+        "base", "expert", "weight", "method", "set", "tensors", "dtype", "out-dtype", "shard-size",
+        "device", "threads", "max-memory", "resume", "overwrite", "dry-run", "json",
+    ):  # fmt: skip
+        assert f"--{flag} " in done.stdout
+
+
+def test_an_ascii_terminal_is_no_reason_to_fail():
+    done = subprocess.run(
+        [sys.executable, "-m", "covmerge", "methods", "ace"],
+        capture_output=True,
+        env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()

@@ -1,0 +1,80 @@
+import json
+
+import pytest
+
+from covmerge.methods import registry
+from tests.cli.runs import covmerge, flags, words, write_recipe
+
+
+def test_list():
+    ran = covmerge("methods")
+    for method in registry:
+        assert method.name in ran.stdout
+        assert f"arXiv:{method.reference.arxiv}" in ran.stdout
+        assert method.summary in words(ran.stdout) or len(method.summary) > 40
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_page(name):
+    method = registry.get(name)
+    text = words(covmerge("methods", name).stdout)
+    assert method.summary in text
+    assert words(method.equation) in text
+    assert words(method.reference.title) in text
+    assert f"arXiv:{method.reference.arxiv}" in text
+    assert words(method.laws.replicas_text) in text
+    assert "departs from it" in text
+    for parameter in method.parameters:
+        assert parameter.name in text
+    for family in method.family_defaults:
+        assert f"{family}: " in text
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_page_as_json(name):
+    method = registry.get(name)
+    page = covmerge("methods", name, "--json").json
+    assert page["equation"] == method.equation
+    assert page["elementwise"] == method.elementwise
+    assert page["departs"]
+    for given, parameter in zip(page["parameters"], method.parameters, strict=True):
+        assert (given["name"], given["default"]) == (parameter.name, parameter.default)
+        assert given["description"] == parameter.description
+        assert given["allowed"]
+    for family, defaults in method.family_defaults.items():
+        for key, value in defaults.items():
+            shown = next(p for p in page["parameters"] if p["name"] == key)
+            assert shown["family_defaults"][family] == value
+
+
+def test_list_as_json():
+    pages = covmerge("methods", "--json").json
+    assert [page["name"] for page in pages] == list(registry.names())
+    assert pages[0] == covmerge("methods", pages[0]["name"], "--json").json
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_the_examples_run(name, models):
+    page = covmerge("methods", name, "--json").json
+    options = page["command"].split()[page["command"].split().index("--method") : -1]
+    covmerge("merge", *flags(models), *options, models / "by_flags")
+    recipe = write_recipe(models, page["recipe"])
+    ran = covmerge("merge", recipe, models / "by_recipe", "--json")
+    assert ran.json["verification"]["ok"]
+    results = [
+        (models / folder / "model.safetensors").read_bytes() for folder in ("by_flags", "by_recipe")
+    ]
+    assert results[0] == results[1]
+
+
+def test_unknown_method():
+    ran = covmerge("methods", "acee", code=2)
+    assert ran.stderr == "error: there is no method 'acee'. Did you mean 'ace'?\n"
+    assert ran.stdout == ""
+
+
+def test_schema():
+    from covmerge.recipe import json_schema
+
+    assert covmerge("schema").stdout == json.dumps(json_schema(), indent=2) + "\n"

@@ -1,0 +1,190 @@
+"""How commands end: exit codes, messages, and nothing left behind."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from covmerge import api
+from covmerge.cli import merging
+from covmerge.errors import CheckFailed
+from tests.cli.runs import covmerge, flags, save_plain, write_recipe
+from tests.e2e.test_resume import PARTIAL
+from tests.e2e.test_resume import save_plain as save_large
+
+BAD = {
+    "no base": (["--expert=a=a", "OUT"], "no base is given: pass --base"),
+    "no experts": (["--base=base.safetensors", "OUT"], "no experts are given"),
+    "no out": (["FLAGS"], "no output folder is given"),
+    "recipe without out": (["RECIPE"], "no output folder is given: covmerge merge"),
+    "recipe and experts": (["RECIPE", "OUT", "--expert=a=x"], "which of the two is meant?"),
+    "recipe not there": (["nothing.yml", "OUT"], "nothing.yml: the recipe cannot be read"),
+    "expert twice": (["FLAGS", "--expert=a=x", "OUT"], "--expert gives 'a' twice"),
+    "expert not a pair": (["FLAGS", "--expert=x", "OUT"], "--expert 'x' is not NAME=VALUE"),
+    "expert not there": (["FLAGS", "--expert=c=./nowhere", "OUT"], "nowhere"),
+    "base not there": (["FLAGS", "--base=./nowhere", "OUT"], "nowhere"),
+    "method": (["FLAGS", "--method=acee", "OUT"], "Did you mean 'ace'?"),
+    "parameter": (["FLAGS", "--set=epss=1", "OUT"], "no parameter 'epss'. Did you mean 'eps'?"),
+    "parameter value": (["FLAGS", "--set=eps=-1", "OUT"], "eps = -1"),
+    "tensors key": (["FLAGS", "--tensors=embedings=base", "OUT"], "Did you mean 'embeddings'?"),
+    "weight": (["FLAGS", "--weight=a=0", "OUT"], "experts.a.weight is 0"),
+    "dtype": (["FLAGS", "--dtype=int8", "OUT"], "dtype is 'int8'"),
+    "shard size": (["FLAGS", "--shard-size=5Gb", "OUT"], "unknown unit 'Gb'"),
+    "max memory": (["FLAGS", "--max-memory=little", "OUT"], "'little' is not a size"),
+    "too little memory": (["FLAGS", "--max-memory=1MB", "OUT"], "are allowed (--max-memory)"),
+    "threads": (["FLAGS", "--threads=0", "OUT"], "--threads"),
+    "device": (["FLAGS", "--device=cuda:99", "OUT"], "--device cuda:99 cannot be used here"),
+    "unknown flag": (["FLAGS", "--turbo", "OUT"], "--turbo"),
+    "three paths": (["a", "b", "c"], "c"),
+    "out is an input": (["FLAGS", "base.safetensors"], "overlap: choose an output elsewhere"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, models, monkeypatch):
+    monkeypatch.chdir(models)
+    recipe = write_recipe(models)
+    arguments, message = BAD[case]
+    places = {"FLAGS": flags(models), "RECIPE": [recipe], "OUT": [models / "out"]}
+    before = sorted(models.iterdir())
+    given = [part for argument in arguments for part in places.get(argument, [argument])]
+    ran = covmerge("merge", *given, code=2)
+    assert message in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+    assert sorted(models.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("paramters: {}", "recipe.yml:5: unknown key 'paramters' in the recipe. Did you mean"),
+        ("method: [", "not valid YAML"),
+        ("merge_method: ties", "this is a mergekit recipe"),
+        ("rules: [{role: nrm, use: base}]", "recipe.yml:5"),
+    ],
+)
+def test_bad_recipe(models, text, message):
+    recipe = write_recipe(models, text)
+    ran = covmerge("merge", recipe, models / "out", code=2)
+    assert ran.stderr.startswith("error: ")
+    assert message in ran.stderr
+    assert not (models / "out").exists()
+
+
+def test_bad_tensors_leave_nothing_behind(models):
+    broken = load_file(models / "b.safetensors")
+    broken["layers.1.mlp.up_proj.weight"][2, 3] = torch.inf
+    save_file(broken, models / "b.safetensors")
+    before = sorted(models.iterdir())
+    ran = covmerge("merge", *flags(models), models / "out", "--json", code=2)
+    assert "'layers.1.mlp.up_proj.weight' of expert 'b' holds 1 NaN or Inf" in ran.stderr
+    assert ran.stdout == ""
+    assert sorted(models.iterdir()) == before
+
+
+def replace_run(monkeypatch, outcome):
+    def run(*args, **options):
+        raise outcome
+
+    monkeypatch.setattr(api, "run_recipe", run)
+
+
+def test_a_failed_check_exits_with_1(models, monkeypatch):
+    replace_run(monkeypatch, CheckFailed("out fails its verification. finite: w"))
+    ran = covmerge("merge", *flags(models), models / "out", code=1)
+    assert ran.stderr == "error: out fails its verification. finite: w\n"
+
+
+def test_an_interrupt_exits_with_130_and_a_hint(models, monkeypatch):
+    replace_run(monkeypatch, KeyboardInterrupt())
+    ran = covmerge("merge", *flags(models), models / "out", code=130)
+    assert (ran.stdout, ran.stderr) == ("", "interrupted; run again with --resume\n")
+
+
+def test_an_interrupt_elsewhere_has_no_hint(models, monkeypatch):
+    def plan(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "plan_recipe", plan)
+    ran = covmerge("merge", *flags(models), "--dry-run", code=130)
+    assert ran.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_exits_with_2(models, monkeypatch, number):
+    replace_run(monkeypatch, OSError(number, os.strerror(number), "/disk/out"))
+    ran = covmerge("merge", *flags(models), models / "out", code=2)
+    assert ran.stderr.startswith(f"error: no room for /disk/out ({os.strerror(number)}): free some")
+
+
+def test_what_nobody_expected_keeps_its_traceback(models, monkeypatch):
+    replace_run(monkeypatch, ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        covmerge("merge", *flags(models), models / "out")
+    replace_run(monkeypatch, OSError(errno.EIO, "broken disk"))
+    with pytest.raises(OSError, match="broken disk"):
+        covmerge("merge", *flags(models), models / "out")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_memory_beyond_the_limit_is_said(models, monkeypatch, options):
+    cost = merging._cost
+    monkeypatch.setattr(
+        merging, "_cost", lambda *a, **k: {**cost(*a, **k), "peak_memory": 200 * 10**9}
+    )
+    limit = ["--max-memory", "150GB"]
+    ran = covmerge("merge", *flags(models), models / "out", *limit, *options)
+    assert ran.stderr.startswith(
+        "warning: the peak memory was 200 GB, more than --max-memory 150 GB"
+    )
+
+
+def test_python_m_covmerge(tmp_path):
+    save_plain(tmp_path)
+    arguments = ["merge", *map(str, flags(tmp_path)), "--threads=1", "--json", "./out"]
+    done = subprocess.run(
+        [sys.executable, "-m", "covmerge", *arguments], capture_output=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"{")
+
+
+@pytest.mark.slow
+def test_ctrl_c_then_resume(tmp_path):
+    base, experts = save_large(tmp_path)
+    named = [f"--expert={name}={path}" for name, path in experts.items()]
+    command = [sys.executable, "-m", "covmerge", "merge", "--base", base, *named, "--threads=1"]
+    out, journal = tmp_path / "out", tmp_path / PARTIAL / "journal.jsonl"
+    process = subprocess.Popen(
+        [*map(str, command), str(out)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background would pass on that it ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    wait_for_lines(process, journal, 3)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stdout) == (130, "")
+    assert stderr == "interrupted; run again with --resume\n"
+    assert not out.exists()
+    done = subprocess.run([*map(str, command), "--resume", "--json", str(out)], capture_output=True)
+    assert done.returncode == 0
+    assert b'"resumed_items": 0' not in done.stdout
+
+
+def wait_for_lines(process: subprocess.Popen[str], journal: Path, count: int) -> None:
+    while process.poll() is None:
+        if journal.exists() and journal.read_bytes().count(b"\n") > count:
+            return
+        time.sleep(0.002)
+    pytest.fail(f"the merge ended too early: {process.communicate()}")

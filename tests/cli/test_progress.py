@@ -1,0 +1,89 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from covmerge import api
+from covmerge.cli.progress import BarProgress, LineProgress, progress_on
+from covmerge.cli.units import format_seconds
+from covmerge.recipe import format_size, parse_recipe
+from tests.cli.runs import save_plain
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def plan(tmp_path):
+    save_plain(tmp_path, layers=4, width=16)
+    sources = {name: str(tmp_path / f"{name}.safetensors") for name in ("a", "b")}
+    recipe = parse_recipe({"base": str(tmp_path / "base.safetensors"), "experts": sources})
+    return api.plan_recipe(recipe)[0]
+
+
+def console(**options):
+    return Console(file=io.StringIO(), width=120, **options)
+
+
+def size(items):
+    return sum(item.read_bytes + item.write_bytes for item in items)
+
+
+def test_the_console_decides():
+    assert isinstance(progress_on(console(force_terminal=True)), BarProgress)
+    assert isinstance(progress_on(console(force_terminal=False)), LineProgress)
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(progress_on(console(force_terminal=True)), LineProgress)
+
+
+def test_a_line_every_ten_seconds_at_most(plan):
+    clock, log = Clock(), console()
+    progress = LineProgress(log, clock)
+    progress.start(plan)
+    for item in plan.items:
+        clock.now += 4
+        progress.advance(item, resumed=False)
+    progress.finish()
+    lines = log.file.getvalue().splitlines()
+    assert len(lines) == len(plan.items) * 4 // 12
+    assert "\x1b" not in "".join(lines)
+    done, total = size(plan.items[:3]), size(plan.items)
+    assert lines[0] == (
+        f"{format_size(done)} of {format_size(total)}, {format_size(done // 12)}/s, "
+        f"{format_seconds((total - done) / (done / 12))} left, {plan.items[2].tensor.name}"
+    )
+
+
+def test_resumed_work_counts_as_done_and_not_as_speed(plan):
+    clock, log = Clock(), console()
+    progress = LineProgress(log, clock)
+    progress.start(plan)
+    clock.now += 10
+    progress.advance(plan.items[0], resumed=True)
+    first = log.file.getvalue()
+    assert "/s" not in first
+    assert " of " in first
+    clock.now += 10
+    progress.advance(plan.items[1], resumed=False)
+    assert f"{format_size(size(plan.items[1:2]) // 20)}/s" in log.file.getvalue()
+
+
+def test_a_bar_on_a_terminal(plan):
+    terminal = console(force_terminal=True)
+    progress = progress_on(terminal)
+    progress.start(plan)
+    for item in plan.items:
+        progress.advance(item, resumed=False)
+    progress._bar.refresh()
+    progress.finish()
+    shown = terminal.file.getvalue()
+    assert plan.items[-1].tensor.name in shown
+    assert " 0.00 s left" in shown
+    assert shown.endswith("\x1b[2K")  # the bar is gone when the report comes

@@ -1,0 +1,41 @@
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.runs import covmerge, flags, words
+
+
+def test_good(models):
+    covmerge("merge", *flags(models), models / "out")
+    ran = covmerge("verify", models / "out")
+    for name in ("coverage", "finite", "differs from base", "copied", "rounding", "heads"):
+        assert f"{name} ok" in words(ran.stdout)
+    assert ran.stdout.endswith(f"{models}/out: every check passed\n")
+    report = covmerge("verify", models / "out", "--json").json
+    assert report["ok"]
+    assert report["folder"] == str(models / "out")
+
+
+def test_damaged(models):
+    covmerge("merge", *flags(models), models / "out")
+    file = models / "out" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, file)
+    ran = covmerge("verify", models / "out", code=1)
+    assert "finite FAILED layers.0.mlp.up_proj.weight" in words(ran.stdout)
+    assert ran.stdout.endswith("1 of 6 checks failed\n")
+    report = covmerge("verify", models / "out", "--json", code=1).json
+    assert not report["ok"]
+    assert {check["name"] for check in report["checks"] if not check["ok"]} == {"finite"}
+
+
+def test_not_an_output(models):
+    ran = covmerge("verify", models, code=2)
+    assert ran.stderr.startswith(f"error: {models} has no covmerge.json")
+    assert ran.stdout == ""
+    (models / "covmerge.json").write_text(json.dumps({"tensors": {}}))
+    ran = covmerge("verify", models, "--json", code=2)
+    assert "cannot be read as a covmerge manifest" in ran.stderr
+    assert ran.stdout == ""
