@@ -207,8 +207,8 @@ def _extras(
 def _check_missing(expert_name: str, expert: Model, missing: list[str], rules: TensorRules) -> None:
     if missing and rules.missing == "error":
         raise TensorError(
-            f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} tensors of "
-            f"the base: {_some(missing)}. Is it a fine-tune of this base? If so choose what their "
+            f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "
+            f"base's tensors: {_some(missing)}. Is it a fine-tune of this base? If so choose what their "
             "absence means: `tensors: {missing: base}` (unchanged there) or "
             "`{missing: present}` (merged over the experts that have them)."
         )
