@@ -80,6 +80,11 @@ class OpenCheckpoints:
         for name, checkpoint in self.experts.items():
             yield f"expert {name}", checkpoint
 
+    def materialize(self) -> None:
+        """Fetch what planning did not need."""
+        for _, checkpoint in self.all():
+            checkpoint.materialize()
+
 
 @contextmanager
 def open_checkpoints(
@@ -132,113 +137,64 @@ class Job:
         """
         device = usable_device(self.device)
         plan = build_plan(self.recipe, checkpoints.base, checkpoints.experts)
-        memory = plan_memory(plan, self.max_memory)
-        if self.out is None:
-            return self._to_memory(plan, checkpoints, memory, device)
-        return self._to_disk(plan, checkpoints, self.out, memory, device)
+        # A merge in memory holds its whole output beside the work.
+        held = plan.write_bytes if self.out is None else 0
+        memory = plan_memory(plan, self.max_memory, held=held)
+        work = _Work(plan, checkpoints, memory, device)
+        return self._to_memory(work) if self.out is None else self._to_disk(work, self.out)
 
-    def _execute(
-        self,
-        plan: Plan,
-        checkpoints: OpenCheckpoints,
-        sink: Sink,
-        memory: MemoryPlan,
-        device: torch.device,
-    ) -> RunStats:
-        check_ties(checkpoints.base, plan.tied[None])
-        for name, expert in checkpoints.experts.items():
-            check_ties(expert, plan.tied[name])
-        with _threads(self.threads):
-            return run(
-                plan,
-                checkpoints.base,
-                checkpoints.experts,
-                sink,
-                in_flight=memory.in_flight,
-                device=device,
-                progress=self.progress or _Silent(),
-            )
-
-    def _to_memory(
-        self,
-        plan: Plan,
-        checkpoints: OpenCheckpoints,
-        memory: MemoryPlan,
-        device: torch.device,
-    ) -> MergeResult:
-        for _, checkpoint in checkpoints.all():
-            checkpoint.materialize()
-        sink = MemorySink(plan)
-        done = self._execute(plan, checkpoints, sink, memory, device)
+    def _to_memory(self, work: _Work) -> MergeResult:
+        work.checkpoints.materialize()
+        sink = MemorySink(work.plan)
+        done = self._execute(work, sink)
         return MergeResult(
             path=None,
             tensors=sink.tensors,
-            heads=_read_heads(plan, checkpoints),
-            stats=_stats(plan, done),
-            run=_run_report(done, memory),
-            notes=plan.notes,
+            heads=_read_heads(work),
+            stats=_stats(work.plan, done),
+            run=_run_report(done, work.memory),
+            notes=work.plan.notes,
         )
 
-    def _to_disk(
-        self,
-        plan: Plan,
-        checkpoints: OpenCheckpoints,
-        out: Path,
-        memory: MemoryPlan,
-        device: torch.device,
-    ) -> MergeResult:
-        check_not_input(out, [Path(c.source).expanduser() for _, c in checkpoints.all()])
+    def _to_disk(self, work: _Work, out: Path) -> MergeResult:
+        check_not_input(out, [Path(c.source).expanduser() for _, c in work.checkpoints.all()])
         if not (self.resume or self.overwrite):
             # Before anything is downloaded. What an earlier merge holds may be the space that this
             # one will use; the writer reserves its space in any case.
-            room_for(plan, out).check()
+            room_for(work.plan, out).check()
         with Staging(out, overwrite=self.overwrite, resume=self.resume) as staging:
-            for _, checkpoint in checkpoints.all():
-                checkpoint.materialize()
-            digest = plan.digest({key: c.identity() for key, c in checkpoints.all()})
+            work.checkpoints.materialize()
+            digest = work.plan.digest({key: c.identity() for key, c in work.checkpoints.all()})
             # A journal of another plan is an error that leaves the earlier work as it is; whatever
             # goes wrong after it leaves nothing behind.
             begin = Journal.resume if staging.resuming else Journal.create
             with begin(staging.journal, digest) as journal:
                 try:
-                    done, report, stats, notes = self._fill(
-                        plan, checkpoints, staging.folder, out, journal, memory, device
-                    )
+                    result = self._fill(work, staging.folder, journal)
+                    # The report names the folder that the output becomes.
+                    checked = verify(staging.folder, base=work.checkpoints.base)
+                    checked = replace(checked, folder=out)
+                    checked.raise_if_failed()
                 except CovmergeError:
                     staging.discard()
                     raise
             staging.commit()
-        return MergeResult(
-            path=out,
-            tensors=None,
-            heads={},
-            stats=stats,
-            run=_run_report(done, memory),
-            notes=(*notes, *staging.notes),
-            verification=report,
-        )
+        notes = (*result.notes, *staging.notes)
+        return replace(result, path=out, notes=notes, verification=checked)
 
-    def _fill(
-        self,
-        plan: Plan,
-        checkpoints: OpenCheckpoints,
-        folder: Path,
-        out: Path,
-        journal: Journal,
-        memory: MemoryPlan,
-        device: torch.device,
-    ) -> tuple[RunStats, VerifyReport, dict[str, Json], tuple[str, ...]]:
-        """Write the whole output into the staging folder, and verify it there."""
+    def _fill(self, work: _Work, folder: Path, journal: Journal) -> MergeResult:
+        """Write everything that belongs to the output into the staging folder."""
+        plan, base = work.plan, work.checkpoints.base
         layout = plan_layout(
             plan.output_headers, plan.recipe.output.shard_size, metadata=plan.metadata
         )
         writer = ShardWriter(folder, layout)
-        hashes = _Fingerprints(checkpoints)
-        done = self._execute(plan, checkpoints, DiskSink(writer, journal), memory, device)
+        hashes = _Fingerprints(work.checkpoints)
+        done = self._execute(work, DiskSink(writer, journal))
         writer.flush()
         write_index(layout, folder)
-        write_heads(folder, _read_heads(plan, checkpoints))
-        copied = copy_companions(checkpoints.base.folder, folder, _config_dtype(plan))
+        write_heads(folder, _read_heads(work))
+        copied = copy_companions(base.folder, folder, _config_dtype(plan))
         stats = _stats(plan, done)
         notes = (*plan.notes, *copied.notes)
         write_manifest(
@@ -253,10 +209,33 @@ class Job:
                 **stats,
             },
         )
-        # The report names the folder that the output becomes, not the one it is made in.
-        report = replace(verify(folder, base=checkpoints.base), folder=out)
-        report.raise_if_failed()
-        return done, report, stats, notes
+        return MergeResult(folder, None, {}, stats, _run_report(done, work.memory), notes)
+
+    def _execute(self, work: _Work, sink: Sink) -> RunStats:
+        base, experts = work.checkpoints.base, work.checkpoints.experts
+        check_ties(base, work.plan.tied[None])
+        for name, expert in experts.items():
+            check_ties(expert, work.plan.tied[name])
+        with _threads(self.threads):
+            return run(
+                work.plan,
+                base,
+                experts,
+                sink,
+                in_flight=work.memory.in_flight,
+                device=work.device,
+                progress=self.progress or _Silent(),
+            )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a job has settled before its first tensor."""
+
+    plan: Plan
+    checkpoints: OpenCheckpoints
+    memory: MemoryPlan
+    device: torch.device
 
 
 class _Fingerprints:
@@ -285,10 +264,10 @@ class _Fingerprints:
         return self._found
 
 
-def _read_heads(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, dict[str, Tensor]]:
+def _read_heads(work: _Work) -> dict[str, dict[str, Tensor]]:
     return {
-        expert: {name: checkpoints.experts[expert].read(name) for name in kept}
-        for expert, kept in plan.heads.items()
+        expert: {name: work.checkpoints.experts[expert].read(name) for name in kept}
+        for expert, kept in work.plan.heads.items()
     }
 
 

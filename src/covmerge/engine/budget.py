@@ -86,8 +86,8 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def plan_memory(plan: Plan, max_memory: int | None) -> MemoryPlan:
-    """Divide the memory, or refuse before any work.
+def plan_memory(plan: Plan, max_memory: int | None, *, held: int = 0) -> MemoryPlan:
+    """Divide the memory, or refuse before any work; `held` bytes stay taken throughout.
 
     Without `max_memory` two of the largest items may be in flight, so that reading and writing
     overlap computing, and the peak follows the largest tensor, not the model.
@@ -95,12 +95,12 @@ def plan_memory(plan: Plan, max_memory: int | None) -> MemoryPlan:
     Raises:
         ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
     """
-    resident = psutil.Process().memory_info().rss + _OVERHEAD
+    resident = psutil.Process().memory_info().rss + _OVERHEAD + held
     largest = max(item.read_bytes + item.write_bytes for item in plan.items)
     workspace = max(item.workspace for item in plan.items)
     least = MemoryPlan(resident, workspace, largest)
     wanted = MemoryPlan(resident, workspace, max(2 * largest, _READ_AHEAD))
-    free = resident + psutil.virtual_memory().available
+    free = resident - held + psutil.virtual_memory().available
     limit = free if max_memory is None else max_memory
     if least.peak > limit:
         given = "of memory are free" if max_memory is None else "are allowed (--max-memory)"
