@@ -42,9 +42,10 @@ def interface_messages() -> Iterator[Example]:
                 with compiled.open("rb") as stream:
                     translate = gettext.GNUTranslations(stream).gettext
                 for message in messages:
-                    text = translate(message)
-                    if text != message and len(text.split()) >= 3:
-                        yield Example(_without_markup(text), language, group=message)
+                    translation = translate(message)
+                    text = _without_markup(translation)
+                    if translation != message and len(text.split()) >= 3:
+                        yield Example(text, language, group=message)
 
 
 def _message_ids(catalogue: str) -> list[str]:
@@ -128,7 +129,9 @@ def opinion_words() -> Iterator[Example]:
             yield Example(word, "positive" if float(mean) > 0 else "negative", group=word[:5])
 
 
-SOUTH_AMERICA = frozenset("AR BO BR CL CO EC FK GF GY PE PY SR UY VE".split())
+SOUTH_AMERICA = frozenset(
+    ("AR", "BO", "BR", "CL", "CO", "EC", "FK", "GF", "GY", "PE", "PY", "SR", "UY", "VE")
+)
 
 
 def airports() -> Iterator[Example]:

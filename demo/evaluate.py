@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,13 +12,36 @@ from torch import Tensor
 from transformers import AutoModel
 
 from demo.encode import Encoded
+from demo.tasks import Split
 
 BATCH_SIZE = 64
 
 
-def load_encoder(folder: Path) -> torch.nn.Module:
-    """Load the encoder of a checkpoint folder, whatever head it carries."""
-    return AutoModel.from_pretrained(folder).eval()
+@dataclass(frozen=True)
+class Exam:
+    """One task as put to an encoder.
+
+    Attributes:
+        head: safetensors file that holds the classifier of the task's expert.
+        split: the texts and their labels.
+        max_length: tokens read of each text.
+    """
+
+    task: str
+    head: Path
+    split: Split
+    max_length: int
+
+
+def accuracies(encoder: Path, tokenizer: Path, exams: Sequence[Exam]) -> dict[str, float]:
+    """Return the accuracy in [0, 1] of the encoder in a checkpoint folder, by task."""
+    model = AutoModel.from_pretrained(encoder).eval()
+    return {
+        exam.task: accuracy(
+            model, load_head(exam.head), Encoded(tokenizer, exam.split, exam.max_length)
+        )
+        for exam in exams
+    }
 
 
 def load_head(file: Path) -> tuple[Tensor, Tensor]:
@@ -28,9 +53,8 @@ def load_head(file: Path) -> tuple[Tensor, Tensor]:
 @torch.inference_mode()
 def accuracy(encoder: torch.nn.Module, head: tuple[Tensor, Tensor], data: Encoded) -> float:
     """Return the share of texts, in [0, 1], whose highest score is their label's."""
-    right = total = 0
+    right = 0
     for inputs, labels in data.in_order(BATCH_SIZE):
         scores = torch.nn.functional.linear(encoder(**inputs).pooler_output, *head)
         right += int((scores.argmax(dim=-1) == labels).sum())
-        total += len(labels)
-    return right / total
+    return right / len(data)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from demo import corpora
 from demo.corpora import Example, Reader
 
-VALIDATION_SIZE = 200
+VALIDATION_SIZE = 120
 TEST_SIZE = 500
 SEED = 7
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -115,7 +115,7 @@ def _fingerprint(task: Task) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _is_trained(folder: Path, marker: dict[str, object]) -> bool:
+def _is_trained(folder: Path, marker: Mapping[str, object]) -> bool:
     # The marker is written last: an interrupted training leaves none.
     path = folder / MARKER
     return path.exists() and json.loads(path.read_text()) == marker
