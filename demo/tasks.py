@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from demo import corpora
 from demo.corpora import Example, Reader
 
-VALIDATION_SIZE = 120
-TEST_SIZE = 500
+VALIDATION_SIZE = 100
+TEST_SIZE = 400
 SEED = 7
 
 

@@ -40,9 +40,9 @@ class Settings:
 
 # Different on purpose: experts met in practice were not trained alike.
 SETTINGS = {
-    "language": Settings(steps=150, learning_rate=3e-4, max_length=32),
-    "medicine": Settings(steps=200, learning_rate=2e-4, max_length=32),
-    "code": Settings(steps=120, learning_rate=1e-4, max_length=48),
+    "language": Settings(steps=120, learning_rate=3e-4, max_length=32),
+    "medicine": Settings(steps=160, learning_rate=2e-4, max_length=32),
+    "code": Settings(steps=90, learning_rate=2e-4, max_length=40),
     "sentiment": Settings(steps=150, learning_rate=5e-5, max_length=16),
     "places": Settings(steps=200, learning_rate=2e-4, max_length=24),
     "syllables": Settings(steps=300, learning_rate=2e-4, max_length=16),
