@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from covmerge.version import __version__
 
 if TYPE_CHECKING:
+    from covmerge import methods
     from covmerge.api import MergeResult, merge, merge_layer, plan_recipe, run_recipe
     from covmerge.diagnostics import verify
-    from covmerge.methods import registry as methods
     from covmerge.recipe import Recipe, load_recipe
 
 _HOMES = {
@@ -26,7 +26,6 @@ _HOMES = {
     "plan_recipe": "covmerge.api",
     "run_recipe": "covmerge.api",
     "verify": "covmerge.diagnostics",
-    "methods": "covmerge.methods",
     "Recipe": "covmerge.recipe",
     "load_recipe": "covmerge.recipe",
 }
@@ -46,6 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "methods":  # the subpackage: `covmerge.methods.names()`
+        return import_module("covmerge.methods")
     if name not in _HOMES:
         raise AttributeError(f"module 'covmerge' has no attribute '{name}'")
     return getattr(import_module(_HOMES[name]), name)

@@ -6,4 +6,7 @@ To add one: a file here with a kernel decorated by `@register(...)`, its import 
 from covmerge.methods import ace, actmat, average, task_arithmetic
 from covmerge.methods.registry import Method, registry
 
-__all__ = ["Method", "ace", "actmat", "average", "registry", "task_arithmetic"]
+names = registry.names
+get = registry.get
+
+__all__ = ["Method", "ace", "actmat", "average", "get", "names", "registry", "task_arithmetic"]
