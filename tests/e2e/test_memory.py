@@ -43,13 +43,16 @@ def merge(base, experts, out, **options):
 
 @pytest.mark.slow
 def test_peak_follows_the_largest_tensor_not_the_model(tmp_path):
-    peaks = {}
+    peaks, expected = {}, {}
     for layers in (8, 24):
         base, experts = save_layers(tmp_path, layers)
         report = merge(base, experts, tmp_path / f"out{layers}", method="ace")
         peaks[layers] = report["peak_memory"]
-        assert peaks[layers] <= report["expected_peak_memory"]
-    assert peaks[24] < 1.1 * peaks[8]
+        expected[layers] = report["expected_peak_memory"]
+        assert peaks[layers] <= expected[layers]
+    assert abs(expected[24] - expected[8]) < 0.02 * expected[8]
+    # How full the read-ahead (128 MiB) gets depends on timing; the larger model reads 453 MB more.
+    assert peaks[24] - peaks[8] < 128 * 2**20 < 16 * 2 * 3 * WIDTH * INNER * 2
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def heterogeneity(norms: Sequence[float], statistic: Statistic = "paper") -> flo
 
     Example:
         >>> round(heterogeneity([0.2, 0.19, 0.21]), 4), round(heterogeneity([1.0, 0.95, 1.05]), 1)
-        (0.001, 1044.0)
+        (0.001, 3597.7)
     """
     if len(norms) < 2:
         return 0.0

@@ -119,7 +119,7 @@ def ace(
 
     Example:
         >>> import torch
-        >>> d = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.5]]) / 10
+        >>> d = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.5]]) / 100
         >>> merged = ace(LinearGroup((d, 2 * d), weights=(1.0, 1.0)))
         >>> merged.delta.shape, merged.stats["gate_fired"]
         (torch.Size([2, 3]), False)
