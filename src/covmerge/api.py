@@ -152,7 +152,7 @@ def merge_layer(
             raise TensorError(
                 f"update {index} holds NaN or Inf: check the checkpoint it comes from"
             )
-    if not chosen.elementwise and first.dim() != 2:
+    if not chosen.takes_any_shape and first.dim() != 2:
         raise TensorError(
             f"method '{method}' merges matrices (d_out, d_in), the updates are {list(first.shape)}; "
             "merge other tensors by `average`"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 
@@ -66,6 +69,30 @@ class TensorHeader:
             yield range(start, min(start + step, self.shape[0]))
 
 
+class Uniform(Protocol):
+    """The random numbers of one tensor of one expert; see `covmerge.linalg.random.Stream`."""
+
+    def uniform(self, seed: int, shape: tuple[int, ...]) -> Tensor:
+        """Return float32 numbers in [0, 1) on the CPU, the same for the same seed and place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What data said of one expert's tensor, from a statistics file (`covmerge collect`).
+
+    Attributes:
+        value: the mean input Gram matrix E[z zᵀ] `(d_in, d_in)`, or the diagonal Fisher
+            information in the shape of the update; of the updates' dtype and device.
+        rows: layer inputs, or examples, that it was averaged over.
+        total: ‖·‖₂ of this statistic over all tensors of the expert.
+    """
+
+    value: Tensor
+    rows: int
+    total: float
+
+
 @dataclass(frozen=True)
 class LinearGroup:
     """One linear layer of every expert, oriented, as a method sees it.
@@ -75,16 +102,38 @@ class LinearGroup:
             dtype (float32 or float64) and one device. A method must not modify them.
         weights: one positive number per expert; 1 is neutral.
         base: W_0 `(d_out, d_in)`, for methods registered with `needs_base`; None for the others.
+        streams: random numbers per expert, for methods with a `seed`; empty for the others.
+        measured: per expert, for methods registered with `data`; empty for the others.
+        thresholds: per expert, what the survey of all tensors found, for methods registered with a
+            `survey`; None: this group is all there is.
+        shared: results that several methods ask for on the same group; None: nothing is kept.
     """
 
     updates: tuple[Tensor, ...]
     weights: tuple[float, ...]
     base: Tensor | None = None
+    streams: tuple[Uniform, ...] = ()
+    measured: tuple[Measured, ...] = ()
+    thresholds: tuple[float, ...] | None = None
+    shared: dict[str, Any] | None = None
+
+    def once(self, key: str, make: Callable[[], _T]) -> _T:
+        """Return `make()`, kept under `key` while several methods run on this group."""
+        if self.shared is None:
+            return make()
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What a method returns: the merged update W̄ − W_0 `(d_out, d_in)` and what it noticed."""
+    """What a method returns: the merged update W̄ − W_0 `(d_out, d_in)` and what it noticed.
+
+    `masks`, one boolean tensor of the update's shape per expert, comes from methods that write masks
+    beside the model.
+    """
 
     delta: Tensor
     stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    masks: tuple[Tensor, ...] = ()

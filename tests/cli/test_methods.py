@@ -36,7 +36,7 @@ def test_page_as_json(name):
     method = registry.get(name)
     page = covmerge("methods", name, "--json").json
     assert page["equation"] == method.equation
-    assert page["elementwise"] == method.elementwise
+    assert page["takes_any_shape"] == method.takes_any_shape
     assert page["departs"]
     for given, parameter in zip(page["parameters"], method.parameters, strict=True):
         assert (given["name"], given["default"]) == (parameter.name, parameter.default)

@@ -1,19 +1,24 @@
 """One suite run over every registered method: what each promises in its `Laws`, and all must do."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 
 from covmerge.methods import registry
-from covmerge.types import LinearGroup
-from tests.methods.test_twins import random_updates, relative
+from tests.methods.groups import group_of, permuted, random_rotation, random_updates, relative
 
 METHODS = [pytest.param(method, id=method.name) for method in registry]
 SHAPES = [(16, 12), (12, 16), (5, 30), (30, 5)]
 
 
-def run(method, updates, weights=None, **given):
-    group = LinearGroup(tuple(updates), tuple(weights or [1.0] * len(updates)))
-    return method(group, **method.resolve(given)).delta
+def run(method, updates, weights=None):
+    return run_group(method, group_of(method, updates, weights))
+
+
+def run_group(method, group):
+    return method(group, **method.resolve({})).delta
 
 
 @pytest.fixture(params=SHAPES, ids=str)
@@ -24,7 +29,9 @@ def updates(request):
 @pytest.mark.parametrize("method", METHODS)
 class TestLaws:
     def test_order_of_experts(self, method, updates):
-        merged, reversed_ = run(method, updates), run(method, updates[::-1])
+        group = group_of(method, updates)
+        merged = run_group(method, group)
+        reversed_ = run_group(method, permuted(group, [3, 2, 1, 0]))
         assert (relative(reversed_, merged) < 1e-8) == method.laws.order_invariant
 
     def test_zero_updates_give_the_base(self, method, updates):
@@ -47,6 +54,22 @@ class TestLaws:
         equivariant = relative(scaled, factor * run(method, updates)) < 1e-7
         assert equivariant == method.laws.scale_equivariant
 
+    def test_rotating_all_updates(self, method, updates):
+        d_out, d_in = updates[0].shape
+        left, right = random_rotation(d_out, 1), random_rotation(d_in, 2)
+        group = group_of(method, updates)
+        measured = group.measured
+        if method.data == "gram":
+            measured = [replace(m, value=right @ m.value @ right.T) for m in measured]
+        turned = replace(
+            group,
+            updates=tuple(left @ update @ right.T for update in updates),
+            measured=tuple(measured),
+        )
+        expected = left @ run_group(method, group) @ right.T
+        equivariant = relative(run_group(method, turned), expected) < 1e-7
+        assert equivariant == method.laws.rotation_equivariant
+
     def test_weights_of_one_value_are_neutral(self, method, updates):
         weighted = run(method, updates, [1.0] * 4)
         assert relative(weighted, run(method, updates)) < 1e-12
@@ -66,9 +89,7 @@ class TestLaws:
         assert torch.equal(run(method, updates), run(method, updates))
 
     def test_statistics_are_plain_json(self, method, updates):
-        import json
-
-        group = LinearGroup(tuple(updates), (1.0,) * 4)
+        group = group_of(method, updates)
         json.dumps(dict(method(group, **method.resolve({})).stats), allow_nan=False)
 
     def test_page_is_complete(self, method, updates):

@@ -48,7 +48,7 @@ def _page(method: Method) -> dict[str, Any]:
         "name": method.name,
         "summary": method.summary,
         "equation": method.equation,
-        "elementwise": method.elementwise,
+        "takes_any_shape": method.takes_any_shape,
         "parameters": [
             {
                 "name": parameter.name,
@@ -128,7 +128,7 @@ def _show_page(page: Mapping[str, Any]) -> None:
                 (
                     "merges",
                     "tensors of any shape, element by element"
-                    if page["elementwise"]
+                    if page["takes_any_shape"]
                     else "matrices (d_out, d_in) of linear layers; other tensors are averaged",
                 ),
                 (

@@ -50,6 +50,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     laws=Laws(
         order_invariant=True,
         scale_equivariant=False,
+        rotation_equivariant=False,
         replicas=lambda parameters, count: None,
         replicas_text="near the expert, not equal to it: centring takes off the mean row and the "
         "prior shrinks",

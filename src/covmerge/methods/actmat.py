@@ -35,6 +35,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
+        rotation_equivariant=True,
         replicas=lambda parameters, count: 1.0,
         replicas_text="the expert (up to directions below the cut-off)",
     ),

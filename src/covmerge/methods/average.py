@@ -27,11 +27,12 @@ def elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
+        rotation_equivariant=True,
         replicas=lambda parameters, count: 1.0,
         replicas_text="the expert",
     ),
     cost=elementwise_cost,
-    elementwise=True,
+    unit="element",
 )
 def average(group: LinearGroup) -> Merged:
     """Average the experts' weights.

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from torch import Tensor
 
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.linalg.auto import Cost
@@ -16,6 +17,28 @@ from covmerge.types import LinearGroup, Merged
 
 Kernel = Callable[..., Merged]
 CostModel = Callable[[int, int, int, int], Cost]  # d_out, d_in, experts, itemsize
+Parameters = Mapping[str, Any]
+
+# What a method must see at once. The first three take tensors of any shape, as they are stored.
+Unit = Literal["element", "row", "tensor", "matrix"]
+Data = Literal["none", "gram", "fisher"]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A pass over all tensors before the merge: how large must an entry be to be kept?
+
+    The threshold of expert t is the (N − ⌊density·N⌋)-th smallest of the N magnitudes that
+    `vectors` gives for it over all tensors of the method.
+
+    Attributes:
+        density: share of the entries that is kept, from the method's parameters; None: these
+            parameters need no survey.
+        vectors: `(group, parameters)` -> one tensor per expert.
+    """
+
+    density: Callable[[Parameters], float | None]
+    vectors: Callable[[LinearGroup, Parameters], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -27,6 +50,8 @@ class Laws:
     Attributes:
         order_invariant: permuting the experts changes nothing beyond rounding.
         scale_equivariant: Δ → sΔ gives s times the merged update.
+        rotation_equivariant: Δ → QΔPᵀ with orthogonal Q, P gives Q(merged update)Pᵀ; statistics of
+            the layer's inputs turn with P.
         replicas: f(parameters, T) such that T copies of one update Δ give f·Δ, or None where they
             do not give a multiple of it.
         replicas_text: the same for a reader.
@@ -34,6 +59,7 @@ class Laws:
 
     order_invariant: bool
     scale_equivariant: bool
+    rotation_equivariant: bool
     replicas: Callable[[Mapping[str, Any], int], float | None]
     replicas_text: str
 
@@ -69,9 +95,16 @@ class Method:
         reference: the paper.
         laws: what the result satisfies.
         cost: FLOPs and workspace of one matrix, for the plan.
-        elementwise: acts on each element by itself; such a method takes tensors of any shape and
-            runs by row blocks. The others merge matrices, and average every other tensor.
+        unit: what it must see at once, or a function of the parameters that says so. A `matrix`
+            method merges the oriented matrices of linear layers; the others take tensors of any
+            shape as they are stored: by `element`, by `row` (of the first axis; a tensor with one
+            axis is one row), or whole.
+        others: what a matrix method does with tensors that are not matrices.
+        data: the statistics of the experts' data that it needs.
+        survey: what it must know of all tensors before the first is merged.
         needs_base: uses `LinearGroup.base`, which is not formed otherwise.
+        writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
+        published_tuning: what the published numbers chose by labelled data; empty for nothing.
         family_defaults: parameters that the paper sets per model family.
     """
 
@@ -81,8 +114,13 @@ class Method:
     reference: Reference
     laws: Laws
     cost: CostModel
-    elementwise: bool = False
+    unit: Unit | Callable[[Parameters], Unit] = "matrix"
+    others: Literal["average", "base"] = "average"
+    data: Data = "none"
+    survey: Survey | None = None
     needs_base: bool = False
+    writes_masks: bool = False
+    published_tuning: str = ""
     family_defaults: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict[str, Mapping[str, Any]]
     )
@@ -91,6 +129,24 @@ class Method:
     def summary(self) -> str:
         """First line of the kernel's docstring."""
         return (inspect.getdoc(self.kernel) or "").split("\n", 1)[0]
+
+    @property
+    def takes_any_shape(self) -> bool:
+        """Whether it merges tensors as they are stored rather than oriented matrices."""
+        return self.unit != "matrix"
+
+    @property
+    def seeded(self) -> bool:
+        """Whether it draws random numbers."""
+        return "seed" in self._model.model_fields
+
+    def unit_for(self, parameters: Parameters) -> Unit:
+        """Return what it must see at once with these parameters."""
+        return self.unit(parameters) if callable(self.unit) else self.unit
+
+    def surveyed(self, parameters: Parameters) -> float | None:
+        """Return the density that its survey looks for; None: no survey."""
+        return None if self.survey is None else self.survey.density(parameters)
 
     @cached_property
     def _model(self) -> type[BaseModel]:
@@ -157,6 +213,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._methods: dict[str, Method] = {}
+        self._absent: dict[str, str] = {}
 
     def register(self, name: str, **declared: Any) -> Callable[[Kernel], Kernel]:
         """Register the decorated kernel as method `name`; see `Method` for what to declare."""
@@ -172,9 +229,18 @@ class Registry:
 
         return decorate
 
+    def reserve(self, name: str, why: str) -> None:
+        """Keep the name of a method that is not here, with what is missing for it."""
+        self._absent[name] = why
+
     def names(self) -> tuple[str, ...]:
         """All method names."""
         return tuple(self._methods)
+
+    @property
+    def absent(self) -> Mapping[str, str]:
+        """Methods of the literature that are not here, and why."""
+        return self._absent
 
     def get(self, name: str) -> Method:
         """Return a method.
@@ -182,6 +248,8 @@ class Registry:
         Raises:
             RecipeError: there is no such method; the message has the nearest name.
         """
+        if name in self._absent:
+            raise RecipeError(f"method '{name}' is not available: {self._absent[name]}")
         if name not in self._methods:
             raise RecipeError(f"there is no method '{name}'." + did_you_mean(name, self._methods))
         return self._methods[name]

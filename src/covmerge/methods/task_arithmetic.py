@@ -24,11 +24,13 @@ from covmerge.types import LinearGroup, Merged
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
+        rotation_equivariant=True,
         replicas=lambda parameters, count: parameters["scale"] * count,
         replicas_text="λT times its update (weights 1)",
     ),
     cost=elementwise_cost,
-    elementwise=True,
+    unit="element",
+    published_tuning="λ, on labelled validation data",
 )
 def task_arithmetic(
     group: LinearGroup,

@@ -67,7 +67,7 @@ class Rules:
             Role.OUTPUT: ("output_head", tensors.output_head),
             Role.CONV: ("convolutions", tensors.convolutions),
         }
-        everywhere = "method" if self._method.elementwise else "average"
+        everywhere = "method" if self._method.takes_any_shape else self._method.others
         if role in settings:
             key, value = settings[role]
             return f"{key}: {value}", everywhere if value == "auto" else value
@@ -109,7 +109,7 @@ class Rules:
         reason: str,
     ) -> Decision:
         text = f"{method.name} ({reason})" if reason else method.name
-        if method.elementwise:
+        if method.takes_any_shape:
             return Decision(Merge(method.name, parameters, layout=None), text)
         if len(header.shape) < 2:
             raise RecipeError(

@@ -1,27 +1,28 @@
-"""The papers' equations typed literally, in float64, without any thought of speed.
-
-Every fast kernel is compared with its twin here. Names follow the papers.
-"""
+"""Averaging, Task Arithmetic, ACTMat and ACE."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-
-def average(deltas: list[Tensor], weights: list[float]) -> Tensor:
-    return sum(w * d for w, d in zip(weights, deltas, strict=True)) / sum(weights)
+from covmerge.types import LinearGroup
 
 
-def task_arithmetic(deltas: list[Tensor], weights: list[float], *, scale: float = 0.3) -> Tensor:
-    return scale * sum(w * d for w, d in zip(weights, deltas, strict=True))
+def average(group: LinearGroup) -> Tensor:
+    return task_arithmetic(group, scale=1.0) / sum(group.weights)
 
 
-def actmat(deltas: list[Tensor], weights: list[float], *, rtol: float | None = None) -> Tensor:
+def task_arithmetic(group: LinearGroup, *, scale: float = 0.3) -> Tensor:
+    return scale * sum(w * d.double() for w, d in zip(group.weights, group.updates, strict=True))
+
+
+def actmat(group: LinearGroup, *, rtol: float | None = None) -> Tensor:
     """ACTMat, Eq. 3 for differences."""
-    deltas = [d.double() for d in deltas]
+    deltas = [d.double() for d in group.updates]
     d_in = deltas[0].shape[1]
-    weights = _mean_one(deltas, weights)
+    weights = mean_one(deltas, group.weights)
     C = [w * d.T @ d for w, d in zip(weights, deltas, strict=True)]
     cutoff = d_in * torch.finfo(torch.float32).eps if rtol is None else rtol
     inverse = torch.linalg.pinv(sum(C), rtol=cutoff, hermitian=True)
@@ -29,8 +30,7 @@ def actmat(deltas: list[Tensor], weights: list[float], *, rtol: float | None = N
 
 
 def ace(
-    deltas: list[Tensor],
-    weights: list[float],
+    group: LinearGroup,
     *,
     eps: float = 1e-5,
     tau: float | None = None,
@@ -42,10 +42,10 @@ def ace(
     gate: str = "paper",
 ) -> Tensor:
     """ACE-Merging, Algorithm 1."""
-    weights = _mean_one(deltas, weights)
-    pairs = [(d.double(), w) for d, w in zip(deltas, weights, strict=True) if d.any()]
+    weights = mean_one(group.updates, group.weights)
+    pairs = [(d.double(), w) for d, w in zip(group.updates, weights, strict=True) if d.any()]
     if not pairs:
-        return torch.zeros_like(deltas[0], dtype=torch.float64)
+        return torch.zeros_like(group.updates[0], dtype=torch.float64)
     deltas, weights = [d for d, _ in pairs], [w for _, w in pairs]
     T, (d_out, d_in) = len(deltas), deltas[0].shape
     one_out = torch.ones(d_out, 1, dtype=torch.float64)
@@ -89,9 +89,28 @@ def ace(
     return merged
 
 
-def _mean_one(deltas: list[Tensor], weights: list[float]) -> list[float]:
+def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
+    """Weights of mean 1 over the experts that changed the layer."""
     active = [w for d, w in zip(deltas, weights, strict=True) if d.any()] or [1.0]
     return [w * len(active) / sum(active) for w in weights]
 
 
 TWINS = {"average": average, "task_arithmetic": task_arithmetic, "actmat": actmat, "ace": ace}
+
+# ACE's ablation (its Table 4).
+ABLATION = {
+    "E1": {"normalize": False, "prior": False},
+    "E2": {"prior": False, "refine": False},
+    "E3": {"refine": False},
+    "E4": {},
+}
+VARIANTS = [
+    ("average", {}),
+    ("task_arithmetic", {"scale": 0.4}),
+    ("actmat", {}),
+    *[("ace", {"eps": eps, **step}) for eps in (1e-5, 1e-2) for step in ABLATION.values()],
+    ("ace", {"gate": "scale_free", "tau": 0.5, "k_frac": 0.6}),
+    ("ace", {"tau": 1e-9}),  # fires for nearly equal norms
+]
+# Parameters that keep low-rank updates well posed: the twin's directions beyond the rank are arbitrary.
+LOW_RANK = {"ace": {"rank_rtol": 1e-9}}
