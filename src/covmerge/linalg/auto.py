@@ -75,3 +75,25 @@ def solve_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def eigh_cost(side: int) -> Cost:
     """Cost of a full symmetric eigenproblem in float64: divide and conquer, LAPACK's workspace."""
     return Cost(FLOAT64 * 9.0 * side**3, 5 * side * side * 8)
+
+
+def svd_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
+    """Cost of the k leading singular triplets (see `covmerge.linalg.spectral`)."""
+    short, long = sorted((d_out, d_in))
+    kept = k * (d_out + d_in) * itemsize
+    if itemsize == torch.float64.itemsize:
+        flops = FLOAT64 * (6.0 * short * short * long + 20.0 * short**3)
+        return Cost(flops, (3 * short * long + 6 * short * short) * 8 + kept)
+    products = FLOAT64 * 2.0 * short * long * (short + k)
+    blocks = 2 * short * min(long, 1024) * 8
+    return eigh_cost(short) + Cost(products, blocks + kept)
+
+
+def polar_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
+    """Cost of U diag(s) V with the polar factors of U `(d_out, k)` and V `(k, d_in)`."""
+    left = svd_cost(d_out, k, min(d_out, k), itemsize)
+    right = svd_cost(k, d_in, min(k, d_in), itemsize)
+    products = 2.0 * k * (d_out * min(d_out, k) + d_in * min(d_in, k) + d_out * d_in)
+    # The vectors, their stack, and its polar factor.
+    held = 3 * k * (d_out + d_in) * itemsize
+    return Cost(left.flops + right.flops + products, max(left.workspace, right.workspace) + held)

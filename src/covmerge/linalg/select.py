@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _DIGIT = 16  # bits that one pass settles: 65,536 counters stay in the cache
+_PART = 2**18  # values that are counted at once: temporaries stay small, whatever the block
 
 
 class MagnitudeSelect:
@@ -50,12 +51,14 @@ class MagnitudeSelect:
 
     def add(self, block: Tensor) -> None:
         """Count the values of one block in this pass."""
-        bits = block.reshape(-1).abs().view(self._int)
-        if self._shift < self._width:
-            bits = bits[(bits >> self._shift) == self._prefix]
         shift = max(0, self._shift - _DIGIT)
-        digits = (bits >> shift) & (2 ** (self._shift - shift) - 1)
-        self._counts += torch.bincount(digits, minlength=2**_DIGIT).cpu()
+        values = block.reshape(-1)
+        for start in range(0, len(values), _PART):
+            bits = values[start : start + _PART].abs().view(self._int)
+            if self._shift < self._width:
+                bits = bits[(bits >> self._shift) == self._prefix]
+            digits = (bits >> shift) & (2 ** (self._shift - shift) - 1)
+            self._counts += torch.bincount(digits, minlength=2**_DIGIT).cpu()
 
     def end_pass(self) -> None:
         """Settle the next bits.

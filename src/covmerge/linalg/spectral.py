@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -12,6 +13,32 @@ from covmerge.linalg.auto import use_svd
 from covmerge.linalg.lapack import eigh, svd
 
 _BLOCK = 1024  # columns that are alive in float64 at once
+
+
+@dataclass(frozen=True)
+class TruncatedSvd:
+    """The top-k part U_k diag(σ_1..σ_k) V_kᵀ of a matrix F `(d_out, d_in)`.
+
+    Attributes:
+        left: U_k `(d_out, k)`, of F's dtype.
+        right: V_kᵀ `(k, d_in)`, of F's dtype.
+        sigma: all singular values of F, float64, descending.
+        rank: numerical rank of F.
+    """
+
+    left: Tensor
+    right: Tensor
+    sigma: Tensor
+    rank: int
+
+    @property
+    def kept(self) -> Tensor:
+        """σ_1..σ_k, float64."""
+        return self.sigma[: len(self.right)]
+
+    def first(self, k: int) -> TruncatedSvd:
+        """Return the part of the k largest singular values."""
+        return TruncatedSvd(self.left[:, :k], self.right[:k], self.sigma, self.rank)
 
 
 @dataclass(frozen=True)
@@ -31,34 +58,59 @@ class LeadingDirections:
     rank: int
 
 
-def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirections:
-    """Return U_k V_kᵀ of `matrix` `(d_out, d_in)`.
+def rank_tolerance(matrix: Tensor, given: float | None) -> float:
+    """Return where the numerical rank ends: `given`, or √max(d_out, d_in) · eps of the dtype.
 
-    Directions whose singular value is at or below `rtol` times the largest are beyond the
-    numerical rank; they are arbitrary and never kept.
+    Rounding errors of the entries are independent, so their matrix has a norm of order √d · eps.
+    The customary d · eps is a worst case, and cuts real directions of updates whose spectrum is
+    long: one of 64 changes a flat spectrum by an eighth.
+    """
+    return sqrt(max(matrix.shape)) * torch.finfo(matrix.dtype).eps if given is None else given
+
+
+def truncated_svd(
+    matrix: Tensor, k: int, *, rtol: float, scale: float | None = None
+) -> TruncatedSvd:
+    """Return the `k` leading singular triplets of `matrix` `(d_out, d_in)`.
+
+    Directions whose singular value is at or below `rtol` times `scale`, by default the largest
+    singular value, are beyond the numerical rank; they are arbitrary and never kept.
 
     Float64 goes through an SVD. Float32 goes through the float64 eigenproblem of the smaller Gram
-    matrix, U_kV_kᵀ = U_kΣ_k⁻¹U_kᵀ·F, which resolves σ down to 1e-8 of the largest.
+    matrix, V_kᵀ = Σ_k⁻¹U_kᵀF, which resolves σ down to 1e-8 of the largest.
+
+    Example:
+        >>> top = truncated_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 3, rtol=1e-6)
+        >>> top.kept.tolist(), top.rank
+        ([3.0, 2.0], 2)
     """
     if use_svd(matrix.dtype):
         left, sigma, right = svd(matrix)
-        rank = _rank(sigma, rtol)
+        rank = _rank(sigma, rtol, scale)
         k = min(k, rank)
-        return LeadingDirections(left[:, :k] @ right[:k], sigma, k, rank)
+        # Copies, so that the full factors are gone.
+        return TruncatedSvd(left[:, :k].clone(), right[:k].clone(), sigma, rank)
 
-    # Oriented so that the small side is the rows; the isometry's transpose is that of Fᵀ.
+    # Oriented so that the small side is the rows.
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     values, vectors = eigh(_float64_gram(wide))
     sigma = values.clamp_min(0.0).sqrt().flip(0)
-    rank = _rank(sigma, rtol)
+    rank = _rank(sigma, rtol, scale)
     k = min(k, rank)
-    basis = vectors.flip(1)[:, :k]
-    whiten = (basis / sigma[:k]) @ basis.mT
-    isometry = torch.empty_like(matrix)
-    target = isometry if wide is matrix else isometry.mT
+    short = vectors.flip(1)[:, :k]
+    whiten = (short / sigma[:k]).mT
+    long = matrix.new_empty(k, wide.shape[1])
     for columns, block in _float64_blocks(wide):
-        target[:, columns] = (whiten @ block).to(matrix.dtype)
-    return LeadingDirections(isometry, sigma, k, rank)
+        long[:, columns] = (whiten @ block).to(matrix.dtype)
+    short = short.to(matrix.dtype)
+    left, right = (short, long) if wide is matrix else (long.mT, short.mT)
+    return TruncatedSvd(left, right, sigma, rank)
+
+
+def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirections:
+    """Return U_k V_kᵀ of `matrix` `(d_out, d_in)`; `k` and `rtol` as in `truncated_svd`."""
+    top = truncated_svd(matrix, k, rtol=rtol)
+    return LeadingDirections(top.left @ top.right, top.sigma, len(top.right), top.rank)
 
 
 def _float64_gram(wide: Tensor) -> Tensor:
@@ -75,5 +127,7 @@ def _float64_blocks(wide: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield columns, wide[:, columns].to(torch.float64)
 
 
-def _rank(sigma: Tensor, rtol: float) -> int:
-    return int((sigma > rtol * sigma[0]).sum()) if sigma.numel() else 0
+def _rank(sigma: Tensor, rtol: float, scale: float | None) -> int:
+    if not sigma.numel():
+        return 0
+    return int((sigma > rtol * (sigma[0] if scale is None else scale)).sum())

@@ -1,0 +1,134 @@
+"""The k-th magnitude of a streamed vector, and random numbers that belong to a place."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covmerge.linalg import select
+from covmerge.linalg.random import Stream
+from covmerge.linalg.select import MagnitudeSelect, kth_magnitude
+
+DTYPES = [torch.float32, torch.float64]
+# Zeros of both signs, subnormals and the largest numbers among the rest.
+SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 3.4e38, -3.4e38, 1.0, -1.0]
+
+
+def sorted_magnitude(vector, rank):
+    return float(vector.abs().flatten().sort().values[rank - 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(
+        st.one_of(st.floats(-1e3, 1e3, width=32), st.sampled_from(SPECIAL)), min_size=1, max_size=60
+    ),
+    data=st.data(),
+)
+def test_kth_magnitude_is_that_of_sorting(dtype, values, data):
+    vector = torch.tensor(values, dtype=dtype)
+    rank = data.draw(st.integers(1, len(values)))
+    assert kth_magnitude(vector, rank) == sorted_magnitude(vector, rank)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [1, 2, 400, 2999, 3000])
+def test_equal_magnitudes_count_one_by_one(dtype, rank):
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randint(-20, 20, (50, 60), generator=generator).to(dtype) / 7
+    assert kth_magnitude(vector, rank) == sorted_magnitude(vector, rank)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(1, 300), block=st.integers(1, 50), seed=st.integers(0, 100), data=st.data())
+def test_blocks_in_any_order_find_the_same(dtype, size, block, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+    rank = data.draw(st.integers(1, size))
+    search = MagnitudeSelect(rank, dtype)
+    blocks = vector.split(block)
+    passes = 0
+    while not search.settled:
+        passes += 1
+        blocks = blocks[::-1]
+        for part in blocks:
+            search.add(part)
+        search.end_pass()
+    assert search.value == sorted_magnitude(vector, rank)
+    assert passes == {torch.float32: 2, torch.float64: 4}[dtype]
+
+
+def test_a_block_larger_than_a_part(monkeypatch):
+    monkeypatch.setattr(select, "_PART", 64)
+    vector = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert kth_magnitude(vector, 300) == sorted_magnitude(vector, 300)
+
+
+def test_rows_and_transposes_are_vectors_too():
+    matrix = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
+    assert kth_magnitude(matrix.T, 100) == kth_magnitude(matrix, 100)
+
+
+def test_rank_zero_is_zero_without_a_pass():
+    assert MagnitudeSelect(0, torch.float32).settled
+    assert kth_magnitude(torch.ones(3), 0) == 0.0
+    assert kth_magnitude(torch.empty(0), 0) == 0.0
+
+
+def test_too_few_values_are_named():
+    with pytest.raises(ValueError, match="rank 4 of 3 values"):
+        kth_magnitude(torch.ones(3), 4)
+
+
+def test_an_open_selection_has_no_value():
+    with pytest.raises(ValueError, match="another pass"):
+        _ = MagnitudeSelect(1, torch.float32).value
+
+
+# Random numbers
+
+
+@settings(max_examples=60, deadline=None)
+@given(start=st.integers(0, 70), size=st.integers(0, 70), seed=st.integers(0, 5))
+def test_any_range_of_places_has_the_same_numbers(start, size, seed):
+    whole = Stream("fc").uniform(seed, (140,))
+    part = Stream("fc", offset=start).uniform(seed, (size,))
+    assert torch.equal(part, whole[start : start + size])
+
+
+def test_places_far_away_need_not_be_drawn():
+    # More numbers than any memory holds lie before it.
+    far = Stream("fc", offset=2**50 + 3).uniform(0, (16,))
+    near = Stream("fc", offset=2**50).uniform(0, (19,))
+    assert torch.equal(far, near[3:])
+
+
+def test_seed_and_name_both_count():
+    draws = [Stream(name).uniform(seed, (8,)) for name in ("a", "b", "1\0a") for seed in (0, 1, 11)]
+    assert len({tuple(numbers.tolist()) for numbers in draws}) == len(draws)
+
+
+def test_numbers_are_uniform():
+    numbers = Stream("fc").uniform(0, (1000, 1000))
+    assert numbers.dtype == torch.float32
+    assert 0 <= numbers.min()
+    assert numbers.max() < 1
+    shares = torch.histc(numbers, bins=50, min=0, max=1) / numbers.numel()
+    assert (shares - 1 / 50).abs().max() < 1e-3
+    neighbours = torch.corrcoef(torch.stack([numbers.flatten()[:-1], numbers.flatten()[1:]]))
+    assert neighbours[0, 1].abs() < 5e-3
+
+
+def test_the_numbers_never_change():
+    """A recipe with a seed must give the same model with every later version."""
+    assert Stream("fc.weight/expert").uniform(0, (2, 2)).tolist() == [
+        [0.5592340230941772, 0.9880593419075012],
+        [0.611984372138977, 0.8447691798210144],
+    ]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 3, 4)])
+def test_any_shape(shape):
+    assert Stream("fc").uniform(0, shape).shape == shape

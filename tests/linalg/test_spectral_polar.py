@@ -1,0 +1,74 @@
+"""Truncated singular value decompositions and polar factors against their definitions."""
+
+import pytest
+import torch
+
+from covmerge.linalg.polar import orthogonalized, polar
+from covmerge.linalg.spectral import rank_tolerance, truncated_svd
+
+
+def rows(m, n, seed=1, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(m, n, generator=generator, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(7, 12), (12, 7), (9, 9), (1, 5), (5, 1), (3, 2500)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_the_leading_part_is_that_of_the_svd(shape, dtype, tolerance):
+    matrix = rows(*shape, dtype=dtype)
+    k = min(3, *shape)
+    top = truncated_svd(matrix, k, rtol=1e-6)
+    left, sigma, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    assert top.left.dtype == top.right.dtype == dtype
+    assert top.sigma.dtype == torch.float64
+    assert torch.allclose(top.sigma, sigma, rtol=tolerance)
+    expected = left[:, :k] @ torch.diag(sigma[:k]) @ right[:k]
+    part = top.left.double() @ torch.diag(top.kept) @ top.right.double()
+    assert (part - expected).norm() <= tolerance * expected.norm()
+    for basis in (top.left.mT, top.right):
+        gram = basis.double() @ basis.double().mT
+        assert torch.allclose(gram, torch.eye(k, dtype=torch.float64), atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_beyond_the_rank(dtype):
+    matrix = (rows(20, 4) @ rows(4, 30)).to(dtype)
+    top = truncated_svd(matrix, 10, rtol=rank_tolerance(matrix, None))
+    assert top.rank == len(top.kept) == 4
+    assert top.left.shape == (20, 4)
+    assert top.first(2).right.shape == (2, 30)
+    assert truncated_svd(torch.zeros(3, 5, dtype=dtype), 2, rtol=1e-6).rank == 0
+
+
+def test_the_cut_off_may_be_relative_to_another_matrix():
+    matrix = torch.diag(torch.tensor([1.0, 0.1]))
+    assert truncated_svd(matrix, 2, rtol=1e-2).rank == 2
+    assert truncated_svd(matrix, 2, rtol=1e-2, scale=20.0).rank == 1
+    assert truncated_svd(matrix, 2, rtol=1e-2, scale=200.0).rank == 0
+
+
+def test_the_tolerance_given_is_taken():
+    assert rank_tolerance(torch.zeros(3, 50), 0.5) == 0.5
+    assert rank_tolerance(torch.zeros(3, 50), None) == 50**0.5 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12), (6, 6)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_the_polar_factor_is_the_nearest_isometry(shape, dtype, tolerance):
+    matrix = rows(*shape, dtype=dtype)
+    left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    assert torch.allclose(polar(matrix, rtol=1e-6).double(), left @ right, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dependent_columns_gain_no_direction(dtype):
+    vector = torch.nn.functional.normalize(rows(9, 1, dtype=dtype), dim=0)
+    copies = polar(vector.expand(9, 4), rtol=1e-5)
+    assert torch.allclose(copies, vector.expand(9, 4) / 2, atol=1e-6)
+
+
+def test_opposite_vectors_cancel_in_the_product():
+    top = truncated_svd(rows(6, 8), 2, rtol=1e-12)
+    mirrored = truncated_svd(-rows(6, 8), 2, rtol=1e-12)
+    left, right = orthogonalized([top, mirrored], rtol=1e-12)
+    assert (left @ right).norm() < 1e-12
