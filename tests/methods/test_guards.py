@@ -14,6 +14,7 @@ from covmerge.covariance.gate import heterogeneity
 from covmerge.errors import RecipeError, TensorError
 from covmerge.methods import registry
 from covmerge.types import LinearGroup
+from tests.methods.groups import group_of
 
 PUBLISHED = json.loads((Path(__file__).parent.parent / "golden" / "edge_cases.json").read_text())
 
@@ -22,6 +23,12 @@ def draw(shape=(24, 40), norms=(0.4,) * 4, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     updates = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in norms]
     return [(u * n / u.norm()).to(dtype) for u, n in zip(updates, norms, strict=True)]
+
+
+def data_for(name, updates):
+    """Random statistics for a method that needs them."""
+    measured = group_of(registry.get(name), updates).measured
+    return [each.value.float() for each in measured]
 
 
 def ace(updates, **params):
@@ -121,15 +128,17 @@ def test_nan_and_inf_are_named(name, value):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_computed_in_float32(name, dtype):
     updates = draw(dtype=dtype)
-    merged = covmerge.merge_layer(updates, name)
-    exact = covmerge.merge_layer([update.float() for update in updates], name)
+    data = data_for(name, updates)
+    merged = covmerge.merge_layer(updates, name, data=data)
+    exact = covmerge.merge_layer([update.float() for update in updates], name, data=data)
     assert merged.dtype == dtype
     assert torch.equal(merged, exact.to(dtype))
 
 
 @pytest.mark.parametrize("name", registry.names())
 def test_many_experts_of_a_small_layer(name):
-    merged = covmerge.merge_layer(draw((49, 49), norms=(0.4,) * 49), name)
+    updates = draw((49, 49), norms=(0.4,) * 49)
+    merged = covmerge.merge_layer(updates, name, data=data_for(name, updates))
     assert torch.isfinite(merged).all()
     assert 0 < merged.norm() < 20
 

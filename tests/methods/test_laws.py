@@ -78,7 +78,8 @@ class TestLaws:
         towards = run(method, updates, [20.0, 1.0, 1.0, 1.0])
         cosine = torch.nn.functional.cosine_similarity
         before = cosine(run(method, updates).flatten(), updates[0].flatten(), dim=0)
-        assert cosine(towards.flatten(), updates[0].flatten(), dim=0) > before
+        # A minimum that every expert reaches (ACTMat, WUDI, where T·d_out ≤ d_in) has no more to give.
+        assert cosine(towards.flatten(), updates[0].flatten(), dim=0) >= before - 1e-12
 
     def test_inputs_are_not_modified(self, method, updates):
         copies = [update.clone() for update in updates]

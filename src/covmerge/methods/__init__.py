@@ -3,10 +3,68 @@
 To add one: a file here with a kernel decorated by `@register(...)`, its import below, its tests.
 """
 
-from covmerge.methods import ace, actmat, average, task_arithmetic
+from covmerge.methods import (
+    ace,
+    actmat,
+    average,
+    cart,
+    consensus,
+    dare,
+    della,
+    emr,
+    fisher,
+    free,
+    iso,
+    lot,
+    regmean,
+    task_arithmetic,
+    ties,
+    tsv_m,
+    wudi,
+)
 from covmerge.methods.registry import Method, registry
+
+_ADAPTERS = (
+    "it works on the factors of LoRA adapters and arrives with adapter support; merge the experts' "
+    "full weights by another method meanwhile"
+)
+registry.reserve("knots", _ADAPTERS)
+registry.reserve("core_space", _ADAPTERS)
+registry.reserve(
+    "nan",
+    "its paper (arXiv:2505.16148) sets the coefficients in proportion to 1 over a norm, but whether "
+    "of the weights or the updates, per layer or in all, and what factor stands before them, could "
+    "not be established; give each expert a `weight` instead",
+)
+registry.reserve(
+    "adamerging",
+    "it trains its coefficients on unlabelled test data by minimising entropy (arXiv:2310.02575), "
+    "which is no merge without training",
+)
 
 names = registry.names
 get = registry.get
 
-__all__ = ["Method", "ace", "actmat", "average", "get", "names", "registry", "task_arithmetic"]
+__all__ = [
+    "Method",
+    "ace",
+    "actmat",
+    "average",
+    "cart",
+    "consensus",
+    "dare",
+    "della",
+    "emr",
+    "fisher",
+    "free",
+    "get",
+    "iso",
+    "lot",
+    "names",
+    "registry",
+    "regmean",
+    "task_arithmetic",
+    "ties",
+    "tsv_m",
+    "wudi",
+]

@@ -101,6 +101,7 @@ class Method:
             axis is one row), or whole.
         others: what a matrix method does with tensors that are not matrices.
         data: the statistics of the experts' data that it needs.
+        protocol: how these must have been collected (`covmerge collect --protocol`).
         survey: what it must know of all tensors before the first is merged.
         needs_base: uses `LinearGroup.base`, which is not formed otherwise.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
@@ -117,6 +118,7 @@ class Method:
     unit: Unit | Callable[[Parameters], Unit] = "matrix"
     others: Literal["average", "base"] = "average"
     data: Data = "none"
+    protocol: str = "inputs"
     survey: Survey | None = None
     needs_base: bool = False
     writes_masks: bool = False

@@ -38,12 +38,14 @@ class Case:
     Attributes:
         run: computes it.
         says: method and parameters, for the table.
+        leaves_out: endings of names that covmerge treats otherwise on purpose.
         ill_posed: checks what is left to check of a tensor that the tolerances call ill-posed:
             `(variant, name, published)`.
     """
 
     run: Run
     says: str
+    leaves_out: tuple[str, ...] = ()
     ill_posed: Callable[[str, str, Tensor], None] | None = None
 
 

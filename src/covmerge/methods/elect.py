@@ -1,0 +1,95 @@
+"""Trim, elect a sign, merge what agrees: TIES' steps, which DARE and DELLA share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.linalg.auto import Cost
+from covmerge.linalg.select import kth_magnitude
+from covmerge.methods.registry import Parameters, Unit
+
+Density = Annotated[
+    float, Field(gt=0, le=1, description="share of an expert's entries, the largest, that is kept")
+]
+Scale = Annotated[float, Field(description="λ, factor of the merged task vector")]
+Trim = Literal["global", "tensor"]
+TrimParameter = Annotated[
+    Trim, Field(description="keep the largest entries of the whole model, or of each tensor")
+]
+Combine = Literal["mean", "sum"]
+CombineParameter = Annotated[
+    Combine, Field(description="what happens to the entries that have the elected sign")
+]
+
+
+def elect_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """Two passes over the experts; elected signs, weights and three temporaries are alive."""
+    size = d_out * d_in
+    return Cost(16.0 * count * size, size * (5 * itemsize + 1))
+
+
+def trim_unit(parameters: Parameters) -> Unit:
+    """A threshold that a survey has found serves entry by entry; a tensor's own needs all of it."""
+    return "element" if parameters["trim"] == "global" else "tensor"
+
+
+def surveyed_density(parameters: Parameters) -> float | None:
+    """The density whose thresholds a survey looks for; None where every tensor has its own."""
+    density: float = parameters["density"]
+    return density if parameters["trim"] == "global" and density < 1 else None
+
+
+def thresholds_of(vectors: Sequence[Tensor], density: float) -> tuple[float, ...]:
+    """The magnitude from which entries are kept, per expert: ⌊density·N⌋ of N are above it.
+
+    Example:
+        >>> thresholds_of([torch.tensor([3.0, -1.0, 0.5, -4.0])], density=0.5)
+        (1.0,)
+    """
+    count = vectors[0].numel()
+    rank = count - int(density * count)
+    return tuple(kth_magnitude(vector, rank) for vector in vectors)
+
+
+def merge_agreeing(
+    vectors: Sequence[Tensor],
+    weights: Sequence[float],
+    *,
+    thresholds: Sequence[float] | None = None,
+    combine: Combine = "mean",
+) -> Tensor:
+    """Merge the entries that have the sign of the weighted sum.
+
+    s = sgn Σ w_t v_t;  Σ w_t v_t [/ Σ w_t] over the t with sgn v_t = s.  Where the sum is exactly
+    zero nobody is elected, and the result is zero: opposite experts cancel.
+
+    Args:
+        vectors: v_t of any one shape.
+        weights: w_t.
+        thresholds: entries of smaller magnitude count as zero; None: all entries count.
+        combine: mean or sum.
+    """
+    limits = [0.0] * len(vectors) if thresholds is None else thresholds
+    experts = list(zip(vectors, limits, weights, strict=True))
+    elected = torch.zeros_like(vectors[0])
+    for vector, limit, weight in experts:
+        # Not add_(alpha=weight): its fused product leaves a residue where opposite experts cancel.
+        elected.add_(_trimmed(vector, limit) * weight)
+    elected.sign_()
+    total, share = torch.zeros_like(elected), torch.zeros_like(elected)
+    for vector, limit, weight in experts:
+        agreeing = (_trimmed(vector, limit) * elected).clamp_min_(0.0)
+        share.add_(agreeing > 0, alpha=weight)
+        total.add_(agreeing.mul_(weight))
+    if combine == "mean":
+        total.div_(share.clamp_min_(min(weights)))
+    return total.mul_(elected)
+
+
+def _trimmed(vector: Tensor, threshold: float) -> Tensor:
+    return vector.masked_fill(vector.abs() < threshold, 0.0) if threshold > 0 else vector

@@ -1,0 +1,191 @@
+"""Isotropic merging: the sum of the updates with a flat spectrum, with or without task directions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.linalg.auto import Cost, polar_cost, svd_cost
+from covmerge.linalg.lapack import norm
+from covmerge.linalg.polar import orthogonalized
+from covmerge.linalg.spectral import TruncatedSvd, rank_tolerance, truncated_svd
+from covmerge.methods.closed_form import stack_weighted
+from covmerge.methods.registry import Laws, Reference, register
+from covmerge.types import LinearGroup, Merged
+
+_PAPER = Reference(
+    title="No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces",
+    venue="ICML 2025",
+    arxiv="2502.04959",
+    equations="§4",
+)
+_LAWS = Laws(
+    order_invariant=True,
+    scale_equivariant=True,
+    rotation_equivariant=True,
+    replicas=lambda parameters, count: None,
+    replicas_text="the expert's singular directions with a flat spectrum",
+)
+_TUNING = "α, on labelled validation data"
+
+Scale = Annotated[float, Field(description="α, factor of the merged update")]
+RankRtol = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        lt=1,
+        description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps",
+    ),
+]
+
+
+def _cost_of_sum(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    side = min(d_out, d_in)
+    spectrum = svd_cost(d_out, d_in, side, itemsize)
+    products = 2.0 * d_out * d_in * (count + side)
+    return Cost(spectrum.flops + products, spectrum.workspace + d_out * d_in * itemsize)
+
+
+def _cost_with_tasks(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    side = min(d_out, d_in)
+    kept = max(side, count)
+    common = _cost_of_sum(d_out, d_in, count, itemsize)
+    each = svd_cost(d_out, d_in, side, itemsize)
+    project = 4.0 * d_out * d_in * side
+    together = polar_cost(d_out, d_in, kept, itemsize)
+    # The vectors of the sum live throughout, those of the tasks from one to the next.
+    whole = side * (d_out + d_in) * itemsize
+    task = (kept * (d_out + d_in) + (d_out + side) * d_in) * itemsize + each.workspace
+    return Cost(
+        common.flops + count * (project + each.flops) + together.flops,
+        max(common.workspace, whole + max(task, together.workspace)),
+    )
+
+
+@register(
+    "iso_c",
+    equation="W̄ = W₀ + α σ̄ U Vᵀ,  Σ w_t Δ_t = U diag(σ) Vᵀ,  σ̄ = mean σ",
+    reference=_PAPER,
+    laws=_LAWS,
+    cost=_cost_of_sum,
+    published_tuning=_TUNING,
+)
+def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None) -> Merged:
+    """Give the sum of the updates a flat spectrum at its mean singular value.
+
+    W̄ = W₀ + α σ̄ U Vᵀ,  Σ w_t Δ_t = U diag(σ) Vᵀ  (Iso-C)
+
+    Args:
+        group: updates `(d_out, d_in)`; weights multiply them.
+        scale: α.
+        rank_rtol: where the numerical rank of the sum ends.
+
+    Departs from the paper: the mean and the directions are those within the numerical rank of the
+    sum. The published code raises null directions, which are arbitrary, to a mean that counts
+    their zeros.
+
+    Example:
+        >>> import torch
+        >>> d = torch.diag(torch.tensor([3.0, 1.0, 0.0]))
+        >>> iso_c(LinearGroup((d,), weights=(1.0,))).delta.diagonal().tolist()
+        [2.0, 2.0, 0.0]
+    """
+    whole = _svd_of_sum(group, rank_tolerance(group.updates[0], rank_rtol))
+    if not whole.rank:
+        return Merged(torch.zeros_like(group.updates[0]), {"rank": 0})
+    flat = float(whole.kept.mean())
+    return Merged(
+        (whole.left @ whole.right).mul_(scale * flat), {"rank": whole.rank, "sigma": flat}
+    )
+
+
+@register(
+    "iso_cts",
+    equation="W̄ = W₀ + α σ̄ polar([U_1 … U_T U_c]) polar([V_1 … V_T V_c])ᵀ,  "
+    "U_c, V_c of Σ w_t Δ_t,  U_t, V_t of (I − U_cU_cᵀ)Δ_t",
+    reference=_PAPER,
+    laws=_LAWS,
+    cost=_cost_with_tasks,
+    published_tuning=_TUNING,
+)
+def iso_cts(
+    group: LinearGroup,
+    *,
+    common_fraction: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of the directions that all tasks have in common"),
+    ] = 0.8,
+    scale: Scale = 1.0,
+    rank_rtol: RankRtol = None,
+) -> Merged:
+    """Join common directions of the sum with directions of every task, and flatten the spectrum.
+
+    W̄ = W₀ + α σ̄ polar([U_1 … U_T U_c]) polar([V_1 … V_T V_c])ᵀ  (Iso-CTS), with the c leading
+    singular directions of Σ w_tΔ_t, the s leading ones of every (I − U_cU_cᵀ)Δ_t, and σ̄ the mean of
+    all their singular values. Of r directions, s = round((r − ⌊common_fraction · r⌋)/T), half to
+    even, and c = r − sT.
+
+    Args:
+        group: updates `(d_out, d_in)`; weights multiply them.
+        common_fraction: before the remaining directions are dealt out to the tasks in equal parts.
+        scale: α.
+        rank_rtol: where numerical rank ends, of the sum and of the vectors side by side; of a
+            projected update, relative to the norm of the whole update.
+
+    Departs from the paper: r is the numerical rank of the sum, not min(d_out, d_in). An expert that
+    did not change the layer leaves it, and T counts the others. s is at least 1 and c at least 0
+    (published: no task directions for T ≥ 2(r − ⌊common_fraction · r⌋)). Nothing beyond the
+    numerical rank of a projected update is used; where an update lies in the common directions
+    nothing of it is. polar takes a pseudo-inverse, as in `tsv_m`.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.eye(4)[:2], torch.eye(4)[2:]
+        >>> iso_cts(LinearGroup((a, b), weights=(1.0, 1.0)), common_fraction=0.5).delta.shape
+        torch.Size([2, 4])
+    """
+    rtol = rank_tolerance(group.updates[0], rank_rtol)
+    whole = _svd_of_sum(group, rtol)
+    if not whole.rank:
+        return Merged(torch.zeros_like(group.updates[0]), {"rank": 0})
+    changed = [pair for pair in zip(group.updates, group.weights, strict=True) if pair[0].any()]
+    c, s = _dimensions(whole.rank, len(changed), common_fraction)
+    common = whole.first(c)
+    tasks = [_task_directions(update, common.left, s, rtol) for update, _ in changed]
+    sigma = [part.kept * w for part, (_, w) in zip(tasks, changed, strict=True)]
+    flat = float(torch.cat([*sigma, common.kept]).mean())
+    left, right = orthogonalized([*tasks, common], rtol=rtol)
+    stats = {
+        "unchanged": len(group.updates) - len(changed),
+        "rank": whole.rank,
+        "common": c,
+        "per_task": s,
+        "directions": c + sum(map(len, sigma)),
+        "sigma": flat,
+    }
+    return Merged((left @ right).mul_(scale * flat), stats)
+
+
+def _svd_of_sum(group: LinearGroup, rtol: float) -> TruncatedSvd:
+    """Every direction of Σ w_tΔ_t within its numerical rank."""
+
+    def make() -> TruncatedSvd:
+        total = stack_weighted(group.updates, group.weights)
+        return truncated_svd(total, min(total.shape), rtol=rtol)
+
+    return group.once(f"svd of the sum, rtol {rtol}", make)
+
+
+def _dimensions(rank: int, count: int, common_fraction: float) -> tuple[int, int]:
+    """Return how many directions are common, and how many each task adds."""
+    per_task = max(1, round((rank - int(rank * common_fraction)) / count))
+    return max(0, rank - per_task * count), per_task
+
+
+def _task_directions(update: Tensor, common: Tensor, k: int, rtol: float) -> TruncatedSvd:
+    """Return the leading directions of (I − U_cU_cᵀ)Δ."""
+    residual = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
+    return truncated_svd(residual, k, rtol=rtol, scale=norm(update))

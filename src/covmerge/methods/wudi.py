@@ -1,0 +1,145 @@
+"""WUDI: the update that interferes least with every expert's own rows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.covariance.estimate import gram
+from covmerge.covariance.normal import NormalEquations, normal_equations
+from covmerge.linalg.auto import FLOAT64, Cost, eigh_cost, normal_equations_cost, use_dual
+from covmerge.linalg.lapack import norm
+from covmerge.methods.closed_form import active_experts, solve_pinv, stack_weighted
+from covmerge.methods.registry import Laws, Reference, register
+from covmerge.types import Json, LinearGroup, Merged
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    # The work of the default solver; Adam holds, beside the sums, W with its gradient and its moments.
+    del itemsize  # float64 throughout
+    side = count * d_out if use_dual(d_out, d_in, count) else d_in
+    sums = normal_equations_cost(d_out, d_in, count, 8)
+    matrix = d_out * d_in * 8
+    solve = eigh_cost(side)
+    return Cost(
+        FLOAT64 * sums.flops + solve.flops,
+        sums.workspace + count * matrix + max(solve.workspace, 7 * matrix),
+    )
+
+
+@register(
+    "wudi",
+    equation="W̄ = W₀ + argmin_W Σ ‖(W − Δ_t)Δ_tᵀ‖² / ‖Δ_t‖² = W₀ + (Σ Δ_t Ĉ_t)(Σ Ĉ_t)†,  "
+    "Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²",
+    reference=Reference(
+        title="Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via "
+        "Task Vectors",
+        venue="ICML 2025",
+        arxiv="2503.08099",
+        equations="the layer-wise objective",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0 if parameters["solver"] == "closed" else None,
+        replicas_text="the expert (up to directions below the cut-off); `adam` starts at the sum "
+        "and stays near it",
+    ),
+    cost=_cost,
+    others="base",
+)
+def wudi(
+    group: LinearGroup,
+    *,
+    solver: Annotated[
+        Literal["closed", "adam"],
+        Field(description="the minimiser of the loss, or the published optimiser's iterations"),
+    ] = "closed",
+    rtol: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="closed: cut-off of the pseudo-inverse, relative to the largest eigenvalue "
+            "of ΣĈ_t; by default d_in · 1.2e-7, as in `actmat`",
+        ),
+    ] = None,
+    iterations: Annotated[int, Field(ge=1, description="adam: number of steps")] = 300,
+    learning_rate: Annotated[float, Field(gt=0, description="adam: step size")] = 1e-5,
+) -> Merged:
+    """Merge one linear layer by least interference with the experts' task vectors.
+
+    W̄ = W₀ + argmin_W Σ w_t ‖(W − Δ_t)Δ_tᵀ‖²_F / ‖Δ_t‖²_F  (WUDI's objective)
+      = W₀ + (Σ w_t Δ_t Ĉ_t)(Σ w_t Ĉ_t)†,  Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F
+
+    The loss is quadratic: `closed` solves it, one solve in place of 300 steps; it is `actmat` with
+    every Gram matrix brought to trace 1. `adam` is the published algorithm, from W = Σ w_t Δ_t. Its
+    steps are hardly longer than the learning rate, so that an entry moves by about 3e-3 at most
+    whatever the scale of the updates, and it stops long before directions of little energy settle:
+    the paper's accuracies belong to a point between the sum and the minimum. Apart: ‖adam − closed‖
+    over ‖closed‖.
+
+    | measured                         | loss at ΣΔ | after `adam` | `closed` | apart |
+    |----------------------------------|------------|--------------|----------|-------|
+    | 768×768, 8 experts, ‖Δ_t‖ = 0.35 | 0.0091     | 0.0016       | 0.0015   | 25 %  |
+    | 48×32, 4 experts, ‖Δ_t‖ ≈ 0.4    | 0.15       | 0.11         | 0.015    | 89 %  |
+    | 64×64, 4 experts, norms 0.72–0.02| 0.019      | 0.0060       | 0.00037  | 26 %  |
+
+    Where T·d_out ≤ d_in the closed minimum is usually zero for every expert at once, and weights
+    change nothing.
+
+    Args:
+        group: updates `(d_out, d_in)`; a weight multiplies its expert's loss and its task vector
+            in the sum that `adam` starts from (weights are brought to mean 1 first).
+        solver: which point to return.
+        rtol: eigenvalues of ΣĈ_t at or below `rtol` times the largest count as zero.
+        iterations: of Adam.
+        learning_rate: of Adam; 1e-5 for ViT, 2e-5 in the published code for RoBERTa.
+
+    Departs from the paper: the default is the minimiser, not the 300 steps. An expert that did not
+    change the layer leaves the sums (published: 0/0, the whole tensor NaN). Adam's gradient is
+    taken through ΣĈ_t, one product a step in place of 2T; all is computed in float64.
+
+    Example:
+        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        >>> group = LinearGroup((d, d), weights=(1.0, 1.0))
+        >>> merged, published = wudi(group), wudi(group, solver="adam")
+        >>> torch.allclose(merged.delta, d), torch.allclose(published.delta, 2 * d, atol=4e-3)
+        (True, True)
+    """
+    first = group.updates[0]
+    active = active_experts(group)
+    if not active.updates:
+        return Merged(torch.zeros_like(first), {"unchanged": active.unchanged})
+
+    updates = [update.to(torch.float64) for update in active.updates]
+    normal = normal_equations(
+        [
+            gram(update).times(weight / norm(update) ** 2)
+            for update, weight in zip(updates, active.weights, strict=True)
+        ]
+    )
+    stats: dict[str, Json] = {"route": normal.route, "unchanged": active.unchanged}
+    if solver == "adam":
+        # One expert alone is its own minimum; Adam would blow up the rounding of its gradient.
+        steps = iterations if len(updates) > 1 else 0
+        merged = _adam(normal, stack_weighted(updates, active.weights), steps, learning_rate)
+    else:
+        cutoff = first.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
+        merged, rank = solve_pinv(normal, rtol=cutoff)
+        stats |= {"rank": rank, "rtol": cutoff}
+    return Merged(merged.to(first.dtype), stats)
+
+
+def _adam(normal: NormalEquations, start: Tensor, steps: int, learning_rate: float) -> Tensor:
+    """Follow the gradient 2(W ΣĈ_t − ΣΔ_tĈ_t) of the loss from `start`, which is overwritten."""
+    target = normal.lift(normal.numerator)
+    optimizer: Any = torch.optim.Adam([start], lr=learning_rate)  # its types are incomplete
+    for _ in range(steps):
+        start.grad = normal.apply(start).sub_(target).mul_(2.0)
+        optimizer.step()
+    return start

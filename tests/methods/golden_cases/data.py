@@ -1,0 +1,69 @@
+"""WUDI, and the methods that use data: RegMean, LOT, Fisher."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from covmerge.types import Measured
+from tests.methods.golden_cases.common import (
+    EXPERTS,
+    LINEAR,
+    NAMES,
+    Case,
+    group_of,
+    inputs,
+    merged,
+    per_layer,
+    says,
+    updates_of,
+)
+
+
+def with_data(kind: str, method: str, names: tuple[str, ...], **parameters: object) -> Case:
+    """Tensors with a statistic of `kind` by `method`; `names` without one are averaged."""
+
+    def run(variant: str) -> dict[str, Tensor]:
+        results = {}
+        for name in names:
+            updates = updates_of(variant, name)
+            if f"{variant}/{kind}/0/{name}" in inputs():
+                group = group_of(updates, measured=measured_of(kind, variant, name))
+                results[name] = merged(method, group, **parameters)
+            else:
+                results[name] = merged("average", group_of(updates))
+        return results
+
+    return Case(run, says(method, parameters))
+
+
+def measured_of(kind: str, variant: str, name: str) -> tuple[Measured, ...]:
+    """What 256 rows of data said of one tensor."""
+    return tuple(
+        Measured(inputs()[f"{variant}/{kind}/{t}/{name}"], 256, total(kind, variant, t))
+        for t in EXPERTS
+    )
+
+
+@cache
+def total(kind: str, variant: str, t: int) -> float:
+    values = [v for key, v in inputs().items() if key.startswith(f"{variant}/{kind}/{t}/")]
+    return float(torch.cat([value.double().flatten() for value in values]).norm())
+
+
+CASES = {
+    "wudi_300": per_layer("wudi", names=LINEAR, solver="adam"),
+    **{
+        f"regmean_a{a}": with_data("gram", "regmean", NAMES, off_diagonal=float(a))
+        for a in ("0.1", "0.9", "1.0")
+    },
+    "regmean_actmat_d": with_data("gram", "lot", LINEAR),
+    "fisher_bloomberg": with_data(
+        "fisher", "fisher", NAMES, floor=1e-10, floor_how="add", normalize=False
+    ),
+    "fisher_mmatena": with_data("fisher", "fisher", NAMES, floor_on="first"),
+    "fisher_mmatena_nofavor": with_data("fisher", "fisher", NAMES),
+    "fisher_modelnorm_1e-6": with_data("fisher", "fisher", NAMES, floor_how="add"),
+}

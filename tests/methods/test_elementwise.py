@@ -1,0 +1,403 @@
+"""TIES, DARE, DELLA, Consensus Task Arithmetic, EMR: masks, thresholds, streams and edge cases."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covmerge.errors import RecipeError
+from covmerge.linalg.random import Stream
+from covmerge.methods import registry
+from covmerge.methods.dare import sparsified
+from covmerge.methods.della import keep_probability
+from covmerge.methods.elect import thresholds_of
+from covmerge.methods.emr import rescalers
+from covmerge.types import LinearGroup
+from tests.methods.golden_cases import elementwise as golden
+from tests.methods.golden_cases.common import EXPERTS, NAMES, updates_of
+from tests.methods.groups import random_updates, relative
+
+PUBLISHED = json.loads((Path(__file__).parent.parent / "golden" / "edge_cases.json").read_text())
+METHODS = ["ties", "dare_task_arithmetic", "dare_ties", "della", "consensus", "emr"]
+SEEDED = ["dare_task_arithmetic", "dare_ties", "della"]
+
+
+def draw(shape=(24, 40), norms=(0.4,) * 4, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    updates = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in norms]
+    return [(u * n / u.norm()).to(dtype) for u, n in zip(updates, norms, strict=True)]
+
+
+def group_of(updates, weights=None, offset=0, **given):
+    return LinearGroup(
+        tuple(updates),
+        tuple(weights or [1.0] * len(updates)),
+        streams=tuple(Stream(f"fc/{t}", offset) for t in range(len(updates))),
+        **given,
+    )
+
+
+def merge(name, group, **parameters):
+    method = registry.get(name)
+    return method(group, **method.resolve(parameters))
+
+
+def delta(name, updates, weights=None, **parameters):
+    return merge(name, group_of(updates, weights), **parameters).delta
+
+
+# Where the published code breaks, and where it does not: golden/edge_cases.json.
+
+
+def edge_updates():
+    """The inputs of its rows, drawn anew; norms of random updates hardly depend on the draw."""
+    usual = draw()
+    zero = torch.zeros_like(usual[0])
+    return {
+        "normal T=4 (24,40) norm .4": usual,
+        "T=1": usual[:1],
+        "one task has an all-zero delta": [usual[0], zero, *usual[2:]],
+        "all deltas zero": [zero] * 4,
+        "norms all ~1.0 (log ~ 0), homogeneous": draw(norms=(1.0,) * 4),
+        "norms 0.95..1.05": draw(norms=(0.95, 1.0, 1.02, 1.05)),
+        "LoRA rank 2 of 24, T=4": random_updates(24, 40, 4, 2, 1.0, 0, torch.float32),
+        "min dim 3 heterog (ACE k=0)": draw((3, 40), norms=(0.4, 0.13, 0.04, 0.013)),
+        "min dim 3 homog": draw((3, 40)),
+        "T=8 > min dim 4": draw((4, 40), norms=(0.4,) * 8),
+        "T=49, min dim 49 (float floor)": draw((49, 49), norms=(0.4,) * 49),
+        "identical deltas x4": usual[:1] * 4,
+        "opposite deltas d,-d": [usual[0], -usual[0]],
+        "bf16 inputs": [update.bfloat16().float() for update in usual],
+    }
+
+
+EDGE = edge_updates()
+MERGED_TO_THE_BASE = {
+    ("ties", "opposite deltas d,-d"),
+    ("consensus", "opposite deltas d,-d"),
+    ("consensus", "identical deltas x4"),  # 1 > 0.4 · 3 holds for nobody
+}
+
+
+def published(case, column):
+    """The norm of the published result, NaN where it is not finite."""
+    said = PUBLISHED[case][column]
+    return float(said.removeprefix("norm ")) if said.startswith("norm ") else math.nan
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("case", EDGE)
+def test_edge_cases_are_finite(case, name):
+    result = merge(name, group_of(EDGE[case]))
+    assert torch.isfinite(result.delta).all()
+    assert bool(result.delta.any()) == (
+        case != "all deltas zero" and (name, case) not in MERGED_TO_THE_BASE
+    )
+    json.dumps(dict(result.stats), allow_nan=False)
+
+
+# The published LoRA and heterogeneous rows have other ranks and norms than these.
+@pytest.mark.parametrize("case", [c for c in EDGE if "LoRA" not in c and "heterog" not in c])
+def test_edge_cases_have_the_published_norms(case):
+    ties, emr = merge("ties", group_of(EDGE[case])), merge("emr", group_of(EDGE[case]))
+    assert float(emr.delta.norm()) == pytest.approx(published(case, "emr"), rel=0.04)
+    factors = torch.tensor(rescalers([emr.stats]))
+    if math.isnan(published(case, "emr_rescale")):
+        changed = torch.tensor([bool(update.any()) for update in EDGE[case]])
+        assert (factors[~changed] == 1.0).all()
+        assert (factors[changed] != 1.0).all()
+        assert torch.isfinite(factors).all()
+    else:
+        assert float(factors.norm()) == pytest.approx(published(case, "emr_rescale"), rel=0.04)
+    if case == "opposite deltas d,-d":
+        assert published(case, "ties") > 0.3  # it keeps the majority sign of the model
+        assert not ties.delta.any()
+    else:
+        assert float(ties.delta.norm()) == pytest.approx(published(case, "ties"), rel=0.04)
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [1.3, 1.3]])
+def test_opposite_experts_cancel_whatever_their_common_weight(weights):
+    update = draw(norms=(0.4,))[0]
+    assert not delta("ties", [update, -update], weights, density=1.0).any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (1, 1), (5, 1), (2, 3, 4, 5), (0, 3)])
+def test_tensors_of_any_shape(name, shape):
+    updates = [torch.full(shape, value) for value in (0.5, 1.0)]
+    result = merge(name, group_of(updates))
+    assert result.delta.shape == shape
+    assert torch.isfinite(result.delta).all()
+
+
+# Blocks of rows are merged as the whole tensor is, bit for bit.
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [(name, {}) for name in METHODS] + [("ties", {"merge": "sum"}), ("dare_ties", {"drop": 0.9})],
+)
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    tail=st.sampled_from([(1,), (5,), (19,), (3, 2, 2)]),
+    step=st.integers(1, 4),
+    weighted=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_blocks_of_rows_give_the_same_bits(name, parameters, rows, tail, step, weighted, seed):
+    method = registry.get(name)
+    given = method.resolve(parameters)
+    updates = draw((rows, *tail), norms=(0.4, 0.3, 0.2), seed=seed)
+    weights = [1.0, 1.3, 0.7] if weighted else None
+    whole = group_of(updates, weights)
+    if method.surveyed(given) is not None:
+        vectors = method.survey.vectors(whole, given)
+        whole = replace(whole, thresholds=thresholds_of(vectors, given["density"]))
+    blocks = [
+        method(
+            group_of(
+                [update[start : start + step] for update in updates],
+                weights,
+                offset=start * updates[0][0].numel(),
+                thresholds=whole.thresholds,
+            ),
+            **given,
+        )
+        for start in range(0, rows, step)
+    ]
+    merged = method(whole, **given)
+    assert torch.equal(torch.cat([block.delta for block in blocks]), merged.delta)
+    for t, mask in enumerate(merged.masks):
+        assert torch.equal(torch.cat([block.masks[t] for block in blocks]), mask)
+
+
+@pytest.mark.parametrize("name", ["ties", "dare_ties"])
+def test_a_survey_is_needed_for_the_global_trim_only(name):
+    method = registry.get(name)
+    for chosen, unit, density in [
+        ({}, "element", 0.2),
+        ({"density": 0.6}, "element", 0.6),
+        ({"density": 1.0}, "element", None),
+        ({"trim": "tensor"}, "tensor", None),
+    ]:
+        parameters = method.resolve(chosen)
+        assert method.unit_for(parameters) == unit
+        assert method.surveyed(parameters) == density
+
+
+# TIES
+
+
+@pytest.mark.parametrize("density", [1e-6, 0.1, 0.2, 0.37, 0.999, 1.0])
+def test_the_threshold_keeps_one_more_than_the_share(density):
+    update = draw((13, 17), norms=(1.0,))[0]
+    kept = int(delta("ties", [update], density=density).count_nonzero())
+    assert kept == min(13 * 17, int(density * 13 * 17) + 1)
+
+
+def test_a_given_threshold_is_used_instead_of_the_groups_own():
+    update = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    group = group_of([update, 2 * update], thresholds=(3.0, 8.0))
+    assert merge("ties", group, merge="sum").delta.tolist() == [[0.0, 0.0, 3.0, 12.0]]
+
+
+def test_weights_vote_and_share():
+    updates, weights = [torch.tensor([3.0, 3.0]), torch.tensor([-1.0, 1.0])], [1.0, 7.0]
+    assert delta("ties", updates, weights, density=1.0).tolist() == [-1.0, 1.25]
+    assert delta("ties", updates, weights, density=1.0, merge="sum").tolist() == [-7.0, 10.0]
+
+
+# DARE
+
+
+def test_without_dropping_dare_is_what_follows_it():
+    updates = draw()
+    plain = delta("dare_task_arithmetic", updates, drop=0.0)
+    assert relative(plain, delta("task_arithmetic", updates).double()) < 1e-7
+    assert torch.equal(delta("dare_ties", updates, drop=0.0), delta("ties", updates))
+
+
+@pytest.mark.parametrize("drop", [0.1, 0.5, 0.9])
+def test_dare_drops_its_share_and_keeps_the_mean(drop):
+    group = group_of([torch.ones(400, 500)])
+    for rescale in (True, False):
+        vector = next(sparsified(group, drop=drop, rescale=rescale, seed=0))
+        kept = float(vector.count_nonzero()) / vector.numel()
+        assert kept == pytest.approx(1 - drop, abs=0.005)
+        assert float(vector.mean()) == pytest.approx(1.0 if rescale else 1 - drop, abs=0.02)
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_masks_follow_from_seed_and_stream_alone(name):
+    updates = draw()
+    group = group_of(updates)
+    usual = merge(name, group).delta
+    assert torch.equal(merge(name, group).delta, usual)
+    assert not torch.equal(merge(name, group, seed=1).delta, usual)
+    renamed = replace(group, streams=tuple(Stream(f"proj/{t}") for t in range(4)))
+    assert not torch.equal(merge(name, renamed).delta, usual)
+    torch.manual_seed(5)  # the global generator has no say
+    assert torch.equal(merge(name, group).delta, usual)
+
+
+def test_experts_lose_different_entries():
+    group = group_of([torch.ones(20, 20)] * 2)
+    first, second = sparsified(group, drop=0.5, rescale=True, seed=0)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_float64_draws_the_same_masks(name):
+    updates = draw()
+    exact = delta(name, [update.double() for update in updates])
+    assert relative(delta(name, updates), exact) < 1e-6
+
+
+@pytest.mark.parametrize("drop", [1.0, -0.1])
+def test_a_drop_rate_that_leaves_nothing_is_refused(drop):
+    with pytest.raises(RecipeError, match="drop"):
+        registry.get("dare_ties").resolve({"drop": drop})
+
+
+# DELLA
+
+
+@pytest.mark.parametrize("variant", ["homog", "heterog"])
+def test_keep_probabilities_are_the_published_ones(variant):
+    """But for equal magnitudes in a row, whose order is arbitrary there and stable here."""
+    for name in NAMES:
+        for t, update in enumerate(updates_of(variant, name)):
+            theirs = golden.stored(golden.DELLA)[f"{variant}/keep_prob/{t}/{name}"]
+            ours = keep_probability(update, density=0.3, window=0.2)
+            rows = update.abs().reshape(1, -1) if update.dim() == 1 else update.abs()
+            tied = (rows[:, :, None] == rows[:, None, :]).sum(2) > 1
+            differs = (ours - theirs).abs() > 1e-6
+            assert not (differs & ~tied.view_as(update)).any()
+
+
+def test_larger_entries_are_kept_more_often():
+    update = torch.arange(1.0, 101.0).repeat(2000, 1)
+    vectors = delta("della", [update], density=0.5, window=0.8, scale=1.0)
+    kept = (vectors != 0).float().mean(0)
+    assert torch.allclose(kept, torch.linspace(0.1, 0.9, 100), atol=0.05)
+    assert torch.allclose(vectors.mean(0), update[0], rtol=0.3)
+
+
+def test_rows_are_those_of_the_first_axis():
+    kernel = draw((4, 3, 2, 2), norms=(1.0,))[0]
+    q = keep_probability(kernel, density=0.3, window=0.2)
+    assert torch.equal(q.flatten(1), keep_probability(kernel.flatten(1), density=0.3, window=0.2))
+    vector = kernel.flatten()
+    q = keep_probability(vector, density=0.3, window=0.2)
+    assert torch.equal(q, keep_probability(vector[None], density=0.3, window=0.2)[0])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (6, 1)])
+def test_a_row_of_one_entry_is_kept_with_the_mean_probability(shape):
+    """Published: rank 0 of 0, 0/0."""
+    assert (keep_probability(torch.ones(shape), density=0.3, window=0.2) == 0.3).all()
+
+
+@pytest.mark.parametrize(
+    ("density", "window"), [(0.1, 0.2), (0.05, 0.2), (0.95, 0.2), (1.0, 0.1), (0.4, 0.9)]
+)
+def test_probabilities_beyond_their_range_are_refused(density, window):
+    with pytest.raises(RecipeError, match=r"density .* window/2 .* within \(0, 1\]"):
+        delta("della", draw(), density=density, window=window)
+
+
+# Consensus
+
+
+def test_k_is_at_most_the_number_of_experts():
+    """Published: k > T leaves the base."""
+    update = draw(norms=(0.4,))
+    result = merge("consensus", group_of(update), scale=1.0)
+    assert torch.equal(result.delta, update[0])
+    assert result.stats == {"k": 1}
+    pair = draw(norms=(0.4, 0.4))
+    assert torch.equal(delta("consensus", pair, k=9), delta("consensus", pair, k=2))
+
+
+def test_k_zero_is_task_arithmetic():
+    updates = draw()
+    plain = delta("task_arithmetic", updates)
+    assert relative(delta("consensus", updates, k=0), plain.double()) < 1e-6
+
+
+def test_selfish_and_catastrophic_entries_are_removed():
+    updates = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([0.0, 1.0, -0.9])]
+    assert delta("consensus", updates, scale=1.0).tolist()[:2] == [0.0, 2.0]
+    assert delta("consensus", updates, k=1, scale=1.0).tolist()[:2] == [1.0, 2.0]
+    # λ(T − 1) ≥ 1: nobody outweighs three others that agree with it.
+    assert not delta("consensus", [torch.ones(3)] * 4, k=1).any()
+
+
+def test_weights_scale_the_sum_and_leave_the_masks():
+    updates, weights = draw(), [20.0, 1.0, 1.0, 1.0]
+    plain, weighted = delta("consensus", updates), delta("consensus", updates, weights)
+    assert torch.equal(plain != 0, weighted != 0)
+    total = delta("task_arithmetic", updates, weights).double()
+    assert relative(weighted, torch.where(plain != 0, total, 0.0)) < 1e-6
+
+
+# EMR
+
+
+@pytest.mark.parametrize("variant", ["homog", "heterog"])
+def test_emr_masks_are_the_published_ones(variant):
+    for name in NAMES:
+        masks = merge("emr", group_of(updates_of(variant, name))).masks
+        for t in EXPERTS:
+            assert torch.equal(masks[t], golden.stored("emr")[f"{variant}/mask/{t}/{name}"])
+
+
+def test_one_expert_is_reconstructed_exactly():
+    update = draw(norms=(0.4,))
+    result = merge("emr", group_of(update))
+    assert torch.equal(rescalers([result.stats])[0] * result.masks[0] * result.delta, update[0])
+
+
+def test_an_exact_tie_elects_the_negative_sign():
+    update = torch.tensor([1.0, -2.0])
+    result = merge("emr", group_of([update, -update], [1.3, 1.3]))
+    assert result.delta.tolist() == [-1.0, -2.0]
+    assert [mask.tolist() for mask in result.masks] == [[False, True], [True, False]]
+
+
+def test_rescalers_add_means_over_tensors():
+    stats = [
+        {"size": 2, "expert_mass": [3.0, 4.0], "kept_mass": [1.0, 2.0]},
+        {"size": 8, "expert_mass": [4.0, 0.0], "kept_mass": [8.0, 8.0]},
+        {"size": 0, "expert_mass": [0.0, 0.0], "kept_mass": [0.0, 0.0]},  # an empty tensor
+    ]
+    assert rescalers(stats) == [2.0 / 1.5, 2.0 / 2.0]
+
+
+def test_an_expert_of_which_nothing_is_kept_is_not_rescaled():
+    """Published: x/0 and 0/0."""
+    updates = [torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([-0.5, -0.5])]
+    result = merge("emr", group_of(updates))
+    assert rescalers([result.stats]) == [1.0, 1.0, 1.0]
+    assert not result.masks[1].any()
+    assert not result.masks[2].any()
+
+
+def test_masses_of_row_blocks_add_up():
+    updates = draw()
+    whole = merge("emr", group_of(updates)).stats
+    parts = [
+        merge("emr", group_of([u[rows] for u in updates])).stats
+        for rows in (slice(7), slice(7, 24))
+    ]
+    assert sum(part["size"] for part in parts) == whole["size"]
+    for key in ("expert_mass", "kept_mass"):
+        added = [sum(masses) for masses in zip(*(part[key] for part in parts), strict=True)]
+        assert added == pytest.approx(whole[key], rel=1e-12)
