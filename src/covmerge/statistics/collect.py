@@ -1,0 +1,212 @@
+"""From an expert and examples to a statistics file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast, get_args
+
+import torch
+from typing_extensions import Unpack
+
+from covmerge.checkpoints import open_checkpoint
+from covmerge.errors import InputError, did_you_mean
+from covmerge.statistics.examples import Batch, Examples, Reading, ReadingOptions, size_of
+from covmerge.statistics.file import Kind
+from covmerge.statistics.fisher import FisherCollector, Labels
+from covmerge.statistics.gram import GramCollector
+from covmerge.statistics.model import RunningModel, load_model, some
+from covmerge.statistics.write import Contents, Statistic, check_output, write_statistics
+
+
+class Progress(Protocol):
+    """Hears of every example that went through a model."""
+
+    def start(self, total: int | None) -> None:
+        """Collecting begins; `total` examples will pass, None where nobody knows."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """So many examples have passed."""
+        ...
+
+    def finish(self) -> None:
+        """Collecting is over, well or badly."""
+        ...
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What was written.
+
+    Attributes:
+        path: the statistics file.
+        tensors: kind -> number of tensors it speaks of.
+        stored: kind -> number of tensors stored: layers with the same input share one.
+        rows: kind -> fewest and most layer inputs, or examples, behind a tensor.
+        examples: examples that were seen.
+        nbytes: size of the file.
+        seconds: time that loading, running and writing took.
+        notes: what a user should know.
+    """
+
+    path: Path
+    tensors: dict[str, int]
+    stored: dict[str, int]
+    rows: dict[str, tuple[int, int]]
+    examples: int
+    nbytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+
+def collect(
+    expert: str | Path,
+    examples: Examples,
+    out: str | Path,
+    *,
+    kinds: Sequence[str] = ("gram",),
+    labels: str = "model",
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    **reading: Unpack[ReadingOptions],
+) -> Collected:
+    """Run examples through an expert and write what its layers see to a statistics file.
+
+    Gram: E[z zᵀ] over all inputs z of a linear layer, uncentred (RegMean, Jin et al. 2023, §3).
+    Fisher: see `FisherCollector`.
+
+    Args:
+        expert: folder of the model, or a repository of the Hub.
+        examples: a file of texts (`.txt`, `.jsonl`, `.json`, `.csv`), or batches of tensors as the
+            model takes them; `labels` in them are kept from the model.
+        out: the file to write, `*.covstats.safetensors`.
+        kinds: `gram`, `fisher`, or both.
+        labels: whose labels the Fisher information is of: `model` or `data`.
+        seed: of the labels drawn from the model.
+        device: where the model runs.
+        progress: hears of every batch.
+        overwrite: replace a statistics file.
+        **reading: how examples become batches, the attributes of `Reading`: `max_examples`,
+            `batch_size`, `max_length`, `tokenizer`, `text_column`, `pair_column`, `label_column`.
+
+    Raises:
+        InputError: anything wrong with the model, the examples or the output; nothing is left
+            behind.
+        ResourceError: the disk is full.
+    """
+    start = time.perf_counter()
+    out = Path(out).expanduser()
+    chosen = _checked_kinds(kinds)
+    source = _checked_labels(labels)
+    check_output(out, overwrite=overwrite)
+    how = Reading(**reading)
+    with closing(open_checkpoint(expert)) as checkpoint:
+        model = load_model(checkpoint, device, head="fisher" in chosen)
+        grams = GramCollector(model.layers()) if "gram" in chosen else None
+        fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
+        batches, total = model.batches(examples, how, labels=source == "data")
+        with reported(progress, total) as advance:
+            seen = _run(model, batches, advance, grams, fisher)
+        found = _contents(model, seen, grams, fisher)
+        write_statistics({out: found}, overwrite=overwrite)
+    return collected(out, found, time.perf_counter() - start)
+
+
+def collected(path: Path, contents: Contents, seconds: float) -> Collected:
+    """Say what was written."""
+    statistics = contents.statistics
+    return Collected(
+        path=path,
+        tensors={kind: sum(len(s.names) for s in found) for kind, found in statistics.items()},
+        stored={kind: len(found) for kind, found in statistics.items()},
+        rows={kind: _range([s.rows for s in found]) for kind, found in statistics.items()},
+        examples=contents.examples,
+        nbytes=path.stat().st_size,
+        seconds=seconds,
+        notes=tuple(contents.notes),
+    )
+
+
+def _range(rows: Sequence[int]) -> tuple[int, int]:
+    return min(rows), max(rows)
+
+
+def _checked_kinds(kinds: Sequence[str]) -> tuple[Kind, ...]:
+    for kind in kinds:
+        if kind not in get_args(Kind):
+            raise InputError(
+                f"there is no statistic '{kind}'." + did_you_mean(kind, get_args(Kind))
+            )
+    chosen = tuple(kind for kind in get_args(Kind) if kind in kinds)
+    if not chosen:
+        raise InputError("no kind of statistics is asked for: pass gram, fisher or both")
+    return chosen
+
+
+@contextmanager
+def reported(progress: Progress | None, total: int | None) -> Generator[Callable[[int], None]]:
+    """Start a progress, give out its `advance`, and finish it, well or badly."""
+    if progress is None:
+        yield lambda count: None
+        return
+    progress.start(total)
+    try:
+        yield progress.advance
+    finally:
+        progress.finish()
+
+
+def _checked_labels(labels: str) -> Labels:
+    if labels not in get_args(Labels):
+        raise InputError(f"labels are those of the model or of the data, not of '{labels}'")
+    return cast("Labels", labels)
+
+
+def _run(
+    model: RunningModel,
+    batches: Iterable[Batch],
+    advance: Callable[[int], None],
+    grams: GramCollector | None,
+    fisher: FisherCollector | None,
+) -> int:
+    """Show every batch to the collectors; return the number of examples."""
+    seen = 0
+    for batch in batches:
+        if grams is not None:
+            with grams.watching(batch), torch.no_grad():
+                model.run(batch)
+        if fisher is not None:
+            fisher.add(batch)
+        seen += size_of(batch)
+        advance(size_of(batch))
+    if not seen:
+        raise InputError("there is no example: pass one batch or more")
+    return seen
+
+
+def _contents(
+    model: RunningModel, seen: int, grams: GramCollector | None, fisher: FisherCollector | None
+) -> Contents:
+    statistics: dict[Kind, list[Statistic]] = {}
+    notes: list[str] = []
+    if grams is not None:
+        statistics["gram"] = grams.statistics()
+        notes += grams.notes() + packed_note(model)
+    if fisher is not None:
+        statistics["fisher"] = fisher.statistics()
+        notes += fisher.notes()
+    labels = "" if fisher is None else fisher.labels
+    return Contents(model.checkpoint, statistics, seen, labels=labels, notes=notes)
+
+
+def packed_note(model: RunningModel) -> list[str]:
+    """Say which linear layers cannot be watched."""
+    packed = model.packed_layers()
+    why = "packed with others in the model, so without a Gram matrix"
+    return [f"{some(packed)}: {why}"] if packed else []

@@ -1,0 +1,260 @@
+"""Examples for a model: texts from a file, or batches from a program."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from covmerge.checkpoints.json_file import shorten
+from covmerge.errors import InputError, did_you_mean
+
+Batch = Mapping[str, Tensor]
+Examples = str | Path | Iterable[Batch]
+
+LABELS = "labels"  # key of a batch that holds what the model was trained to say
+
+
+class ReadingOptions(TypedDict, total=False):
+    """`Reading`, as keyword arguments."""
+
+    max_examples: int | None
+    batch_size: int
+    max_length: int | None
+    tokenizer: str | Path | None
+    text_column: str
+    pair_column: str
+    label_column: str
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How examples become batches.
+
+    Attributes:
+        max_examples: most examples to take; None: all.
+        batch_size: texts a batch.
+        max_length: tokens that a text is cut to; None: what the model takes.
+        tokenizer: folder of the tokenizer; None: the model's.
+        text_column: column, or JSON key, of the text.
+        pair_column: that of a second text, where there is one.
+        label_column: that of the label, where there is one: a number, or a name in the model's
+            config.
+    """
+
+    max_examples: int | None = None
+    batch_size: int = 8
+    max_length: int | None = None
+    tokenizer: str | Path | None = None
+    text_column: str = "text"
+    pair_column: str = "text_pair"
+    label_column: str = "label"
+
+    def __post_init__(self) -> None:
+        for name in ("max_examples", "batch_size", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}: pass a positive number")
+
+
+@dataclass(frozen=True)
+class Text:
+    """One example of a file; pair and label are None where the file has none."""
+
+    text: str
+    pair: str | None = None
+    label: float | str | None = None
+
+
+def read_texts(path: Path, reading: Reading) -> list[Text]:
+    """Read texts: a line each (`.txt`), or with columns (`.jsonl`, `.json`, `.csv`).
+
+    Lines and texts that are empty are passed over.
+
+    Raises:
+        InputError: the file cannot be read, is of another kind, or lacks the text column.
+    """
+    if path.suffix not in _READERS:
+        raise InputError(
+            f"{path} is no file of examples that covmerge reads ({', '.join(_READERS)}): convert it, "
+            "or pass batches from Python"
+        )
+    with _named_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
+        records = _READERS[path.suffix](file)
+        found = (_text(record, where, reading) for where, record in records)
+        texts = list(islice((t for t in found if t.text.strip()), reading.max_examples))
+    if not texts:
+        raise InputError(f"{path} holds no text: pass a file with one example or more")
+    return texts
+
+
+@contextmanager
+def _named_errors(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}): convert it") from error
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read as {path.suffix}: {error}") from error
+    except InputError as error:
+        raise InputError(f"{path}, {error}") from error
+
+
+def _lines(file: TextIO) -> Iterator[tuple[str, object]]:
+    for number, line in enumerate(file, start=1):
+        yield f"line {number}", line.rstrip("\r\n")
+
+
+def _json_lines(file: TextIO) -> Iterator[tuple[str, object]]:
+    for where, line in _lines(file):
+        if str(line).strip():
+            try:
+                yield where, json.loads(str(line))
+            except ValueError as error:
+                raise InputError(f"{where}: not JSON ({error})") from error
+
+
+def _json(file: TextIO) -> Iterator[tuple[str, object]]:
+    records: object = json.load(file)
+    if not isinstance(records, list):
+        raise InputError("the whole: a JSON list of texts or of objects is needed")
+    for number, record in enumerate(cast("list[object]", records), start=1):
+        yield f"entry {number}", record
+
+
+def _csv(file: TextIO) -> Iterator[tuple[str, object]]:
+    for number, row in enumerate(csv.DictReader(file), start=1):
+        yield f"row {number}", row
+
+
+_READERS = {".txt": _lines, ".jsonl": _json_lines, ".json": _json, ".csv": _csv}
+
+
+def _text(record: object, where: str, reading: Reading) -> Text:
+    if isinstance(record, str):
+        return Text(record)
+    if not isinstance(record, dict):
+        raise InputError(f"{where} is {shorten(record)}, not a text or an object with one")
+    columns = cast("dict[str, object]", record)
+    if reading.text_column not in columns:
+        raise InputError(
+            f"{where} has no '{reading.text_column}'."
+            + did_you_mean(reading.text_column, [str(key) for key in columns])
+            + " Name the column of the text with --text-column"
+        )
+    text = columns[reading.text_column]
+    pair, label = columns.get(reading.pair_column), columns.get(reading.label_column)
+    if not isinstance(text, str) or not isinstance(pair, str | None):
+        raise InputError(f"{where}: {shorten(pair if isinstance(text, str) else text)} is no text")
+    if not isinstance(label, int | float | str | None):
+        raise InputError(f"{where}: the label {shorten(label)} is neither a number nor a name")
+    return Text(text, pair, label)
+
+
+def tokenized(
+    texts: Sequence[Text], tokenizer: Any, config: Any, reading: Reading, *, labels: bool
+) -> Iterator[Batch]:
+    """Yield batches of a tokenizer's tensors, padded to the longest of each batch.
+
+    Where labels are wanted and every text of a batch has one, they become `labels`.
+    """
+    limit = reading.max_length or _longest(tokenizer, config)
+    paired = any(text.pair is not None for text in texts)
+    for start in range(0, len(texts), reading.batch_size):
+        part = texts[start : start + reading.batch_size]
+        batch: dict[str, Tensor] = dict(
+            tokenizer(
+                [text.text for text in part],
+                [text.pair or "" for text in part] if paired else None,
+                padding=len(part) > 1,
+                truncation=limit is not None,
+                max_length=limit,
+                return_tensors="pt",
+            )
+        )
+        given = [text.label for text in part if text.label is not None]
+        if labels and len(given) == len(part):
+            batch[LABELS] = torch.tensor([_label_id(label, config) for label in given])
+        yield batch
+
+
+def _longest(tokenizer: Any, config: Any) -> int | None:
+    """Tokens that the model takes: tokenizers without a limit say 10³⁰."""
+    positions = getattr(config, "max_position_embeddings", None)
+    limits = [n for n in (tokenizer.model_max_length, positions) if isinstance(n, int) and n > 0]
+    return min(limits) if limits and min(limits) < 2**31 else None
+
+
+def _label_id(label: float | str, config: Any) -> float:
+    if not isinstance(label, str):
+        return label
+    known: dict[str, int] = getattr(config, "label2id", None) or {}
+    if label in known:
+        return known[label]
+    if label.strip().lstrip("-").isdecimal():  # a CSV file has only texts
+        return int(label)
+    raise InputError(
+        f"the label '{label}' is not in the model's config." + did_you_mean(label, known)
+    )
+
+
+def checked(batches: Iterable[Batch], max_examples: int | None) -> Iterator[Batch]:
+    """Pass batches on, the last one cut to the number of examples asked for.
+
+    Raises:
+        InputError: a batch that is no mapping to tensors of one length.
+    """
+    left = max_examples
+    for number, batch in enumerate(batches, start=1):
+        if left == 0:
+            return
+        _check_batch(batch, number)
+        size = size_of(batch)
+        if left is not None:
+            size = min(size, left)
+            left -= size
+        yield {name: tensor[:size] for name, tensor in batch.items()}
+
+
+def size_of(batch: Batch) -> int:
+    """Return the number of examples in a batch."""
+    return len(next(iter(batch.values())))
+
+
+def single(batch: Batch) -> Iterator[Batch]:
+    """Yield every example of a batch as a batch of one."""
+    for index in range(size_of(batch)):
+        yield {name: tensor[index : index + 1] for name, tensor in batch.items()}
+
+
+def masks_of(batch: Batch) -> list[Tensor]:
+    """Return the padding masks of a batch as booleans `(batch, sequence)`."""
+    return [
+        mask.bool()
+        for name, mask in batch.items()
+        if name in ("attention_mask", "decoder_attention_mask") and mask.ndim == 2
+    ]
+
+
+def _check_batch(batch: object, number: int) -> None:
+    tensors = dict(cast("Batch", batch)) if isinstance(batch, Mapping) else {}
+    sizes = {
+        len(value) if isinstance(value, Tensor) and value.ndim else 0
+        for value in cast("dict[str, object]", tensors).values()
+    }
+    if len(sizes) != 1 or 0 in sizes:
+        raise InputError(
+            f"batch {number} is no mapping from names of inputs to tensors of one first axis, the "
+            "examples: pass what the model takes, such as {'input_ids': ..., 'attention_mask': ...}"
+        )

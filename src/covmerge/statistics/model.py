@@ -1,0 +1,287 @@
+"""An expert as a running model, and where in it the stored tensors are.
+
+transformers builds and loads it, from the local folder of the checkpoint: no code and no download
+of a stranger's choosing. Which parameter a stored tensor becomes is known from the skeleton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from covmerge.checkpoints import Checkpoint
+from covmerge.errors import InputError
+from covmerge.statistics.examples import (
+    LABELS,
+    Batch,
+    Examples,
+    Reading,
+    Text,
+    checked,
+    read_texts,
+    tokenized,
+)
+from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton
+from covmerge.types import Role
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
+
+INSTALL = "install it with: pip install 'covmerge[transformers]'"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer to observe.
+
+    Attributes:
+        name: its stored weight.
+        module: the module that holds the weight.
+        d_in: size of its inputs.
+        transposed: whether the weight is stored as `(d_in, d_out)`.
+    """
+
+    name: str
+    module: nn.Module
+    d_in: int
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class RunningModel:
+    """A loaded expert.
+
+    Attributes:
+        checkpoint: where its weights are stored.
+        skeleton: which parameter each stored tensor is.
+        whole: the model with its head, in float32, not training.
+        backbone: the model below the head.
+    """
+
+    checkpoint: Checkpoint
+    skeleton: Skeleton
+    whole: Any
+    backbone: Any
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.whole.device
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Stored name -> parameter of the backbone; tied ones once, under their first name."""
+        found: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        held = dict(self.whole.named_parameters(remove_duplicate=False))
+        for name in self.checkpoint.headers:
+            place = self.skeleton.places.get(name)
+            if place is None or place.parameter in self.skeleton.outside:
+                continue
+            # Not a buffer, and not one of the pieces that the loader makes a parameter of.
+            parameter = held.get(place.parameter) if place.expected == self._shape(name) else None
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[name] = parameter
+        return found
+
+    def packed_parameters(self) -> list[str]:
+        """Stored names in the backbone that the loader changes into other parameters."""
+        return [
+            name
+            for name, place in self.skeleton.places.items()
+            if place.expected != self._shape(name) and place.parameter not in self.skeleton.outside
+        ]
+
+    def layers(self) -> list[Layer]:
+        """Return the linear layers of the backbone that have a module of their own."""
+        layers: list[Layer] = []
+        for name in self._linear():
+            place = self.skeleton.places[name]
+            path, _, leaf = place.parameter.rpartition(".")
+            module = self.whole.get_submodule(path)
+            if leaf == "weight" and module.weight.ndim == 2:
+                transposed = place.kind.transposed
+                d_in = self._shape(name)[0 if transposed else 1]
+                layers.append(Layer(name, module, d_in, transposed))
+        return layers
+
+    def packed_layers(self) -> list[str]:
+        """Return the names of the others: experts of a mixture that the model packs."""
+        own = {layer.name for layer in self.layers()}
+        return [name for name in self._linear() if name not in own]
+
+    def _linear(self) -> list[str]:
+        return [
+            name
+            for name, place in self.skeleton.places.items()
+            if place.kind.role in (Role.LINEAR, Role.CONV1D)
+            and place.parameter not in self.skeleton.outside
+        ]
+
+    def batches(
+        self, examples: Examples, reading: Reading, *, labels: bool = False
+    ) -> tuple[Iterator[Batch], int | None]:
+        """Return batches on the CPU, and how many examples they hold where that is known."""
+        if not isinstance(examples, str | Path):
+            return checked(examples, reading.max_examples), None
+        path = Path(examples).expanduser()
+        texts = read_texts(path, reading)
+        if getattr(self.whole.config, "is_encoder_decoder", False):
+            raise InputError(
+                f"{self.checkpoint.source} reads with an encoder and writes with a decoder: a file of "
+                "texts has no decoder inputs. Pass batches with both from Python"
+            )
+        return self._tokenized(path, texts, reading, labels), len(texts)
+
+    def _tokenized(
+        self, path: Path, texts: list[Text], reading: Reading, labels: bool
+    ) -> Iterator[Batch]:
+        tokenizer = self._tokenizer(reading)
+        tokenizer.padding_side = "right"
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token  # masked, so any token will do
+        if tokenizer.pad_token is None and reading.batch_size > 1:
+            raise InputError(
+                f"the tokenizer of {self.checkpoint.source} has no token to pad with: pass "
+                "--batch-size 1"
+            )
+        try:
+            yield from tokenized(texts, tokenizer, self.whole.config, reading, labels=labels)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
+
+    def _tokenizer(self, reading: Reading) -> Any:
+        transformers = _transformers()
+        folder = Path(reading.tokenizer or self.checkpoint.folder or "")
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+            named: Mapping[str, str] = tokenizer.vocab_files_names
+            # transformers makes an empty vocabulary rather than say that there is none.
+            known = not named or any(
+                (folder / n).is_file() for n in (*_VOCABULARIES, *named.values())
+            )
+            problem = "" if known else "there is no vocabulary"
+        except Exception as error:  # a stranger's files can make it fail in any way
+            tokenizer, problem = None, _in_short(error)
+        if problem:
+            raise InputError(
+                f"{folder} has no tokenizer that transformers can load ({problem}): pass the folder "
+                "of one with --tokenizer"
+            )
+        return tokenizer
+
+    def run(self, batch: Batch, *, head: bool = False) -> Any:
+        """Run the backbone, or the whole model; labels are left out."""
+        inputs = {name: tensor.to(self.device) for name, tensor in batch.items() if name != LABELS}
+        model = self.whole if head else self.backbone
+        try:
+            return model(**inputs)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise InputError(
+                f"{self.checkpoint.source} cannot run on these examples "
+                f"({', '.join(f'{n} {list(t.shape)}' for n, t in inputs.items())}): "
+                f"{_in_short(error)}"
+            ) from error
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint.headers[name].shape
+
+
+def load_model(checkpoint: Checkpoint, device: str | torch.device, *, head: bool) -> RunningModel:
+    """Load an expert with the class that its config names.
+
+    Args:
+        checkpoint: a folder, or a repository of the Hub.
+        device: where it shall run.
+        head: whether its head must be there too.
+
+    Raises:
+        InputError: transformers is missing, the model is of no class of it, its weights are
+            quantised or incomplete.
+    """
+    transformers = _transformers()
+    checkpoint.materialize()
+    source, config = checkpoint.source, checkpoint.config
+    if checkpoint.folder is None or config is None:
+        raise InputError(
+            f"{source} has no config.json, by which the model could be built: pass the folder of a "
+            "model as transformers saves it"
+        )
+    if config.get("quantization_config"):
+        raise InputError(f"{source} stores quantised weights: dequantise and save it first")
+    try:
+        skeleton = build_skeleton(checkpoint.headers, config)
+        model, missing = _load(transformers, skeleton, checkpoint.folder)
+    except SkeletonUnavailable as reason:
+        raise InputError(f"{source} cannot be run: {reason}") from reason
+    except Exception as error:  # a stranger's config can make it fail in any way
+        raise InputError(f"{source} cannot be loaded: {_in_short(error)}") from error
+    missing = sorted(name for name in missing if head or name not in skeleton.outside)
+    if missing:
+        raise InputError(
+            f"{source} lacks {len(missing)} tensors of {skeleton.architecture}, such as "
+            f"'{missing[0]}': they would be random"
+        )
+    model = model.to(device).eval()
+    model.config.use_cache = False  # for generation
+    backbone = getattr(model, skeleton.prefix or "", model)
+    return RunningModel(checkpoint, skeleton, model, backbone)
+
+
+def _load(transformers: Any, skeleton: Skeleton, folder: Path) -> tuple[Any, set[str]]:
+    """Return the model and the parameters that were not stored."""
+    model_class = getattr(transformers, skeleton.architecture)
+    with _quiet(transformers):
+        model, info = model_class.from_pretrained(
+            folder,
+            local_files_only=True,
+            output_loading_info=True,
+            dtype=torch.float32,
+            # What a config asks for here may be code of the Hub's.
+            attn_implementation="eager",
+        )
+    found = cast("Mapping[str, Any]", info)
+    return model, {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Generator[None]:
+    """Keep transformers' bars and advice off the screen."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise InputError(
+            f"collecting runs the model, which needs transformers: {INSTALL}"
+        ) from None
+
+
+def _in_short(error: Exception) -> str:
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first_line[:200]}"
+
+
+def some(names: Sequence[str]) -> str:
+    """Name the first, and count the others."""
+    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"'{names[0]}'{rest}"

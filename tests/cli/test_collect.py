@@ -1,0 +1,158 @@
+"""`covmerge collect`: what it prints, and how it ends."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from covmerge.cli.collect import ExamplesProgress
+from covmerge.statistics import StatisticsFile
+from tests.cli.runs import covmerge, words
+from tests.cli.test_light import WITHOUT_TORCH
+from tests.e2e.models import build
+from tests.statistics.models import classifier, save, save_family, write_texts
+
+OUT = "a.covstats.safetensors"
+
+
+@pytest.fixture
+def expert(tmp_path):
+    write_texts(tmp_path / "a.txt")
+    return save(classifier(), tmp_path / "m")
+
+
+def test_good(expert, tmp_path):
+    ran = covmerge("collect", expert, tmp_path / "a.txt", tmp_path / OUT)
+    (row,) = re.findall(
+        r"^ ?(a\.covstats\S*) +gram +(\d+) +(\S+) +(.*?B) +(.*) s +$", ran.stdout, re.M
+    )
+    assert row[0] == OUT
+    assert int(row[1]) == 13
+    assert row[2].startswith("12–")
+    assert "note: 'bert.pooler.dense.weight': 12 inputs for 16 dimensions" in ran.stderr
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+    assert StatisticsFile.open(tmp_path / OUT).about.examples == 12
+
+
+def test_json_and_options(expert, tmp_path):
+    kinds = ["--kind=gram", "--kind=fisher"]
+    how = ["--max-examples=5", "--batch-size=2", "--max-length=3", "--seed=1", "--json"]
+    ran = covmerge("collect", expert, tmp_path / "a.txt", tmp_path / OUT, *kinds, *how)
+    (file,) = ran.json["files"]
+    assert file["path"] == str(tmp_path / OUT)
+    assert file["examples"] == 5
+    assert file["kinds"]["gram"]["rows"][0] == 5
+    assert file["kinds"]["gram"]["rows"][1] <= 15
+    assert file["kinds"]["gram"]["stored"] < file["kinds"]["gram"]["tensors"]
+    assert file["kinds"]["fisher"]["rows"] == [5, 5]
+    assert file["bytes"] == (tmp_path / OUT).stat().st_size
+    again = covmerge("collect", expert, tmp_path / "a.txt", tmp_path / OUT, code=2)
+    assert "exists: choose another output, or pass --overwrite" in again.stderr
+    covmerge("collect", expert, tmp_path / "a.txt", tmp_path / OUT, "--overwrite")
+
+
+def test_all_experts_at_once(tmp_path):
+    base, paths = save_family(build("bert"), tmp_path)
+    given = [f"--expert={name}={path}" for name, path in paths.items()]
+    given += [f"--data={name}={write_texts(tmp_path / f'{name}.txt')}" for name in paths]
+    flags = ["--protocol=regmean++", "--base", base, *given, "--out", tmp_path / "out"]
+    ran = covmerge("collect", *flags, "--json")
+    paths = [file["path"] for file in ran.json["files"]]
+    assert paths == [
+        str(tmp_path / "out" / f"{name}.covstats.safetensors") for name in ("e1", "e2")
+    ]
+    assert StatisticsFile.open(paths[0]).protocol == "regmean++"
+
+
+BAD = {
+    "nothing": ([], "a model, a file of examples and a file to write are needed"),
+    "no out": (["m", "a.txt"], "are needed: covmerge collect EXPERT DATA OUT"),
+    "no model": (["nowhere", "a.txt", OUT], "no such file or folder: nowhere"),
+    "no data": (["m", "b.txt", OUT], "b.txt cannot be read: No such file"),
+    "kind": (["m", "a.txt", OUT, "--kind=grem"], "no statistic 'grem'. Did you mean 'gram'?"),
+    "labels": (["m", "a.txt", OUT, "--labels=mine"], "not of 'mine'"),
+    "suffix": (["m", "a.txt", "a.safetensors"], "does not end with .covstats.safetensors"),
+    "folder": (["m", "a.txt", f"no/{OUT}"], "there is no folder no"),
+    "device": (["m", "a.txt", OUT, "--device=cuda:99"], "--device cuda:99 cannot be used here"),
+    "batch size": (["m", "a.txt", OUT, "--batch-size=0"], "--batch-size"),
+    "protocol": (["m", "a.txt", OUT, "--protocol=both"], "--protocol is 'both'"),
+    "mixed": (["m", "a.txt", OUT, "--base=m"], "belong to --protocol regmean++"),
+    "mixed the other way": (
+        ["m", "--protocol=regmean++", "--base=m", "--out=out"],
+        "belong to --protocol inputs",
+    ),
+    "no base": (["--protocol=regmean++", "--out=out"], "--base SOURCE and --out FOLDER"),
+    "no experts": (["--protocol=regmean++", "--base=m", "--out=out"], "no experts are given"),
+    "pair": (
+        ["--protocol=regmean++", "--base=m", "--out=out", "--expert=m"],
+        "--expert 'm': pass NAME=VALUE",
+    ),
+    "expert without data": (
+        ["--protocol=regmean++", "--base=m", "--out=out", "--expert=a=m"],
+        "expert 'a' has no examples",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, expert, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments, message = BAD[case]
+    before = sorted(tmp_path.iterdir())
+    ran = covmerge("collect", *arguments, code=2)
+    assert message in words(ran.stderr)
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_help_comes_without_torch_and_fits():
+    code = WITHOUT_TORCH.format(arguments=["collect", "--help"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for flag in (
+        "kind", "max-examples", "labels", "seed", "max-length", "tokenizer", "text-column",
+        "pair-column", "label-column", "protocol", "base", "expert", "data", "out", "batch-size",
+        "device", "overwrite", "json",
+    ):  # fmt: skip
+        assert f"--{flag} " in done.stdout
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [
+        (40, "10 of 40 examples, 0.5/s, 1 min 00 s left"),
+        (None, "10 examples, 0.5/s"),
+    ],
+)
+def test_progress_in_a_log(total, expected):
+    clock = Clock()
+    console = Console(record=True, force_terminal=False, width=80)
+    progress = ExamplesProgress(console, clock)
+    progress.start(total)
+    clock.now = 5.0
+    progress.advance(5)
+    assert console.export_text(clear=False) == ""
+    clock.now = 20.0
+    progress.advance(5)
+    progress.finish()
+    assert console.export_text().strip() == expected
+
+
+def test_progress_on_a_terminal_is_gone_at_the_end():
+    console = Console(force_terminal=True, width=80, record=True, legacy_windows=False)
+    progress = ExamplesProgress(console)
+    progress.start(8)
+    progress.advance(4)
+    assert "4 of 8 examples" in progress.line()
+    progress.finish()

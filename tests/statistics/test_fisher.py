@@ -1,0 +1,218 @@
+"""Fisher information against autograd by hand, example by example."""
+
+import pytest
+import torch
+import transformers
+
+from covmerge.errors import InputError
+from covmerge.statistics import StatisticsFile, collect
+from covmerge.statistics import fisher as fisher_module
+from tests.e2e.models import TEXT, build
+from tests.statistics.models import (
+    classifier,
+    encode,
+    save,
+    save_tokenizer,
+    texts,
+    write_json_lines,
+    write_texts,
+)
+
+
+def squares(model, log_p):
+    """(∂ log p)² by parameter name, in float64."""
+    model.zero_grad()
+    log_p.backward(retain_graph=True)
+    return {
+        name: parameter.grad.double().square()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def mean(terms, count):
+    total = {}
+    for weight, found in terms:
+        for name, value in found.items():
+            total[name] = total.get(name, 0) + weight * value / count
+    return total
+
+
+def check(path, expected, head):
+    file = StatisticsFile.open(path)
+    names = file.names("fisher")
+    assert set(names) == {name for name in expected if not name.startswith(head)}
+    for name in names:
+        value = file.read("fisher", name)
+        assert value.shape == expected[name].shape
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-4, atol=1e-9)
+    total = sum(float(expected[name].square().sum()) for name in names) ** 0.5
+    assert file.total("fisher") == pytest.approx(total, rel=1e-4)
+
+
+def run(tmp_path, model, data, **options):
+    folder = save(model, tmp_path / "m")
+    out = tmp_path / "a.covstats.safetensors"
+    done = collect(folder, data, out, kinds=["fisher"], **options)
+    return folder, out, done
+
+
+def test_classifier_exactly_over_all_labels(tmp_path):
+    model = classifier(labels=3)
+    folder, out, done = run(tmp_path, model, write_texts(tmp_path / "a.txt", count=4))
+    terms = []
+    for line in texts(4):
+        log_p = model(**encode(folder, [line])).logits[0].log_softmax(-1)
+        terms += [(float(one.detach().exp()), squares(model, one)) for one in log_p]
+    check(out, mean(terms, 4), head="classifier")
+    assert StatisticsFile.open(out).rows("fisher", "bert.pooler.dense.weight") == 4
+    assert (done.examples, done.rows["fisher"]) == (4, (4, 4))
+
+
+def test_labels_of_the_data(tmp_path):
+    model = classifier(labels=3)
+    model.config.label2id = {"no": 0, "maybe": 1, "yes": 2}
+    model.config.id2label = {0: "no", 1: "maybe", 2: "yes"}
+    answers = [2, "no", "1"]
+    records = [
+        {"text": line, "label": label} for line, label in zip(texts(3), answers, strict=True)
+    ]
+    data = write_json_lines(tmp_path / "a.jsonl", records)
+    folder, out, _ = run(tmp_path, model, data, labels="data")
+    terms = [
+        (1.0, squares(model, model(**encode(folder, [line])).logits[0].log_softmax(-1)[label]))
+        for line, label in zip(texts(3), (2, 0, 1), strict=True)
+    ]
+    check(out, mean(terms, 3), head="classifier")
+    assert StatisticsFile.open(out).about.labels == "data"
+
+
+def test_regression(tmp_path):
+    model = classifier(labels=1)
+    folder, out, _ = run(tmp_path, model, write_texts(tmp_path / "a.txt", count=3))
+    terms = [(1.0, squares(model, model(**encode(folder, [t])).logits[0, 0])) for t in texts(3)]
+    check(out, mean(terms, 3), head="classifier")
+    records = [{"text": line, "label": 0.5} for line in texts(3)]
+    data = write_json_lines(tmp_path / "b.jsonl", records)
+    collect(folder, data, out, kinds=["fisher"], labels="data", overwrite=True)
+    terms = []
+    for line in texts(3):
+        value = model(**encode(folder, [line])).logits[0, 0]
+        terms.append((1.0, squares(model, -((0.5 - value) ** 2) / 2)))
+    check(out, mean(terms, 3), head="classifier")
+
+
+def test_language_model_on_its_own_tokens(tmp_path):
+    model = build("gpt2")
+    folder, out, _ = run(tmp_path, model, write_texts(tmp_path / "a.txt", count=3), seed=7)
+    generator = torch.Generator().manual_seed(7)
+    terms = []
+    for line in texts(3):
+        log_p = model(**encode(folder, [line])).logits[0].log_softmax(-1)
+        drawn = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+        terms.append((1.0, squares(model, log_p.gather(1, drawn).sum())))
+    # The output embedding is the token embedding: once, with the gradients of both.
+    check(out, mean(terms, 3), head="lm_head")
+
+
+def test_language_model_on_the_text(tmp_path):
+    model = build("llama")
+    folder, out, _ = run(tmp_path, model, write_texts(tmp_path / "a.txt", count=3), labels="data")
+    terms = []
+    for line in texts(3):
+        inputs = encode(folder, [line])
+        log_p = model(**inputs).logits[0, :-1].log_softmax(-1)
+        following = inputs["input_ids"][0, 1:, None]
+        terms.append((1.0, squares(model, log_p.gather(1, following).sum())))
+    check(out, mean(terms, 3), head="lm_head")
+
+
+def test_many_labels_are_drawn_and_right_in_expectation(tmp_path, monkeypatch):
+    folder = save(classifier(labels=3), tmp_path / "m")
+    data = write_texts(tmp_path / "a.txt", count=1)
+    exact, drawn = (tmp_path / f"{n}.covstats.safetensors" for n in ("exact", "drawn"))
+    collect(folder, data, exact, kinds=["fisher"])
+    monkeypatch.setattr(fisher_module, "_EXACT_LABELS", 2)
+    (tmp_path / "many.txt").write_text(f"{texts(1)[0]}\n" * 300)
+    collect(folder, tmp_path / "many.txt", drawn, kinds=["fisher"], batch_size=50)
+    name = "bert.encoder.layer.1.output.dense.weight"
+    a, b = (StatisticsFile.open(path).read("fisher", name) for path in (exact, drawn))
+    assert not torch.equal(a, b)
+    assert float((a - b).norm() / a.norm()) < 0.15
+
+
+def test_padding_in_batches_changes_nothing(tmp_path):
+    folder = save("llama", tmp_path / "m")
+    lines = texts(4)
+    one, many = (tmp_path / f"{n}.covstats.safetensors" for n in ("one", "many"))
+    options = {"kinds": ["gram", "fisher"], "labels": "data"}
+    collect(folder, [encode(folder, [line]) for line in lines], one, **options)
+    collect(folder, [encode(folder, lines)], many, **options)
+    first, second = StatisticsFile.open(one), StatisticsFile.open(many)
+    for kind in ("gram", "fisher"):
+        for name in first.names(kind):
+            a, b = first.read(kind, name), second.read(kind, name)
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_labels_in_batches(tmp_path):
+    folder = save(classifier(), tmp_path / "m")
+    out = tmp_path / "a.covstats.safetensors"
+    batch = {**encode(folder, texts(3)), "labels": torch.tensor([0, 2, 1])}
+    collect(folder, [batch], out, kinds=["fisher"], labels="data")
+    batch["labels"] = torch.tensor([0, 3, 1])
+    with pytest.raises(InputError, match="3 labels, numbered from 0"):
+        collect(folder, [batch], out, kinds=["fisher"], labels="data", overwrite=True)
+
+
+def test_nothing_is_left_out_or_twice(tmp_path):
+    _, out, _ = run(tmp_path, build("gpt2"), write_texts(tmp_path / "a.txt", count=1))
+    file = StatisticsFile.open(out)
+    stored = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()
+    assert set(file.names("fisher")) == set(stored) - {"lm_head.weight"}
+    assert file.names("gram") == ()
+
+
+def other_labels(tmp_path, folder):
+    return write_json_lines(tmp_path / "b.jsonl", [{"text": "w1", "label": "perhaps"}])
+
+
+def no_labels(tmp_path, folder):
+    return write_texts(tmp_path / "b.txt")
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "labels", "message"),
+    [
+        (lambda: build("bert"), no_labels, "model", "is a BertModel, which gives no logits"),
+        (classifier, no_labels, "data", "an example has no labels, and the model's logits are"),
+        (classifier, other_labels, "data", "the label 'perhaps' is not in the model's config"),
+        (classifier, no_labels, "nobody", "not of 'nobody'"),
+        (
+            lambda: classifier(problem_type="multi_label_classification"),
+            no_labels,
+            "model",
+            "several labels at once",
+        ),
+    ],
+)
+def test_what_has_no_fisher_information(tmp_path, model, data, labels, message):
+    folder = save(model(), tmp_path / "m")
+    given = data(tmp_path, folder)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(InputError, match=message):
+        collect(folder, given, tmp_path / "a.covstats.safetensors", kinds=["fisher"], labels=labels)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_head_that_is_not_stored_is_refused(tmp_path):
+    config = transformers.BertConfig(**TEXT, num_hidden_layers=1, intermediate_size=24)
+    model = transformers.BertModel(config)
+    model.save_pretrained(tmp_path / "m")
+    model.config.architectures = ["BertForSequenceClassification"]
+    model.config.save_pretrained(tmp_path / "m")
+    save_tokenizer(tmp_path / "m")
+    data, out = write_texts(tmp_path / "a.txt"), tmp_path / "a.covstats.safetensors"
+    collect(tmp_path / "m", data, out)
+    with pytest.raises(InputError, match="lacks 2 tensors of BertForSequenceClassification"):
+        collect(tmp_path / "m", data, out, kinds=["fisher"], overwrite=True)
