@@ -106,6 +106,9 @@ def interrupt_after(tmp_path, base, experts, items, monkeypatch):
         def start(self, plan):
             pass
 
+        def survey(self, item):
+            pass
+
         def advance(self, item, *, resumed):
             self.left -= 1
             if self.left == 0:

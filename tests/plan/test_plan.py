@@ -9,7 +9,7 @@ import torch
 import covmerge
 from covmerge.engine import plan_memory
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
-from covmerge.job import open_checkpoints
+from covmerge.output import open_checkpoints
 from covmerge.plan import Copy, Merge, build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.types import Role
@@ -42,7 +42,7 @@ def plan_for(base, experts, **given):
     recipe = parse_recipe(
         {"base": "base", "experts": dict.fromkeys(experts, "expert"), **given}, origin="test"
     )
-    with open_checkpoints(base, experts) as checkpoints:
+    with open_checkpoints(base, experts, {}) as checkpoints:
         return build_plan(recipe, checkpoints.base, checkpoints.experts)
 
 
@@ -266,12 +266,12 @@ class TestWork:
         with pytest.raises(
             ResourceError, match=r"needs .* allowed \(--max-memory\).*largest tensor"
         ):
-            plan_memory(plan, 10**6)
+            plan_memory([plan], 10**6)
 
     def test_less_memory_means_less_in_flight(self):
         plan = plan_for(state(), {"a": state()})
-        free = plan_memory(plan, None)
-        tight = plan_memory(plan, free.peak - 2**20)
+        free = plan_memory([plan], None)
+        tight = plan_memory([plan], free.peak - 2**20)
         assert tight.in_flight < free.in_flight
         assert (
             tight.peak <= free.peak - 2**20 + 2**22

@@ -30,7 +30,11 @@ def test_every_key_arrives() -> None:
     recipe = load_recipe(Path(__file__).parent / "examples" / "every_key.yml")
     assert recipe.experts == {
         "code": Expert(source="org/code"),
-        "math": Expert(source="org/math@main", weight=0.5),
+        "math": Expert(
+            source="org/math@main",
+            weight=0.5,
+            statistics=str(Path(__file__).parent / "examples" / "math.covstats.safetensors"),
+        ),
     }
     assert recipe.parameters == {"eps": 1e-5, "tau": 0.3}
     assert recipe.tensors.model_dump() == {
@@ -42,6 +46,7 @@ def test_every_key_arrives() -> None:
         "missing": "present",
         "extra": "ignore",
         "vocabulary": "base",
+        "few_rows": "allow",
     }
     assert recipe.rules == (
         Rule(match="*.mlp.*", method="actmat", parameters={"rtol": 1e-6}),
@@ -56,7 +61,7 @@ def test_defaults() -> None:
     recipe = parse_recipe({"base": "b", "experts": {"a": "x"}})
     assert dump_recipe(recipe) == {
         "base": "b",
-        "experts": {"a": {"source": "x", "weight": 1.0}},
+        "experts": {"a": {"source": "x", "weight": 1.0, "statistics": None}},
         "method": "ace",
         "parameters": {},
         "tensors": {
@@ -68,6 +73,7 @@ def test_defaults() -> None:
             "missing": "error",
             "extra": "error",
             "vocabulary": "error",
+            "few_rows": "error",
         },
         "rules": [],
         "dtype": "float32",
@@ -210,7 +216,7 @@ def test_problems_name_line_key_value_and_what_is_allowed(
         (
             "\n  a:",
             "3: experts.a is empty; it must be a path, org/name@revision or a mapping with the "
-            "keys source, weight",
+            "keys source, weight, statistics",
         ),
         (
             "\n  a: {weight: 2}",

@@ -7,19 +7,23 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 from covmerge.checkpoints.base import Checkpoint
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
+from covmerge.checkpoints.masks import MASKS_FOLDER, MaskWriter, unpack
 from covmerge.checkpoints.open import open_checkpoint
 from covmerge.checkpoints.paths import safe_child
 from covmerge.checkpoints.staging import Staging, check_not_input
 from covmerge.checkpoints.writer import ShardWriter
 
 __all__ = [
+    "MASKS_FOLDER",
     "Checkpoint",
     "Entry",
     "Journal",
+    "MaskWriter",
     "ShardWriter",
     "Staging",
     "check_not_input",
     "open_checkpoint",
     "plan_layout",
     "safe_child",
+    "unpack",
 ]

@@ -1,6 +1,8 @@
 """Carry a plan out: read ahead, compute, write behind, within a memory budget.
 
 worker   one function: a work item's tensors in, the merged rows and statistics out
+survey   passes before the merge: thresholds over all tensors
+measures what a comparison says of a merged update
 budget   bytes that may be alive at once
 sinks    where results go: memory, or shards with a journal
 room     disk space an output needs
@@ -12,18 +14,22 @@ ties     tied tensors that are stored twice
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunStats, run
-from covmerge.engine.sinks import DiskSink, MemorySink, Sink
+from covmerge.engine.sinks import DiskSink, MemorySink, NoSink, Sink
 from covmerge.engine.stats import tensor_stats, totals
 from covmerge.engine.ties import check_ties
+from covmerge.engine.worker import Context, Sources
 
 __all__ = [
+    "Context",
     "DiskSink",
     "MemoryPlan",
     "MemorySink",
+    "NoSink",
     "Progress",
     "Room",
     "RunStats",
     "Sink",
+    "Sources",
     "check_ties",
     "peak_memory",
     "plan_memory",

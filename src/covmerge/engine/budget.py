@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import resource
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from covmerge.errors import ResourceError
-from covmerge.plan import Plan
+from covmerge.plan import Plan, WorkItem
 from covmerge.recipe import format_size
 
 # What the process holds beside tensors of the plan: BLAS packing buffers, allocator slack.
@@ -86,8 +87,21 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def plan_memory(plan: Plan, max_memory: int | None, *, held: int = 0) -> MemoryPlan:
-    """Divide the memory, or refuse before any work; `held` bytes stay taken throughout.
+def read_together(items: Sequence[WorkItem]) -> int:
+    """Bytes that several plans read for the same rows: the checkpoints once, statistics for each."""
+    return max(item.read_bytes for item in items) + sum(item.statistics_bytes for item in items)
+
+
+def plan_memory(
+    plans: Sequence[Plan], max_memory: int | None, *, held: int = 0, shared: int = 0
+) -> MemoryPlan:
+    """Divide the memory, or refuse before any work.
+
+    Args:
+        plans: one plan, or several that run together over the same reading.
+        max_memory: bytes that the process may take; None: what the machine has free.
+        held: bytes that stay taken throughout.
+        shared: copies of a layer's updates that methods running together may keep.
 
     Without `max_memory` two of the largest items may be in flight, so that reading and writing
     overlap computing, and the peak follows the largest tensor, not the model.
@@ -96,8 +110,11 @@ def plan_memory(plan: Plan, max_memory: int | None, *, held: int = 0) -> MemoryP
         ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
     """
     resident = psutil.Process().memory_info().rss + _OVERHEAD + held
-    largest = max(item.read_bytes + item.write_bytes for item in plan.items)
-    workspace = max(item.workspace for item in plan.items)
+    together = list(zip(*(plan.items for plan in plans), strict=True))
+    largest = max(read_together(items) + sum(i.write_bytes for i in items) for items in together)
+    workspace = max(
+        max(item.workspace for item in items) + shared * items[0].read_bytes for items in together
+    )
     least = MemoryPlan(resident, workspace, largest)
     wanted = MemoryPlan(resident, workspace, max(2 * largest, _READ_AHEAD))
     free = resident - held + psutil.virtual_memory().available
@@ -107,7 +124,7 @@ def plan_memory(plan: Plan, max_memory: int | None, *, held: int = 0) -> MemoryP
         raise ResourceError(
             f"the merge needs {format_size(least.peak)} and {format_size(limit)} {given}: "
             f"{format_size(resident)} for the process, {format_size(workspace + largest)} for the "
-            f"largest tensor, '{plan.peak_item.tensor.name}'. Allow more, or merge that tensor by "
+            f"largest tensor, '{plans[0].peak_item.tensor.name}'. Allow more, or merge that tensor by "
             "`average` with a rule."
         )
     return MemoryPlan(resident, workspace, min(wanted.in_flight, limit - resident - workspace))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class Room:
             )
 
 
-def room_for(plan: Plan, out: Path) -> Room:
-    """Return what the plan's output needs, and what is free where `out` would be made."""
+def room_for(plans: Sequence[Plan], out: Path) -> Room:
+    """Return what the plans' outputs need, and what is free where `out` would be made."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    return Room(plan.write_bytes, shutil.disk_usage(existing).free, existing)
+    needed = sum(plan.write_bytes for plan in plans)
+    return Room(needed, shutil.disk_usage(existing).free, existing)

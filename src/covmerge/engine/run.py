@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from covmerge.checkpoints import Checkpoint
-from covmerge.engine.budget import Budget
+from covmerge.engine.budget import Budget, read_together
 from covmerge.engine.sinks import Sink
-from covmerge.engine.worker import Inputs, compute, read_inputs
+from covmerge.engine.survey import run_surveys
+from covmerge.engine.worker import Context, Inputs, Result, Sources, compute, read_inputs
 from covmerge.plan import Plan, WorkItem
 from covmerge.types import Json
 
@@ -25,6 +22,10 @@ class Progress(Protocol):
 
     def start(self, plan: Plan) -> None:
         """Work begins."""
+        ...
+
+    def survey(self, item: WorkItem) -> None:
+        """An item is read by a pass before the merge."""
         ...
 
     def advance(self, item: WorkItem, *, resumed: bool) -> None:
@@ -38,10 +39,14 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class RunStats:
-    """What a run did: statistics per item, in plan order, and its cost."""
+    """What a run did by one plan: statistics per item, in plan order, and its cost.
+
+    Reading and surveys serve all plans of a run; only `compute_seconds` are this plan's own.
+    """
 
     items: tuple[Mapping[str, Json], ...]
     seconds: float
+    survey_seconds: float
     read_seconds: float
     compute_seconds: float
     write_seconds: float
@@ -62,108 +67,152 @@ class _Clock:
 
 
 def run(
-    plan: Plan,
-    base: Checkpoint,
-    experts: Mapping[str, Checkpoint],
-    sink: Sink,
+    work: Sequence[tuple[Plan, Sink]],
+    sources: Sources,
+    context: Context,
     *,
     in_flight: int,
-    device: torch.device,
     progress: Progress,
-) -> RunStats:
-    """Carry out every item of the plan.
+) -> list[RunStats]:
+    """Carry out every item of one or several plans, reading each tensor once for all of them.
 
     Args:
-        plan: the plan.
-        base: the base checkpoint.
-        experts: checkpoints by expert name.
-        sink: where results go.
+        work: each plan and where its results go; item by item the plans have the same rows
+            (`covmerge.plan.build_plans`).
+        sources: the checkpoints.
+        context: what the work needs to know; the surveys' thresholds are found here.
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
-        device: where the mathematics runs.
         progress: hears of every finished item.
 
     Raises:
         CovmergeError: as the stages raise; the first error stops all of them.
     """
-    weights = {name: expert.weight for name, expert in plan.recipe.experts.items()}
-    budget = Budget(in_flight)
-    to_compute: Queue[tuple[int, WorkItem, Inputs] | None] = Queue()
-    to_write: Queue[tuple[int, WorkItem, Tensor, dict[str, Json]] | None] = Queue()
-    collected: dict[int, Mapping[str, Json]] = {}
-    errors: list[BaseException] = []
-    reading, computing, writing = _Clock(), _Clock(), _Clock()
-    resumed = 0
-    progress_lock = threading.Lock()
+    start = time.perf_counter()
+    plans = [plan for plan, _ in work]
+    progress.start(plans[0])
+    surveying = _Clock()
+    try:
+        with surveying:
+            thresholds = run_surveys(plans, sources, context, progress.survey)
+        pipeline = _Pipeline(work, sources, replace(context, thresholds=thresholds), progress)
+        pipeline.run(in_flight)
+    finally:
+        progress.finish()
+    return [
+        RunStats(
+            items=tuple(collected[index] for index in range(len(plans[0].items))),
+            seconds=time.perf_counter() - start,
+            survey_seconds=surveying.seconds,
+            read_seconds=pipeline.reading.seconds,
+            compute_seconds=computing.seconds,
+            write_seconds=pipeline.writing.seconds,
+            resumed_items=pipeline.resumed,
+        )
+        for collected, computing in zip(pipeline.collected, pipeline.computing, strict=True)
+    ]
 
-    def read() -> None:
-        nonlocal resumed
-        for index, item in enumerate(plan.items):
-            with reading:
-                earlier = sink.finished(item)
-            if earlier is not None:
-                collected[index] = earlier
-                resumed += 1
-                with progress_lock:
-                    progress.advance(item, resumed=True)
-                continue
-            if not budget.acquire(item.read_bytes + item.write_bytes):
-                return
-            with reading:
-                inputs = read_inputs(item, base, experts)
-            to_compute.put((index, item, inputs))
-            del inputs  # or the last item's inputs would outlive its turn
 
-    def write() -> None:
-        while (task := to_write.get()) is not None:
-            index, item, rows, stats = task
-            with writing:
-                sink.write(item, rows, stats)
-            del task, rows
-            collected[index] = stats
-            budget.release(item.write_bytes)
-            with progress_lock:
-                progress.advance(item, resumed=False)
+class _Pipeline:
+    """Three threads and the queues between them."""
 
-    def guarded(stage: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        work: Sequence[tuple[Plan, Sink]],
+        sources: Sources,
+        context: Context,
+        progress: Progress,
+    ) -> None:
+        self._together = list(zip(*(plan.items for plan, _ in work), strict=True))
+        self._sinks = [sink for _, sink in work]
+        self._sources = sources
+        self._context = context
+        self._progress = progress
+        self._progress_lock = threading.Lock()
+        self._to_compute: Queue[tuple[int, Inputs] | None] = Queue()
+        self._to_write: Queue[tuple[int, int, Result] | None] = Queue()
+        self._errors: list[BaseException] = []
+        self.reading, self.writing = _Clock(), _Clock()
+        self.computing = [_Clock() for _ in work]
+        self.collected: list[dict[int, Mapping[str, Json]]] = [{} for _ in work]
+        self.resumed = 0
+
+    def run(self, in_flight: int) -> None:
+        """Start reader and writer, compute in this thread, wait for all."""
+        budget = Budget(in_flight)
+        threads = [
+            threading.Thread(
+                target=self._guarded, args=(stage, budget), name=f"covmerge-{name}", daemon=True
+            )
+            for name, stage in (("read", self._read), ("write", self._write))
+        ]
+        for thread in threads:
+            thread.start()
         try:
-            stage()
+            while not self._errors and (task := self._to_compute.get()) is not None:
+                index, inputs = task
+                del task
+                self._compute(index, inputs)
+                del inputs
+                budget.release(read_together(self._together[index]))
+        finally:
+            budget.close()
+            self._to_write.put(None)
+            for thread in threads:
+                thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _guarded(self, stage: Callable[[Budget], None], budget: Budget) -> None:
+        try:
+            stage(budget)
         except BaseException as error:
-            errors.append(error)
+            self._errors.append(error)
             budget.close()
         finally:
             # The computing loop must wake up, however a stage ended.
-            to_compute.put(None)
+            self._to_compute.put(None)
 
-    start = time.perf_counter()
-    reader = threading.Thread(target=guarded, args=(read,), name="covmerge-read", daemon=True)
-    writer = threading.Thread(target=guarded, args=(write,), name="covmerge-write", daemon=True)
-    progress.start(plan)
-    reader.start()
-    writer.start()
-    try:
-        while not errors and (task := to_compute.get()) is not None:
-            index, item, inputs = task
-            del task
-            with computing:
-                rows, stats = compute(item, inputs, weights, plan.compute_dtype, device)
-            del inputs
-            budget.release(item.read_bytes)
-            to_write.put((index, item, rows, stats))
-            del rows
-    finally:
-        budget.close()
-        to_write.put(None)
-        reader.join()
-        writer.join()
-        progress.finish()
-    if errors:
-        raise errors[0]
-    return RunStats(
-        items=tuple(collected[index] for index in range(len(plan.items))),
-        seconds=time.perf_counter() - start,
-        read_seconds=reading.seconds,
-        compute_seconds=computing.seconds,
-        write_seconds=writing.seconds,
-        resumed_items=resumed,
-    )
+    def _read(self, budget: Budget) -> None:
+        for index, items in enumerate(self._together):
+            with self.reading:
+                earlier = [
+                    sink.finished(item) for sink, item in zip(self._sinks, items, strict=True)
+                ]
+            if all(stats is not None for stats in earlier):
+                for collected, stats in zip(self.collected, earlier, strict=True):
+                    collected[index] = stats or {}
+                self.resumed += 1
+                self._advance(items[0], resumed=True)
+                continue
+            written = sum(item.write_bytes for item in items)
+            if not budget.acquire(read_together(items) + written):
+                return
+            with self.reading:
+                inputs = read_inputs(items, self._sources)
+            self._to_compute.put((index, inputs))
+            del inputs  # or the last item's inputs would outlive its turn
+
+    def _compute(self, index: int, inputs: Inputs) -> None:
+        results = compute(self._together[index], inputs, self._context)
+        for number, clock in enumerate(self.computing):
+            with clock:
+                result = next(results)
+            self._to_write.put((index, number, result))
+            del result
+
+    def _write(self, budget: Budget) -> None:
+        while (task := self._to_write.get()) is not None:
+            index, number, result = task
+            item = self._together[index][number]
+            with self.writing:
+                self._sinks[number].write(item, result)
+            self.collected[number][index] = result.stats
+            del task, result
+            budget.release(item.write_bytes)
+            if number == len(self._sinks) - 1:
+                self._advance(item, resumed=False)
+
+    def _advance(self, item: WorkItem, *, resumed: bool) -> None:
+        with self._progress_lock:
+            self._progress.advance(item, resumed=resumed)

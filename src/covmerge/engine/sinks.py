@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import Entry, Journal, ShardWriter
+from covmerge.checkpoints import Entry, Journal, MaskWriter, ShardWriter
+from covmerge.engine.worker import Result
 from covmerge.plan import Plan, WorkItem
 from covmerge.types import Json
 
@@ -20,7 +21,7 @@ class Sink(Protocol):
         """Return the statistics of an item that an earlier run finished, None if it is to be done."""
         ...
 
-    def write(self, item: WorkItem, rows: Tensor, stats: Mapping[str, Json]) -> None:
+    def write(self, item: WorkItem, result: Result) -> None:
         """Keep the merged rows of an item."""
         ...
 
@@ -33,36 +34,70 @@ class MemorySink:
             header.name: torch.empty(header.shape, dtype=header.dtype)
             for header in plan.output_headers
         }
+        self.masks: dict[str, dict[str, Tensor]] = {}
 
     def finished(self, item: WorkItem) -> Mapping[str, Json] | None:
         """Nothing survives a process."""
         del item
         return None
 
-    def write(self, item: WorkItem, rows: Tensor, stats: Mapping[str, Json]) -> None:
+    def write(self, item: WorkItem, result: Result) -> None:
         """Copy the rows in place."""
-        del stats
-        target = self.tensors[item.tensor.name]
-        if item.rows is not None:
-            target = target[item.rows.start : item.rows.stop]
-        target.copy_(rows)
+        name = item.tensor.name
+        rows = slice(None) if item.rows is None else slice(item.rows.start, item.rows.stop)
+        _at(self.tensors[name], rows).copy_(result.rows)
+        for expert, mask in result.masks.items():
+            kept = self.masks.setdefault(expert, {})
+            if name not in kept:
+                kept[name] = torch.zeros(item.tensor.output.shape, dtype=torch.bool)
+            _at(kept[name], rows).copy_(mask)
+
+
+def _at(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor[rows] if tensor.dim() else tensor
 
 
 class DiskSink:
-    """Writes rows at their offset in a shard, then a line with their checksum to the journal."""
+    """Writes rows at their offset in a shard, then a line with their checksum to the journal.
 
-    def __init__(self, writer: ShardWriter, journal: Journal) -> None:
+    Without a journal the work cannot be resumed.
+    """
+
+    def __init__(
+        self, writer: ShardWriter, journal: Journal | None, masks: MaskWriter | None = None
+    ) -> None:
         self._writer = writer
         self._journal = journal
+        self._masks = masks
 
     def finished(self, item: WorkItem) -> Mapping[str, Json] | None:
-        """Statistics of a journaled item whose bytes in the shard still have their checksum."""
-        entry = self._journal.finished.get(item.key)
-        if entry is None or self._writer.read_back(item.tensor.name, item.rows) != entry.checksum:
+        """Statistics of a journaled item whose bytes on the disk still have their checksum."""
+        entry = self._journal and self._journal.finished.get(item.key)
+        if entry is None:
             return None
-        return entry.stats
+        checksum = self._writer.read_back(item.tensor.name, item.rows)
+        if self._masks is not None and item.tensor.writes_masks:
+            checksum += " " + self._masks.read_back(
+                item.tensor.name, item.rows, item.tensor.participants
+            )
+        return entry.stats if entry.checksum == checksum else None
 
-    def write(self, item: WorkItem, rows: Tensor, stats: Mapping[str, Json]) -> None:
+    def write(self, item: WorkItem, result: Result) -> None:
         """Write first, journal second: a line in the journal stands for bytes that are there."""
-        checksum = self._writer.write(item.tensor.name, rows.contiguous(), item.rows)
-        self._journal.append(Entry(*item.key, checksum, stats))
+        checksum = self._writer.write(item.tensor.name, result.rows.contiguous(), item.rows)
+        if self._masks is not None and result.masks:
+            checksum += " " + self._masks.write(item.tensor.name, item.rows, result.masks)
+        if self._journal is not None:
+            self._journal.append(Entry(*item.key, checksum, result.stats))
+
+
+class NoSink:
+    """Forgets the rows: for comparisons that want no models."""
+
+    def finished(self, item: WorkItem) -> Mapping[str, Json] | None:
+        """Nothing is kept."""
+        del item
+        return None
+
+    def write(self, item: WorkItem, result: Result) -> None:
+        """Let the rows go."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -11,8 +12,9 @@ from covmerge.checkpoints import Checkpoint
 from covmerge.errors import InputError
 from covmerge.methods import registry
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture
+from covmerge.plan.data import Statistics, check_statistics, find_statistics
 from covmerge.plan.rules import Rules
-from covmerge.plan.types import Copy, Merge, Plan, TensorPlan, WorkItem
+from covmerge.plan.types import Copy, Merge, Plan, Survey, TensorPlan, WorkItem
 from covmerge.recipe import Recipe
 from covmerge.tensors import describe, matrix_shapes
 from covmerge.types import Role, TensorHeader
@@ -23,50 +25,115 @@ from covmerge.version import __version__
 BLOCK_ELEMENTS = 1 * 2**20
 
 
-def build_plan(recipe: Recipe, base: Checkpoint, experts: Mapping[str, Checkpoint]) -> Plan:
+def build_plan(
+    recipe: Recipe,
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    statistics: Statistics | None = None,
+) -> Plan:
     """Decide everything that can be decided from headers.
 
     Args:
         recipe: what to do; its experts name `experts`, in the same order.
         base: the base checkpoint.
         experts: checkpoints by expert name.
+        statistics: statistics files by expert name, for methods that use data.
 
     Raises:
         InputError: inputs that do not fit together; the message names tensor, shapes and next step.
     """
-    base_model = Model(base, describe(base.headers, base.config))
-    family = base_model.description.family
-    rules = Rules(recipe, family)
-    alignments: dict[str, Alignment] = {}
-    models: dict[str, Model] = {}
-    for name, checkpoint in experts.items():
-        model = Model(checkpoint, describe(checkpoint.headers, checkpoint.config))
-        check_same_architecture(base_model, name, model)
-        alignments[name] = align(base_model, name, model, recipe.tensors, rules.chosen_use)
-        models[name] = model
+    (plan,) = build_plans([recipe], base, experts, statistics)
+    return plan
 
-    head_names = _head_names(base_model, alignments)
-    tensors = tuple(_plan_tensors(recipe, base_model, rules, alignments, head_names))
+
+def build_plans(
+    recipes: Sequence[Recipe],
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    statistics: Statistics | None = None,
+) -> list[Plan]:
+    """Plan several recipes over the same checkpoints so that one reading serves all of them.
+
+    Item by item their plans have the same rows of the same tensor: the most that any of them must
+    see at once.
+    """
+    base_model = Model(base, describe(base.headers, base.config))
+    models = {
+        name: Model(expert, describe(expert.headers, expert.config))
+        for name, expert in experts.items()
+    }
+    for name, model in models.items():
+        check_same_architecture(base_model, name, model)
+    drafts = [_draft(recipe, base_model, models, statistics or {}) for recipe in recipes]
+    # The fewest ranges are those of whoever must see the most of the tensor at once.
+    ranges = [
+        min((list(_row_ranges(tensor)) for tensor in together), key=len)
+        for together in zip(*(draft.tensors for draft in drafts), strict=True)
+    ]
+    return [_plan(draft, base_model, models, statistics or {}, ranges) for draft in drafts]
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """What a recipe does with each tensor, before the work is cut into items."""
+
+    recipe: Recipe
+    rules: Rules
+    alignments: Mapping[str, Alignment]
+    head_names: tuple[str, ...]
+    tensors: tuple[TensorPlan, ...]
+
+
+def _draft(
+    recipe: Recipe, base: Model, models: Mapping[str, Model], statistics: Statistics
+) -> _Draft:
+    check_statistics(recipe, {n: m.checkpoint for n, m in models.items()}, statistics)
+    rules = Rules(recipe, base.description.family)
+    alignments = {
+        name: align(base, name, model, recipe.tensors, rules.chosen_use)
+        for name, model in models.items()
+    }
+    head_names = _head_names(base, alignments)
+    tensors = tuple(
+        find_statistics(recipe, tensor, statistics)
+        for tensor in _plan_tensors(recipe, base, rules, alignments, head_names)
+    )
     if not any(isinstance(tensor.action, Merge) for tensor in tensors):
         raise InputError(
-            f"nothing to merge: all {len(tensors)} tensors of {base.source} are copied from the base "
-            "under the recipe's rules."
+            f"nothing to merge: all {len(tensors)} tensors of {base.checkpoint.source} are copied "
+            "from the base under the recipe's rules."
         )
-    items = tuple(item for tensor in tensors for item in _work_items(recipe, tensor, models))
+    return _Draft(recipe, rules, alignments, head_names, tensors)
+
+
+def _plan(
+    draft: _Draft,
+    base: Model,
+    models: Mapping[str, Model],
+    statistics: Statistics,
+    ranges: Sequence[Sequence[range | None]],
+) -> Plan:
+    items = tuple(
+        _work_item(draft.recipe, tensor, rows, models, statistics)
+        for tensor, tensor_ranges in zip(draft.tensors, ranges, strict=True)
+        for rows in tensor_ranges
+    )
     heads: dict[str, dict[str, TensorHeader]] = {}
-    for name, alignment in alignments.items():
-        own = [*alignment.heads, *(alignment.names[n] for n in head_names if n in alignment.names)]
+    for name, alignment in draft.alignments.items():
+        kept = (alignment.names[n] for n in draft.head_names if n in alignment.names)
+        own = [*alignment.heads, *kept]
         if own:
             heads[name] = {head: models[name].headers[head] for head in own}
     return Plan(
-        recipe=recipe,
-        tensors=tensors,
+        recipe=draft.recipe,
+        tensors=draft.tensors,
         items=items,
+        surveys=tuple(_surveys(items)),
         heads=heads,
-        family=family,
+        family=base.description.family,
         notes=(
-            *_unused_rules(recipe, base_model, models),
-            *_notes(base_model, models, alignments, tensors),
+            *_unused_rules(draft.recipe, base, models),
+            *_notes(base, models, draft.alignments, draft.tensors),
         ),
         tied={
             label: {
@@ -74,10 +141,28 @@ def build_plan(recipe: Recipe, base: Checkpoint, experts: Mapping[str, Checkpoin
                 for name, info in model.description.tensors.items()
                 if info.tied_to is not None and info.tied_to in model.headers
             }
-            for label, model in ((None, base_model), *models.items())
+            for label, model in ((None, base), *models.items())
         },
-        metadata={"covmerge": __version__, "method": recipe.method},
+        metadata={"covmerge": __version__, "method": draft.recipe.method},
     )
+
+
+def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:
+    together: dict[str, list[WorkItem]] = {}
+    for item in items:
+        action = item.tensor.action
+        if isinstance(action, Merge) and _surveyed_density(action) is not None:
+            together.setdefault(action.key, []).append(item)
+    for surveyed in together.values():
+        action = surveyed[0].tensor.action
+        assert isinstance(action, Merge)
+        density = _surveyed_density(action)
+        assert density is not None
+        yield Survey(action, density, tuple(surveyed))
+
+
+def _surveyed_density(action: Merge) -> float | None:
+    return registry.get(action.method).surveyed(action.parameters)
 
 
 def _head_names(base: Model, alignments: Mapping[str, Alignment]) -> tuple[str, ...]:
@@ -126,32 +211,29 @@ def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
     return getattr(torch, recipe.output.dtype)
 
 
-def _work_items(
-    recipe: Recipe, tensor: TensorPlan, models: Mapping[str, Model]
-) -> Iterator[WorkItem]:
-    for rows in _row_ranges(tensor):
-        shape = tensor.output.shape if rows is None else (len(rows), *tensor.output.shape[1:])
-        yield _work_item(recipe, tensor, rows, shape, models)
-
-
 def _row_ranges(tensor: TensorPlan) -> Iterator[range | None]:
-    """Rows that can be worked on by themselves: any where elementwise, one matrix of a stack."""
-    action, rows = tensor.action, tensor.output.shape[:1]
-    if not isinstance(action, Merge) or action.layout is None:
+    """Ranges of rows that can be worked on by themselves."""
+    action, shape = tensor.action, tensor.output.shape
+    unit = "element"
+    if isinstance(action, Merge):
+        unit = registry.get(action.method).unit_for(action.parameters)
+        if action.layout is not None and action.layout.stacked:
+            yield from (range(index, index + 1) for index in range(shape[0]))
+            return
+    if unit == "element" or (unit == "row" and len(shape) > 1):
         yield from tensor.output.row_blocks(BLOCK_ELEMENTS)
-    elif action.layout.stacked:
-        yield from (range(index, index + 1) for index in range(*rows))
     else:
-        yield range(*rows)
+        yield range(shape[0]) if shape else None
 
 
 def _work_item(
     recipe: Recipe,
     tensor: TensorPlan,
     rows: range | None,
-    shape: tuple[int, ...],
     models: Mapping[str, Model],
+    statistics: Statistics,
 ) -> WorkItem:
+    shape = tensor.output.shape if rows is None else (len(rows), *tensor.output.shape[1:])
     numel = prod(shape)
     stored = numel * tensor.stored.dtype.itemsize
     write = numel * tensor.output.dtype.itemsize
@@ -166,17 +248,26 @@ def _work_item(
     count = max(1, len(tensor.sources) if tensor.absent == "unchanged" else len(present))
     method = registry.get(tensor.action.method)
     layout = tensor.action.layout
-    shapes = [(1, numel)] if layout is None else matrix_shapes(shape, layout)
+    if layout is None:
+        shapes = [(shape[0] if len(shape) > 1 else 1, prod(shape[1:]) if len(shape) > 1 else numel)]
+    else:
+        shapes = list(matrix_shapes(shape, layout))
     costs = [method.cost(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     held = (count + 2) * numel * itemsize
+    # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
+    measured = sum(
+        numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
+        for expert, name in tensor.statistics.items()
+    )
     return WorkItem(
         tensor,
         rows,
         read_bytes=raw,
         write_bytes=write,
-        workspace=held + max(cost.workspace for cost in costs),
+        workspace=held + measured * itemsize + max(cost.workspace for cost in costs),
         flops=sum(cost.flops for cost in costs),
+        statistics_bytes=measured * torch.float32.itemsize,
     )
 
 

@@ -8,13 +8,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 
+from covmerge.methods import registry
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.tensors import MatrixLayout
 from covmerge.types import Json, Role, TensorHeader
+
+# Passes that an exact selection takes (`covmerge.linalg.select`), by compute dtype.
+SURVEY_PASSES = {"float32": 2, "float64": 4}
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,17 @@ class Merge:
     Attributes:
         method: registered name.
         parameters: all of the method's parameters, resolved.
-        layout: how the tensor holds `(d_out, d_in)` matrices; None: elementwise, as it lies.
+        layout: how the tensor holds `(d_out, d_in)` matrices; None: any shape, as it lies.
     """
 
     method: str
     parameters: Mapping[str, Any]
     layout: MatrixLayout | None
+
+    @property
+    def key(self) -> str:
+        """Method and parameters: all tensors of one key share one survey."""
+        return json.dumps([self.method, dict(self.parameters)], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class TensorPlan:
         sources: per expert, the name of its tensor there; None where the expert has no such tensor
             and `absent` says what that counts as.
         absent: `unchanged`: a zero update; `skipped`: the expert takes no part in this tensor.
+        statistics: per expert, the name that its statistics file has for this tensor; empty where
+            the method needs no data.
     """
 
     stored: TensorHeader
@@ -59,11 +71,23 @@ class TensorPlan:
     rule: str
     sources: Mapping[str, str | None]
     absent: str = "unchanged"
+    statistics: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def name(self) -> str:
         """Name in the base and in the output."""
         return self.output.name
+
+    @property
+    def participants(self) -> tuple[str, ...]:
+        """Experts whose updates the method sees."""
+        everyone = self.absent == "unchanged"
+        return tuple(e for e, name in self.sources.items() if everyone or name is not None)
+
+    @property
+    def writes_masks(self) -> bool:
+        """Whether its method writes a mask per expert beside it."""
+        return isinstance(self.action, Merge) and registry.get(self.action.method).writes_masks
 
 
 @dataclass(frozen=True)
@@ -75,6 +99,7 @@ class WorkItem:
         rows: range of the first axis; None for the whole of a tensor (scalars have no rows).
         read_bytes: stored bytes of base and experts.
         write_bytes: bytes of the result.
+        statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.
     """
@@ -85,17 +110,38 @@ class WorkItem:
     write_bytes: int
     workspace: int
     flops: float
+    statistics_bytes: int = 0
 
     @property
     def memory(self) -> int:
         """Bytes alive while the item is computed."""
-        return self.read_bytes + self.workspace + self.write_bytes
+        return self.read_bytes + self.statistics_bytes + self.workspace + self.write_bytes
 
     @property
     def key(self) -> tuple[str, tuple[int, int]]:
         """Identity in the journal."""
         span = (self.rows.start, self.rows.stop) if self.rows is not None else (0, 1)
         return self.tensor.name, span
+
+    @property
+    def first_element(self) -> int:
+        """Place of the item's first element in its tensor."""
+        return 0 if self.rows is None else self.rows.start * prod(self.tensor.stored.shape[1:])
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What must be known of all tensors of a method before the first is merged.
+
+    Attributes:
+        merge: one of the actions it is for; all of them have its key.
+        density: share of each expert's entries that is kept.
+        items: the work items it goes through.
+    """
+
+    merge: Merge
+    density: float
+    items: tuple[WorkItem, ...]
 
 
 @dataclass(frozen=True)
@@ -106,6 +152,7 @@ class Plan:
         recipe: the recipe with all defaults.
         tensors: the output's tensors in output order.
         items: the work, in output order.
+        surveys: passes over some of the items before the work.
         heads: per expert, tensors that are kept for it alone: name in the expert -> header.
         family: model family, which decides family defaults.
         notes: what a user should know before starting.
@@ -119,6 +166,7 @@ class Plan:
     items: tuple[WorkItem, ...]
     heads: Mapping[str, Mapping[str, TensorHeader]]
     family: str | None
+    surveys: tuple[Survey, ...] = ()
     notes: tuple[str, ...] = ()
     tied: Mapping[str | None, Mapping[str, str]] = field(
         default_factory=dict[str | None, Mapping[str, str]]
@@ -132,8 +180,10 @@ class Plan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from all checkpoints."""
-        return sum(item.read_bytes for item in self.items)
+        """Bytes read from all checkpoints and statistics, the surveys' passes included."""
+        merging = sum(item.read_bytes + item.statistics_bytes for item in self.items)
+        surveyed = {item.key: item.read_bytes for s in self.surveys for item in s.items}
+        return merging + SURVEY_PASSES[self.recipe.dtype] * sum(surveyed.values())
 
     @property
     def write_bytes(self) -> int:

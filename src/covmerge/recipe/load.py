@@ -91,9 +91,14 @@ def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
     """Return the recipe with its relative paths put under `folder`."""
     experts = {
         name: expert.model_copy(
-            update={"source": _locate(expert.source, folder, origin, ("experts", name))}
+            update={
+                key: _locate(value, folder, origin, (*place, key) if key == "statistics" else place)
+                for key in ("source", "statistics")
+                if (value := getattr(expert, key)) is not None
+            }
         )
         for name, expert in recipe.experts.items()
+        for place in [("experts", name)]
     }
     base = _locate(recipe.base, folder, origin, ("base",))
     return recipe.model_copy(update={"base": base, "experts": experts})

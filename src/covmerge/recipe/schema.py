@@ -108,6 +108,11 @@ class Expert(_Model):
         allow_inf_nan=False,
         description="Share of this expert in the merge; 1 is neutral.",
     )
+    statistics: Source | None = Field(
+        default=None,
+        description="Statistics file of this expert, written by `covmerge collect` (path relative "
+        "to the recipe file); for methods that use data.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -120,21 +125,22 @@ class TensorRules(_Model):
 
     embeddings: Literal["auto", "average", "method", "base"] = Field(
         default="auto",
-        description="Token, position and type embeddings. `auto` is `method` for elementwise "
-        "methods and `average` otherwise: an embedding's input is one-hot, so the Gram matrix of "
-        "its update says nothing about its input covariance. `base` keeps the base's rows.",
+        description="Token, position and type embeddings. `auto` is `method` for methods that take "
+        "tensors of any shape, and for the others what they do with tensors that are not matrices "
+        "(mostly `average`): an embedding's input is one-hot, so the Gram matrix of its update says "
+        "nothing about its input covariance. `base` keeps the base's rows.",
     )
     output_head: Literal["auto", "average", "method", "base"] = Field(
         default="auto",
-        description="Output embedding of a language model. `auto` is `method` for elementwise "
-        "methods and `average` otherwise: it mirrors the input embedding and is the largest matrix "
-        "of most models. A tensor tied to the input embedding follows `embeddings`.",
+        description="Output embedding of a language model. `auto` is as for embeddings: it mirrors "
+        "the input embedding and is the largest matrix of most models. A tensor tied to the input "
+        "embedding follows `embeddings`.",
     )
     convolutions: Literal["auto", "average", "method", "base"] = Field(
         default="auto",
-        description="Convolution kernels. `auto` is `method` for elementwise methods and `average` "
-        "otherwise, which is what the papers do with tensors that are not matrices; `method` "
-        "merges the kernel unfolded to (c_out, c_in * window).",
+        description="Convolution kernels. `auto` is as for embeddings, which is what the papers do "
+        "with tensors that are not matrices; `method` merges the kernel unfolded to "
+        "(c_out, c_in * window).",
     )
     fused: Literal["whole", "split"] = Field(
         default="whole",
@@ -163,6 +169,11 @@ class TensorRules(_Model):
         description="Embeddings whose number of rows differs from the base's. `error` stops, "
         "because rows that do not mean the same token must not be merged; `base` merges the rows "
         "that the base has and reports the others.",
+    )
+    few_rows: Literal["error", "allow"] = Field(
+        default="error",
+        description="A layer whose measured Gram matrix comes from fewer inputs than it has "
+        "dimensions. `error` stops, because the matrix is singular; `allow` merges all the same.",
     )
 
 

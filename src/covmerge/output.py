@@ -1,0 +1,272 @@
+"""The checkpoints of a merge, and the folder that one merged model becomes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from covmerge.checkpoints import (
+    Checkpoint,
+    Journal,
+    MaskWriter,
+    ShardWriter,
+    open_checkpoint,
+    plan_layout,
+)
+from covmerge.diagnostics import VerifyReport
+from covmerge.engine import (
+    DiskSink,
+    MemoryPlan,
+    RunStats,
+    Sources,
+    check_ties,
+    peak_memory,
+    tensor_stats,
+    totals,
+)
+from covmerge.export import (
+    copy_companions,
+    rescalers_of,
+    write_heads,
+    write_index,
+    write_manifest,
+    write_rescalers,
+)
+from covmerge.plan import Plan
+from covmerge.recipe import Expert, dump_recipe
+from covmerge.statistics.file import StatisticsFile
+from covmerge.types import Json
+from covmerge.version import __version__
+
+Source = str | Path | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What a merge gave.
+
+    Attributes:
+        path: the output folder; None for a merge in memory.
+        tensors: merged weights by name; None for a merge to disk.
+        masks: per expert, what EMR-Merging masks; empty for every other method and for a merge to
+            disk, which has them as files. The factors are `stats["rescalers"]`.
+        heads: per expert, its own task head; empty for a merge to disk, which has them as files.
+        stats: per tensor and in total, as in `covmerge.json`.
+        run: seconds and memory of this run.
+        notes: what the plan and the run want a reader to know.
+        verification: result of re-reading the output, for a merge to disk.
+    """
+
+    path: Path | None
+    tensors: dict[str, Tensor] | None
+    heads: Mapping[str, Mapping[str, Tensor]]
+    stats: Mapping[str, Json]
+    run: Mapping[str, Json]
+    notes: tuple[str, ...] = ()
+    verification: VerifyReport | None = None
+    masks: Mapping[str, Mapping[str, Tensor]] = field(
+        default_factory=dict[str, Mapping[str, Tensor]]
+    )
+
+
+@dataclass(frozen=True)
+class OpenCheckpoints:
+    """The checkpoints of a recipe, and the statistics files of its experts where it names them."""
+
+    base: Checkpoint
+    experts: Mapping[str, Checkpoint]
+    statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
+
+    def all(self) -> Iterator[tuple[str, Checkpoint]]:
+        """The base, then the experts, each with its key in reports."""
+        yield "base", self.base
+        for name, checkpoint in self.experts.items():
+            yield f"expert {name}", checkpoint
+
+    def materialize(self) -> None:
+        """Fetch what planning did not need."""
+        for _, checkpoint in self.all():
+            checkpoint.materialize()
+
+    def paths(self) -> list[Path]:
+        """Where they lie, for checks that nothing overwrites them; other sources do not exist."""
+        files = [file.path for file in self.statistics.values()]
+        return [*(Path(c.source).expanduser() for _, c in self.all()), *files]
+
+    def identity(self) -> dict[str, Json]:
+        """What tells these sources from others, for the digest of a plan."""
+        return {
+            **{key: checkpoint.identity() for key, checkpoint in self.all()},
+            **{f"statistics {name}": file.identity() for name, file in self.statistics.items()},
+        }
+
+    def sources(self) -> Sources:
+        """The same for the engine."""
+        return Sources(self.base, self.experts, self.statistics)
+
+    def check_ties(self, plan: Plan) -> None:
+        """Check that tied tensors that are stored twice agree.
+
+        Raises:
+            TensorError: two of them differ.
+        """
+        check_ties(self.base, plan.tied[None])
+        for name, expert in self.experts.items():
+            check_ties(expert, plan.tied[name])
+
+
+@contextmanager
+def open_checkpoints(
+    base: Source, experts: Mapping[str, Source], statistics: Mapping[str, str | Path]
+) -> Generator[OpenCheckpoints]:
+    """Open base, experts and statistics files, and close all of them at the end."""
+    with ExitStack() as stack:
+
+        def opened(source: Source) -> Checkpoint:
+            checkpoint = open_checkpoint(source)
+            stack.callback(checkpoint.close)
+            return checkpoint
+
+        def measured(path: str | Path) -> StatisticsFile:
+            file = StatisticsFile.open(path)
+            stack.callback(file.close)
+            return file
+
+        yield OpenCheckpoints(
+            opened(base),
+            {name: opened(source) for name, source in experts.items()},
+            {name: measured(path) for name, path in statistics.items()},
+        )
+
+
+def statistics_of(experts: Mapping[str, Expert]) -> dict[str, str]:
+    """The statistics files that a recipe names, by expert."""
+    return {name: e.statistics for name, e in experts.items() if e.statistics is not None}
+
+
+class ModelFolder:
+    """A folder that becomes one merged model, written while the engine runs."""
+
+    def __init__(self, folder: Path, plan: Plan, checkpoints: OpenCheckpoints) -> None:
+        """Reserve the space of all shards.
+
+        Raises:
+            ResourceError: the disk is full.
+        """
+        self._folder = folder
+        self._plan = plan
+        self._checkpoints = checkpoints
+        self._layout = plan_layout(
+            plan.output_headers, plan.recipe.output.shard_size, metadata=plan.metadata
+        )
+        self._writer = ShardWriter(folder, self._layout)
+        masked = [tensor.output for tensor in plan.tensors if tensor.writes_masks]
+        self._masks = MaskWriter(folder, masked, list(plan.recipe.experts)) if masked else None
+
+    def sink(self, journal: Journal | None = None) -> DiskSink:
+        """Where the engine puts the rows of this model."""
+        return DiskSink(self._writer, journal, self._masks)
+
+    def finish(self, done: RunStats, fingerprints: Fingerprints, memory: MemoryPlan) -> MergeResult:
+        """Write all that belongs to the model beside its weights."""
+        plan, base, folder = self._plan, self._checkpoints.base, self._folder
+        self._writer.flush()
+        write_index(self._layout, folder)
+        write_heads(folder, read_heads(plan, self._checkpoints))
+        copied = copy_companions(base.folder, folder, _config_dtype(plan))
+        stats = merge_stats(plan, done)
+        if self._masks is not None:
+            self._masks.flush()
+            write_rescalers(folder, cast("Mapping[str, float]", stats["rescalers"]))
+        notes = (*plan.notes, *copied.notes)
+        write_manifest(
+            folder,
+            {
+                "covmerge": __version__,
+                "torch": torch.__version__,
+                "recipe": dump_recipe(plan.recipe),
+                "family": plan.family,
+                "sources": fingerprints.result(),
+                "notes": notes,
+                **stats,
+            },
+        )
+        return MergeResult(folder, None, {}, stats, run_report(done, memory), notes)
+
+
+class Fingerprints:
+    """Hashes the sources in the background, while their pages are in the cache anyway."""
+
+    def __init__(self, checkpoints: OpenCheckpoints) -> None:
+        """Begin."""
+        self._found: dict[str, Json] = {}
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._hash, args=(checkpoints,), daemon=True)
+        self._thread.start()
+
+    def _hash(self, checkpoints: OpenCheckpoints) -> None:
+        try:
+            for key, checkpoint in checkpoints.all():
+                self._found[key] = {
+                    "source": checkpoint.source,
+                    "content": checkpoint.fingerprint(),
+                }
+            for name, file in checkpoints.statistics.items():
+                self._found[f"statistics {name}"] = {
+                    "source": str(file.path),
+                    "content": file.identity(),
+                }
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> dict[str, Json]:
+        """Wait for the hashes."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+
+def read_heads(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, dict[str, Tensor]]:
+    """Read the task head of every expert that has one of its own."""
+    return {
+        expert: {name: checkpoints.experts[expert].read(name) for name in kept}
+        for expert, kept in plan.heads.items()
+    }
+
+
+def _config_dtype(plan: Plan) -> torch.dtype | None:
+    """The dtype config.json must state, None if the weights keep the base's."""
+    stored = plan.recipe.output.dtype
+    return None if stored == "base" else getattr(torch, stored)
+
+
+def merge_stats(plan: Plan, done: RunStats) -> dict[str, Json]:
+    """Statistics of a finished merge: totals, heads, and each tensor."""
+    entries = tensor_stats(plan, done)
+    heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
+    factors = rescalers_of(entries)
+    rescaled = {"rescalers": factors} if factors else {}
+    return {"totals": totals(entries), "heads": heads, **rescaled, "tensors": entries}
+
+
+def run_report(done: RunStats, memory: MemoryPlan) -> dict[str, Json]:
+    """Seconds and memory of a run."""
+    return {
+        "seconds": done.seconds,
+        "survey_seconds": done.survey_seconds,
+        "read_seconds": done.read_seconds,
+        "compute_seconds": done.compute_seconds,
+        "write_seconds": done.write_seconds,
+        "resumed_items": done.resumed_items,
+        "items": len(done.items),
+        "peak_memory": peak_memory(),
+        "expected_peak_memory": memory.peak,
+    }

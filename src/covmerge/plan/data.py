@@ -1,0 +1,120 @@
+"""The statistics of the experts' data that a method needs: found for each tensor, or named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from covmerge.checkpoints import Checkpoint
+from covmerge.errors import InputError, RecipeError, TensorError
+from covmerge.methods import Method, registry
+from covmerge.plan.types import Merge, TensorPlan
+from covmerge.recipe import Recipe
+from covmerge.statistics.file import StatisticsFile
+from covmerge.tensors import matrix_shapes
+
+Statistics = Mapping[str, StatisticsFile]
+
+_KINDS = {"gram": "Gram matrix", "fisher": "Fisher information"}
+
+
+def check_statistics(
+    recipe: Recipe, experts: Mapping[str, Checkpoint], statistics: Statistics
+) -> None:
+    """Check that every method of a recipe has the files it needs, collected on these experts.
+
+    Raises:
+        RecipeError: an expert without a file, or a file that was collected in another way.
+        InputError: a file of another model.
+    """
+    for name in {recipe.method, *(rule.method for rule in recipe.rules if rule.method)}:
+        method = registry.get(name)
+        if method.data == "none":
+            continue
+        for expert in experts:
+            if expert not in statistics:
+                raise RecipeError(
+                    f"method '{name}' needs the statistics of expert '{expert}': run `covmerge "
+                    f"collect {recipe.experts[expert].source} DATA {expert}.covstats.safetensors "
+                    f"--kind {method.data}`, then name the file under `statistics:` of the expert "
+                    f"(--stats {expert}=FILE)."
+                )
+            file = statistics[expert]
+            if not file.names(method.data):
+                raise RecipeError(
+                    f"{file.path} holds no {_KINDS[method.data]}, which method '{name}' needs: "
+                    f"collect it with --kind {method.data}."
+                )
+            if file.protocol != method.protocol:
+                raise RecipeError(
+                    f"{file.path} was collected by the protocol '{file.protocol}', method '{name}' "
+                    f"needs '{method.protocol}': covmerge collect --protocol {method.protocol}."
+                )
+    for expert, file in statistics.items():
+        file.check_expert(expert, experts[expert])
+
+
+def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) -> TensorPlan:
+    """Add to a tensor's plan the names of its statistics; without any it is averaged.
+
+    Raises:
+        TensorError: only some of the experts have statistics of it, they are of another shape, or
+            there are too few rows behind them.
+    """
+    if not isinstance(tensor.action, Merge):
+        return tensor
+    method = registry.get(tensor.action.method)
+    if method.data == "none":
+        return tensor
+    kind = method.data
+    held = {expert: set(statistics[expert].names(kind)) for expert in tensor.sources}
+    found = {e: name for e, name in tensor.sources.items() if name is not None and name in held[e]}
+    if not found:
+        average = Merge("average", {}, layout=None)
+        return replace(tensor, action=average, rule=f"average (no {_KINDS[kind]} of it)")
+    for expert, name in tensor.sources.items():
+        if expert not in found and (name is not None or tensor.absent == "unchanged"):
+            raise TensorError(
+                f"'{tensor.name}': {statistics[expert].path} of expert '{expert}' has no "
+                f"{_KINDS[kind]} of '{name or tensor.name}', but the file of expert "
+                f"'{next(iter(found))}' has one: collect it for all experts, or add the rule "
+                f"{{match: '{tensor.name}', use: average}}."
+            )
+    for expert, name in found.items():
+        _check(recipe, method, tensor, expert, statistics[expert], name)
+    return replace(tensor, statistics=found)
+
+
+def _check(
+    recipe: Recipe, method: Method, tensor: TensorPlan, expert: str, file: StatisticsFile, name: str
+) -> None:
+    shape = file.header(method.data, name).shape
+    if method.data == "fisher":
+        if shape[1:] != tensor.stored.shape[1:]:
+            raise _wrong_shape(tensor, file, name, shape, tensor.stored.shape)
+        return
+    assert isinstance(tensor.action, Merge) and tensor.action.layout is not None
+    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.action.layout):
+        if shape != (d_in, d_in):
+            raise _wrong_shape(tensor, file, name, shape, (d_in, d_in))
+        rows = file.rows(method.data, name)
+        if rows < d_in and recipe.tensors.few_rows == "error":
+            raise TensorError(
+                f"'{tensor.name}': the Gram matrix of expert '{expert}' ({file.path}) comes from "
+                f"{rows} layer inputs of {d_in} dimensions, so it is singular. Collect more "
+                "examples, or allow it with `tensors: {few_rows: allow}`."
+            )
+
+
+def _wrong_shape(
+    tensor: TensorPlan,
+    file: StatisticsFile,
+    name: str,
+    shape: tuple[int, ...],
+    wanted: tuple[int, ...],
+) -> InputError:
+    return TensorError(
+        f"'{tensor.name}': {file.path} has statistics {list(shape)} of '{name}', this layer needs "
+        f"{list(wanted)}: were they collected on another model, or is the tensor stored transposed "
+        "(tensors: {conv1d: stored})?"
+    )
