@@ -15,9 +15,9 @@ def test_everything_public_is_there(name):
 
 @pytest.mark.parametrize("first", ["", "covmerge.merge", "import covmerge.methods"])
 def test_methods_whatever_came_before(first):
-    code = f"import covmerge; {first}\nprint(covmerge.methods.names(), covmerge.methods.get('ace').name)"
+    code = f"import covmerge; {first}\nprint(covmerge.methods.names()[0], covmerge.methods.get('ace').name)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "('ace', 'actmat', 'average', 'task_arithmetic') ace\n"
+    assert done.stdout == "ace ace\n"
 
 
 def test_importing_covmerge_does_not_import_torch():

@@ -15,12 +15,17 @@ from covmerge.version import __version__
 
 if TYPE_CHECKING:
     from covmerge import methods
-    from covmerge.api import MergeResult, merge, merge_layer, plan_recipe, run_recipe
+    from covmerge.api import MergeResult, compare, merge, merge_layer, plan_recipe, run_recipe
+    from covmerge.comparison import Comparison
     from covmerge.diagnostics import verify
+    from covmerge.export import load_expert
     from covmerge.recipe import Recipe, load_recipe
 
 _HOMES = {
+    "Comparison": "covmerge.comparison",
     "MergeResult": "covmerge.api",
+    "compare": "covmerge.api",
+    "load_expert": "covmerge.export",
     "merge": "covmerge.api",
     "merge_layer": "covmerge.api",
     "plan_recipe": "covmerge.api",
@@ -31,9 +36,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "Comparison",
     "MergeResult",
     "Recipe",
     "__version__",
+    "compare",
+    "load_expert",
     "load_recipe",
     "merge",
     "merge_layer",

@@ -10,15 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covmerge.comparison import CompareJob, Comparison
 from covmerge.engine import MemoryPlan, Progress, plan_memory
 from covmerge.errors import RecipeError, TensorError, did_you_mean
-from covmerge.job import Job, MergeResult, OpenCheckpoints, open_checkpoints
+from covmerge.job import Job
+from covmerge.linalg.lapack import norm
+from covmerge.linalg.random import Stream
 from covmerge.methods import registry
+from covmerge.output import (
+    MergeResult,
+    OpenCheckpoints,
+    Source,
+    open_checkpoints,
+    statistics_of,
+)
 from covmerge.plan import Plan, build_plan
 from covmerge.recipe import Recipe, parse_recipe, parse_size
-from covmerge.types import LinearGroup
-
-Source = str | Path | Mapping[str, Tensor]
+from covmerge.types import LinearGroup, Measured
 
 
 def merge(
@@ -28,6 +36,7 @@ def merge(
     out: str | Path | None = None,
     *,
     weights: Mapping[str, float] | Sequence[float] | None = None,
+    statistics: Mapping[str, str | Path] | None = None,
     tensors: Mapping[str, str] | None = None,
     rules: Sequence[Mapping[str, Any]] = (),
     dtype: str = "float32",
@@ -51,6 +60,7 @@ def merge(
         method: a registered name; see `covmerge.methods.names()`.
         out: output folder; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
+        statistics: statistics files by expert name, for methods that use data.
         tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
         rules: exceptions by tensor name or role, as under `rules:` in a recipe.
         dtype: compute dtype, `float32` or `float64`.
@@ -76,19 +86,17 @@ def merge(
         [[2.0, 0.0], [0.0, 2.0]]
     """
     named = _named(experts)
-    given = _named_weights(weights, tuple(named))
-    recipe = parse_recipe(
-        {
-            "base": _label(base),
-            "experts": {n: {"source": _label(s), "weight": given[n]} for n, s in named.items()},
-            "method": method,
-            "parameters": params,
-            "tensors": dict(tensors or {}),
-            "rules": [dict(rule) for rule in rules],
-            "dtype": dtype,
-            "output": {"dtype": out_dtype, "shard_size": shard_size},
-        },
-        origin="merge()",
+    recipe = _recipe(
+        base,
+        named,
+        method=method,
+        params=params,
+        weights=weights,
+        statistics=statistics or {},
+        tensors=tensors or {},
+        rules=rules,
+        dtype=dtype,
+        output={"dtype": out_dtype, "shard_size": shard_size},
     )
     job = Job(
         recipe=recipe,
@@ -100,7 +108,86 @@ def merge(
         overwrite=overwrite,
         progress=progress,
     )
-    with open_checkpoints(base, named) as checkpoints:
+    with open_checkpoints(base, named, statistics or {}) as checkpoints:
+        return job.run(checkpoints)
+
+
+def compare(
+    base: Source,
+    experts: Mapping[str, Source] | Sequence[Source],
+    methods: str | Sequence[str] = "all",
+    out: str | Path | None = None,
+    *,
+    parameters: Mapping[str, Mapping[str, Any]] | None = None,
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    statistics: Mapping[str, str | Path] | None = None,
+    tensors: Mapping[str, str] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    dtype: str = "float32",
+    out_dtype: str = "base",
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Merge by many methods in one reading pass, and say how their results differ.
+
+    Every task vector is read once for all methods; see `merge` for the arguments they share.
+
+    Args:
+        base: folder, file, hub id `org/name@revision`, or a state dict.
+        experts: sources by name, or a sequence.
+        methods: names, or `all` for every method that can run on what is given.
+        out: folder for the models, one each; None writes none and only compares.
+        parameters: by method, for those that are not to run at their defaults.
+        weights: one positive number per expert.
+        statistics: statistics files by expert name.
+        tensors: what happens to tensors by kind.
+        rules: exceptions by tensor name or role.
+        dtype: compute dtype.
+        out_dtype: stored dtype of the results.
+        device: where the mathematics runs.
+        threads: CPU threads of the mathematics.
+        max_memory: bytes the process may take.
+        overwrite: replace an earlier output.
+        progress: hears of every finished piece of work.
+
+    Raises:
+        InputError: anything wrong with the inputs; nothing is left behind.
+
+    Departs from the paper: nowhere by itself; see each method.
+
+    Example:
+        >>> base = {"fc.weight": torch.zeros(2, 2)}
+        >>> experts = [{"fc.weight": torch.eye(2)}, {"fc.weight": 3 * torch.eye(2)}]
+        >>> rows = compare(base, experts, ["average", "actmat"]).rows
+        >>> [(row.method, round(row.norm, 3)) for row in rows]
+        [('average', 2.828), ('actmat', 3.96)]
+    """
+    named = _named(experts)
+    recipe = _recipe(
+        base,
+        named,
+        weights=weights,
+        statistics=statistics or {},
+        tensors=tensors or {},
+        rules=rules,
+        dtype=dtype,
+        output={"dtype": out_dtype},
+    )
+    job = CompareJob(
+        recipe=recipe,
+        methods=methods,
+        parameters=parameters or {},
+        out=None if out is None else Path(out),
+        device=device,
+        threads=threads,
+        max_memory=None if max_memory is None else parse_size(max_memory),
+        overwrite=overwrite,
+        progress=progress,
+    )
+    with open_checkpoints(base, named, statistics or {}) as checkpoints:
         return job.run(checkpoints)
 
 
@@ -109,6 +196,7 @@ def merge_layer(
     method: str = "ace",
     *,
     weights: Sequence[float] | None = None,
+    data: Sequence[Tensor] | None = None,
     **params: Any,
 ) -> Tensor:
     """Merge the task vectors of one layer and return the merged update.
@@ -118,6 +206,8 @@ def merge_layer(
             computed in float32.
         method: a registered name.
         weights: one positive number per update; 1 is neutral.
+        data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
+            diagonal Fisher information in the update's shape.
         **params: the method's parameters.
 
     Returns:
@@ -163,7 +253,15 @@ def merge_layer(
             f"weights {shares} for {len(updates)} updates: pass one positive number each"
         )
     dtype = torch.promote_types(first.dtype, torch.float32)
-    group = LinearGroup(tuple(update.to(dtype) for update in updates), tuple(shares))
+    group = LinearGroup(
+        tuple(update.to(dtype) for update in updates),
+        tuple(shares),
+        streams=tuple(Stream(f"update {index}") for index in range(len(updates))),
+        measured=tuple(
+            Measured(value.to(first.device, dtype), rows=0, total=norm(value))
+            for value in data or ()
+        ),
+    )
     return chosen(group, **parameters).delta.to(first.dtype)
 
 
@@ -200,12 +298,61 @@ def plan_recipe(recipe: Recipe, *, max_memory: int | None = None) -> tuple[Plan,
         InputError: everything that would stop the merge before its first tensor.
     """
     with _open_recipe(recipe) as checkpoints:
-        plan = build_plan(recipe, checkpoints.base, checkpoints.experts)
-        return plan, plan_memory(plan, max_memory)
+        plan = build_plan(recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics)
+        return plan, plan_memory([plan], max_memory)
+
+
+def run_comparison(job: CompareJob) -> Comparison:
+    """Carry out a comparison whose sources are those of its recipe."""
+    with _open_recipe(job.recipe) as checkpoints:
+        return job.run(checkpoints)
 
 
 def _open_recipe(recipe: Recipe) -> AbstractContextManager[OpenCheckpoints]:
-    return open_checkpoints(recipe.base, {n: e.source for n, e in recipe.experts.items()})
+    sources = {name: expert.source for name, expert in recipe.experts.items()}
+    return open_checkpoints(recipe.base, sources, statistics_of(recipe.experts))
+
+
+def _recipe(
+    base: Source,
+    experts: Mapping[str, Source],
+    *,
+    method: str = "ace",
+    params: Mapping[str, Any] | None = None,
+    weights: Mapping[str, float] | Sequence[float] | None,
+    statistics: Mapping[str, str | Path],
+    tensors: Mapping[str, str],
+    rules: Sequence[Mapping[str, Any]],
+    dtype: str,
+    output: Mapping[str, Any],
+) -> Recipe:
+    """The arguments of a public function as the recipe that is recorded."""
+    given = _named_weights(weights, tuple(experts))
+    for name in statistics:
+        if name not in experts:
+            raise RecipeError(
+                f"statistics for '{name}': no such expert." + did_you_mean(name, experts)
+            )
+    return parse_recipe(
+        {
+            "base": _label(base),
+            "experts": {
+                name: {
+                    "source": _label(source),
+                    "weight": given[name],
+                    "statistics": str(statistics[name]) if name in statistics else None,
+                }
+                for name, source in experts.items()
+            },
+            "method": method,
+            "parameters": dict(params or {}),
+            "tensors": dict(tensors),
+            "rules": [dict(rule) for rule in rules],
+            "dtype": dtype,
+            "output": dict(output),
+        },
+        origin="arguments",
+    )
 
 
 def _label(source: Source) -> str:

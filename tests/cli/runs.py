@@ -1,6 +1,7 @@
 """Tiny checkpoints, and the command line run on them in this process."""
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from covmerge.checkpoints import open_checkpoint
 from covmerge.cli import app
+from covmerge.methods import registry
+from covmerge.statistics.write import Contents, Statistic, write_statistics
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,33 @@ def write_recipe(folder: Path, text="", experts=("a", "b")):
     path = folder / "recipe.yml"
     path.write_text("\n".join([*lines, text]) + "\n", encoding="utf-8")
     return path
+
+
+def statistics_for(name, folder: Path, experts=("a", "b")):
+    """Statistics files for a method that needs them: random, of the checkpoints of `save_plain`."""
+    method = registry.get(name)
+    if method.data == "none":
+        return {}
+    generator = torch.Generator().manual_seed(1)
+    files = {}
+    for expert in experts:
+        path = folder / f"{expert}.covstats.safetensors"
+        with closing(open_checkpoint(folder / f"{expert}.safetensors")) as checkpoint:
+            statistics = [
+                Statistic((tensor,), _random(method.data, header.shape, generator), rows=100)
+                for tensor, header in checkpoint.headers.items()
+                if method.data == "fisher" or tensor.endswith("up_proj.weight")
+            ]
+            contents = Contents(
+                checkpoint, {method.data: statistics}, examples=100, protocol=method.protocol
+            )
+            write_statistics({path: contents}, overwrite=True)
+        files[expert] = path
+    return files
+
+
+def _random(kind, shape, generator):
+    if kind == "fisher":
+        return torch.rand(shape, generator=generator) + 0.1
+    inputs = torch.randn(100, shape[-1], generator=generator)
+    return inputs.T @ inputs

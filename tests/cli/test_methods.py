@@ -1,9 +1,10 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from covmerge.methods import registry
-from tests.cli.runs import covmerge, flags, words, write_recipe
+from tests.cli.runs import covmerge, flags, statistics_for, words, write_recipe
 
 
 def test_list():
@@ -11,7 +12,8 @@ def test_list():
     for method in registry:
         assert method.name in ran.stdout
         assert f"arXiv:{method.reference.arxiv}" in ran.stdout
-        assert method.summary in words(ran.stdout) or len(method.summary) > 40
+    for name in registry.absent:
+        assert name in ran.stdout
     assert max(map(len, ran.stdout.splitlines())) <= 80
 
 
@@ -58,14 +60,28 @@ def test_list_as_json():
 def test_the_examples_run(name, models):
     page = covmerge("methods", name, "--json").json
     options = page["command"].split()[page["command"].split().index("--method") : -1]
-    covmerge("merge", *flags(models), *options, models / "by_flags")
+    files = [f"--stats={expert}={file}" for expert, file in statistics_for(name, models).items()]
+    covmerge("merge", *flags(models), *files, *options, models / "by_flags")
     recipe = write_recipe(models, page["recipe"])
-    ran = covmerge("merge", recipe, models / "by_recipe", "--json")
+    ran = covmerge("merge", recipe, *files, models / "by_recipe", "--json")
     assert ran.json["verification"]["ok"]
     results = [
         (models / folder / "model.safetensors").read_bytes() for folder in ("by_flags", "by_recipe")
     ]
     assert results[0] == results[1]
+
+
+def test_the_pages_in_docs_are_current():
+    file = Path(__file__).parent.parent.parent / "docs" / "methods.md"
+    assert covmerge("methods", "--markdown").stdout == file.read_text("utf-8"), (
+        "run: covmerge methods --markdown > docs/methods.md"
+    )
+
+
+@pytest.mark.parametrize("name", registry.absent)
+def test_a_method_that_is_not_here_says_what_is_missing(name):
+    ran = covmerge("methods", name, code=2)
+    assert ran.stderr.startswith(f"error: method '{name}' is not available: ")
 
 
 def test_unknown_method():

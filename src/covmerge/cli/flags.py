@@ -22,6 +22,7 @@ class RecipeFlags:
     base: str | None = None
     experts: Sequence[str] = ()
     weights: Sequence[str] = ()
+    statistics: Sequence[str] = ()
     method: str | None = None
     parameters: Sequence[str] = ()
     tensors: Sequence[str] = ()
@@ -90,12 +91,33 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
                 f"--weight {name}: there is no such expert." + did_you_mean(name, data["experts"])
             )
         data["experts"][name]["weight"] = weight
+    for name, path in _pairs("--stats", flags.statistics, "code=c.covstats.safetensors").items():
+        if name not in data["experts"]:
+            raise RecipeError(
+                f"--stats {name}: there is no such expert." + did_you_mean(name, data["experts"])
+            )
+        data["experts"][name]["statistics"] = path
     _set_method(data, flags, file)
     _section(data, "parameters").update(_values("--set", flags.parameters, "eps=1e-5"))
     _section(data, "tensors").update(_pairs("--tensors", flags.tensors, "embeddings=base"))
     _section(data, "output").update(_given(dtype=flags.out_dtype, shard_size=flags.shard_size))
     data.update(_given(base=flags.base, dtype=flags.dtype))
     return parse_recipe(data, origin="command line")
+
+
+def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Read `METHOD.KEY=VALUE` pairs.
+
+    Raises:
+        RecipeError: a pair that is not of this form.
+    """
+    parameters: dict[str, dict[str, Any]] = {}
+    for name, value in _values("--set", given, "ace.eps=1e-5").items():
+        method, dot, key = name.partition(".")
+        if not dot:
+            raise RecipeError(f"--set {name}: whose parameter? Write --set METHOD.{name}=VALUE")
+        parameters.setdefault(method, {})[key] = value
+    return parameters
 
 
 def _set_method(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> None:

@@ -49,6 +49,14 @@ def merge(
             help="Share of an expert; 1 is neutral.",
         ),
     ] = None,
+    stats: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            rich_help_panel=_WHAT,
+            help="Statistics of an expert, from `covmerge collect`, for methods that use data.",
+        ),
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -150,6 +158,7 @@ def merge(
             base=base,
             experts=expert or (),
             weights=weight or (),
+            statistics=stats or (),
             method=method,
             parameters=parameter or (),
             tensors=tensors or (),

@@ -40,7 +40,7 @@ def dry_run(recipe: Recipe, out: Path | None, flags: RunFlags) -> None:
     """
     plan, memory = api.plan_recipe(recipe, max_memory=flags.max_memory)
     speed = measure_speed(recipe, plan.compute_dtype, flags.device, flags.threads)
-    room = None if out is None else room_for(plan, out)
+    room = None if out is None else room_for([plan], out)
     if flags.as_json:
         print_json(plan_summary(plan, memory, speed, room))
     else:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covmerge.cli.catalogue import markdown, page, show_value
 from covmerge.cli.console import print_json, stdout
 
 if TYPE_CHECKING:
@@ -16,103 +15,46 @@ if TYPE_CHECKING:
 
     from covmerge.methods import Method
 
-_DEPARTS = "Departs from the paper:"
-
 
 def methods(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", show_default=False, help="One method.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print all pages as Markdown: docs/methods.md.")
+    ] = False,
 ) -> None:
     """List the merge methods, or show one: equation, parameters, laws, paper."""
     from covmerge.methods import registry
 
-    if name is not None:
+    if as_markdown:
+        typer.echo(markdown(registry, registry.absent.items()), nl=False)
+    elif name is not None:
         method = registry.get(name)
         if as_json:
-            print_json(_page(method))
+            print_json(page(method))
         else:
-            _show_page(_page(method))
+            _show_page(page(method))
     elif as_json:
-        print_json([_page(method) for method in registry])
+        print_json([page(method) for method in registry])
     else:
-        _show_list(list(registry))
+        _show_list(list(registry), registry.absent)
 
 
-def _page(method: Method) -> dict[str, Any]:
-    """Everything there is to say about a method, as plain JSON."""
-    laws, reference = method.laws, method.reference
-    command, recipe = _examples(method)
-    return {
-        "name": method.name,
-        "summary": method.summary,
-        "equation": method.equation,
-        "takes_any_shape": method.takes_any_shape,
-        "parameters": [
-            {
-                "name": parameter.name,
-                "allowed": parameter.annotation,
-                "default": parameter.default,
-                "description": parameter.description,
-                "family_defaults": {
-                    family: defaults[parameter.name]
-                    for family, defaults in method.family_defaults.items()
-                    if parameter.name in defaults
-                },
-            }
-            for parameter in method.parameters
-        ],
-        "laws": {
-            "order_invariant": laws.order_invariant,
-            "scale_equivariant": laws.scale_equivariant,
-            "replicas": laws.replicas_text,
-        },
-        "reference": {
-            "title": reference.title,
-            "venue": reference.venue,
-            "arxiv": reference.arxiv,
-            "equations": reference.equations,
-        },
-        "departs": _departures(method),
-        "command": command,
-        "recipe": recipe,
-    }
+def _show_list(methods: list[Method], absent: Mapping[str, str]) -> None:
+    from covmerge.cli.show import facts, table
 
-
-def _departures(method: Method) -> str:
-    """The paragraph of the kernel's docstring that says where it leaves the paper."""
-    paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")
-    own = next(text for text in paragraphs if text.startswith(_DEPARTS))
-    return " ".join(own.removeprefix(_DEPARTS).split())
-
-
-def _examples(method: Method) -> tuple[str, str]:
-    """A command and a recipe, with one parameter if the method has one with a value."""
-    shown = next((p for p in method.parameters if p.default is not None), None)
-    command = f"covmerge merge --base BASE --expert a=A --expert b=B --method {method.name}"
-    recipe = f"method: {method.name}"
-    if shown is not None:
-        value = _yaml(shown.default)
-        command += f" --set {shown.name}={value}"
-        recipe += f"\nparameters: {{{shown.name}: {value}}}"
-    return f"{command} OUT", recipe
-
-
-def _yaml(value: Any) -> str:
-    """Write a value as in a recipe."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _show_list(methods: list[Method]) -> None:
-    from covmerge.cli.show import table
-
-    rows = table("name", "what it does", "paper")
+    rows = table("name", "what it does", "data", "paper")
     for method in methods:
-        rows.add_row(method.name, method.summary, f"arXiv:{method.reference.arxiv}")
+        data = method.data + ("*" if method.published_tuning else "")
+        rows.add_row(method.name, method.summary, data, f"arXiv:{method.reference.arxiv}")
     console = stdout()
     console.print(rows)
-    console.print("`covmerge methods NAME` shows one: equation, parameters, laws, reference.")
+    console.print("* the published numbers chose a parameter on labelled data")
+    console.print("\nNot here:")
+    console.print(facts(absent.items()))
+    console.print("\n`covmerge methods NAME` shows one: equation, parameters, laws, reference.")
 
 
 def _show_page(page: Mapping[str, Any]) -> None:
@@ -125,12 +67,9 @@ def _show_page(page: Mapping[str, Any]) -> None:
     console.print(
         facts(
             [
-                (
-                    "merges",
-                    "tensors of any shape, element by element"
-                    if page["takes_any_shape"]
-                    else "matrices (d_out, d_in) of linear layers; other tensors are averaged",
-                ),
+                ("merges", page["tensors"]),
+                ("data", page["data"]),
+                *([("tuned", page["published_tuning"])] if page["published_tuning"] else []),
                 (
                     "order of experts",
                     "changes nothing" if laws["order_invariant"] else "changes the result",
@@ -140,6 +79,12 @@ def _show_page(page: Mapping[str, Any]) -> None:
                     "give the merged update times s"
                     if laws["scale_equivariant"]
                     else "do not give the merged update times s: the absolute scale matters",
+                ),
+                (
+                    "rotations",
+                    "of all updates rotate the merged update"
+                    if laws["rotation_equivariant"]
+                    else "of all updates change the result: the axes matter",
                 ),
                 ("equal experts give", laws["replicas"]),
                 (
@@ -161,11 +106,11 @@ def _parameters(page: Mapping[str, Any]) -> Table:
     rows = table("parameter", "allowed", "default", "meaning")
     for parameter in page["parameters"]:
         families = parameter["family_defaults"].items()
-        special = ", ".join(f"{family}: {_yaml(value)}" for family, value in families)
+        special = ", ".join(f"{family}: {show_value(value)}" for family, value in families)
         rows.add_row(
             parameter["name"],
             parameter["allowed"],
-            _yaml(parameter["default"]),
+            show_value(parameter["default"]),
             parameter["description"] + (f" ({special})" if special else ""),
         )
     return rows

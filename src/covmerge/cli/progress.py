@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from covmerge.cli.console import printable
 from covmerge.cli.units import format_seconds
 from covmerge.engine import Progress
-from covmerge.plan import Plan, WorkItem
+from covmerge.plan import SURVEY_PASSES, Plan, WorkItem
 from covmerge.recipe import format_size
 
 _LINE_EVERY = 10.0  # seconds
@@ -32,11 +32,17 @@ class Tally:
     """
 
     def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
-        self.total = sum(_bytes(item) for item in plan.items)
+        passes = SURVEY_PASSES[plan.recipe.dtype]
+        surveyed = {item.key: item.read_bytes for s in plan.surveys for item in s.items}
+        self.total = sum(map(_bytes, plan.items)) + passes * sum(surveyed.values())
         self.done = 0
         self._resumed = 0
         self._clock = clock
         self._start = clock()
+
+    def add_survey(self, item: WorkItem) -> None:
+        """Count an item read by a pass before the merge."""
+        self.done += item.read_bytes
 
     def add(self, item: WorkItem, *, resumed: bool) -> None:
         """Count a finished item."""
@@ -76,6 +82,11 @@ class BarProgress:
         self._task = self._bar.add_task("reading", total=self._tally.total)
         self._bar.start()
 
+    def survey(self, item: WorkItem) -> None:
+        """Move the bar through a pass before the merge."""
+        self._tally.add_survey(item)
+        self._bar.update(self._task, completed=self._tally.done, description="thresholds")
+
     def advance(self, item: WorkItem, *, resumed: bool) -> None:
         """Move the bar."""
         self._tally.add(item, resumed=resumed)
@@ -99,12 +110,20 @@ class LineProgress:
         self._tally = Tally(plan, self._clock)
         self._last = self._clock()
 
+    def survey(self, item: WorkItem) -> None:
+        """Print a line if the last one is old."""
+        self._tally.add_survey(item)
+        self._line(f"thresholds of {item.tensor.name}")
+
     def advance(self, item: WorkItem, *, resumed: bool) -> None:
         """Print a line if the last one is old."""
         self._tally.add(item, resumed=resumed)
+        self._line(item.tensor.name)
+
+    def _line(self, what: str) -> None:
         if self._clock() - self._last >= _LINE_EVERY:
             self._last = self._clock()
-            self._console.print(self._tally.line(item.tensor.name), soft_wrap=True)
+            self._console.print(self._tally.line(what), soft_wrap=True)
 
     def finish(self) -> None:
         """Nothing is left to take away."""

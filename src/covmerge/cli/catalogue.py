@@ -1,0 +1,236 @@
+"""Everything there is to say of a method, read off its registration: as data, and as Markdown."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from covmerge.methods import Method
+
+_DEPARTS = "Departs from the paper:"
+_UNITS = {
+    "element": "tensors of any shape, element by element",
+    "row": "tensors of any shape, row by row",
+    "tensor": "tensors of any shape, each as a whole",
+    "matrix": "matrices (d_out, d_in) of linear layers",
+}
+_OTHERS = {"average": "other tensors are averaged", "base": "other tensors stay the base's"}
+_DATA = {
+    "none": "none",
+    "gram": "Gram matrices of the layers' inputs",
+    "fisher": "diagonal Fisher information",
+}
+# What costs are quoted for: the widest layer of ViT-B/16, eight experts, float32.
+_D_OUT, _D_IN, _EXPERTS = 768, 3072, 8
+
+
+def page(method: Method) -> dict[str, Any]:
+    """Everything there is to say about a method, as plain JSON."""
+    laws, reference = method.laws, method.reference
+    command, recipe = _examples(method)
+    cost = method.cost(_D_OUT, _D_IN, _EXPERTS, 4)
+    return {
+        "name": method.name,
+        "summary": method.summary,
+        "equation": method.equation,
+        "tensors": tensors(method),
+        "takes_any_shape": method.takes_any_shape,
+        "data": data(method),
+        "published_tuning": method.published_tuning,
+        "seeded": method.seeded,
+        "writes_masks": method.writes_masks,
+        "cost": {
+            "shape": [_D_OUT, _D_IN],
+            "experts": _EXPERTS,
+            "flops": cost.flops,
+            "workspace": cost.workspace,
+        },
+        "parameters": [
+            {
+                "name": parameter.name,
+                "allowed": parameter.annotation,
+                "default": parameter.default,
+                "description": parameter.description,
+                "family_defaults": {
+                    family: defaults[parameter.name]
+                    for family, defaults in method.family_defaults.items()
+                    if parameter.name in defaults
+                },
+            }
+            for parameter in method.parameters
+        ],
+        "laws": {
+            "order_invariant": laws.order_invariant,
+            "scale_equivariant": laws.scale_equivariant,
+            "rotation_equivariant": laws.rotation_equivariant,
+            "replicas": laws.replicas_text,
+        },
+        "reference": {
+            "title": reference.title,
+            "venue": reference.venue,
+            "arxiv": reference.arxiv,
+            "equations": reference.equations,
+        },
+        "departs": _departures(method),
+        "command": command,
+        "recipe": recipe,
+    }
+
+
+def tensors(method: Method) -> str:
+    """Say which tensors a method merges, and what becomes of the others."""
+    defaults = {parameter.name: parameter.default for parameter in method.parameters}
+    text = _UNITS[method.unit_for(defaults)]
+    if method.survey is not None:
+        text += ", after a pass over all of them"
+    return text if method.takes_any_shape else f"{text}; {_OTHERS[method.others]}"
+
+
+def data(method: Method) -> str:
+    """Say which statistics of the experts' data a method needs."""
+    text = _DATA[method.data]
+    return text if method.protocol == "inputs" else f"{text} (--protocol {method.protocol})"
+
+
+def show_value(value: Any) -> str:
+    """Write a value as in a recipe."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _departures(method: Method) -> str:
+    """The paragraph of the kernel's docstring that says where it leaves the paper."""
+    paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")
+    own = next(text for text in paragraphs if text.startswith(_DEPARTS))
+    return " ".join(own.removeprefix(_DEPARTS).split())
+
+
+def _examples(method: Method) -> tuple[str, str]:
+    """A command and a recipe, with one parameter if the method has one with a value."""
+    shown = next((p for p in method.parameters if p.default is not None), None)
+    command = "covmerge merge --base BASE --expert a=A --expert b=B"
+    if method.data != "none":
+        command += " --stats a=A.covstats.safetensors --stats b=B.covstats.safetensors"
+    command += f" --method {method.name}"
+    recipe = f"method: {method.name}"
+    if shown is not None:
+        value = show_value(shown.default)
+        command += f" --set {shown.name}={value}"
+        recipe += f"\nparameters: {{{shown.name}: {value}}}"
+    return f"{command} OUT", recipe
+
+
+def markdown(methods: Iterable[Method], absent: Iterable[tuple[str, str]]) -> str:
+    """Return docs/methods.md."""
+    pages = [page(method) for method in methods]
+    lines = [
+        "# Methods",
+        "",
+        "Generated from the code by `covmerge methods --markdown`; CI checks that it is current.",
+        "",
+        "Δ_t = W_t − W_0 `(d_out, d_in)` is the update of expert t, T the number of experts, w_t an",
+        "expert's weight (1 is neutral). An equivariance is kept where the cell says yes: *order* of",
+        "the experts changes nothing; *scale*: updates times s give the merged update times s;",
+        "*rotation*: QΔ_tPᵀ gives Q(merged update)Pᵀ. Cost is by the method's own model, for one",
+        f"{_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts in float32: floating-point operations (a",
+        "float64 one counts as two), and memory beside the updates and the result.",
+        "",
+        *_overview(pages),
+        "",
+        "Data: what the method needs to know of the experts' data. *none (tuned)*: nothing, but the",
+        "published numbers chose a parameter on labelled data; its page says which.",
+        "",
+        "## Not here",
+        "",
+        *(f"- `{name}`: {why}" for name, why in absent),
+    ]
+    for each in pages:
+        lines += ["", *_section(each)]
+    return "\n".join(lines) + "\n"
+
+
+def _overview(pages: Iterable[dict[str, Any]]) -> Iterator[str]:
+    yield "| method | data | order | scale | rotation | cost | tensors | defaults | paper |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for each in pages:
+        laws = each["laws"]
+        kept = (laws["order_invariant"], laws["scale_equivariant"], laws["rotation_equivariant"])
+        tuned = " (tuned)" if each["published_tuning"] else ""
+        cells = [
+            f"[`{each['name']}`](#{_anchor(each['name'])})",
+            each["data"] + tuned,
+            *("yes" if holds else "no" for holds in kept),
+            _cost(each),
+            each["tensors"],
+            _defaults(each),
+            f"[{each['reference']['venue']}](https://arxiv.org/abs/{each['reference']['arxiv']})",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _section(each: dict[str, Any]) -> Iterator[str]:
+    reference, laws = each["reference"], each["laws"]
+    yield f"## {each['name']}"
+    yield ""
+    yield each["summary"]
+    yield ""
+    yield f"    {each['equation']}"
+    yield ""
+    yield (
+        f"- Paper: {reference['title']}. {reference['venue']}, "
+        f"[arXiv:{reference['arxiv']}](https://arxiv.org/abs/{reference['arxiv']}), "
+        f"{reference['equations']}."
+    )
+    yield f"- Departs from it: {each['departs']}"
+    if each["published_tuning"]:
+        yield f"- Tuned in the published numbers: {each['published_tuning']}."
+    yield f"- Merges {each['tensors']}."
+    yield f"- Data: {each['data']}."
+    yield f"- Equal experts give {laws['replicas']}."
+    if each["seeded"]:
+        yield "- Random: the same for one seed, tensor name and expert, in any order, by any blocks."
+    if each["writes_masks"]:
+        yield "- Writes a mask per expert and its factor under `masks/`; `covmerge.load_expert` reads them."
+    yield f"- Cost of one {_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts: {_cost(each)}."
+    if each["parameters"]:
+        yield ""
+        yield "| parameter | allowed | default | meaning |"
+        yield "|---|---|---|---|"
+        for parameter in each["parameters"]:
+            yield f"| {' | '.join(_escaped(cell) for cell in _parameter(parameter))} |"
+    yield ""
+    yield "```sh"
+    yield each["command"]
+    yield "```"
+
+
+def _parameter(parameter: dict[str, Any]) -> tuple[str, str, str, str]:
+    families = parameter["family_defaults"].items()
+    special = ", ".join(f"{family}: {show_value(value)}" for family, value in families)
+    return (
+        f"`{parameter['name']}`",
+        parameter["allowed"],
+        show_value(parameter["default"]),
+        parameter["description"] + (f" ({special})" if special else ""),
+    )
+
+
+def _defaults(each: dict[str, Any]) -> str:
+    given = (p for p in each["parameters"] if p["default"] is not None)
+    return ", ".join(f"{p['name']} {show_value(p['default'])}" for p in given) or "–"
+
+
+def _cost(each: dict[str, Any]) -> str:
+    cost = each["cost"]
+    return f"{cost['flops'] / 1e9:.3g} GFLOP, {cost['workspace'] / 1e6:.3g} MB"
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def _anchor(name: str) -> str:
+    """The anchor that a heading gets on GitHub."""
+    return "".join(c for c in name if c.isalnum() or c in "_-")

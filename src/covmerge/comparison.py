@@ -1,0 +1,294 @@
+"""Many methods on the same experts, in one reading pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from math import sqrt
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+import torch
+
+from covmerge.checkpoints import Staging, check_not_input
+from covmerge.diagnostics import verify
+from covmerge.engine import (
+    MemoryPlan,
+    NoSink,
+    Progress,
+    RunStats,
+    Sink,
+    peak_memory,
+    plan_memory,
+    room_for,
+    run,
+)
+from covmerge.errors import RecipeError
+from covmerge.export import write_manifest
+from covmerge.job import Silent, context_of, torch_threads, usable_device
+from covmerge.methods import Method, registry
+from covmerge.output import Fingerprints, ModelFolder, OpenCheckpoints
+from covmerge.plan import Plan, build_plans
+from covmerge.recipe import Recipe, dump_recipe
+from covmerge.statistics.file import StatisticsFile
+from covmerge.types import Json
+from covmerge.version import __version__
+
+# Methods that run together may keep the spectrum of the sum and the products of the closed forms:
+# copies of a layer's stored bytes, an upper bound.
+_SHARED_COPIES = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's line in the comparison.
+
+    Attributes:
+        method: its name.
+        parameters: all of its parameters; those of the recipe's rules are in the manifest.
+        norm: ‖W̄ − W_0‖_F over all merged tensors.
+        cosines: cosine between the merged update and each expert's, over all merged tensors.
+        stable_rank: ‖M‖²_F/σ₁² of the merged update's matrices, mean; None if there are none.
+        seconds: its own mathematics; reading, surveys and writing serve all.
+        workspace: the most bytes it takes beside a tensor's inputs and result, by its cost model.
+        folder: its model; None if none was written.
+    """
+
+    method: str
+    parameters: Mapping[str, Json]
+    norm: float
+    cosines: Mapping[str, float]
+    stable_rank: float | None
+    seconds: float
+    workspace: int
+    folder: str | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found.
+
+    Attributes:
+        path: the folder with a model per method; None if none were written.
+        rows: one per method, in the order they were given.
+        update_norms: ‖Δ_t‖_F by expert, over all merged tensors.
+        left_out: methods that were asked for by `all` and cannot run here, and why.
+        run: seconds and memory of the whole.
+        notes: what a reader should know.
+    """
+
+    path: Path | None
+    rows: tuple[Row, ...]
+    update_norms: Mapping[str, float]
+    left_out: Mapping[str, str]
+    run: Mapping[str, Json]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Json]:
+        """All of it as plain JSON."""
+        return {
+            "path": None if self.path is None else str(self.path),
+            "methods": [asdict(row) for row in self.rows],
+            "update_norms": dict(self.update_norms),
+            "left_out": dict(self.left_out),
+            "run": dict(self.run),
+            "notes": list(self.notes),
+        }
+
+
+def choose_methods(
+    wanted: str | Sequence[str], statistics: Mapping[str, StatisticsFile]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the methods to compare, and those of `all` that cannot run, with the reason.
+
+    Raises:
+        RecipeError: an unknown method, or one that is named twice.
+    """
+    if wanted != "all":
+        names = wanted.split(",") if isinstance(wanted, str) else list(wanted)
+        for name in names:
+            registry.get(name)
+            if names.count(name) > 1:
+                raise RecipeError(f"method '{name}' is named twice: name it once")
+        return tuple(names), {}
+    reasons = {method.name: _cannot_run(method, statistics) for method in registry}
+    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    return tuple(name for name in reasons if name not in left_out), left_out
+
+
+def _cannot_run(method: Method, statistics: Mapping[str, StatisticsFile]) -> str | None:
+    if method.writes_masks:
+        return "gives a model per expert, not one for all"
+    if method.data == "none":
+        return None
+    usable = [
+        file.protocol == method.protocol and bool(file.names(method.data))
+        for file in statistics.values()
+    ]
+    if usable and all(usable):
+        return None
+    return f"needs statistics ({method.data}, protocol '{method.protocol}') of every expert"
+
+
+@dataclass(frozen=True)
+class CompareJob:
+    """A recipe, the methods that take its method's place, and the options of one run.
+
+    Attributes:
+        recipe: base, experts, rules, dtypes; its method and parameters are replaced.
+        methods: what to compare; `all` is every method that can run.
+        parameters: by method, for those that are not to run at their defaults.
+        out: a folder for the models, one each; None writes none.
+    """
+
+    recipe: Recipe
+    methods: str | Sequence[str] = "all"
+    parameters: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict[str, Mapping[str, Any]]
+    )
+    out: Path | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    max_memory: int | None = None
+    overwrite: bool = False
+    progress: Progress | None = None
+
+    def run(self, checkpoints: OpenCheckpoints) -> Comparison:
+        """Merge by every method.
+
+        Raises:
+            InputError: anything wrong with the inputs; nothing is left behind.
+            CheckFailed: one of the models failed its verification.
+        """
+        device = usable_device(self.device)
+        names, left_out = choose_methods(self.methods, checkpoints.statistics)
+        for name in self.parameters:
+            if name not in names:
+                raise RecipeError(f"parameters for '{name}', which is not compared: {list(names)}")
+        recipes = [
+            self.recipe.model_copy(
+                update={"method": name, "parameters": dict(self.parameters.get(name, {}))}
+            )
+            for name in names
+        ]
+        plans = build_plans(recipes, checkpoints.base, checkpoints.experts, checkpoints.statistics)
+        memory = plan_memory(plans, self.max_memory, shared=_SHARED_COPIES)
+        if self.out is None:
+            checkpoints.materialize()
+            done = self._execute(plans, [NoSink() for _ in plans], checkpoints, memory, device)
+            return self._comparison(plans, done, memory, left_out)
+        return self._to_disk(self.out, plans, checkpoints, memory, device, left_out)
+
+    def _to_disk(
+        self,
+        out: Path,
+        plans: Sequence[Plan],
+        checkpoints: OpenCheckpoints,
+        memory: MemoryPlan,
+        device: torch.device,
+        left_out: Mapping[str, str],
+    ) -> Comparison:
+        check_not_input(out, checkpoints.paths())
+        if not self.overwrite:
+            room_for(plans, out).check()
+        # Without a journal a comparison that is interrupted leaves nothing.
+        with Staging(out, overwrite=self.overwrite) as staging:
+            checkpoints.materialize()
+            models: list[ModelFolder] = []
+            for plan in plans:
+                folder = staging.folder / plan.recipe.method
+                folder.mkdir()
+                models.append(ModelFolder(folder, plan, checkpoints))
+            fingerprints = Fingerprints(checkpoints)
+            sinks = [model.sink() for model in models]
+            done = self._execute(plans, sinks, checkpoints, memory, device)
+            for model, stats, plan in zip(models, done, plans, strict=True):
+                model.finish(stats, fingerprints, memory)
+                verify(staging.folder / plan.recipe.method, base=checkpoints.base).raise_if_failed()
+            comparison = self._comparison(plans, done, memory, left_out)
+            write_manifest(
+                staging.folder,
+                {
+                    "covmerge": __version__,
+                    "recipe": dump_recipe(self.recipe),
+                    "sources": fingerprints.result(),
+                    "comparison": comparison.as_json(),
+                },
+            )
+            staging.commit()
+        return comparison
+
+    def _execute(
+        self,
+        plans: Sequence[Plan],
+        sinks: Sequence[Sink],
+        checkpoints: OpenCheckpoints,
+        memory: MemoryPlan,
+        device: torch.device,
+    ) -> list[RunStats]:
+        checkpoints.check_ties(plans[0])
+        with ExitStack() as stack:
+            stack.enter_context(torch_threads(self.threads))
+            return run(
+                list(zip(plans, sinks, strict=True)),
+                checkpoints.sources(),
+                context_of(plans[0], device, compare=True),
+                in_flight=memory.in_flight,
+                progress=self.progress or Silent(),
+            )
+
+    def _comparison(
+        self,
+        plans: Sequence[Plan],
+        done: Sequence[RunStats],
+        memory: MemoryPlan,
+        left_out: Mapping[str, str],
+    ) -> Comparison:
+        rows = tuple(_row(plan, stats, self.out) for plan, stats in zip(plans, done, strict=True))
+        first = done[0]
+        return Comparison(
+            path=self.out,
+            rows=rows,
+            update_norms=_norms(first.items),
+            left_out=left_out,
+            run={
+                "seconds": first.seconds,
+                "survey_seconds": first.survey_seconds,
+                "read_seconds": first.read_seconds,
+                "compute_seconds": sum(stats.compute_seconds for stats in done),
+                "write_seconds": first.write_seconds,
+                "peak_memory": peak_memory(),
+                "expected_peak_memory": memory.peak,
+            },
+            notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        )
+
+
+def _row(plan: Plan, done: RunStats, out: Path | None) -> Row:
+    items = [cast("Mapping[str, Any]", item) for item in done.items if item]
+    norm = sqrt(sum(item["merged"] for item in items))
+    sizes = _norms(done.items)
+    dots = {name: sum(item["dots"].get(name, 0.0) for item in items) for name in sizes}
+    ranks = [rank for item in items for rank in item.get("stable_ranks", ())]
+    name = plan.recipe.method
+    return Row(
+        method=name,
+        parameters=registry.get(name).resolve(plan.recipe.parameters, plan.family),
+        norm=norm,
+        cosines={e: dots[e] / (norm * sizes[e]) if norm * sizes[e] else 0.0 for e in sizes},
+        stable_rank=fmean(ranks) if ranks else None,
+        seconds=done.compute_seconds,
+        workspace=max(item.workspace for item in plan.items),
+        folder=None if out is None else str(out / name),
+    )
+
+
+def _norms(items: Sequence[Mapping[str, Json]]) -> dict[str, float]:
+    """‖Δ_t‖_F by expert over all items."""
+    squares: dict[str, float] = {}
+    for item in items:
+        for expert, square in cast("Mapping[str, float]", item.get("updates", {})).items():
+            squares[expert] = squares.get(expert, 0.0) + square
+    return {expert: sqrt(square) for expert, square in squares.items()}
