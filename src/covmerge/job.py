@@ -32,21 +32,18 @@ from covmerge.output import (
     read_heads,
     run_report,
 )
-from covmerge.plan import Plan, WorkItem, build_plan
+from covmerge.plan import Plan, build_plan
 from covmerge.recipe import Recipe
 
 
 class Silent:
     """Progress for callers that want none."""
 
-    def start(self, plan: Plan) -> None:
+    def start(self, total: int) -> None:
         """Work begins."""
 
-    def survey(self, item: WorkItem) -> None:
-        """An item is read by a pass before the merge."""
-
-    def advance(self, item: WorkItem, *, resumed: bool) -> None:
-        """An item is written."""
+    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
+        """Some of it is done."""
 
     def finish(self) -> None:
         """Work is over."""

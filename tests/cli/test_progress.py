@@ -33,6 +33,10 @@ def size(items):
     return sum(item.read_bytes + item.write_bytes for item in items)
 
 
+def advance(progress, item, resumed=False):
+    progress.advance(item.tensor.name, size([item]), resumed=resumed)
+
+
 def test_the_console_decides():
     assert isinstance(progress_on(console(force_terminal=True)), BarProgress)
     assert isinstance(progress_on(console(force_terminal=False)), LineProgress)
@@ -46,10 +50,10 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
 def test_a_line_every_ten_seconds_at_most(plan):
     clock, log = Clock(), console()
     progress = LineProgress(log, clock)
-    progress.start(plan)
+    progress.start(size(plan.items))
     for item in plan.items:
         clock.now += 4
-        progress.advance(item, resumed=False)
+        advance(progress, item)
     progress.finish()
     lines = log.file.getvalue().splitlines()
     assert len(lines) == len(plan.items) * 4 // 12
@@ -64,23 +68,23 @@ def test_a_line_every_ten_seconds_at_most(plan):
 def test_resumed_work_counts_as_done_and_not_as_speed(plan):
     clock, log = Clock(), console()
     progress = LineProgress(log, clock)
-    progress.start(plan)
+    progress.start(size(plan.items))
     clock.now += 10
-    progress.advance(plan.items[0], resumed=True)
+    advance(progress, plan.items[0], resumed=True)
     first = log.file.getvalue()
     assert "/s" not in first
     assert " of " in first
     clock.now += 10
-    progress.advance(plan.items[1], resumed=False)
+    advance(progress, plan.items[1])
     assert f"{format_size(size(plan.items[1:2]) // 20)}/s" in log.file.getvalue()
 
 
 def test_a_bar_on_a_terminal(plan):
     terminal = console(force_terminal=True)
     progress = progress_on(terminal)
-    progress.start(plan)
+    progress.start(size(plan.items))
     for item in plan.items:
-        progress.advance(item, resumed=False)
+        advance(progress, item)
     progress._bar.refresh()
     progress.finish()
     shown = terminal.file.getvalue()

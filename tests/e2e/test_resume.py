@@ -103,13 +103,10 @@ def interrupt_after(tmp_path, base, experts, items, monkeypatch):
     class Interrupt:
         left = items
 
-        def start(self, plan):
+        def start(self, total):
             pass
 
-        def survey(self, item):
-            pass
-
-        def advance(self, item, *, resumed):
+        def advance(self, what, size, *, resumed=False):
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt

@@ -157,13 +157,10 @@ class TestEmr:
         class Interrupt:
             left = 9
 
-            def start(self, plan):
+            def start(self, total):
                 pass
 
-            def survey(self, item):
-                pass
-
-            def advance(self, item, *, resumed):
+            def advance(self, what, size, *, resumed=False):
                 self.left -= 1
                 if self.left == 0:
                     raise KeyboardInterrupt

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from covmerge import api
 from covmerge.cli.console import print_json, printable, stderr, stdout
@@ -15,6 +16,8 @@ from covmerge.cli.show import NOTE, facts, table
 from covmerge.cli.units import format_seconds
 from covmerge.comparison import CompareJob, Comparison
 from covmerge.recipe import Recipe, format_size
+
+_ROOM = 56  # columns of 80 that the longest method name leaves
 
 
 def compare(
@@ -54,29 +57,18 @@ def compare(
 
 
 def show(console: Console, comparison: Comparison) -> None:
-    """Print the table and what belongs to it."""
-    experts = list(comparison.update_norms)
-    columns = ["norm", *experts, "stable rank", "seconds", "memory"]
-    rows = table("method", *columns, right=columns)
-    for row in comparison.rows:
-        rank = "" if row.stable_rank is None else f"{row.stable_rank:.1f}"
-        rows.add_row(
-            row.method,
-            f"{row.norm:.4g}",
-            *(f"{row.cosines[expert]:.3f}" for expert in experts),
-            rank,
-            f"{row.seconds:.2f}",
-            format_size(row.workspace),
-        )
-    console.print(rows)
-    norms = (f"{expert} {norm:.4g}" for expert, norm in comparison.update_norms.items())
+    """Print a table of sizes and costs, one of cosines, and what belongs to them."""
+    console.print(_sizes(comparison))
+    console.print("Cosine between the merged update and each expert's")
+    console.print(_cosines(comparison))
     run: Mapping[str, Any] = comparison.run
     console.print(
         facts(
             [
-                ("columns", "‖W̄ − W₀‖; its cosine to each expert's update; mean stable rank"),
-                ("", "‖·‖²/σ₁² of its matrices; its own mathematics; its workspace"),
-                ("experts", printable(", ".join(norms))),
+                ("norm", "‖W̄ − W₀‖ over all merged tensors"),
+                ("stable rank", "mean of ‖·‖²/σ₁² over the merged update's matrices"),
+                ("seconds", "the method's own mathematics; reading and writing serve all"),
+                ("memory", "the method's workspace, by its cost model"),
                 (
                     "run",
                     f"{format_seconds(run['seconds'])}: surveys "
@@ -96,3 +88,30 @@ def show(console: Console, comparison: Comparison) -> None:
             ]
         )
     )
+
+
+def _sizes(comparison: Comparison) -> Table:
+    columns = ("norm", "stable rank", "seconds", "memory")
+    rows = table("method", *columns, right=columns)
+    for row in comparison.rows:
+        rank = "" if row.stable_rank is None else f"{row.stable_rank:.1f}"
+        seconds, memory = f"{row.seconds:.2f}", format_size(row.workspace)
+        rows.add_row(row.method, f"{row.norm:.4g}", rank, seconds, memory)
+    return rows
+
+
+def _cosines(comparison: Comparison) -> Table:
+    """A column for each expert; for many, a line each, so that 80 columns hold them."""
+    norms = {printable(name): norm for name, norm in comparison.update_norms.items()}
+    if sum(max(len(name), 6) + 2 for name in norms) > _ROOM:
+        rows = table("method", "expert", "cosine", right=["cosine"])
+        for row in comparison.rows:
+            for expert, cosine in row.cosines.items():
+                rows.add_row(row.method, printable(expert), f"{cosine:.3f}")
+        return rows
+    rows = table("method", *norms, right=list(norms))
+    for row in comparison.rows:
+        rows.add_row(row.method, *(f"{cosine:.3f}" for cosine in row.cosines.values()))
+    rows.add_section()
+    rows.add_row("‖Δ_t‖", *(f"{norm:.4g}" for norm in norms.values()))
+    return rows

@@ -12,7 +12,6 @@ from rich.progress import Progress as Bar
 from covmerge.cli.console import printable
 from covmerge.cli.units import format_seconds
 from covmerge.engine import Progress
-from covmerge.plan import SURVEY_PASSES, Plan, WorkItem
 from covmerge.recipe import format_size
 
 _LINE_EVERY = 10.0  # seconds
@@ -31,38 +30,28 @@ class Tally:
     What an earlier run finished counts as done, not as speed.
     """
 
-    def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
-        passes = SURVEY_PASSES[plan.recipe.dtype]
-        surveyed = {item.key: item.read_bytes for s in plan.surveys for item in s.items}
-        self.total = sum(map(_bytes, plan.items)) + passes * sum(surveyed.values())
+    def __init__(self, total: int, clock: Callable[[], float]) -> None:
+        self.total = total
         self.done = 0
         self._resumed = 0
         self._clock = clock
         self._start = clock()
 
-    def add_survey(self, item: WorkItem) -> None:
-        """Count an item read by a pass before the merge."""
-        self.done += item.read_bytes
-
-    def add(self, item: WorkItem, *, resumed: bool) -> None:
-        """Count a finished item."""
-        self.done += _bytes(item)
+    def add(self, size: int, *, resumed: bool) -> None:
+        """Count bytes that are done."""
+        self.done += size
         if resumed:
-            self._resumed += _bytes(item)
+            self._resumed += size
 
-    def line(self, tensor: str) -> str:
-        """Say bytes, rate, time left and the tensor just finished."""
+    def line(self, what: str) -> str:
+        """Say bytes, rate, time left and what was just finished."""
         parts = [f"{format_size(self.done)} of {format_size(self.total)}"]
         elapsed, moved = self._clock() - self._start, self.done - self._resumed
         if elapsed > 0 and moved > 0:
             rate = moved / elapsed
             left = format_seconds((self.total - self.done) / rate)
             parts += [f"{format_size(int(rate))}/s", f"{left} left"]
-        return ", ".join([*parts, printable(tensor)])
-
-
-def _bytes(item: WorkItem) -> int:
-    return item.read_bytes + item.write_bytes
+        return ", ".join([*parts, printable(what)])
 
 
 class BarProgress:
@@ -76,21 +65,16 @@ class BarProgress:
             transient=True,
         )
 
-    def start(self, plan: Plan) -> None:
+    def start(self, total: int) -> None:
         """Show the empty bar."""
-        self._tally = Tally(plan, time.monotonic)
-        self._task = self._bar.add_task("reading", total=self._tally.total)
+        self._tally = Tally(total, time.monotonic)
+        self._task = self._bar.add_task("reading", total=total)
         self._bar.start()
 
-    def survey(self, item: WorkItem) -> None:
-        """Move the bar through a pass before the merge."""
-        self._tally.add_survey(item)
-        self._bar.update(self._task, completed=self._tally.done, description="thresholds")
-
-    def advance(self, item: WorkItem, *, resumed: bool) -> None:
+    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
         """Move the bar."""
-        self._tally.add(item, resumed=resumed)
-        line = self._tally.line(item.tensor.name)
+        self._tally.add(size, resumed=resumed)
+        line = self._tally.line(what)
         self._bar.update(self._task, completed=self._tally.done, description=line)
 
     def finish(self) -> None:
@@ -105,22 +89,14 @@ class LineProgress:
         self._console = console
         self._clock = clock
 
-    def start(self, plan: Plan) -> None:
+    def start(self, total: int) -> None:
         """Start the clock."""
-        self._tally = Tally(plan, self._clock)
+        self._tally = Tally(total, self._clock)
         self._last = self._clock()
 
-    def survey(self, item: WorkItem) -> None:
+    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
         """Print a line if the last one is old."""
-        self._tally.add_survey(item)
-        self._line(f"thresholds of {item.tensor.name}")
-
-    def advance(self, item: WorkItem, *, resumed: bool) -> None:
-        """Print a line if the last one is old."""
-        self._tally.add(item, resumed=resumed)
-        self._line(item.tensor.name)
-
-    def _line(self, what: str) -> None:
+        self._tally.add(size, resumed=resumed)
         if self._clock() - self._last >= _LINE_EVERY:
             self._last = self._clock()
             self._console.print(self._tally.line(what), soft_wrap=True)

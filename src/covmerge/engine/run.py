@@ -11,7 +11,7 @@ from typing import Protocol
 
 from covmerge.engine.budget import Budget, read_together
 from covmerge.engine.sinks import Sink
-from covmerge.engine.survey import run_surveys
+from covmerge.engine.survey import run_surveys, survey_bytes
 from covmerge.engine.worker import Context, Inputs, Result, Sources, compute, read_inputs
 from covmerge.plan import Plan, WorkItem
 from covmerge.types import Json
@@ -20,16 +20,12 @@ from covmerge.types import Json
 class Progress(Protocol):
     """Hears of the run's advance; called from one thread at a time."""
 
-    def start(self, plan: Plan) -> None:
-        """Work begins."""
+    def start(self, total: int) -> None:
+        """Work begins: so many bytes will be read and written."""
         ...
 
-    def survey(self, item: WorkItem) -> None:
-        """An item is read by a pass before the merge."""
-        ...
-
-    def advance(self, item: WorkItem, *, resumed: bool) -> None:
-        """An item is written, or was found written by an earlier run."""
+    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
+        """So many of them are done, or were found done by an earlier run; `what` was the last."""
         ...
 
     def finish(self) -> None:
@@ -90,11 +86,12 @@ def run(
     """
     start = time.perf_counter()
     plans = [plan for plan, _ in work]
-    progress.start(plans[0])
+    together = list(zip(*(plan.items for plan in plans), strict=True))
+    progress.start(survey_bytes(plans) + sum(map(_moved, together)))
     surveying = _Clock()
     try:
         with surveying:
-            thresholds = run_surveys(plans, sources, context, progress.survey)
+            thresholds = run_surveys(plans, sources, context, progress.advance)
         pipeline = _Pipeline(work, sources, replace(context, thresholds=thresholds), progress)
         pipeline.run(in_flight)
     finally:
@@ -111,6 +108,11 @@ def run(
         )
         for collected, computing in zip(pipeline.collected, pipeline.computing, strict=True)
     ]
+
+
+def _moved(items: Sequence[WorkItem]) -> int:
+    """Bytes read and written for the same rows by several plans."""
+    return read_together(items) + sum(item.write_bytes for item in items)
 
 
 class _Pipeline:
@@ -183,10 +185,9 @@ class _Pipeline:
                 for collected, stats in zip(self.collected, earlier, strict=True):
                     collected[index] = stats or {}
                 self.resumed += 1
-                self._advance(items[0], resumed=True)
+                self._advance(items, resumed=True)
                 continue
-            written = sum(item.write_bytes for item in items)
-            if not budget.acquire(read_together(items) + written):
+            if not budget.acquire(_moved(items)):
                 return
             with self.reading:
                 inputs = read_inputs(items, self._sources)
@@ -204,15 +205,16 @@ class _Pipeline:
     def _write(self, budget: Budget) -> None:
         while (task := self._to_write.get()) is not None:
             index, number, result = task
-            item = self._together[index][number]
+            items = self._together[index]
+            item = items[number]
             with self.writing:
                 self._sinks[number].write(item, result)
             self.collected[number][index] = result.stats
             del task, result
             budget.release(item.write_bytes)
             if number == len(self._sinks) - 1:
-                self._advance(item, resumed=False)
+                self._advance(items, resumed=False)
 
-    def _advance(self, item: WorkItem, *, resumed: bool) -> None:
+    def _advance(self, items: Sequence[WorkItem], *, resumed: bool) -> None:
         with self._progress_lock:
-            self._progress.advance(item, resumed=resumed)
+            self._progress.advance(items[0].tensor.name, _moved(items), resumed=resumed)

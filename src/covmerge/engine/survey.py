@@ -8,7 +8,7 @@ from math import prod
 
 from covmerge.engine.worker import Context, Inputs, Layer, Sources, read_inputs
 from covmerge.linalg.select import MagnitudeSelect
-from covmerge.plan import Merge, Plan, Survey, WorkItem
+from covmerge.plan import SURVEY_PASSES, Merge, Plan, Survey, WorkItem
 
 Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> threshold
 
@@ -17,7 +17,7 @@ def run_surveys(
     plans: Sequence[Plan],
     sources: Sources,
     context: Context,
-    advance: Callable[[WorkItem], None],
+    advance: Callable[[str, int], None],
 ) -> Thresholds:
     """Find the exact threshold of every expert under every survey of the plans.
 
@@ -28,7 +28,7 @@ def run_surveys(
         plans: plans whose items are the same rows of the same tensors.
         sources: the checkpoints.
         context: what the work needs to know.
-        advance: hears of every item of every pass.
+        advance: hears of every item of every pass, and how many bytes were read.
 
     Raises:
         TensorError: NaN or Inf in the inputs.
@@ -52,7 +52,7 @@ def run_surveys(
                 for expert, vector in layer.survey_vectors(item, action).items():
                     if not selects[action.key][expert].settled:
                         selects[action.key][expert].add(vector)
-            advance(items[0])
+            advance(f"thresholds, {items[0].tensor.name}", items[0].read_bytes)
         for select in unsettled:
             if not select.settled:
                 select.end_pass()
@@ -60,6 +60,13 @@ def run_surveys(
         key: {expert: select.value for expert, select in by_expert.items()}
         for key, by_expert in selects.items()
     }
+
+
+def survey_bytes(plans: Sequence[Plan]) -> int:
+    """Bytes that the surveys of all plans read together."""
+    surveys = [survey for plan in plans for survey in plan.surveys]
+    read = sum(items[0].read_bytes for items in _together(surveys))
+    return SURVEY_PASSES[plans[0].recipe.dtype] * read
 
 
 def _together(surveys: Iterable[Survey]) -> Iterator[list[WorkItem]]:

@@ -182,8 +182,8 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes read from all checkpoints and statistics, the surveys' passes included."""
         merging = sum(item.read_bytes + item.statistics_bytes for item in self.items)
-        surveyed = {item.key: item.read_bytes for s in self.surveys for item in s.items}
-        return merging + SURVEY_PASSES[self.recipe.dtype] * sum(surveyed.values())
+        surveyed = sum(item.read_bytes for survey in self.surveys for item in survey.items)
+        return merging + SURVEY_PASSES[self.recipe.dtype] * surveyed
 
     @property
     def write_bytes(self) -> int:

@@ -1,0 +1,81 @@
+import json
+
+import pytest
+from rich.cells import cell_len
+
+from covmerge.methods import registry
+from tests.cli.runs import covmerge, flags, save_plain, statistics_for, words, write_recipe
+
+
+def test_all_methods_without_data(models):
+    ran = covmerge("compare", *flags(models), "--out", models / "out")
+    for name in registry.names():
+        assert name in ran.stdout
+    folders = {path.name for path in (models / "out").iterdir() if path.is_dir()}
+    without = {m.name for m in registry if m.data == "none" and not m.writes_masks}
+    assert folders == without
+    for folder in folders:
+        covmerge("verify", models / "out" / folder)
+    assert max(map(cell_len, ran.stdout.splitlines())) <= 80
+
+
+def test_the_table_as_json(models):
+    ran = covmerge(
+        *("compare", *flags(models), "--methods", "average,ace"),
+        *("--set", "ace.eps=0.01", "--json", "--out", models / "out"),
+    )
+    average, ace = ran.json["methods"]
+    assert (average["method"], ace["method"]) == ("average", "ace")
+    assert ace["parameters"]["eps"] == 0.01
+    assert set(ace["cosines"]) == {"a", "b"}
+    assert ace["folder"] == str(models / "out" / "ace")
+    manifest = json.loads((models / "out" / "covmerge.json").read_text("utf-8"))
+    assert manifest["comparison"]["methods"] == ran.json["methods"]
+
+
+def test_without_an_output_only_the_table(models):
+    before = sorted(models.iterdir())
+    covmerge("compare", *flags(models), "--methods", "average,ties")
+    assert sorted(models.iterdir()) == before
+
+
+def test_with_data(models):
+    files = statistics_for("regmean", models)
+    stats = [f"--stats={expert}={file}" for expert, file in files.items()]
+    ran = covmerge("compare", *flags(models), *stats, "--json")
+    compared = {row["method"] for row in ran.json["methods"]}
+    assert {"regmean", "lot"} <= compared
+    assert set(ran.json["left_out"]) == {"emr", "fisher", "regmean++"}
+
+
+def test_a_recipe(models):
+    recipe = write_recipe(models, "rules:\n  - {match: 'embed*', use: base}")
+    ran = covmerge("compare", recipe, "--methods", "average,actmat", "--json")
+    assert [row["method"] for row in ran.json["methods"]] == ["average", "actmat"]
+
+
+def test_many_experts_still_fit_in_80_columns(tmp_path):
+    names = [f"an-expert-with-a-long-name-{number}" for number in range(6)]
+    save_plain(tmp_path, experts=names)
+    ran = covmerge("compare", *flags(tmp_path, names), "--methods", "average,dare_task_arithmetic")
+    assert max(map(cell_len, ran.stdout.splitlines())) <= 80
+    assert all(ran.stdout.count(name) == 2 for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "acee"], "there is no method 'acee'. Did you mean 'ace'?"),
+        (["--methods", "ace,ace"], "method 'ace' is named twice"),
+        (["--methods", "ace", "--set", "eps=1"], "whose parameter? Write --set METHOD.eps=VALUE"),
+        (["--methods", "ace", "--set", "ties.density=0.1"], "'ties', which is not compared"),
+        (["--methods", "ace", "--set", "ace.epss=1"], "Did you mean 'eps'"),
+        (["--methods", "regmean"], "needs the statistics of expert 'a'"),
+        (["--methods", "knots"], "arrives with adapter support"),
+    ],
+)
+def test_bad_requests(models, arguments, message):
+    before = sorted(models.iterdir())
+    ran = covmerge("compare", *flags(models), *arguments, "--out", models / "out", code=2)
+    assert message in words(ran.stderr)
+    assert sorted(models.iterdir()) == before
