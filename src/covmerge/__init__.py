@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from covmerge.diagnostics import verify
     from covmerge.export import load_expert
     from covmerge.recipe import Recipe, load_recipe
+    from covmerge.statistics import collect
 
 _HOMES = {
     "Comparison": "covmerge.comparison",
     "MergeResult": "covmerge.api",
+    "collect": "covmerge.statistics",
     "compare": "covmerge.api",
     "load_expert": "covmerge.export",
     "merge": "covmerge.api",
@@ -40,6 +42,7 @@ __all__ = [
     "MergeResult",
     "Recipe",
     "__version__",
+    "collect",
     "compare",
     "load_expert",
     "load_recipe",

@@ -17,7 +17,7 @@ from covmerge.cli.units import format_seconds
 from covmerge.comparison import CompareJob, Comparison
 from covmerge.recipe import Recipe, format_size
 
-_ROOM = 56  # columns of 80 that the longest method name leaves
+_WIDTH = 80
 
 
 def compare(
@@ -103,7 +103,8 @@ def _sizes(comparison: Comparison) -> Table:
 def _cosines(comparison: Comparison) -> Table:
     """A column for each expert; for many, a line each, so that 80 columns hold them."""
     norms = {printable(name): norm for name, norm in comparison.update_norms.items()}
-    if sum(max(len(name), 6) + 2 for name in norms) > _ROOM:
+    longest = max(len(row.method) for row in comparison.rows)
+    if longest + sum(max(len(name), 6) + 2 for name in norms) > _WIDTH - 2:
         rows = table("method", "expert", "cosine", right=["cosine"])
         for row in comparison.rows:
             for expert, cosine in row.cosines.items():
