@@ -36,6 +36,7 @@ def page(method: Method) -> dict[str, Any]:
         "name": method.name,
         "summary": method.summary,
         "equation": method.equation,
+        "details": _details(method),
         "tensors": tensors(method),
         "takes_any_shape": method.takes_any_shape,
         "data": data(method),
@@ -98,6 +99,14 @@ def data(method: Method) -> str:
 def show_value(value: Any) -> str:
     """Write a value as in a recipe."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _details(method: Method) -> list[str]:
+    """The paragraphs of the kernel's docstring between its first line and its arguments."""
+    paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")[1:]
+    sections = ("Args:", "Returns:", "Raises:", "Example:", _DEPARTS)
+    end = next(n for n, text in enumerate(paragraphs) if text.startswith(sections))
+    return paragraphs[:end]
 
 
 def _departures(method: Method) -> str:
@@ -178,6 +187,11 @@ def _section(each: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"    {each['equation']}"
     yield ""
+    for paragraph in each["details"]:
+        # A paragraph that begins with a formula stays as it is: Markdown would run its lines together.
+        formula = " = " in paragraph.split("\n", 1)[0]
+        yield from ([f"    {line}" for line in paragraph.splitlines()] if formula else [paragraph])
+        yield ""
     yield (
         f"- Paper: {reference['title']}. {reference['venue']}, "
         f"[arXiv:{reference['arxiv']}](https://arxiv.org/abs/{reference['arxiv']}), "

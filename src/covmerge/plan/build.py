@@ -132,6 +132,7 @@ def _plan(
         heads=heads,
         family=base.description.family,
         notes=(
+            *_mask_notes(draft.tensors),
             *_unused_rules(draft.recipe, base, models),
             *_notes(base, models, draft.alignments, draft.tensors),
         ),
@@ -269,6 +270,14 @@ def _work_item(
         flops=sum(cost.flops for cost in costs),
         statistics_bytes=measured * torch.float32.itemsize,
     )
+
+
+def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
+    if any(tensor.writes_masks for tensor in tensors):
+        yield (
+            "the merged weights alone serve no task: each expert's model is made of them, its mask and "
+            "its factor by covmerge.load_expert(OUT, EXPERT, BASE)"
+        )
 
 
 def _unused_rules(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
