@@ -69,6 +69,48 @@ class TensorHeader:
             yield range(start, min(start + step, self.shape[0]))
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """An update that is known by its factors, Δ = left · right, and not multiplied out: an adapter.
+
+    Attributes:
+        left: `(d_out, r)`, any scale of the adapter included.
+        right: `(r, d_in)`, of the dtype and device of `left`.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of Δ, `(d_out, d_in)`."""
+        return self.left.shape[0], self.right.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """Number of its terms, at least the rank of Δ."""
+        return self.right.shape[0]
+
+    def dense(self) -> Tensor:
+        """Multiply out."""
+        return self.left @ self.right
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Orthonormal bases U, Q that hold all updates of a layer: Δ_t = U · core_t · Qᵀ.
+
+    Attributes:
+        shape: `(d_out, d_in)` of the layer.
+        ones_out: Uᵀ𝟏 `(p,)`, where 𝟏 lies in the span of U.
+        ones_in: Qᵀ𝟏 `(q,)`.
+    """
+
+    shape: tuple[int, int]
+    ones_out: Tensor
+    ones_in: Tensor
+
+
 class Uniform(Protocol):
     """The random numbers of one tensor of one expert; see `covmerge.linalg.random.Stream`."""
 
@@ -107,6 +149,9 @@ class LinearGroup:
         thresholds: per expert, what the survey of all tensors found, for methods registered with a
             `survey`; None: this group is all there is.
         shared: results that several methods ask for on the same group; None: nothing is kept.
+        frame: the bases that updates of low rank are written in, so that `updates` are their cores
+            `(p, q)`; None: the updates are what they are. Whoever declares `factored` treats a core
+            as the layer itself: sizes come from `shape`, and 𝟏 is `frame.ones_out`, `frame.ones_in`.
     """
 
     updates: tuple[Tensor, ...]
@@ -116,6 +161,12 @@ class LinearGroup:
     measured: tuple[Measured, ...] = ()
     thresholds: tuple[float, ...] | None = None
     shared: dict[str, Any] | None = None
+    frame: Frame | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the layer, `(d_out, d_in)`, or of the updates of another shape."""
+        return tuple(self.updates[0].shape) if self.frame is None else self.frame.shape
 
     def once(self, key: str, make: Callable[[], _T]) -> _T:
         """Return `make()`, kept under `key` while several methods run on this group."""

@@ -33,7 +33,7 @@ def test_the_leading_part_is_that_of_the_svd(shape, dtype, tolerance):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_beyond_the_rank(dtype):
     matrix = (rows(20, 4) @ rows(4, 30)).to(dtype)
-    top = truncated_svd(matrix, 10, rtol=rank_tolerance(matrix, None))
+    top = truncated_svd(matrix, 10, rtol=rank_tolerance(matrix.shape, matrix.dtype, None))
     assert top.rank == len(top.kept) == 4
     assert top.left.shape == (20, 4)
     assert top.first(2).right.shape == (2, 30)
@@ -48,8 +48,8 @@ def test_the_cut_off_may_be_relative_to_another_matrix():
 
 
 def test_the_tolerance_given_is_taken():
-    assert rank_tolerance(torch.zeros(3, 50), 0.5) == 0.5
-    assert rank_tolerance(torch.zeros(3, 50), None) == 50**0.5 * torch.finfo(torch.float32).eps
+    assert rank_tolerance((3, 50), torch.float32, 0.5) == 0.5
+    assert rank_tolerance((3, 50), torch.float32, None) == 50**0.5 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12), (6, 6)])

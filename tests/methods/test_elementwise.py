@@ -1,9 +1,6 @@
-"""TIES, DARE, DELLA, Consensus Task Arithmetic, EMR: masks, thresholds, streams and edge cases."""
+"""TIES, DARE, DELLA, Consensus Task Arithmetic, EMR: masks, thresholds, streams and shapes."""
 
-import json
-import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,19 +15,13 @@ from covmerge.methods.della import keep_probability
 from covmerge.methods.elect import thresholds_of
 from covmerge.methods.emr import rescalers
 from covmerge.types import LinearGroup
+from tests.methods.edge_cases import draw
 from tests.methods.golden_cases import elementwise as golden
 from tests.methods.golden_cases.common import EXPERTS, NAMES, updates_of
-from tests.methods.groups import random_updates, relative
+from tests.methods.groups import relative
 
-PUBLISHED = json.loads((Path(__file__).parent.parent / "golden" / "edge_cases.json").read_text())
 METHODS = ["ties", "dare_task_arithmetic", "dare_ties", "della", "consensus", "emr"]
 SEEDED = ["dare_task_arithmetic", "dare_ties", "della"]
-
-
-def draw(shape=(24, 40), norms=(0.4,) * 4, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    updates = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in norms]
-    return [(u * n / u.norm()).to(dtype) for u, n in zip(updates, norms, strict=True)]
 
 
 def group_of(updates, weights=None, offset=0, **given):
@@ -49,76 +40,6 @@ def merge(name, group, **parameters):
 
 def delta(name, updates, weights=None, **parameters):
     return merge(name, group_of(updates, weights), **parameters).delta
-
-
-# Where the published code breaks, and where it does not: golden/edge_cases.json.
-
-
-def edge_updates():
-    """The inputs of its rows, drawn anew; norms of random updates hardly depend on the draw."""
-    usual = draw()
-    zero = torch.zeros_like(usual[0])
-    return {
-        "normal T=4 (24,40) norm .4": usual,
-        "T=1": usual[:1],
-        "one task has an all-zero delta": [usual[0], zero, *usual[2:]],
-        "all deltas zero": [zero] * 4,
-        "norms all ~1.0 (log ~ 0), homogeneous": draw(norms=(1.0,) * 4),
-        "norms 0.95..1.05": draw(norms=(0.95, 1.0, 1.02, 1.05)),
-        "LoRA rank 2 of 24, T=4": random_updates(24, 40, 4, 2, 1.0, 0, torch.float32),
-        "min dim 3 heterog (ACE k=0)": draw((3, 40), norms=(0.4, 0.13, 0.04, 0.013)),
-        "min dim 3 homog": draw((3, 40)),
-        "T=8 > min dim 4": draw((4, 40), norms=(0.4,) * 8),
-        "T=49, min dim 49 (float floor)": draw((49, 49), norms=(0.4,) * 49),
-        "identical deltas x4": usual[:1] * 4,
-        "opposite deltas d,-d": [usual[0], -usual[0]],
-        "bf16 inputs": [update.bfloat16().float() for update in usual],
-    }
-
-
-EDGE = edge_updates()
-MERGED_TO_THE_BASE = {
-    ("ties", "opposite deltas d,-d"),
-    ("consensus", "opposite deltas d,-d"),
-    ("consensus", "identical deltas x4"),  # 1 > 0.4 · 3 holds for nobody
-}
-
-
-def published(case, column):
-    """The norm of the published result, NaN where it is not finite."""
-    said = PUBLISHED[case][column]
-    return float(said.removeprefix("norm ")) if said.startswith("norm ") else math.nan
-
-
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("case", EDGE)
-def test_edge_cases_are_finite(case, name):
-    result = merge(name, group_of(EDGE[case]))
-    assert torch.isfinite(result.delta).all()
-    assert bool(result.delta.any()) == (
-        case != "all deltas zero" and (name, case) not in MERGED_TO_THE_BASE
-    )
-    json.dumps(dict(result.stats), allow_nan=False)
-
-
-# The published LoRA and heterogeneous rows have other ranks and norms than these.
-@pytest.mark.parametrize("case", [c for c in EDGE if "LoRA" not in c and "heterog" not in c])
-def test_edge_cases_have_the_published_norms(case):
-    ties, emr = merge("ties", group_of(EDGE[case])), merge("emr", group_of(EDGE[case]))
-    assert float(emr.delta.norm()) == pytest.approx(published(case, "emr"), rel=0.04)
-    factors = torch.tensor(rescalers([emr.stats]))
-    if math.isnan(published(case, "emr_rescale")):
-        changed = torch.tensor([bool(update.any()) for update in EDGE[case]])
-        assert (factors[~changed] == 1.0).all()
-        assert (factors[changed] != 1.0).all()
-        assert torch.isfinite(factors).all()
-    else:
-        assert float(factors.norm()) == pytest.approx(published(case, "emr_rescale"), rel=0.04)
-    if case == "opposite deltas d,-d":
-        assert published(case, "ties") > 0.3  # it keeps the majority sign of the model
-        assert not ties.delta.any()
-    else:
-        assert float(ties.delta.norm()) == pytest.approx(published(case, "ties"), rel=0.04)
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [1.3, 1.3]])

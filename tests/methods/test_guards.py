@@ -1,10 +1,7 @@
-"""Where the published code breaks: covmerge must be finite, documented and sensible there.
+"""ACE's gate, rank and ridge at their limits, and arguments that are refused.
 
-Rows follow golden/edge_cases.json (outputs of the published code), on inputs drawn the same way.
+Where published code breaks, of every method: test_edge_cases.py.
 """
-
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,46 +11,12 @@ from covmerge.covariance.gate import heterogeneity
 from covmerge.errors import RecipeError, TensorError
 from covmerge.methods import registry
 from covmerge.types import LinearGroup
-from tests.methods.groups import group_of
-
-PUBLISHED = json.loads((Path(__file__).parent.parent / "golden" / "edge_cases.json").read_text())
-
-
-def draw(shape=(24, 40), norms=(0.4,) * 4, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    updates = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in norms]
-    return [(u * n / u.norm()).to(dtype) for u, n in zip(updates, norms, strict=True)]
-
-
-def data_for(name, updates):
-    """Random statistics for a method that needs them."""
-    measured = group_of(registry.get(name), updates).measured
-    return [each.value.float() for each in measured]
+from tests.methods.edge_cases import PUBLISHED, TINY_HETEROG, draw
 
 
 def ace(updates, **params):
     method = registry.get("ace")
     return method(LinearGroup(tuple(updates), (1.0,) * len(updates)), **method.resolve(params))
-
-
-@pytest.mark.parametrize("eps", [1e-2, 1e-5])
-def test_a_frozen_layer_leaves_the_sums(eps):
-    """Published: norm 1.3e9 (ε = 1e-2) and 1.3e6 (1e-5)."""
-    column = {1e-2: "ace_1e-2", 1e-5: "ace_1e-5"}[eps]
-    assert float(PUBLISHED["one task has an all-zero delta"][column].split()[1]) > 1e6
-    updates = draw()
-    frozen = [updates[0], torch.zeros_like(updates[0]), *updates[2:]]
-    merged = ace(frozen, eps=eps)
-    without = ace([updates[0], *updates[2:]], eps=eps)
-    assert torch.equal(merged.delta, without.delta)
-    assert merged.stats["unchanged"] == 1
-    assert merged.delta.norm() < 1.0
-
-
-def test_all_frozen_is_the_base():
-    merged = ace([torch.zeros(4, 6)] * 3)
-    assert not merged.delta.any()
-    assert merged.stats["unchanged"] == 3
 
 
 def test_one_expert_never_fires_the_gate():
@@ -65,7 +28,7 @@ def test_one_expert_never_fires_the_gate():
 @pytest.mark.parametrize("shape", [(3, 40), (40, 3), (1, 8), (8, 1), (2, 2)])
 def test_tiny_dimensions_refine_at_least_one_direction(shape):
     """Published: k = 0, mean of nothing, a tensor of NaN."""
-    assert "NON-FINITE" in PUBLISHED["min dim 3 heterog (ACE k=0)"]["ace_1e-5"]
+    assert "NON-FINITE" in PUBLISHED[TINY_HETEROG]["ace_1e-5"]
     merged = ace(draw(shape, norms=(1.2, 0.4, 0.1, 0.03)))
     assert torch.isfinite(merged.delta).all()
     if merged.stats["gate_fired"]:
@@ -101,46 +64,6 @@ def test_equal_norms_near_one_fire_only_the_papers_gate():
 def test_gate_of_norms_that_are_exactly_one():
     assert heterogeneity([1.0, 1.0]) == 0.0
     assert heterogeneity([0.5, 2.0]) == float("inf")
-
-
-def test_identical_experts_come_back_shrunk_by_the_prior():
-    update = draw(norms=(0.4,))[0]
-    merged = ace([update] * 4, eps=1e-5).delta
-    assert 0.9 < merged.norm() / update.norm() < 1.0
-
-
-@pytest.mark.parametrize("name", ["average", "actmat", "ace"])
-def test_opposite_experts_cancel(name):
-    update = draw(norms=(0.4,))[0]
-    assert covmerge.merge_layer([update, -update], name).norm() < 1e-4 * update.norm()
-
-
-@pytest.mark.parametrize("name", registry.names())
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_inf_are_named(name, value):
-    updates = draw()
-    updates[2][1, 3] = value
-    with pytest.raises(TensorError, match="update 2 holds NaN or Inf"):
-        covmerge.merge_layer(updates, name)
-
-
-@pytest.mark.parametrize("name", registry.names())
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(name, dtype):
-    updates = draw(dtype=dtype)
-    data = data_for(name, updates)
-    merged = covmerge.merge_layer(updates, name, data=data)
-    exact = covmerge.merge_layer([update.float() for update in updates], name, data=data)
-    assert merged.dtype == dtype
-    assert torch.equal(merged, exact.to(dtype))
-
-
-@pytest.mark.parametrize("name", registry.names())
-def test_many_experts_of_a_small_layer(name):
-    updates = draw((49, 49), norms=(0.4,) * 49)
-    merged = covmerge.merge_layer(updates, name, data=data_for(name, updates))
-    assert torch.isfinite(merged).all()
-    assert 0 < merged.norm() < 20
 
 
 def test_a_ridge_of_zero_climbs_the_jitter_ladder_and_reports_it():

@@ -1,7 +1,4 @@
-"""CART, TSV-Merge, Iso-C, Iso-CTS and FR-Merging where the published code breaks, and extras.
-
-Rows of golden/edge_cases.json: the norm of the published result beside covmerge's.
-"""
+"""CART, TSV-Merge, Iso-C, Iso-CTS and FR-Merging: ranks, directions, spectra and extras."""
 
 from dataclasses import replace
 
@@ -10,91 +7,16 @@ import torch
 
 from covmerge.methods import registry
 from covmerge.types import LinearGroup
-from tests.methods.test_guards import PUBLISHED, draw
+from tests.methods.edge_cases import HETEROG, adapters, draw
 
 SPECTRAL = ("cart", "tsv_m", "iso_c", "iso_cts", "free")
-
-
-def adapters():
-    """Updates 24 × 40 of rank 2."""
-    factors = zip(draw((24, 2), (1.0,) * 4), draw((2, 40), (1.0,) * 4, seed=1), strict=True)
-    updates = [b @ a for b, a in factors]
-    return [0.4 * update / update.norm() for update in updates]
-
-
-def with_a_frozen_one():
-    updates = draw()
-    return [updates[0], torch.zeros_like(updates[0]), *updates[2:]]
-
-
-ONE = draw(norms=(0.4,))[0]
-HETEROG = (0.4, 0.13, 0.04, 0.013)
-ROWS = {
-    "normal T=4 (24,40) norm .4": draw(),
-    "T=1": [ONE],
-    "one task has an all-zero delta": with_a_frozen_one(),
-    "all deltas zero": [torch.zeros_like(ONE)] * 4,
-    "norms all ~1.0 (log ~ 0), homogeneous": draw(norms=(1.0,) * 4),
-    "norms 0.95..1.05": draw(norms=(0.95, 0.98, 1.02, 1.05)),
-    "LoRA rank 2 of 24, T=4": adapters(),
-    "min dim 3 heterog (ACE k=0)": draw((3, 40), HETEROG),
-    "min dim 3 homog": draw((3, 40)),
-    "T=8 > min dim 4": draw((4, 40), (0.4,) * 8),
-    "T=49, min dim 49 (float floor)": draw((49, 50), (0.4,) * 49),
-    "identical deltas x4": [ONE] * 4,
-    "opposite deltas d,-d": [ONE, -ONE],
-}
-# Norms of covmerge's result, and which column of the published table they stand beside.
-COLUMNS = {"tsv_m": "tsvm", "iso_c": "iso_c", "iso_cts": "iso_cts"}
-NORMS = {
-    "normal T=4 (24,40) norm .4": (0.589, 0.721, 0.745),
-    "T=1": (0.400, 0.364, 0.364),
-    "one task has an all-zero delta": (0.563, 0.632, 0.669),
-    "all deltas zero": (0.0, 0.0, 0.0),
-    "norms all ~1.0 (log ~ 0), homogeneous": (1.47, 1.80, 1.86),
-    "norms 0.95..1.05": (1.47, 1.80, 1.87),
-    "LoRA rank 2 of 24, T=4": (0.8, 0.765, 0.753),
-    "min dim 3 heterog (ACE k=0)": (0.266, 0.427, 0.170),
-    "min dim 3 homog": (0.463, 0.844, 0.462),
-    "T=8 > min dim 4": (0.483, 1.13, 0.487),
-    "T=49, min dim 49 (float floor)": (0.767, 2.37, 0.767),
-    "identical deltas x4": (0.296, 1.46, 1.30),
-    "opposite deltas d,-d": (0.0, 0.0, 0.0),
-}
-# Where covmerge keeps away from what the published code does.
-DEPARTURES = {
-    ("tsv_m", "min dim 3 heterog (ACE k=0)"): "the layer silently becomes 0",
-    ("tsv_m", "min dim 3 homog"): "the layer silently becomes 0",
-    ("tsv_m", "T=8 > min dim 4"): "the layer silently becomes 0",
-    ("tsv_m", "T=49, min dim 49 (float floor)"): "the layer silently becomes 0",
-    ("tsv_m", "one task has an all-zero delta"): "arbitrary vectors of the zero update",
-    ("tsv_m", "identical deltas x4"): "arbitrary directions of the polar factor",
-    ("tsv_m", "opposite deltas d,-d"): "arbitrary directions of the polar factor",
-    ("iso_c", "LoRA rank 2 of 24, T=4"): "null directions raised, their zeros in the mean",
-    ("iso_cts", "LoRA rank 2 of 24, T=4"): "null directions raised, their zeros in the mean",
-    ("iso_cts", "min dim 3 heterog (ACE k=0)"): "no direction for any task",
-    ("iso_cts", "min dim 3 homog"): "no direction for any task",
-    ("iso_cts", "T=8 > min dim 4"): "no direction for any task",
-    ("iso_cts", "T=49, min dim 49 (float floor)"): "no direction for any task",
-    ("iso_cts", "one task has an all-zero delta"): "arbitrary vectors of the zero update",
-    ("iso_cts", "identical deltas x4"): "arbitrary directions of the polar factor",
-    ("iso_cts", "opposite deltas d,-d"): "arbitrary directions of a zero sum",
-}
+ONE = draw()[0]
 
 
 def merge(name, updates, **parameters):
     method = registry.get(name)
     group = LinearGroup(tuple(updates), (1.0,) * len(updates))
     return method(group, **method.resolve(parameters))
-
-
-@pytest.mark.parametrize("name", SPECTRAL)
-@pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_row_is_finite(name, row, dtype):
-    delta = merge(name, [update.to(dtype) for update in ROWS[row]]).delta
-    assert delta.dtype == dtype
-    assert torch.isfinite(delta).all()
 
 
 @pytest.mark.parametrize("name", SPECTRAL)
@@ -107,17 +29,6 @@ def test_tiny_dimensions(name, shape):
         assert delta.norm() < 3 * sum(HETEROG)
 
 
-@pytest.mark.parametrize("row", NORMS)
-@pytest.mark.parametrize("name", COLUMNS)
-def test_norms_beside_the_published_ones(name, row):
-    expected = NORMS[row][list(COLUMNS).index(name)]
-    assert float(merge(name, ROWS[row]).delta.norm()) == pytest.approx(expected, rel=0.01, abs=1e-6)
-    # The published table has other random numbers of the same norms and shapes.
-    published = float(PUBLISHED[row][COLUMNS[name]].removeprefix("norm "))
-    near = published == pytest.approx(expected, rel=0.06, abs=1e-6)
-    assert near == ((name, row) not in DEPARTURES)
-
-
 def test_one_expert_keeps_its_directions():
     left, _, right = torch.linalg.svd(ONE, full_matrices=False)
     sigma = torch.linalg.svdvals(ONE)
@@ -125,13 +36,6 @@ def test_one_expert_keeps_its_directions():
         assert torch.allclose(merge(name, [ONE]).delta, ONE, atol=1e-6)
     for name in ("iso_c", "iso_cts"):
         assert torch.allclose(merge(name, [ONE]).delta, sigma.mean() * left @ right, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["tsv_m", "iso_c", "iso_cts"])
-def test_a_frozen_layer_leaves_the_sums(name):
-    frozen = with_a_frozen_one()
-    without = [frozen[0], *frozen[2:]]
-    assert torch.equal(merge(name, frozen).delta, merge(name, without).delta)
 
 
 def test_a_frozen_layer_counts_in_the_average_of_cart():
@@ -144,11 +48,6 @@ def test_identical_experts_of_tsv_give_the_truncated_expert():
     truncated = left[:, :6] @ torch.diag(sigma[:6]) @ right[:6]
     assert torch.allclose(merge("tsv_m", [ONE] * 4).delta.double(), truncated, atol=1e-6)
     assert torch.allclose(merge("tsv_m", [ONE] * 4, lossless=True).delta, ONE, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", SPECTRAL)
-def test_opposite_experts_cancel(name):
-    assert merge(name, [ONE, -ONE]).delta.norm() < 1e-6
 
 
 @pytest.mark.parametrize("name", ["tsv_m", "iso_c", "iso_cts"])

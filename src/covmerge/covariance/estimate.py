@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from covmerge.linalg.lapack import norm
+from covmerge.types import Frame
 
 # As in the published code: an update of norm below 1e-6 is not blown up to the weight of the others.
 TRACE_FLOOR = 1e-12
@@ -28,18 +30,24 @@ class Covariance:
     Attributes:
         update: Δ `(d_out, d_in)`.
         mean: μ `(d_in,)`, taken off every row of Δ to give the root R; None for R = Δ.
+        ones: 𝟏 `(d_out,)` in the coordinates of Δ; None where it is literally that.
         scale: factor of the Gram matrix.
         ridge: multiple of the identity.
     """
 
     update: Tensor
     mean: Tensor | None = None
+    ones: Tensor | None = None
     scale: float = 1.0
     ridge: float = 0.0
 
     def root(self) -> Tensor:
         """R `(d_out, d_in)`: made when asked for, so that no second copy of all experts is held."""
-        return self.update if self.mean is None else self.update - self.mean
+        if self.mean is None:
+            return self.update
+        if self.ones is None:
+            return self.update - self.mean
+        return torch.addr(self.update, self.ones, self.mean, alpha=-1.0)
 
     def energy(self) -> float:
         """Tr RᵀR = ‖R‖²_F."""
@@ -55,9 +63,12 @@ def gram(update: Tensor) -> Covariance:
     return Covariance(update)
 
 
-def centered_gram(update: Tensor, *, eps: float = 0.0) -> Covariance:
+def centered_gram(update: Tensor, *, eps: float = 0.0, frame: Frame | None = None) -> Covariance:
     """C_t = (Δ_t − 𝟏μ_tᵀ)ᵀ(Δ_t − 𝟏μ_tᵀ) + εI, μ_t the column means (ACE, Eqs. 5, 6 and 10)."""
-    return Covariance(update, mean=update.mean(0), ridge=eps)
+    if frame is None:
+        return Covariance(update, mean=update.mean(0), ridge=eps)
+    mean = (frame.ones_out @ update) / frame.shape[0]
+    return Covariance(update, mean=mean, ones=frame.ones_out, ridge=eps)
 
 
 def trace_normalized(covariance: Covariance) -> Covariance:

@@ -8,6 +8,9 @@ from math import inf, log
 from statistics import fmean, variance
 from typing import Literal
 
+# Norms of float32 updates are known to about 1e-7.
+_ROUNDING = 1e-6
+
 Statistic = Literal["paper", "scale_free"]
 # Thresholds per statistic: the paper's τ, and a spread of about e^±½ between update norms.
 DEFAULT_TAU: dict[Statistic, float] = {"paper": 0.3, "scale_free": 1.0}
@@ -29,17 +32,18 @@ def heterogeneity(norms: Sequence[float], statistic: Statistic = "paper") -> flo
     scale_free:  γ = Var_t[log‖Δ_t‖²]
 
     The paper's γ changes when all updates are scaled together, and diverges for norms near 1,
-    where the denominator vanishes; the scale-free one does neither. One expert: γ = 0.
+    where the denominator vanishes; the scale-free one does neither. One expert, or norms that agree
+    to rounding: γ = 0 (the paper's quotient would be one of rounding errors for norms of 1).
 
     Example:
         >>> round(heterogeneity([0.2, 0.19, 0.21]), 4), round(heterogeneity([1.0, 0.95, 1.05]), 1)
         (0.001, 3597.7)
     """
-    if len(norms) < 2:
+    if len(norms) < 2 or max(norms) - min(norms) <= _ROUNDING * max(norms):
         return 0.0
     logs = [2.0 * log(norm) for norm in norms]
     spread = variance(logs)
-    if statistic == "scale_free" or spread == 0.0:
+    if statistic == "scale_free":
         return spread
     mean = fmean(logs)
     return spread / mean**2 if mean else inf

@@ -48,9 +48,10 @@ class NormalEquations:
         """Take rows from these coordinates to `(_, d_in)`."""
         return rows if self.basis is None else rows @ self.basis
 
-    def row_sums(self) -> Tensor:
-        """Coordinates of 𝟏ᵀ Σ s_t R_tᵀR_t."""
-        return self.gram.sum(0) if self.basis is None else self.basis.sum(1)
+    def row_sums(self, ones: Tensor | None = None) -> Tensor:
+        """Coordinates of 𝟏ᵀ Σ s_t R_tᵀR_t, `ones` being 𝟏 `(d_in,)` where it is not literally that."""
+        rows = self.gram if self.basis is None else self.basis
+        return rows.sum(1) if ones is None else rows @ ones
 
     def apply(self, left: Tensor) -> Tensor:
         """Return left · Σ C_t for left `(_, d_in)`."""

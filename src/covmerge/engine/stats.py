@@ -68,6 +68,14 @@ def totals(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Json]:
             for name, entry in entries.items()
             if any(matrix.get("gate_fired") for matrix in entry.get("matrices", []))
         ],
+        "ridge_dominates": [
+            name
+            for name, entry in entries.items()
+            if any(
+                matrix.get("gate_fired") and matrix["ridge_share"] >= 1.0
+                for matrix in entry.get("matrices", [])
+            )
+        ],
         "largest_jitter": max((matrix.get("jitter", 0.0) for matrix in matrices), default=0.0),
         "unchanged_updates": sum(matrix.get("unchanged", 0) for matrix in matrices),
         "merged_norm": change,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -58,14 +58,16 @@ class LeadingDirections:
     rank: int
 
 
-def rank_tolerance(matrix: Tensor, given: float | None) -> float:
+def rank_tolerance(shape: Sequence[int], dtype: torch.dtype, given: float | None) -> float:
     """Return where the numerical rank ends: `given`, or √max(d_out, d_in) · eps of the dtype.
 
     Rounding errors of the entries are independent, so their matrix has a norm of order √d · eps.
     The customary d · eps is a worst case, and cuts real directions of updates whose spectrum is
     long: one of 64 changes a flat spectrum by an eighth.
     """
-    return sqrt(max(matrix.shape)) * torch.finfo(matrix.dtype).eps if given is None else given
+    if given is not None:
+        return given
+    return sqrt(max(shape)) * torch.finfo(dtype).eps
 
 
 def truncated_svd(

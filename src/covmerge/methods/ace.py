@@ -10,7 +10,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.covariance.estimate import Covariance, centered_gram, trace_normalized
+from covmerge.covariance.estimate import (
+    TRACE_FLOOR,
+    Covariance,
+    centered_gram,
+    trace_normalized,
+)
 from covmerge.covariance.gate import gate as heterogeneity_gate
 from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.covariance.prior import collective_prior
@@ -18,7 +23,7 @@ from covmerge.linalg.auto import Cost, eigh_cost, normal_equations_cost, solve_c
 from covmerge.linalg.spectral import LeadingDirections, leading_directions
 from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
-from covmerge.types import Json, LinearGroup, Merged
+from covmerge.types import Frame, Json, LinearGroup, Merged
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -56,6 +61,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         "prior shrinks",
     ),
     cost=_cost,
+    factored=True,
     family_defaults={"gpt2": {"eps": 4e-2}, "roberta-base": {"eps": 2e-4}},
 )
 def ace(
@@ -98,6 +104,11 @@ def ace(
     The paper's ablation (Table 4): E1 `normalize=False, prior=False`; E2 `prior=False,
     refine=False`; E3 `refine=False`; E4 the defaults.
 
+    An expert that hardly changed a layer, ‖Δ_t‖² below ε d_in, is a danger where the gate fires: its
+    ε over its trace is in Σ̄ of Eq. 16 but not in Σ̃_t, so that Δ_res turns against all experts, in
+    the published code as here. `ridge_share` in the statistics, ε d_in over the least trace, says
+    how near a layer is to that: from about 1 on take a smaller `eps`, or `refine: false`.
+
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance (weights are
             brought to mean 1 first).
@@ -115,8 +126,9 @@ def ace(
     Raises:
         TensorError: the system is singular beyond repair by jitter (only with a tiny `eps`).
 
-    Departs from the paper: an expert that did not change the layer leaves the sums; 1 ≤ k ≤ rank.
-    The variance of Eq. 7 is the unbiased one, as in the published code.
+    Departs from the paper: an expert that did not change the layer leaves the sums; 1 ≤ k ≤ rank;
+    γ = 0 for norms that agree to rounding. The variance of Eq. 7 is the unbiased one, as in the
+    published code.
 
     Example:
         >>> import torch
@@ -128,41 +140,55 @@ def ace(
     active = active_experts(group)
     if not active.updates:
         return Merged(torch.zeros_like(group.updates[0]), {"unchanged": active.unchanged})
-    d_in = active.updates[0].shape[1]
+    frame = group.frame
+    ones_in = None if frame is None else frame.ones_in
 
     gamma = heterogeneity_gate(active.norms, tau=tau, statistic=gate)  # Eq. 7
     fired = gamma.fired and normalize
-    covariances = _covariances(active, eps=eps, normalize=fired)  # Eqs. 5–10
+    covariances = _covariances(active, frame, eps=eps, normalize=fired)  # Eqs. 5–10
     normal = normal_equations(covariances)
     energy = fmean(norm**2 for norm in active.norms) if fired else 1.0  # Eq. 12
-    prior_row = collective_prior(normal, d_in, energy=energy) if prior else None  # Eqs. 11, 13
+    prior_row = None
+    if prior:
+        prior_row = collective_prior(normal, group.shape[1], energy=energy, ones=ones_in)  # 11, 13
     # Before the solve, so that the system and its factor are gone when the spectrum is taken.
     residual = _structural_residual(active, covariances, normal) if fired and refine else None
-    merged, factor = solve_ridge(normal, prior_row)  # Eq. 14
+    merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
     stats: dict[str, Json] = {
         "route": normal.route,
         "unchanged": active.unchanged,
         "gamma": gamma.gamma,
         "gate_fired": fired,
+        "ridge_share": _ridge_share(covariances, group.shape[1]),
         "rcond": factor.rcond,
         "jitter": factor.jitter,
     }
     del normal, factor
     if residual is not None:
         fused = residual.add_(merged)  # Eqs. 15–17
-        top = _refinement_directions(fused, k_frac, rank_rtol)
+        top = _refinement_directions(fused, group.shape, k_frac, rank_rtol)
         sigma_iso = float(top.sigma[: top.k].mean())
         merged.add_(top.isometry, alpha=sigma_iso)  # Eqs. 18, 19
         stats |= {"k": top.k, "rank": top.rank, "sigma_iso": sigma_iso}
     return Merged(merged, stats)
 
 
-def _covariances(active: Active, *, eps: float, normalize: bool) -> list[Covariance]:
+def _covariances(
+    active: Active, frame: Frame | None, *, eps: float, normalize: bool
+) -> list[Covariance]:
     """Σ̂_t,reg of every expert (ACE, Eqs. 5–10)."""
-    estimates = [centered_gram(update, eps=eps) for update in active.updates]
+    estimates = [centered_gram(update, eps=eps, frame=frame) for update in active.updates]
     if normalize:
         estimates = [trace_normalized(estimate) for estimate in estimates]
     return [e.times(weight) for e, weight in zip(estimates, active.weights, strict=True)]
+
+
+def _ridge_share(covariances: Sequence[Covariance], d_in: int) -> float:
+    """The most that a ridge has in an expert's covariance: ε d_in over Tr Δ̃_tᵀΔ̃_t.
+
+    From about 1 on ACE follows the ridge in place of that expert.
+    """
+    return max(c.ridge * d_in / (c.scale * c.energy() + TRACE_FLOOR) for c in covariances)
 
 
 def _structural_residual(
@@ -181,14 +207,15 @@ def _structural_residual(
         root, mean = covariance.root(), covariance.mean
         assert mean is not None, "ACE centres every update (Eq. 5)"
         residual.add_(root, alpha=-covariance.ridge)
-        residual.add_(((root @ mean) @ root).mul_(covariance.scale))
+        row = ((root @ mean) @ root).mul_(covariance.scale)
+        residual.add_(row if covariance.ones is None else torch.outer(covariance.ones, row))
     return residual
 
 
 def _refinement_directions(
-    fused: Tensor, k_frac: float, rank_rtol: float | None
+    fused: Tensor, shape: tuple[int, ...], k_frac: float, rank_rtol: float | None
 ) -> LeadingDirections:
     """U_kV_kᵀ of W̄_fused (ACE, Eq. 18), k within the numerical rank."""
-    side = min(fused.shape)
-    rtol = max(fused.shape) * torch.finfo(fused.dtype).eps if rank_rtol is None else rank_rtol
+    side = min(shape)
+    rtol = max(shape) * torch.finfo(fused.dtype).eps if rank_rtol is None else rank_rtol
     return leading_directions(fused, max(1, int(k_frac * side)), rtol=rtol)

@@ -40,6 +40,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas_text="the expert (up to directions below the cut-off)",
     ),
     cost=_cost,
+    factored=True,
 )
 def actmat(
     group: LinearGroup,
@@ -75,7 +76,7 @@ def actmat(
         (True, 2)
     """
     dtype = group.updates[0].dtype
-    d_in = group.updates[0].shape[1]
+    d_in = group.shape[1]
     active = active_experts(group)
     if not active.updates:
         return Merged(torch.zeros_like(group.updates[0]), {"unchanged": active.unchanged})

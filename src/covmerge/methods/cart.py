@@ -41,6 +41,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas_text="the expert",
     ),
     cost=_cost,
+    factored=True,
     published_tuning="λ and the rank ratio, per number of tasks: (2.0, 0.12) for 8 tasks, "
     "(1.5, 0.16) for 14, (1.9, 0.32) for 20",
 )
@@ -78,8 +79,8 @@ def cart(
     mean_weight = sum(group.weights) / count
     weights = [weight / mean_weight for weight in group.weights]
     average = stack_weighted(updates, [weight / count for weight in weights])
-    k = max(1, int(rank_ratio * min(average.shape)))
-    rtol = rank_tolerance(average, None)
+    k = max(1, int(rank_ratio * min(group.shape)))
+    rtol = rank_tolerance(group.shape, group.updates[0].dtype, None)
     merged = average.clone()
     for update, weight in zip(updates, weights, strict=True):
         top = truncated_svd(update - average, k, rtol=rtol)

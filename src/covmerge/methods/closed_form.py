@@ -54,14 +54,17 @@ def active_experts(group: LinearGroup) -> Active:
 
 
 def solve_ridge(
-    normal: NormalEquations, prior_row: Tensor | None = None
+    normal: NormalEquations, prior_row: Tensor | None = None, ones: Tensor | None = None
 ) -> tuple[Tensor, Cholesky]:
-    """(Σ R_tC_t)(Σ C_t + 𝟏cᵀ)⁻¹ by one Cholesky; the prior is one more right-hand side."""
+    """(Σ R_tC_t)(Σ C_t + 𝟏cᵀ)⁻¹ by one Cholesky; the prior is one more right-hand side.
+
+    `ones` is 𝟏 in the coordinates of the layer's inputs, where it is not literally that.
+    """
     factor = factorize(normal.gram, ridge=normal.ridge)
     solved = normal.lift(factor.solve_right(normal.numerator))
     if prior_row is not None:
         solved_row = normal.lift(factor.solve_right(prior_row.unsqueeze(0)))
-        add_rank_one_(solved, solved_row[0])
+        add_rank_one_(solved, solved_row[0], ones)
     return solved, factor
 
 

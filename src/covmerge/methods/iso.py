@@ -71,6 +71,7 @@ def _cost_with_tasks(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     reference=_PAPER,
     laws=_LAWS,
     cost=_cost_of_sum,
+    factored=True,
     published_tuning=_TUNING,
 )
 def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None) -> Merged:
@@ -93,7 +94,7 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
         >>> iso_c(LinearGroup((d,), weights=(1.0,))).delta.diagonal().tolist()
         [2.0, 2.0, 0.0]
     """
-    whole = _svd_of_sum(group, rank_tolerance(group.updates[0], rank_rtol))
+    whole = _svd_of_sum(group, rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol))
     if not whole.rank:
         return Merged(torch.zeros_like(group.updates[0]), {"rank": 0})
     flat = float(whole.kept.mean())
@@ -109,6 +110,7 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
     reference=_PAPER,
     laws=_LAWS,
     cost=_cost_with_tasks,
+    factored=True,
     published_tuning=_TUNING,
 )
 def iso_cts(
@@ -147,7 +149,7 @@ def iso_cts(
         >>> iso_cts(LinearGroup((a, b), weights=(1.0, 1.0)), common_fraction=0.5).delta.shape
         torch.Size([2, 4])
     """
-    rtol = rank_tolerance(group.updates[0], rank_rtol)
+    rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol)
     whole = _svd_of_sum(group, rtol)
     if not whole.rank:
         return Merged(torch.zeros_like(group.updates[0]), {"rank": 0})

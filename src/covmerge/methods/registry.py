@@ -103,6 +103,8 @@ class Method:
         data: the statistics of the experts' data that it needs.
         protocol: how these must have been collected (`covmerge collect --protocol`).
         survey: what it must know of all tensors before the first is merged.
+        factored: its result on the cores of low-rank updates is the core of its result (see
+            `covmerge.methods.factored`); or a function of the parameters that says so.
         needs_base: uses `LinearGroup.base`, which is not formed otherwise.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
@@ -120,6 +122,7 @@ class Method:
     data: Data = "none"
     protocol: str = "inputs"
     survey: Survey | None = None
+    factored: bool | Callable[[Parameters], bool] = False
     needs_base: bool = False
     writes_masks: bool = False
     published_tuning: str = ""
@@ -145,6 +148,10 @@ class Method:
     def unit_for(self, parameters: Parameters) -> Unit:
         """Return what it must see at once with these parameters."""
         return self.unit(parameters) if callable(self.unit) else self.unit
+
+    def factored_for(self, parameters: Parameters) -> bool:
+        """Return whether adapters are merged exactly on their factors with these parameters."""
+        return self.factored(parameters) if callable(self.factored) else self.factored
 
     def surveyed(self, parameters: Parameters) -> float | None:
         """Return the density that its survey looks for; None: no survey."""

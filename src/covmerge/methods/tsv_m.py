@@ -43,6 +43,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas_text="the expert truncated to rank ⌊r/T⌋, times α; all of it with `lossless`",
     ),
     cost=_cost,
+    factored=True,
     published_tuning="α, on labelled validation data",
 )
 def tsv_m(
@@ -89,12 +90,12 @@ def tsv_m(
         >>> tsv_m(LinearGroup((a, b), weights=(1.0, 1.0))).delta.round().abs().tolist()
         [[3.0, 0.0], [0.0, 1.0]]
     """
-    rtol = rank_tolerance(group.updates[0], rank_rtol)
+    rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol)
     changed = [pair for pair in zip(group.updates, group.weights, strict=True) if pair[0].any()]
     unchanged = len(group.updates) - len(changed)
     if not changed:
         return Merged(torch.zeros_like(group.updates[0]), {"unchanged": unchanged})
-    side = min(group.updates[0].shape)
+    side = min(group.shape)
     k = side if lossless else max(1, side // len(changed))
     parts = [truncated_svd(update, k, rtol=rtol) for update, _ in changed]
     sigma = torch.cat([part.kept * w for part, (_, w) in zip(parts, changed, strict=True)])

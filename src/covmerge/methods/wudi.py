@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -30,6 +31,11 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     )
 
 
+def _is_closed(parameters: Mapping[str, Any]) -> bool:
+    """Adam's steps look at single entries, the closed form does not."""
+    return parameters["solver"] == "closed"
+
+
 @register(
     "wudi",
     equation="W̄ = W₀ + argmin_W Σ ‖(W − Δ_t)Δ_tᵀ‖² / ‖Δ_t‖² = W₀ + (Σ Δ_t Ĉ_t)(Σ Ĉ_t)†,  "
@@ -50,6 +56,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         "and stays near it",
     ),
     cost=_cost,
+    factored=_is_closed,
     others="base",
 )
 def wudi(
@@ -129,7 +136,7 @@ def wudi(
         steps = iterations if len(updates) > 1 else 0
         merged = _adam(normal, stack_weighted(updates, active.weights), steps, learning_rate)
     else:
-        cutoff = first.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
+        cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
         merged, rank = solve_pinv(normal, rtol=cutoff)
         stats |= {"rank": rank, "rtol": cutoff}
     return Merged(merged.to(first.dtype), stats)
