@@ -15,21 +15,24 @@ from covmerge.version import __version__
 
 if TYPE_CHECKING:
     from covmerge import methods
-    from covmerge.api import MergeResult, compare, merge, merge_layer, plan_recipe, run_recipe
+    from covmerge.api import MergeResult, compare, merge, plan_recipe, run_recipe
     from covmerge.comparison import Comparison
     from covmerge.diagnostics import verify
     from covmerge.export import load_expert
+    from covmerge.layer import merge_layer
     from covmerge.recipe import Recipe, load_recipe
     from covmerge.statistics import collect
+    from covmerge.types import LowRank
 
 _HOMES = {
     "Comparison": "covmerge.comparison",
+    "LowRank": "covmerge.types",
     "MergeResult": "covmerge.api",
     "collect": "covmerge.statistics",
     "compare": "covmerge.api",
     "load_expert": "covmerge.export",
     "merge": "covmerge.api",
-    "merge_layer": "covmerge.api",
+    "merge_layer": "covmerge.layer",
     "plan_recipe": "covmerge.api",
     "run_recipe": "covmerge.api",
     "verify": "covmerge.diagnostics",
@@ -39,6 +42,7 @@ _HOMES = {
 
 __all__ = [
     "Comparison",
+    "LowRank",
     "MergeResult",
     "Recipe",
     "__version__",

@@ -7,16 +7,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from covmerge.comparison import CompareJob, Comparison
 from covmerge.engine import MemoryPlan, Progress, plan_memory
-from covmerge.errors import RecipeError, TensorError, did_you_mean
+from covmerge.errors import RecipeError, did_you_mean
 from covmerge.job import Job
-from covmerge.linalg.lapack import norm
-from covmerge.linalg.random import Stream
-from covmerge.methods import registry
 from covmerge.output import (
     MergeResult,
     OpenCheckpoints,
@@ -26,7 +20,6 @@ from covmerge.output import (
 )
 from covmerge.plan import Plan, build_plan
 from covmerge.recipe import Recipe, parse_recipe, parse_size
-from covmerge.types import LinearGroup, Measured
 
 
 def merge(
@@ -80,6 +73,7 @@ def merge(
     Departs from the paper: nowhere by itself; see each method.
 
     Example:
+        >>> import torch
         >>> base = {"fc.weight": torch.zeros(2, 2)}
         >>> experts = {"a": {"fc.weight": torch.eye(2)}, "b": {"fc.weight": 3 * torch.eye(2)}}
         >>> merge(base, experts, method="average").tensors["fc.weight"].tolist()
@@ -159,6 +153,7 @@ def compare(
     Departs from the paper: nowhere by itself; see each method.
 
     Example:
+        >>> import torch
         >>> base = {"fc.weight": torch.zeros(2, 2)}
         >>> experts = [{"fc.weight": torch.eye(2)}, {"fc.weight": 3 * torch.eye(2)}]
         >>> rows = compare(base, experts, ["average", "actmat"]).rows
@@ -189,80 +184,6 @@ def compare(
     )
     with open_checkpoints(base, named, statistics or {}) as checkpoints:
         return job.run(checkpoints)
-
-
-def merge_layer(
-    updates: Sequence[Tensor],
-    method: str = "ace",
-    *,
-    weights: Sequence[float] | None = None,
-    data: Sequence[Tensor] | None = None,
-    **params: Any,
-) -> Tensor:
-    """Merge the task vectors of one layer and return the merged update.
-
-    Args:
-        updates: Δ_t = W_t − W_0, each `(d_out, d_in)`, of one dtype and device; half precision is
-            computed in float32.
-        method: a registered name.
-        weights: one positive number per update; 1 is neutral.
-        data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
-            diagonal Fisher information in the update's shape.
-        **params: the method's parameters.
-
-    Returns:
-        W̄ − W_0 `(d_out, d_in)` in the dtype and on the device of the updates.
-
-    Raises:
-        TensorError: no updates, shapes or dtypes that differ, NaN or Inf.
-        RecipeError: unknown method or parameter.
-
-    Departs from the paper: nowhere by itself; see the method.
-
-    Example:
-        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
-        >>> torch.allclose(merge_layer([d, d], method="actmat"), d)
-        True
-    """
-    chosen = registry.get(method)
-    parameters = chosen.resolve(params)
-    if not updates:
-        raise TensorError("merge_layer: the list of updates is empty; pass at least one")
-    first = updates[0]
-    for index, update in enumerate(updates):
-        if (update.shape, update.dtype, update.device) != (first.shape, first.dtype, first.device):
-            raise TensorError(
-                f"update {index} is {list(update.shape)} {update.dtype} on {update.device}, update 0 "
-                f"is {list(first.shape)} {first.dtype} on {first.device}: bring them to one shape, "
-                "dtype and device"
-            )
-        if not update.is_floating_point():
-            raise TensorError(f"update {index} is {update.dtype}: pass floating-point differences")
-        if not torch.isfinite(update).all():
-            raise TensorError(
-                f"update {index} holds NaN or Inf: check the checkpoint it comes from"
-            )
-    if not chosen.takes_any_shape and first.dim() != 2:
-        raise TensorError(
-            f"method '{method}' merges matrices (d_out, d_in), the updates are {list(first.shape)}; "
-            "merge other tensors by `average`"
-        )
-    shares = [1.0] * len(updates) if weights is None else list(weights)
-    if len(shares) != len(updates) or not all(weight > 0 for weight in shares):
-        raise RecipeError(
-            f"weights {shares} for {len(updates)} updates: pass one positive number each"
-        )
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    group = LinearGroup(
-        tuple(update.to(dtype) for update in updates),
-        tuple(shares),
-        streams=tuple(Stream(f"update {index}") for index in range(len(updates))),
-        measured=tuple(
-            Measured(value.to(first.device, dtype), rows=0, total=norm(value))
-            for value in data or ()
-        ),
-    )
-    return chosen(group, **parameters).delta.to(first.dtype)
 
 
 def run_recipe(

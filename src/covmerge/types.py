@@ -82,9 +82,23 @@ class LowRank:
     right: Tensor
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> torch.Size:
         """Shape of Δ, `(d_out, d_in)`."""
-        return self.left.shape[0], self.right.shape[1]
+        return torch.Size((self.left.shape[0], self.right.shape[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the factors."""
+        return self.left.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the factors."""
+        return self.left.device
+
+    def to(self, target: torch.dtype | torch.device) -> LowRank:
+        """Return the same update in another dtype or on another device."""
+        return LowRank(self.left.to(target), self.right.to(target))
 
     @property
     def rank(self) -> int:

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import covmerge
+from covmerge.errors import TensorError
 from covmerge.methods import registry
 from covmerge.methods.factored import merge_factors
 from covmerge.types import LinearGroup, LowRank
@@ -95,3 +97,35 @@ def test_zero_adapters_give_nothing():
         method = registry.get(name)
         merged = merge_factors(method, [nothing, nothing], [1.0, 1.0], method.resolve(params))
         assert not merged.delta.dense().any()
+
+
+class TestMergeLayer:
+    def test_factors_in_factors_out(self):
+        updates = adapters(20, 30, [2, 3], 3.0, seed=0)
+        merged = covmerge.merge_layer(updates, "actmat")
+        assert isinstance(merged, LowRank)
+        dense = covmerge.merge_layer([u.dense() for u in updates], "actmat")
+        assert relative(merged.dense(), dense) < 1e-8
+
+    def test_methods_that_look_at_entries_return_the_product(self):
+        updates = adapters(20, 30, [2, 3], 3.0, seed=0)
+        merged = covmerge.merge_layer(updates, "ties")
+        assert torch.equal(merged, covmerge.merge_layer([u.dense() for u in updates], "ties"))
+
+    def test_factors_beside_full_updates(self):
+        low, full = adapters(20, 30, [2, 3], 3.0, seed=0)
+        merged = covmerge.merge_layer([low, full.dense()], "ace")
+        assert torch.equal(merged, covmerge.merge_layer([low.dense(), full.dense()], "ace"))
+
+    def test_half_precision(self):
+        updates = [u.to(torch.bfloat16) for u in adapters(20, 30, [2, 3], 3.0, seed=0)]
+        merged = covmerge.merge_layer(updates, "iso_c")
+        assert merged.dtype == torch.bfloat16
+
+    def test_errors_name_the_update(self):
+        low, other = adapters(20, 30, [2, 3], 3.0, seed=0)
+        with pytest.raises(TensorError, match=r"update 1 is \[30, 20\]"):
+            covmerge.merge_layer([low, LowRank(other.right.T, other.left.T)], "ace")
+        other.right[0, 0] = float("nan")
+        with pytest.raises(TensorError, match="update 1 holds NaN"):
+            covmerge.merge_layer([low, other], "ace")
