@@ -201,7 +201,7 @@ def test_pickled_weights_are_downloaded_at_once_and_said_so(
     checkpoint.close()
 
 
-def test_adapters_are_refused(upload: Path, request) -> None:
+def test_an_adapter_of_an_unknown_kind_is_refused(upload: Path, request) -> None:
     (upload / "adapter_config.json").write_text("{}")
     save_file(TENSORS, upload / "adapter_model.safetensors")
     request.getfixturevalue("hub")

@@ -111,20 +111,14 @@ def test_folders_without_weights(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapter_model.bin"])
-def test_adapters_are_refused_with_the_way_on(tmp_path: Path, weights: str) -> None:
+def test_a_model_beside_an_adapter_is_what_is_read(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    save_file(A, tmp_path / weights)
-    for source in (tmp_path, tmp_path / weights):
-        with pytest.raises(CheckpointError, match="merge_and_unload"):
-            open_checkpoint(source)
-    (tmp_path / "adapter_config.json").unlink()
+    save_file(A, tmp_path / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="merge_and_unload"):
         open_checkpoint(tmp_path)
     save_file(B, tmp_path / "model.safetensors")
     assert_reads(tmp_path, B)
-    notes = open_checkpoint(tmp_path).notes
-    assert len(notes) == weights.endswith(".safetensors")
+    assert len(open_checkpoint(tmp_path).notes) == 1
 
 
 def test_a_quantised_config_is_only_shown(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 `plan_layout`, `ShardWriter` and `Journal` inside a `Staging`.
 """
 
+from covmerge.checkpoints.adapter import AdapterCheckpoint, FactorHeader
 from covmerge.checkpoints.base import Checkpoint
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
@@ -15,8 +16,10 @@ from covmerge.checkpoints.writer import ShardWriter
 
 __all__ = [
     "MASKS_FOLDER",
+    "AdapterCheckpoint",
     "Checkpoint",
     "Entry",
+    "FactorHeader",
     "Journal",
     "MaskWriter",
     "ShardWriter",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -120,7 +120,7 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
     A single safetensors file of another name serves as well.
 
     Raises:
-        CheckpointError: there are no weights, only an adapter's, or no telling which to read.
+        CheckpointError: there are no weights, or no telling which to read.
     """
     found = sorted(n for n in names if n.endswith(_SAFETENSORS))
     for name in _PREFERRED:
@@ -128,8 +128,6 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
             rivals = (n for n in (*found, _PREFERRED[1]) if n in names and n != name)
             return WeightsChoice(name, tuple(rivals))
     present = [n for n in found if not _is_adapter(n)]
-    if "adapter_config.json" in names or (not present and any(map(_is_adapter, names))):
-        refuse_adapter(where)
     if len(present) == 1:
         return WeightsChoice(present[0])
     if present:
@@ -140,14 +138,6 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
     raise CheckpointError(
         f"{where} holds no weights ({', '.join(_PREFERRED)}, or one safetensors file): pass the "
         "folder that does, or a file"
-    )
-
-
-def refuse_adapter(where: str) -> NoReturn:
-    """Refuse LoRA and other adapters; this is the place where they will be read."""
-    raise CheckpointError(
-        f"{where} is an adapter (LoRA), which this version does not read: merge it into its base "
-        "first with PEFT's merge_and_unload(), save the model, and pass that folder"
     )
 
 
@@ -225,8 +215,6 @@ def open_file(source: str, path: Path) -> FileCheckpoint:
     Raises:
         CheckpointError: it is of an unknown kind, or malformed.
     """
-    if _is_adapter(path.name):
-        refuse_adapter(str(path))
     return FileCheckpoint(source, [open_weights(path)])
 
 

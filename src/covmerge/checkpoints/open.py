@@ -8,8 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
+from covmerge.checkpoints.adapter import (
+    open_adapter_file,
+    open_adapter_folder,
+    open_adapter_hub,
+)
 from covmerge.checkpoints.base import Checkpoint
-from covmerge.checkpoints.folder import open_file, open_folder
+from covmerge.checkpoints.folder import open_folder
 from covmerge.checkpoints.hub import open_hub
 from covmerge.checkpoints.memory import MemoryCheckpoint
 from covmerge.errors import CheckpointError
@@ -21,9 +26,10 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
     """Open a checkpoint: only its headers and its config are read.
 
     Args:
-        source: a folder as transformers saves it; one `.safetensors`, `.bin`, `.pt`, `.pth` or
-            `.ckpt` file; `"org/name"` or `"org/name@revision"` on the Hugging Face Hub, where
-            nothing of that name exists here; or a state dict.
+        source: a folder as transformers saves it, or PEFT (then it is an `AdapterCheckpoint`); one
+            `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file; `"org/name"` or
+            `"org/name@revision"` on the Hugging Face Hub, where nothing of that name exists here;
+            or a state dict.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is malformed or unsafe to read.
@@ -42,9 +48,9 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
     try:
         path = Path(source).expanduser()
         if path.is_dir():
-            return open_folder(str(source), path)
+            return open_adapter_folder(str(source), path) or open_folder(str(source), path)
         if path.is_file():
-            return open_file(str(source), path)
+            return open_adapter_file(str(source), path)
         exists = path.exists()
     except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that nobody has
         raise CheckpointError(f"{source} cannot be opened ({error}): correct the path") from error
@@ -55,4 +61,5 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
             f"no such file or folder: {source}. Correct the path; a model of the Hugging Face Hub "
             "is written org/name or org/name@revision"
         )
-    return open_hub(source, name["repo"], name["revision"])
+    repository = (source, name["repo"], name["revision"])
+    return open_adapter_hub(*repository) or open_hub(*repository)

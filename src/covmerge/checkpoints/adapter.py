@@ -1,0 +1,373 @@
+"""LoRA adapters: a base's tensors by their low-rank updates, and those that were trained whole."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.checkpoints.adapter_config import AdapterConfig
+from covmerge.checkpoints.adapter_names import (
+    Contents,
+    Update,
+    component,
+    flat_name,
+    in_base,
+    looks_like_adapter,
+    read_names,
+    wider,
+)
+from covmerge.checkpoints.base import Checkpoint, find_header
+from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
+from covmerge.checkpoints.header import LENGTH_BYTES, data_start
+from covmerge.checkpoints.hub import HubCheckpoint
+from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
+from covmerge.checkpoints.json_file import parse_object, read_object, shorten
+from covmerge.checkpoints.paths import safe_child
+from covmerge.errors import CheckpointError
+from covmerge.types import Json, LowRank, TensorHeader
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of PEFT
+_SCALES = {"lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
+_MODEL = ("model.safetensors", "pytorch_model.bin")
+
+
+@dataclass(frozen=True)
+class FactorHeader:
+    """One update of low rank; nothing of its content.
+
+    Attributes:
+        name: of the base's tensor.
+        shape: of the base's tensor as it is stored, its axes after the first taken together: of a
+            convolution `(c_out, c_in · window)`, of a bias `(d_out, 1)`.
+        rank: number of terms.
+        dtype: in which the factors are stored.
+        transposed: the layer is stored as `(d_in, d_out)`, as embeddings and GPT-2's are.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rank: int
+    dtype: torch.dtype
+    transposed: bool = False
+
+
+class AdapterCheckpoint:
+    """An adapter: `low_rank` updates of its base, and in `headers` the tensors that it replaces.
+
+    A tensor that is both replaced and updated is in `headers` alone, and is read with its update.
+
+    Args:
+        stored: the file of weights.
+        contents: what its tensors are.
+        config: the configuration; None: the file is by itself.
+        notes: what is particular about how it was opened.
+    """
+
+    def __init__(
+        self,
+        stored: Checkpoint,
+        contents: Contents,
+        config: AdapterConfig | None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.source = stored.source
+        self.notes = (*stored.notes, *notes)
+        self.adapter_config: Mapping[str, Any] = MappingProxyType(
+            dict(config.fields) if config else {}
+        )
+        self.base_model = config.base_model if config else None
+        self._stored = stored
+        self._contents = contents
+        self._config = config
+        self._notes = notes
+        self.low_rank: Mapping[str, FactorHeader] = MappingProxyType(
+            {
+                name: FactorHeader(name, update.shape, update.rank, update.dtype, update.transposed)
+                for name, update in contents.updates.items()
+                if name not in contents.replaced
+            }
+        )
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {name: self._replaced_header(name) for name in contents.replaced}
+        )
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """See `Checkpoint.config`; few adapters come with one."""
+        return self._stored.config
+
+    @property
+    def folder(self) -> Path | None:
+        """See `Checkpoint.folder`."""
+        return self._stored.folder
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`; the new value, not what was added to the base."""
+        header = find_header(self.headers, name, rows, self.source)
+        value = self._stored.read(self._contents.replaced[name], rows)
+        if name not in self._contents.updates:
+            return value
+        factors = self._factors(self._contents.updates[name])
+        left = factors.left if rows is None else factors.left[rows.start : rows.stop]
+        return value.to(header.dtype) + (left @ factors.right).to(header.dtype).view(value.shape)
+
+    def read_factors(self, name: str) -> LowRank:
+        """Return the factors of an update, `left @ right` in the shape of `low_rank[name]`.
+
+        All scales are in `left`. float32, or float64 where that is stored.
+
+        Raises:
+            CheckpointError: there is no such update, or the source changed or ended early.
+        """
+        if name not in self.low_rank:
+            raise CheckpointError(
+                f"{self.source} has no update of '{name}': its names are those of low_rank"
+            )
+        return self._factors(self._contents.updates[name])
+
+    def named_as(self, names: Collection[str]) -> AdapterCheckpoint:
+        """Return this adapter under the names of a base's tensors.
+
+        Only a file without `adapter_config.json` needs it: Kohya's scripts write `_` for every `.`,
+        and diffusers begin names with the part of the pipeline. A part of which the base has no
+        tensor is left aside, with a note.
+
+        Raises:
+            CheckpointError: the base has no tensor for an update, or several.
+        """
+        if self._config is not None:
+            return self
+        flat: defaultdict[str, list[str]] = defaultdict(list)
+        for name in names:
+            flat[flat_name(name)].append(name)
+        found: dict[str, dict[str, Update]] = defaultdict(dict)
+        missing: dict[str, list[str]] = defaultdict(list)
+        for update in self._contents.updates.values():
+            part = component(update.name)
+            if (named := in_base(update, flat, self.source)) is None:
+                missing[part].append(update.name)
+            else:
+                found[part][named.name] = named
+        for part in missing:
+            if part in found or not found:
+                raise CheckpointError(
+                    f"{self.source} updates '{missing[part][0]}', and the base has no such tensor: "
+                    "pass the base that the adapter was trained on"
+                )
+        notes = (
+            f"{self.source}: {len(names)} updates of {part} are of another base, and were left aside"
+            for part, names in missing.items()
+        )
+        updates = {name: update for part in found.values() for name, update in part.items()}
+        contents = Contents(updates, self._contents.replaced)
+        return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
+
+    def materialize(self) -> None:
+        """See `Checkpoint.materialize`."""
+        self._stored.materialize()
+
+    def identity(self) -> dict[str, Json]:
+        """See `Checkpoint.identity`."""
+        return self._stored.identity()
+
+    def fingerprint(self) -> dict[str, str]:
+        """See `Checkpoint.fingerprint`."""
+        return self._stored.fingerprint()
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        self._stored.close()
+
+    def _replaced_header(self, name: str) -> TensorHeader:
+        stored = self._stored.headers[self._contents.replaced[name]]
+        update = self._contents.updates.get(name)
+        if update is None:
+            return TensorHeader(name, stored.shape, stored.dtype)
+        rows = stored.shape[0] if stored.shape else 0
+        if update.shape != (rows, math.prod(stored.shape[1:])):
+            raise CheckpointError(
+                f"{self.source}: '{stored.name}' is of shape {list(stored.shape)}, and its update "
+                f"of shape {list(update.shape)}: the adapter is damaged, fetch it again"
+            )
+        return TensorHeader(name, stored.shape, wider(stored.dtype, update.dtype))
+
+    def _factors(self, update: Update) -> LowRank:
+        dtype = wider(update.dtype, torch.float32)
+        scale = update.scale
+        if update.alpha is not None:
+            scale *= self._number(update.alpha)
+        if update.divisor is not None:
+            scale /= self._number(update.divisor) + 1e-5
+        up = self._stored.read(update.up).to(dtype)
+        if update.down is None:
+            return LowRank(up.view(-1, 1) * scale, torch.ones(1, 1, dtype=dtype))
+        up = up.reshape(up.shape[0], update.rank)
+        down = self._stored.read(update.down).to(dtype)
+        down = down.reshape(update.rank, -1) if update.rank else down
+        if update.middle is not None:
+            down = down * self._stored.read(update.middle).to(dtype).view(-1, 1)
+        if update.transposed:
+            return LowRank(down.T.contiguous() * scale, up.T.contiguous())
+        return LowRank(up * scale, down)
+
+    def _number(self, name: str) -> float:
+        return float(self._stored.read(name).double())
+
+
+def open_adapter_folder(source: str, folder: Path) -> AdapterCheckpoint | None:
+    """Open the adapter that PEFT saved in a folder, or return None if there is none.
+
+    A model beside the adapter has precedence.
+
+    Raises:
+        CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
+    """
+    try:
+        entries = {path.name: path for path in folder.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
+    inside = sorted(name for name, path in entries.items() if (path / ADAPTER_CONFIG).is_file())
+    names = {name for name, path in entries.items() if not path.is_dir()}
+    if holds_adapter(names):
+        unread = f"{folder}: the adapters {', '.join(inside)} in it were not read"
+        return _open(source, folder, names, (unread,) if inside else ())
+    if not inside or any(name.endswith((".safetensors", ".bin")) for name in names):
+        return None
+    raise CheckpointError(
+        f"{folder} holds adapters in folders of their own: {', '.join(inside)}. Pass one of them, "
+        f"such as {folder / inside[0]}"
+    )
+
+
+def open_adapter_file(source: str, path: Path) -> Checkpoint:
+    """Open one file of weights, as an adapter where its names are those of one.
+
+    They are PEFT's, diffusers' or those of Kohya's scripts.
+
+    Raises:
+        CheckpointError: the file is malformed, or an adapter of a kind that is not read.
+    """
+    if path.name in _WEIGHTS:
+        beside = (ADAPTER_CONFIG,) if (path.parent / ADAPTER_CONFIG).is_file() else ()
+        return _open(source, path.parent, (path.name, *beside))
+    stored = open_file(source, path)
+    if not looks_like_adapter(stored.headers):
+        return stored
+    _check_scale(path)
+    scaled = any(name.endswith(".alpha") for name in stored.headers)
+    notes = () if scaled else (_without_scale(path),)
+    return AdapterCheckpoint(stored, read_names(stored.headers, None, source), None, notes)
+
+
+def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterCheckpoint | None:
+    """Open a repository of the Hub that holds an adapter and no model; None for any other.
+
+    The adapter is downloaded: its headers say less than its configuration, and it is small.
+
+    Raises:
+        CheckpointError: the Hub cannot be reached, or the adapter cannot be read.
+    """
+    if is_offline(source):
+        folder = cached_snapshot(source, name, revision)
+        repository = Repository(source, name, folder.name, {})
+        names: Collection[str] = {path.name for path in folder.iterdir()}
+        return _downloaded(source, repository, folder, names) if holds_adapter(names) else None
+    repository = Repository.find(source, name, revision)
+    names = repository.top_level()
+    if not holds_adapter(names):
+        return None
+    weights = [file for file in _WEIGHTS if file in names][:1]
+    folder = repository.download((*repository.companions(), *weights))
+    return _downloaded(source, repository, folder, names)
+
+
+def holds_adapter(names: Collection[str]) -> bool:
+    """Whether there is an adapter among the files of a folder, and no model.
+
+    Example:
+        >>> holds_adapter(["adapter_config.json", "adapter_model.safetensors"])
+        True
+        >>> holds_adapter(["adapter_config.json", "model.safetensors"])
+        False
+    """
+    model = any(name.startswith(_MODEL) for name in names)
+    return not model and any(name in names for name in (ADAPTER_CONFIG, *_WEIGHTS))
+
+
+def _downloaded(
+    source: str, repository: Repository, folder: Path, names: Collection[str]
+) -> AdapterCheckpoint:
+    def of_hub(local: FileCheckpoint) -> Checkpoint:
+        return HubCheckpoint(
+            source, repository, headers=local.headers, config=local.config, local=local
+        )
+
+    return _open(source, folder, names, stored_as=of_hub)
+
+
+def _open(
+    source: str,
+    folder: Path,
+    names: Collection[str],
+    notes: tuple[str, ...] = (),
+    stored_as: Callable[[FileCheckpoint], Checkpoint] = lambda local: local,
+) -> AdapterCheckpoint:
+    """Open the adapter of a folder; its configuration says first whether it can be read at all."""
+    path = safe_child(folder, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
+    config = None if path is None else AdapterConfig(source, read_object(path))
+    weights = next((name for name in _WEIGHTS if name in names), None)
+    if weights is None:
+        raise CheckpointError(
+            f"{folder} has {ADAPTER_CONFIG} and neither {' nor '.join(_WEIGHTS)}: the download was "
+            "probably cut short, fetch it again"
+        )
+    beside = [safe_child(folder, name) for name in (ADAPTER_CONFIG, CONFIG) if name in names]
+    file = open_weights(safe_child(folder, weights))
+    stored = stored_as(FileCheckpoint(source, [file], folder=folder, beside=beside))
+    more = (_without_scale(folder),) if config is None else config.notes
+    contents = read_names(stored.headers, config, source)
+    if not contents.updates:
+        raise CheckpointError(
+            f"{folder} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
+            "LoRA adapter. Pass a full model, or the adapter's own folder"
+        )
+    return AdapterCheckpoint(stored, contents, config, (*notes, *more))
+
+
+def _check_scale(path: Path) -> None:
+    """Refuse what diffusers writes of the scale into a header, unless it is 1."""
+    text = (
+        _metadata(path).get("lora_adapter_metadata", "{}")
+        if path.suffix == ".safetensors"
+        else "{}"
+    )
+    fields = parse_object(text.encode(), f"lora_adapter_metadata of {path}")
+    for name, value in fields.items():
+        part, _, field = name.rpartition(".")
+        plain = value in (None, False, {}, []) or field not in _SCALES
+        if not plain and not (field == "lora_alpha" and value == fields.get(f"{part}.r")):
+            raise CheckpointError(
+                f"{path} has {name} = {shorten(value)} in its metadata, which is not read: fuse it "
+                "into its base with diffusers (pipe.fuse_lora()), save that, and merge full models"
+            )
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with path.open("rb") as file:
+        start = data_start(file.read(LENGTH_BYTES), path.stat().st_size, str(path))
+        header = parse_object(file.read(start - LENGTH_BYTES), f"the header of {path}")
+    return header.get("__metadata__", {})
+
+
+def _without_scale(path: Path) -> str:
+    return f"{path} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1"

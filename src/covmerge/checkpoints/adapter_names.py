@@ -1,0 +1,360 @@
+"""From the names of an adapter's tensors to the updates that they make up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+
+from covmerge.checkpoints.adapter_config import MERGE_FIRST, AdapterConfig
+from covmerge.errors import CheckpointError
+from covmerge.types import TensorHeader
+
+_PEFT_PREFIX = "base_model.model."
+_PARTS = {  # what a name ends in, longest first where one ends in another
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora_B.bias": "bias",
+    ".lora_embedding_A": "table_down",
+    ".lora_embedding_B": "table_up",
+}
+_ADALORA_PARTS = {".lora_A": "down", ".lora_B": "up", ".lora_E": "middle", ".ranknum": "divisor"}
+_FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
+    ".lora_down.weight": "down",
+    ".lora_up.weight": "up",
+    ".lora.down.weight": "down",
+    ".lora.up.weight": "up",
+    ".lora_linear_layer.down.weight": "down",
+    ".lora_linear_layer.up.weight": "up",
+    "_lora.down.weight": "down",
+    "_lora.up.weight": "up",
+    ".alpha": "alpha",
+}
+_OWN = re.compile(
+    r"(^|\.)(lora_|token_adapter\.|dora_scale$|lokr_|hada_|oft_|boft_|ia3_|vera_|diff$|diff_b$)"
+)
+_FLAT = ("lora_unet_", "lora_te", "lycoris_")
+_COMPONENT = re.compile(
+    r"(?P<flat>lora_(?:unet|te\d?|transformer|prior)_|lycoris_)"
+    r"|(?:unet|transformer(?:_2)?|text_encoder(?:_\d)?|prior)\."
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of low rank, scale · up · diag(middle) · down, by the names of its tensors.
+
+    Attributes:
+        name: of the base's tensor that it is added to.
+        shape: of that tensor, its axes after the first taken together.
+        rank: number of terms.
+        dtype: in which the factors are stored.
+        up: `(d_out, r)`; with `down` None the column that is added to a bias.
+        down: `(r, d_in)`.
+        scale: a number of the configuration.
+        transposed: the base's tensor is `(d_in, d_out)`.
+        middle: r numbers between the factors.
+        alpha: a number by which the scale is multiplied.
+        divisor: a number by which it is divided.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rank: int
+    dtype: torch.dtype
+    up: str
+    down: str | None
+    scale: float
+    transposed: bool = False
+    middle: str | None = None
+    alpha: str | None = None
+    divisor: str | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What an adapter holds: updates, and names of whole tensors, by the base's names."""
+
+    updates: Mapping[str, Update]
+    replaced: Mapping[str, str]
+
+
+def looks_like_adapter(names: Iterable[str]) -> bool:
+    """Whether a file of weights holds an adapter and no model.
+
+    Example:
+        >>> looks_like_adapter(["lora_unet_mid_block.alpha", "lora_unet_mid_block.lora_up.weight"])
+        True
+        >>> looks_like_adapter(["model.embed_tokens.weight"])
+        False
+    """
+    ends = tuple(end for end in _FILE_PARTS if end != ".alpha")
+    return any(name.endswith(ends) or name.startswith(_FLAT) for name in names)
+
+
+def read_names(
+    stored: Mapping[str, TensorHeader], config: AdapterConfig | None, where: str
+) -> Contents:
+    """Sort the tensors of an adapter into updates and whole tensors.
+
+    Args:
+        stored: the headers of its file.
+        config: its configuration; None: a file by itself, whose scales are 1 or stored as alpha.
+        where: the adapter, for errors.
+
+    Raises:
+        CheckpointError: a tensor whose meaning is not known, half of a pair, shapes that
+            contradict each other or the configuration.
+    """
+    modules: dict[str, dict[str, str]] = {}
+    replaced: dict[str, str] = {}
+    for name in stored:
+        module, part = _split(name, config, where)
+        if part:
+            found = modules.setdefault(module, {})
+            if part in found:
+                raise CheckpointError(f"{where} has both '{found[part]}' and '{name}': remove one")
+            found[part] = name
+        elif replaced.setdefault(_base_name(module), name) != name:
+            raise CheckpointError(
+                f"{where} has both '{replaced[_base_name(module)]}' and '{name}' for "
+                f"'{_base_name(module)}': remove one"
+            )
+    reader = _Reader(stored, config, where, set(modules))
+    updates = {
+        u.name: u for module, parts in modules.items() for u in reader.updates(module, parts)
+    }
+    if not updates and not replaced:
+        raise CheckpointError(f"{where} holds no tensors: the file is incomplete, fetch it again")
+    return Contents(updates, replaced)
+
+
+def in_base(update: Update, names: Mapping[str, list[str]], where: str) -> Update | None:
+    """Return the update under the name of the base's tensor, or None if the base has none such.
+
+    Args:
+        update: of a file without configuration, whose names may be flattened, and may begin with
+            the part of a pipeline that they belong to.
+        names: the base's, by `flat_name`.
+        where: the adapter, for errors.
+    """
+    found = names.get(flat_name(update.name.removeprefix(component(update.name))), [])
+    exact = [name for name in found if update.name.endswith(name)]
+    if len(found) > 1 and len(exact) != 1:
+        raise CheckpointError(
+            f"{where}: '{update.name}' could be {' or '.join(found)} of the base, and nothing says "
+            "which: save the adapter with the names of its modules"
+        )
+    return replace(update, name=(exact or found)[0]) if found else None
+
+
+def flat_name(name: str) -> str:
+    """Return a name as Kohya's scripts flatten it.
+
+    Example:
+        >>> flat_name("mid_block.attentions.0.to_q.weight")
+        'mid_block_attentions_0_to_q_weight'
+    """
+    return name.replace(".", "_")
+
+
+def component(name: str) -> str:
+    """Return the part of a pipeline that a name begins with, or nothing.
+
+    Example:
+        >>> component("lora_te1_text_model_final.weight"), component("model.norm.weight")
+        ('lora_te1_', '')
+    """
+    found = _COMPONENT.match(name)
+    return found[0] if found else ""
+
+
+def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float64 where either is, float32 otherwise."""
+    return torch.float64 if torch.float64 in (one, other) else torch.float32
+
+
+def _split(name: str, config: AdapterConfig | None, where: str) -> tuple[str, str]:
+    """Return module and part; a tensor that is no part of an update is its own module."""
+    module = name.removeprefix(_PEFT_PREFIX)
+    adalora = config is not None and config.is_adalora
+    table = _FILE_PARTS if config is None else _ADALORA_PARTS if adalora else _PARTS
+    for end, part in table.items():
+        if module.endswith(end):
+            stem = module.removesuffix(end)
+            # Diffusers' former attention processors stand for the layers beside them.
+            return stem.replace(".processor.", ".") if end.startswith("_") else stem, part
+    if _OWN.search(module) or (config is None and module == name):
+        _refuse_tensor(name, where)
+    return module, ""
+
+
+def _refuse_tensor(name: str, where: str) -> NoReturn:
+    kind = next(
+        (
+            kind
+            for mark, kind in {
+                "lora_magnitude_vector": "DoRA's magnitudes",
+                "dora_scale": "DoRA's magnitudes",
+                "token_adapter": "trained tokens",
+                "lora_mid": "a Tucker core (LoCon)",
+                "hada_": "LoHa",
+                "lokr_": "LoKr",
+                "oft_": "OFT",
+            }.items()
+            if mark in name
+        ),
+        "of no kind that is read",
+    )
+    raise CheckpointError(f"{where}: '{name}' is {kind}, not a factor of LoRA: {MERGE_FIRST}")
+
+
+def _base_name(module: str) -> str:
+    return ".".join(part for part in module.split(".") if part != "base_layer")
+
+
+class _Reader:
+    """Makes updates of the parts of modules."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, TensorHeader],
+        config: AdapterConfig | None,
+        where: str,
+        modules: set[str],
+    ) -> None:
+        self._stored = stored
+        self._config = config
+        self._where = where
+        self._attention = {
+            module.removesuffix(".base_layer.out_proj")
+            for module in modules
+            if module.endswith(".base_layer.out_proj")
+        }
+
+    def updates(self, module: str, parts: Mapping[str, str]) -> list[Update]:
+        """Return the update of a module's weight, and of its bias if there is one."""
+        table = "table_down" in parts or "table_up" in parts
+        ends = ("table_down", "table_up") if table else ("down", "up")
+        for part, other in (ends, ends[::-1]):
+            if part not in parts:
+                have = parts.get(other, next(iter(parts.values())))
+                raise CheckpointError(
+                    f"{self._where} has '{have}' and not the factor that belongs to it: the file "
+                    "is incomplete, fetch it again"
+                )
+        down, up = parts[ends[0]], parts[ends[1]]
+        rank, d_out, d_in = self._sizes(down, up, rows=table)
+        target, weight = self._target(module)
+        transposed = table or (self._config is not None and self._config.transposed)
+        scale = self._scale(target, rank, parts)
+        update = Update(
+            name=weight,
+            shape=(d_in, d_out) if transposed else (d_out, d_in),
+            rank=rank,
+            dtype=self._dtype(down, up),
+            up=up,
+            down=down,
+            # PEFT adds that of an attention's out_proj twice, in training as when it merges.
+            scale=2 * scale if module.endswith(".base_layer.out_proj") else scale,
+            transposed=transposed,
+            middle=self._middle(parts, rank),
+            alpha=self._number(parts.get("alpha")),
+            divisor=self._number(parts.get("divisor")),
+        )
+        return [update, *self._bias(update, module, parts, d_out)]
+
+    def _sizes(self, down: str, up: str, *, rows: bool) -> tuple[int, int, int]:
+        first, second = self._stored[down], self._stored[up]
+        for header in (first, second):
+            if len(header.shape) < 2 or not header.dtype.is_floating_point:
+                self._refuse_shape(header, "which is no matrix of floating numbers")
+        rank, d_out = first.shape[0], second.shape[0]
+        fits = len(first.shape) == len(second.shape) and second.shape[1] == rank
+        if not fits or any(size != 1 for size in second.shape[2:]):
+            self._refuse_shape(second, f"which does not fit '{down}' of shape {list(first.shape)}")
+        d_in = first.numel // rank if rank else first.shape[1]
+        empty = rank == 0 and not (self._config is not None and self._config.is_adalora)
+        if empty or d_out == 0 or d_in == 0 or (rows and len(first.shape) != 2):
+            self._refuse_shape(first, "as the parts of a sharded model are")
+        return rank, d_out, d_in
+
+    def _target(self, module: str) -> tuple[str, str]:
+        """Return what the configuration knows the module by, and the name of its weight."""
+        inner = module.removesuffix(".base_layer.out_proj")
+        owner = inner if inner in self._attention else module
+        parameter = self._config.parameter(owner) if self._config else None
+        if "base_layer" in owner.split("."):
+            raise CheckpointError(
+                f"{self._where}: '{owner}' is wrapped twice, and what is inside is not known: "
+                f"{MERGE_FIRST}"
+            )
+        if parameter is not None:
+            return f"{owner}.{parameter}", f"{owner}.{parameter}"
+        if self._config is not None:
+            self._config.check_target(owner)
+        if owner in self._attention:
+            return owner, f"{owner}.{'in_proj_weight' if owner == module else 'out_proj.weight'}"
+        return owner, f"{owner}.weight"
+
+    def _scale(self, module: str, rank: int, parts: Mapping[str, str]) -> float:
+        if self._config is None:
+            return 1.0 / rank if "alpha" in parts else 1.0
+        scale = self._config.scale(module, rank)
+        if self._config.is_adalora and "divisor" not in parts:
+            return scale / self._config.rank_divisor
+        return scale
+
+    def _middle(self, parts: Mapping[str, str], rank: int) -> str | None:
+        if self._config is None or not self._config.is_adalora:
+            return None
+        if "middle" not in parts:
+            raise CheckpointError(
+                f"{self._where} has '{parts['down']}' and no lora_E beside it: the file is "
+                "incomplete, fetch it again"
+            )
+        header = self._stored[parts["middle"]]
+        if header.numel != rank or not header.dtype.is_floating_point:
+            self._refuse_shape(header, f"which are not {rank} floating numbers")
+        return header.name
+
+    def _number(self, name: str | None) -> str | None:
+        if name is not None and self._stored[name].numel != 1:
+            self._refuse_shape(self._stored[name], "which is not one number")
+        return name
+
+    def _bias(
+        self, weight: Update, module: str, parts: Mapping[str, str], d_out: int
+    ) -> list[Update]:
+        if "bias" not in parts:
+            return []
+        header = self._stored[parts["bias"]]
+        if weight.name != f"{module}.weight":
+            self._refuse_shape(header, "which PEFT leaves aside in nn.MultiheadAttention")
+        if header.shape != (d_out,) or not header.dtype.is_floating_point:
+            self._refuse_shape(header, f"which are not {d_out} floating numbers")
+        return [
+            Update(
+                name=f"{module}.bias",
+                shape=(d_out, 1),
+                rank=1,
+                dtype=header.dtype,
+                up=header.name,
+                down=None,
+                scale=weight.scale,
+                alpha=weight.alpha,
+            )
+        ]
+
+    def _dtype(self, down: str, up: str) -> torch.dtype:
+        one, other = self._stored[down].dtype, self._stored[up].dtype
+        return one if one == other else wider(one, other)
+
+    def _refuse_shape(self, header: TensorHeader, why: str) -> NoReturn:
+        raise CheckpointError(
+            f"{self._where}: '{header.name}' is {header.dtype} of shape {list(header.shape)}, "
+            f"{why}: save the adapter again from gathered weights"
+        )

@@ -1,0 +1,533 @@
+"""Adapters: base and factors are what PEFT's own merge gives, or the adapter is refused by name."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import close_session, constants
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    VeraConfig,
+)
+from safetensors.torch import load_file, save_file
+
+from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
+from covmerge.errors import CheckpointError
+from tests.checkpoints.adapters import (
+    Attention,
+    applied,
+    assert_merges,
+    bert,
+    gpt2,
+    gpt_oss,
+    llama,
+    make,
+    mixtral,
+    save,
+    vit,
+)
+from tests.checkpoints.hub_server import COMMIT, serve
+
+ATTENTION = ["query", "value"]
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def lora(**changes) -> LoraConfig:
+    return LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": ATTENTION} | changes)
+
+
+@pytest.mark.parametrize(
+    "config, updates, replaced",
+    [
+        (lora(), 4, 0),
+        (lora(use_rslora=True), 4, 0),
+        (lora(rank_pattern={"query": 2, "layer.1.attention.self.value": 5}), 4, 0),
+        (lora(alpha_pattern={r".*\.0\..*query": 7, "query": 9}), 4, 0),
+        (lora(rank_pattern={"^bert.*value": 1}, alpha_pattern={"va.*": 2}, use_rslora=True), 4, 0),
+        (lora(target_modules=r".*layer\.\d\.(attention\.output|output)\.dense"), 4, 0),
+        (lora(target_modules="all-linear"), 14, 0),
+        (lora(exclude_modules=["layer.1.attention.self.query"]), 3, 0),
+        (lora(layers_to_transform=[1], layers_pattern="layer"), 2, 0),
+        (lora(layers_to_transform=0), 2, 0),
+        (lora(modules_to_save=["classifier", "pooler"]), 4, 4),
+        (lora(task_type="SEQ_CLS"), 4, 2),
+        (lora(bias="lora_only"), 4, 4),
+        (lora(bias="all"), 4, 19),
+        (lora(lora_bias=True), 8, 0),
+        (lora(lora_bias=True, bias="lora_only"), 4, 4),
+        (lora(target_modules=["word_embeddings", "query"]), 3, 0),
+        (lora(target_modules=["position_embeddings"]), 1, 0),
+        (lora(init_lora_weights="gaussian"), 4, 0),
+        (lora(r=2, init_lora_weights="orthogonal"), 4, 0),
+        (lora(init_lora_weights="mica"), 4, 0),
+        (lora(lora_alpha=-3), 4, 0),
+    ],
+    ids=lambda value: str(
+        {k: v for k, v in value.to_dict().items() if v != getattr(lora(), k, None)}
+        if isinstance(value, LoraConfig)
+        else ""
+    )[:60],
+)
+def test_bert(config, updates: int, replaced: int, tmp_path: Path) -> None:
+    assert_merges(make(bert, config, tmp_path), updates=updates, replaced=replaced)
+
+
+@pytest.mark.parametrize(
+    "targets, updates, replaced",
+    [(["c_attn", "c_proj", "c_fc"], 8, 0), ("all-linear", 8, 0), (["attn.c_proj", "wte"], 3, 0)],
+)
+def test_conv1d_of_gpt2(targets, updates: int, replaced: int, tmp_path: Path) -> None:
+    made = make(gpt2, lora(target_modules=targets, fan_in_fan_out=True), tmp_path)
+    adapter = assert_merges(made, updates=updates, replaced=replaced)
+    assert all(header.transposed for header in adapter.low_rank.values())
+
+
+def test_llama_and_vit(tmp_path: Path) -> None:
+    targets = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    made = make(
+        llama, lora(target_modules=targets, modules_to_save=["lm_head"]), tmp_path / "llama"
+    )
+    adapter = assert_merges(made, updates=12, replaced=1)
+    assert adapter.low_rank["model.layers.0.mlp.down_proj.weight"].shape == (16, 24)
+    made = make(vit, lora(target_modules=["q_proj", "v_proj"], bias="all"), tmp_path / "vit")
+    assert_merges(made, updates=4, replaced=len(made.open().headers))
+
+
+def test_llama_with_embedding_and_output(tmp_path: Path) -> None:
+    targets = ["embed_tokens", "lm_head"]
+    made = make(llama, lora(target_modules=targets), tmp_path, save_embedding_layers=False)
+    adapter = assert_merges(made, updates=2)
+    assert adapter.low_rank["model.embed_tokens.weight"].transposed
+    made = make(llama, lora(target_modules=targets), tmp_path, save_embedding_layers=True)
+    adapter = assert_merges(made, updates=0, replaced=2)
+    whole = adapter.read("lm_head.weight")
+    assert torch.equal(adapter.read("lm_head.weight", range(3, 7)), whole[3:7])
+
+
+def test_attention_and_convolutions(tmp_path: Path) -> None:
+    """PEFT adds the update of out_proj twice, in training as in its merge."""
+    config = lora(target_modules=["attn", "conv", "point"], rank_pattern={"conv": 2}, r=4)
+    adapter = assert_merges(make(Attention, config, tmp_path), updates=4)
+    assert adapter.low_rank["conv.weight"].shape == (8, 12)
+    assert {"attn.in_proj_weight", "attn.out_proj.weight"} <= adapter.low_rank.keys()
+
+
+def test_parameters_and_experts(tmp_path: Path) -> None:
+    """Factors of a matrix are read; those of a stack do not say which way round it is stored."""
+    config = lora(target_modules=["v_proj"], target_parameters=["q_proj.weight"], lora_dropout=0.0)
+    assert_merges(make(llama, config, tmp_path / "matrix"), updates=6)
+    for build, names in (
+        (mixtral, ["experts.down_proj"]),
+        (gpt_oss, ["experts.gate_up_proj", "experts.down_proj"]),
+    ):
+        config = lora(target_modules=["q_proj"], target_parameters=names)
+        make(build, config, tmp_path / build.__name__)
+        with pytest.raises(CheckpointError, match=r"target_parameters = .*merge_and_unload"):
+            open_checkpoint(tmp_path / build.__name__)
+
+
+def test_adalora(tmp_path: Path) -> None:
+    config = AdaLoraConfig(
+        init_r=4, lora_alpha=6, target_modules=ATTENTION, total_step=10, tinit=1, tfinal=1
+    )
+    made = make(bert, config, tmp_path)
+    assert_merges(made, updates=4)
+    tensors = load_file(tmp_path / WEIGHTS)  # as PEFT saved it for years, with the rank
+    ranks = {
+        name.replace("lora_E", "ranknum"): torch.tensor([4.0])
+        for name in tensors
+        if "lora_E" in name
+    }
+    save_file(ranks | tensors, tmp_path / WEIGHTS)
+    assert_merges(made, updates=4)
+    tensors.pop(next(name for name in tensors if name.endswith("lora_E")))
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match="no lora_E beside it"):
+        open_checkpoint(tmp_path)
+
+
+def test_adalora_with_ranks_taken_away(tmp_path: Path) -> None:
+    """The file holds what the mask left, and the scale is that of the rank at the beginning."""
+    config = AdaLoraConfig(
+        init_r=4, lora_alpha=6, target_modules=ATTENTION, total_step=10, tinit=1, tfinal=1
+    )
+
+    def mask(model) -> None:
+        layers = [f"bert.encoder.layer.{i}.attention.self.{x}" for i in (0, 1) for x in ATTENTION]
+        keep = [[True, False, True, False], [False] * 4, [True] * 4, [False, True, True, True]]
+        model.peft_config["default"].rank_pattern = {
+            f"{layer}.lora_E": bits for layer, bits in zip(layers, keep, strict=True)
+        }
+        for layer, bits in zip(layers, keep, strict=True):
+            module = model.get_submodule(f"base_model.model.{layer}")
+            module.lora_E["default"].data *= torch.tensor(bits).view(-1, 1)
+
+    made = make(bert, config, tmp_path, before=mask)
+    adapter = assert_merges(made, updates=4)
+    assert sorted(header.rank for header in adapter.low_rank.values()) == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_factors_are_computed_in_float32_or_better(dtype: torch.dtype, tmp_path: Path) -> None:
+    make(bert, lora(), tmp_path)
+    tensors = {name: value.to(dtype) for name, value in load_file(tmp_path / WEIGHTS).items()}
+    save_file(tensors, tmp_path / WEIGHTS)
+    adapter = open_checkpoint(tmp_path)
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    factors = adapter.read_factors(name)
+    assert adapter.low_rank[name].dtype is dtype
+    assert factors.left.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    stem = "base_model.model.bert.encoder.layer.0.attention.self.query"
+    up, down = (tensors[f"{stem}.lora_{part}.weight"].to(factors.left.dtype) for part in "BA")
+    torch.testing.assert_close(factors.dense(), up @ down * 5 / 3)
+
+
+def test_what_is_known_of_an_adapter(tmp_path: Path) -> None:
+    make(bert, lora(modules_to_save=["classifier"]), tmp_path)
+    change(tmp_path, base_model_name_or_path="org/base")
+    adapter = open_checkpoint(tmp_path)
+    assert adapter.base_model == "org/base"
+    assert adapter.adapter_config["r"] == 3
+    assert adapter.folder == tmp_path
+    assert adapter.config is None and adapter.notes == ()
+    assert set(adapter.fingerprint()) == set(adapter.identity()["files"]) == {WEIGHTS, CONFIG}
+    with pytest.raises(CheckpointError, match=r"no update of 'classifier.weight'"):
+        adapter.read_factors("classifier.weight")
+    with pytest.raises(CheckpointError, match="no tensor 'x'"):
+        adapter.read("x")
+    adapter.materialize()
+    adapter.close()
+
+
+def test_pickled_adapters(tmp_path: Path) -> None:
+    made = make(bert, lora(), tmp_path, safe_serialization=False)
+    assert (tmp_path / "adapter_model.bin").exists()
+    assert_merges(made, updates=4)
+
+
+def test_the_file_of_an_adapter_brings_its_configuration(tmp_path: Path) -> None:
+    make(bert, lora(), tmp_path)
+    name = "bert.encoder.layer.1.attention.self.value.weight"
+    whole = open_checkpoint(tmp_path).read_factors(name).dense()
+    assert torch.equal(open_checkpoint(tmp_path / WEIGHTS).read_factors(name).dense(), whole)
+    (tmp_path / CONFIG).unlink()
+    for source in (tmp_path, tmp_path / WEIGHTS):
+        bare = open_checkpoint(source)
+        assert "nothing of its scale" in bare.notes[0]
+        torch.testing.assert_close(bare.read_factors(name).dense() * 5 / 3, whole)
+    other = tmp_path / "other.safetensors"
+    (tmp_path / WEIGHTS).rename(other)
+    assert isinstance(open_checkpoint(other), AdapterCheckpoint)
+
+
+def test_a_model_beside_an_adapter_has_precedence(tmp_path: Path) -> None:
+    make(bert, lora(), tmp_path)
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert list(checkpoint.headers) == ["w"]
+    assert WEIGHTS in checkpoint.notes[0]
+
+
+def test_several_adapters_in_a_folder(tmp_path: Path) -> None:
+    make(bert, lora(), tmp_path / "fr")
+    make(bert, lora(), tmp_path / "de")
+    with pytest.raises(CheckpointError, match=r"holds adapters in folders.*: de, fr\. Pass one"):
+        open_checkpoint(tmp_path)
+    make(bert, lora(), tmp_path)
+    assert "de, fr in it were not read" in open_checkpoint(tmp_path).notes[0]
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
+def test_a_changed_base_is_refused_unless_it_was_converted(init: str, tmp_path: Path) -> None:
+    def save_first(model) -> None:
+        model.peft_config["default"].init_lora_weights = True
+        model.save_pretrained(str(tmp_path / "first"))
+        model.peft_config["default"].init_lora_weights = init
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data += 0.1
+
+    config = lora(init_lora_weights=init, r=2)
+    make(bert, config, tmp_path / "own", before=save_first)
+    with pytest.raises(CheckpointError, match=rf"init_lora_weights = '{init}'.*merge_and_unload"):
+        open_checkpoint(tmp_path / "own")
+    converted = tmp_path / "converted"
+    make(
+        bert,
+        lora(init_lora_weights=init, r=2),
+        converted,
+        before=save_first,
+        path_initial_model_for_weight_conversion=str(tmp_path / "first"),
+    )
+    adapter = open_checkpoint(converted)
+    assert {header.rank for header in adapter.low_rank.values()} == {4}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (lora(use_dora=True), "use_dora = True"),
+        (lora(ensure_weight_tying=True), "ensure_weight_tying"),
+        (lora(trainable_token_indices=[1, 2]), "trainable_token_indices"),
+        (IA3Config(target_modules=ATTENTION, feedforward_modules=[]), "'IA3'.*LORA and ADALORA"),
+        (LoHaConfig(target_modules=ATTENTION), "'LOHA'.*LORA and ADALORA"),
+        (VeraConfig(target_modules=ATTENTION), "'VERA'.*LORA and ADALORA"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_adapters_are_refused_by_name(config, message: str, tmp_path: Path) -> None:
+    save(bert(), config, tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{message}.*merge_and_unload"):
+        open_checkpoint(tmp_path)
+
+
+def test_prompts_cannot_be_merged_at_all(tmp_path: Path) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    save(llama(), config, tmp_path)
+    with pytest.raises(CheckpointError, match=r"PROMPT_TUNING adapter.*cannot be merged"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    make(bert, lora(), tmp_path)
+    return tmp_path
+
+
+def change(folder: Path, **fields) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"peft_type": None}, "peft_type None"),
+        ({"peft_type": []}, r"peft_type \[\]"),
+        ({"rank_pattern": {"a{99999999999}": 3}}, "no regular expression"),
+        ({"r": 4}, "stores rank 3.*says 4"),
+        ({"rank_pattern": {"query": 2}}, "stores rank 3 for .*query.*says 2"),
+        ({"r": "3"}, "r = '3', which is a positive whole number"),
+        ({"r": True}, "positive whole number"),
+        ({"lora_alpha": math.nan}, "lora_alpha = nan, which is a finite number"),
+        ({"lora_alpha": 10**400}, "lora_alpha = 1000.*which is a finite number"),
+        ({"rank_pattern": [1]}, "rank_pattern"),
+        ({"rank_pattern": {"(": 3}}, "no regular expression"),
+        ({"rank_pattern": {"a" * 1001: 3}}, "more than 1000 characters"),
+        ({"target_modules": ["key"]}, "which target_modules = .'key'. does not cover"),
+        ({"target_modules": "query"}, "does not cover"),
+        ({"target_modules": [3]}, "list of strings"),
+        ({"exclude_modules": ["query"]}, "exclude_modules = .*does not cover"),
+        ({"layers_to_transform": [0]}, r"layer.1.*layers_to_transform = \[0\]"),
+        ({"layers_to_transform": [0], "layers_pattern": ["layer"]}, "layers_to_transform"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights = 'corda'"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights = 'loftq'"),
+        ({"megatron_config": {"a": 1}}, "megatron_config"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        ({"use_rslora": "yes"}, "use_rslora = 'yes', which is true or false"),
+        ({"new_in_2030": 1}, "new_in_2030 = 1"),
+    ],
+)
+def test_configurations_that_do_not_fit(adapter: Path, fields, message: str) -> None:
+    change(adapter, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(adapter)
+
+
+def test_fields_of_a_later_peft_that_are_off_are_noted(adapter: Path) -> None:
+    change(adapter, new_in_2030=None, new_in_2031=False)
+    assert "all off: new_in_2030, new_in_2031" in open_checkpoint(adapter).notes[0]
+
+
+STEM = "base_model.model.bert.encoder.layer.0.attention.self.query"
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        ({f"{STEM}.lora_B.weight": None}, "has '.*query.lora_A.weight' and not the factor"),
+        ({f"{STEM}.lora_A.weight": None}, "has '.*query.lora_B.weight' and not the factor"),
+        ({f"{STEM}.lora_A.weight": torch.ones(2, 16)}, r"\[16, 3\], which does not fit"),
+        ({f"{STEM}.lora_A.weight": torch.ones(0)}, "which is no matrix"),
+        ({f"{STEM}.lora_A.weight": torch.ones(3, 0)}, "as the parts of a sharded model"),
+        ({f"{STEM}.lora_A.weight": torch.ones(3, 16, dtype=torch.int8)}, "no matrix of floating"),
+        ({f"{STEM}.lora_B.bias": torch.ones(3)}, "which are not 16 floating numbers"),
+        ({f"{STEM}.lora_magnitude_vector": torch.ones(16)}, "DoRA's magnitudes"),
+        ({f"{STEM}.lora_A.default.weight": torch.ones(3, 16)}, "of no kind that is read"),
+        ({f"{STEM}.base_layer.lora_A.weight": torch.ones(3, 16)}, "not the factor"),
+    ],
+)
+def test_files_that_do_not_fit(adapter: Path, tensors, message: str) -> None:
+    stored = load_file(adapter / WEIGHTS) | tensors
+    save_file({k: v for k, v in stored.items() if v is not None}, adapter / WEIGHTS)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(adapter)
+
+
+def test_adapters_are_not_followed_out_of_their_folder(adapter: Path, tmp_path: Path) -> None:
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / WEIGHTS).symlink_to(adapter / WEIGHTS)
+    (inside / CONFIG).write_text((adapter / CONFIG).read_text())
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        open_checkpoint(inside)
+    (inside / WEIGHTS).unlink()
+    with pytest.raises(CheckpointError, match=r"neither adapter_model.safetensors nor"):
+        open_checkpoint(inside)
+
+
+def test_adapters_of_the_hub(adapter: Path, tmp_path: Path, monkeypatch) -> None:
+    (adapter / "README.md").write_text("not wanted")
+    with serve(adapter) as hub:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+        found = open_checkpoint("org/name")
+        assert set(hub.sent) == {WEIGHTS, CONFIG}
+        close_session()
+    assert found.identity() == {"kind": "hub", "repo": "org/name", "revision": COMMIT}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    local = open_checkpoint(adapter)
+    for checkpoint in (found, open_checkpoint(f"org/name@{COMMIT}")):
+        checkpoint.materialize()
+        assert checkpoint.low_rank == local.low_rank
+        for name in local.low_rank:
+            assert torch.equal(
+                checkpoint.read_factors(name).dense(), local.read_factors(name).dense()
+            )
+
+
+BASE = {
+    "down_blocks.0.attentions.1.to_q.weight": torch.ones(8, 6),
+    "down_blocks.0.resnets.0.conv1.weight": torch.ones(5, 4, 3, 3),
+    "down_blocks.0.attentions.1.to_q.bias": torch.ones(8),
+}
+
+
+def kohya(alpha: float | None = 2.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for key, down, up in (
+        ("lora_unet_down_blocks_0_attentions_1_to_q", (4, 6), (8, 4)),
+        ("lora_unet_down_blocks_0_resnets_0_conv1", (2, 4, 3, 3), (5, 2, 1, 1)),
+        ("lora_te_text_model_encoder_layers_0_mlp_fc1", (4, 6), (8, 4)),
+    ):
+        tensors[f"{key}.lora_down.weight"] = torch.randn(down, generator=generator)
+        tensors[f"{key}.lora_up.weight"] = torch.randn(up, generator=generator)
+        if alpha is not None:
+            tensors[f"{key}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+@pytest.mark.parametrize("alpha", [2.0, None])
+def test_files_of_kohyas_scripts(alpha: float | None, tmp_path: Path) -> None:
+    file = tmp_path / "style.safetensors"
+    save_file(tensors := kohya(alpha), file)
+    adapter = open_checkpoint(file)
+    assert isinstance(adapter, AdapterCheckpoint)
+    assert "lora_te_text_model_encoder_layers_0_mlp_fc1.weight" in adapter.low_rank
+    assert len(adapter.notes) == (alpha is None)
+    named = adapter.named_as(BASE)
+    assert "1 updates of lora_te_ are of another base" in named.notes[-1]
+    result = applied(named, BASE)
+    key = "lora_unet_down_blocks_0_attentions_1_to_q"
+    up, down = tensors[f"{key}.lora_up.weight"], tensors[f"{key}.lora_down.weight"]
+    scale = 1.0 if alpha is None else alpha / 4
+    torch.testing.assert_close(
+        result["down_blocks.0.attentions.1.to_q.weight"], 1 + up @ down * scale
+    )
+    key = "lora_unet_down_blocks_0_resnets_0_conv1"
+    up, down = tensors[f"{key}.lora_up.weight"], tensors[f"{key}.lora_down.weight"]
+    kernel = torch.einsum("or,rihw->oihw", up[..., 0, 0], down)
+    scale = 1.0 if alpha is None else alpha / 2
+    torch.testing.assert_close(result["down_blocks.0.resnets.0.conv1.weight"], 1 + kernel * scale)
+
+
+@pytest.mark.parametrize(
+    "down, up",
+    [
+        ("unet.X.lora_A.weight", "unet.X.lora_B.weight"),
+        ("unet.X.lora.down.weight", "unet.X.lora.up.weight"),
+        ("X.lora_A.weight", "X.lora_B.weight"),
+        ("unet.Y.processor.to_q_lora.down.weight", "unet.Y.processor.to_q_lora.up.weight"),
+        ("base_model.model.X.lora_A.weight", "base_model.model.X.lora_B.weight"),
+    ],
+)
+def test_files_of_diffusers(down: str, up: str, tmp_path: Path) -> None:
+    names = [
+        name.replace("X", "down_blocks.0.attentions.1.to_q").replace(
+            "Y", "down_blocks.0.attentions.1"
+        )
+        for name in (down, up)
+    ]
+    factors = torch.randn(4, 6), torch.randn(8, 4)
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file(dict(zip(names, factors, strict=True)), file)
+    adapter = open_checkpoint(file)
+    assert "taken as 1" in adapter.notes[0]
+    result = applied(adapter.named_as(BASE), BASE)
+    torch.testing.assert_close(
+        result["down_blocks.0.attentions.1.to_q.weight"], 1 + factors[1] @ factors[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        ({"lora_unet_a.lora_down.weight": torch.ones(2, 3)}, "not the factor that belongs"),
+        ({"lora_unet_a.alpha": torch.ones(1)}, "has 'lora_unet_a.alpha' and not the factor"),
+        ({"lora_unet_down_blocks_0_attentions_1_to_q.alpha": torch.ones(2)}, "not one number"),
+        ({"lora_unet_a.lora_mid.weight": torch.ones(2, 2)}, "Tucker core"),
+        ({"lora_unet_a.dora_scale": torch.ones(2)}, "DoRA's magnitudes"),
+        ({"lora_unet_a.hada_w1_a": torch.ones(2, 2)}, "LoHa"),
+        ({"lora_unet_a.lokr_w1": torch.ones(2, 2)}, "LoKr"),
+        ({"lora_unet_a.diff": torch.ones(2, 2)}, "of no kind that is read"),
+        ({"some.weight": torch.ones(2, 2)}, "of no kind that is read"),
+    ],
+)
+def test_files_by_themselves_that_do_not_fit(tensors, message: str, tmp_path: Path) -> None:
+    save_file(kohya() | tensors, tmp_path / "style.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path / "style.safetensors")
+
+
+def test_names_that_no_base_has(tmp_path: Path) -> None:
+    save_file(kohya(), tmp_path / "style.safetensors")
+    adapter = open_checkpoint(tmp_path / "style.safetensors")
+    with pytest.raises(CheckpointError, match="the base has no such tensor"):
+        adapter.named_as(["w"])
+    with pytest.raises(CheckpointError, match=r"resnets_0_conv1.*the base has no such tensor"):
+        adapter.named_as(["down_blocks.0.attentions.1.to_q.weight"])
+    twice = [*BASE, "down.blocks.0.attentions.1.to.q.weight"]
+    with pytest.raises(CheckpointError, match=r"could be .* or .* of the base"):
+        adapter.named_as(twice)
+
+
+def test_scales_in_the_metadata_of_diffusers(tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    tensors = {"unet.a.lora_A.weight": torch.ones(2, 3), "unet.a.lora_B.weight": torch.ones(4, 2)}
+    fields = {"unet.r": 2, "unet.lora_alpha": 2, "unet.use_rslora": False, "unet.rank_pattern": {}}
+    for more in ({}, {"unet.lora_alpha": 4}, {"unet.use_rslora": True}):
+        metadata = {"lora_adapter_metadata": json.dumps(fields | more)}
+        save_file(tensors, file, metadata=metadata)
+        if not more:
+            assert open_checkpoint(file).low_rank["unet.a.weight"].rank == 2
+            continue
+        with pytest.raises(CheckpointError, match=rf"{next(iter(more))} = .*fuse_lora"):
+            open_checkpoint(file)
+
+
+def test_models_with_lora_in_their_names_are_models(tmp_path: Path) -> None:
+    save_file({"attn.w_lora.lora.0.weight": torch.ones(2, 2)}, tmp_path / "rwkv.safetensors")
+    assert not isinstance(open_checkpoint(tmp_path / "rwkv.safetensors"), AdapterCheckpoint)
