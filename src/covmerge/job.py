@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from covmerge.adapters import merge_to_adapter
 from covmerge.checkpoints import Journal, Staging, check_not_input
 from covmerge.diagnostics import verify
 from covmerge.engine import (
@@ -70,6 +71,13 @@ class Job:
             CheckFailed: the output failed its verification.
         """
         device = usable_device(self.device)
+        if self.recipe.output.format == "adapter":
+            if self.out is None:
+                raise InputError("an adapter is written to a folder: give an output folder")
+            with torch_threads(self.threads):
+                return merge_to_adapter(
+                    self.recipe, checkpoints, self.out, device=device, overwrite=self.overwrite
+                )
         plan = build_plan(
             self.recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics
         )

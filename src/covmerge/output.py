@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import (
+    AdapterCheckpoint,
     Checkpoint,
     Journal,
     MaskWriter,
@@ -139,9 +140,16 @@ def open_checkpoints(
             stack.callback(file.close)
             return file
 
+        start = opened(base)
+        models = {name: opened(source) for name, source in experts.items()}
         yield OpenCheckpoints(
-            opened(base),
-            {name: opened(source) for name, source in experts.items()},
+            start,
+            {
+                name: model.named_as(start.headers)
+                if isinstance(model, AdapterCheckpoint)
+                else model
+                for name, model in models.items()
+            },
             {name: measured(path) for name, path in statistics.items()},
         )
 

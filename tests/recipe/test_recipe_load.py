@@ -77,7 +77,12 @@ def test_defaults() -> None:
         },
         "rules": [],
         "dtype": "float32",
-        "output": {"dtype": "base", "shard_size": 5_000_000_000},
+        "output": {
+            "format": "model",
+            "rank": None,
+            "dtype": "base",
+            "shard_size": 5_000_000_000,
+        },
     }
 
 
@@ -139,7 +144,7 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ),
         (
             "output: {zzz: 1}",
-            "r.yml:3: unknown key 'zzz' in output. Known: dtype, shard_size.",
+            "r.yml:3: unknown key 'zzz' in output. Known: dtype, format, rank, shard_size.",
         ),
         (
             "rules:\n  - {role: norm, use: base}\n  - {mtch: x, use: base}",
@@ -155,7 +160,7 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ),
         (
             "output: 5GB",
-            "r.yml:3: output is '5GB'; it must be a mapping with the keys dtype, shard_size",
+            "r.yml:3: output is '5GB'; it must be a mapping with the keys format, rank, dtype, shard_size",
         ),
         (
             "output:\n  shard_size: 5Gb",

@@ -29,6 +29,8 @@ class RecipeFlags:
     dtype: str | None = None
     out_dtype: str | None = None
     shard_size: str | None = None
+    form: str | None = None
+    rank: int | None = None
 
 
 def place_paths(
@@ -100,7 +102,11 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
     _set_method(data, flags, file)
     _section(data, "parameters").update(_values("--set", flags.parameters, "eps=1e-5"))
     _section(data, "tensors").update(_pairs("--tensors", flags.tensors, "embeddings=base"))
-    _section(data, "output").update(_given(dtype=flags.out_dtype, shard_size=flags.shard_size))
+    _section(data, "output").update(
+        _given(
+            dtype=flags.out_dtype, shard_size=flags.shard_size, format=flags.form, rank=flags.rank
+        )
+    )
     data.update(_given(base=flags.base, dtype=flags.dtype))
     return parse_recipe(data, origin="command line")
 
@@ -133,7 +139,7 @@ def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
     return data.setdefault(key, {})
 
 
-def _given(**flags: str | None) -> dict[str, str]:
+def _given(**flags: str | int | None) -> dict[str, str | int]:
     return {name: value for name, value in flags.items() if value is not None}
 
 

@@ -96,6 +96,24 @@ def merge(
             help="Stored dtype: base (the base's), float32, float16, bfloat16 or float64.",
         ),
     ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            metavar="model|adapter",
+            rich_help_panel=_OUTPUT,
+            help="Write merged weights, or, of adapters, one adapter of the same base.",
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="R",
+            rich_help_panel=_OUTPUT,
+            help="Largest rank of the merged adapter; exact, of all ranks together, without it.",
+        ),
+    ] = None,
     shard_size: Annotated[
         str | None,
         typer.Option(
@@ -165,6 +183,8 @@ def merge(
             dtype=dtype,
             out_dtype=out_dtype,
             shard_size=shard_size,
+            form=form,
+            rank=rank,
         ),
     )
     how = merging.RunFlags(

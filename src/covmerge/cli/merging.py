@@ -14,7 +14,7 @@ from covmerge.api import MergeResult
 from covmerge.cli.console import print_json, say, stderr, stdout
 from covmerge.cli.machine import measure_speed
 from covmerge.cli.progress import progress_on
-from covmerge.cli.show import plan_summary, show_plan, show_result
+from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
 from covmerge.engine import room_for
 from covmerge.recipe import Recipe, format_size
 
@@ -76,7 +76,8 @@ def merge_to(recipe: Recipe, out: Path, flags: RunFlags) -> None:
     if flags.as_json:
         print_json(_summary(result, run))
     else:
-        show_result(stdout(), recipe, result, run)
+        show = show_adapter if recipe.output.format == "adapter" else show_result
+        show(stdout(), recipe, result, run)
     _warn_of_memory(run["peak_memory"], flags.max_memory)
 
 

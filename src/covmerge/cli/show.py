@@ -151,6 +151,45 @@ def show_result(
         console.print(f"  {line}", soft_wrap=True)
 
 
+def show_adapter(
+    console: Console, recipe: Recipe, result: MergeResult, run: Mapping[str, Any]
+) -> None:
+    """Print what a merge of adapters into one did."""
+    out = cast("Path", result.path)
+    stats = cast("Mapping[str, Any]", result.stats)
+    console.print(f"Merged {_what(recipe)}: {printable(str(out))}", soft_wrap=True)
+    merged = {
+        name: matrix for name, entry in stats["tensors"].items() for matrix in entry["matrices"]
+    }
+    ranks = [matrix["adapter_rank"] for matrix in merged.values()]
+    worst = max(merged, key=lambda name: merged[name]["discarded_energy"])
+    lost = merged[worst]["discarded_energy"]
+    console.print(
+        facts(
+            [
+                *((NOTE, note) for note in result.notes),
+                ("adapter", f"{len(merged)} tensors, rank {min(ranks)} to {max(ranks)}"),
+                (
+                    "truncation",
+                    f"loses at most {lost:.2%} of a tensor's energy ({worst})"
+                    if lost > 1e-12
+                    else "none: the adapter is exact",
+                ),
+                *_matrices(stats),
+                (
+                    "run",
+                    f"{format_seconds(run['seconds'])}; {run['threads']} threads on {run['device']}",
+                ),
+                ("peak memory", f"{format_size(run['peak_memory'])} measured"),
+                *_heads(stats["heads"]),
+                ("verified", "read back: every update, its shape, finite values"),
+            ]
+        )
+    )
+    load = f"PeftModel.from_pretrained(base, {json.dumps(str(out))})"
+    console.print(f"\nNext:\n  {printable(load)}", soft_wrap=True)
+
+
 def _what(recipe: Recipe) -> str:
     names = list(recipe.experts)
     return printable(f"{some(names)} into {recipe.base} by {recipe.method}")

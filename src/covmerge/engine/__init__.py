@@ -1,5 +1,6 @@
 """Carry a plan out: read ahead, compute, write behind, within a memory budget.
 
+inputs   what an item reads, and the updates it becomes
 worker   one function: a work item's tensors in, the merged rows and statistics out
 survey   passes before the merge: thresholds over all tensors
 measures what a comparison says of a merged update
@@ -12,12 +13,13 @@ ties     tied tensors that are stored twice
 """
 
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
+from covmerge.engine.inputs import Sources
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunStats, run
 from covmerge.engine.sinks import DiskSink, MemorySink, NoSink, Sink
 from covmerge.engine.stats import tensor_stats, totals
 from covmerge.engine.ties import check_ties
-from covmerge.engine.worker import Context, Sources
+from covmerge.engine.worker import Context
 
 __all__ = [
     "Context",

@@ -10,9 +10,10 @@ from queue import Queue
 from typing import Protocol
 
 from covmerge.engine.budget import Budget, read_together
+from covmerge.engine.inputs import Inputs, Sources, read_inputs
 from covmerge.engine.sinks import Sink
 from covmerge.engine.survey import run_surveys, survey_bytes
-from covmerge.engine.worker import Context, Inputs, Result, Sources, compute, read_inputs
+from covmerge.engine.worker import Context, Result, compute
 from covmerge.plan import Plan, WorkItem
 from covmerge.types import Json
 

@@ -78,7 +78,7 @@ class DiskSink:
         checksum = self._writer.read_back(item.tensor.name, item.rows)
         if self._masks is not None and item.tensor.writes_masks:
             checksum += " " + self._masks.read_back(
-                item.tensor.name, item.rows, item.tensor.participants
+                item.tensor.name, item.rows, list(item.tensor.sources)
             )
         return entry.stats if entry.checksum == checksum else None
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
-from covmerge.engine.worker import Context, Inputs, Layer, Sources, read_inputs
+from covmerge.engine.inputs import Inputs, Sources, read_inputs
+from covmerge.engine.worker import Context, Layer
 from covmerge.linalg.select import MagnitudeSelect
 from covmerge.plan import SURVEY_PASSES, Merge, Plan, Survey, WorkItem
 
@@ -84,7 +85,7 @@ def _sizes(survey: Survey) -> dict[str, int]:
     for item in survey.items:
         tensor = item.tensor
         rows = 1 if item.rows is None else len(item.rows)
-        for expert in tensor.participants:
+        for expert in tensor.sources:
             sizes[expert] = sizes.get(expert, 0) + rows * prod(tensor.stored.shape[1:])
     return sizes
 

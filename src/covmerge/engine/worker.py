@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
 from math import isfinite, sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import Checkpoint
+from covmerge.engine.inputs import Inputs, dense, take_updates
 from covmerge.engine.measures import measure
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.random import Stream
 from covmerge.methods import Method, registry
-from covmerge.plan import Merge, Statistics, TensorPlan, WorkItem
+from covmerge.methods.factored import merge_factors
+from covmerge.plan import Merge, TensorPlan, WorkItem
 from covmerge.tensors import MatrixLayout, matrices, write_matrices
-from covmerge.types import Json, LinearGroup, Measured, Merged
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Where the tensors of a run come from."""
-
-    base: Checkpoint
-    experts: Mapping[str, Checkpoint]
-    statistics: Statistics = field(default_factory=dict[str, Any])
+from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged
 
 
 @dataclass(frozen=True)
@@ -53,26 +46,6 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Stored rows of one work item: the base's, and per expert its own or None.
-
-    The computation empties `experts` as it goes, so that stored rows and their updates are not all
-    alive together.
-
-    Attributes:
-        base: rows of the base.
-        experts: rows by expert.
-        measured: by kind of statistic, by expert.
-    """
-
-    base: Tensor
-    experts: dict[str, Tensor | None]
-    measured: Mapping[str, Mapping[str, Measured]] = field(
-        default_factory=dict[str, Mapping[str, Measured]]
-    )
-
-
-@dataclass(frozen=True)
 class Result:
     """Merged rows of one item in the output dtype, on the CPU, and what there is to say of them.
 
@@ -83,50 +56,6 @@ class Result:
     rows: Tensor
     stats: dict[str, Json]
     masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-
-def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
-    """Read what the work on some rows needs, in the stored dtypes; one item for each plan."""
-    first = items[0]
-    own = sources.base.read(first.tensor.name, first.rows)
-    merging = [item for item in items if isinstance(item.tensor.action, Merge)]
-    if not merging:
-        return Inputs(own, {})
-    rows: dict[str, Tensor | None] = {
-        expert: None if name is None else _read_rows(sources.experts[expert], name, first.rows)
-        for expert, name in merging[0].tensor.sources.items()
-    }
-    measured: dict[str, dict[str, Measured]] = {}
-    for item in merging:
-        kind = _method(item).data
-        if item.tensor.statistics and kind not in measured:
-            measured[kind] = {
-                expert: _read_measured(kind, sources, expert, name, item)
-                for expert, name in item.tensor.statistics.items()
-            }
-    return Inputs(own, rows, measured)
-
-
-def _method(item: WorkItem) -> Method:
-    action = item.tensor.action
-    assert isinstance(action, Merge)
-    return registry.get(action.method)
-
-
-def _read_rows(expert: Checkpoint, name: str, rows: range | None) -> Tensor:
-    """Read rows of an expert, whose table may be shorter or longer than the base's."""
-    return expert.read(name, _held(rows, expert.headers[name].shape))
-
-
-def _held(rows: range | None, shape: tuple[int, ...]) -> range | None:
-    return None if rows is None else range(min(rows.start, shape[0]), min(rows.stop, shape[0]))
-
-
-def _read_measured(kind: str, sources: Sources, expert: str, name: str, item: WorkItem) -> Measured:
-    file = sources.statistics[expert]
-    # A Gram matrix belongs to the whole tensor, Fisher information to each of its elements.
-    rows = _held(item.rows, file.header(kind, name).shape) if kind == "fisher" else None
-    return Measured(file.read(kind, name, rows), file.rows(kind, name), file.total(kind))
 
 
 def compute(items: Sequence[WorkItem], inputs: Inputs, context: Context) -> Iterator[Result]:
@@ -158,7 +87,7 @@ class Layer:
         layouts = [a.layout for item in items if isinstance(a := item.tensor.action, Merge)]
         # Methods that take any shape do not say how a tensor holds matrices, others do.
         self._layout = next((layout for layout in layouts if layout is not None), None)
-        self._updates, self._squares = _take_updates(merging[0], inputs, context)
+        self._given, self._squares = take_updates(merging[0], inputs, context.dtype, context.device)
         self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
 
     def merge(self, item: WorkItem, action: Merge) -> Result:
@@ -198,13 +127,48 @@ class Layer:
         vectors = method.survey.vectors(group, action.parameters)
         return dict(zip(self._updates, vectors, strict=True))
 
+    @cached_property
+    def _updates(self) -> dict[str, Tensor]:
+        """The updates as tensors; those of adapters multiplied out, where a method asks for them."""
+        context = self._context
+        return {
+            expert: dense(update, self._inputs.base, context.dtype, context.device)
+            for expert, update in self._given.items()
+        }
+
+    def _factors(self, action: Merge, method: Method) -> list[LowRank] | None:
+        """All updates by their factors, oriented; None where the method must see them as tensors."""
+        layout, adapters = action.layout, [u for u in self._given.values() if u is not None]
+        if layout is None or layout.stacked or layout.parts is not None or not adapters:
+            return None
+        if not method.factored_for(action.parameters):
+            return None
+        first, *others = adapters
+        if not isinstance(first, LowRank):
+            return None
+        nothing = LowRank(first.left[:, :0], first.right[:0])
+        factors = [nothing if u is None else u for u in self._given.values()]
+        if not all(isinstance(update, LowRank) for update in others):
+            return None
+        found = cast("list[LowRank]", factors)
+        if layout.transposed:
+            found = [LowRank(update.right.mT, update.left.mT) for update in found]
+        return found
+
     def _base(self) -> Tensor:
         return self._inputs.base.to(self._context.device).to(self._context.dtype)
 
     def _run(
         self, item: WorkItem, action: Merge, method: Method, base: Tensor | None
     ) -> tuple[Tensor, list[Json], Mapping[str, Tensor]]:
-        """Run the method on the tensor itself, or on each of its matrices."""
+        """Run the method on the tensor itself, on each of its matrices, or on factors."""
+        factors = self._factors(action, method)
+        if factors is not None and action.layout is not None:
+            weights = [self._context.weights[expert] for expert in self._given]
+            found = merge_factors(method, factors, weights, action.parameters)
+            product = found.delta.dense()
+            stored = product.mT.contiguous() if action.layout.transposed else product
+            return stored.view(self._inputs.base.shape), [dict(found.stats)], {}
         groups = list(self._groups(item, action, method, base))
         results = [method(group, **action.parameters) for group in groups]
         names = list(self._updates)
@@ -274,55 +238,3 @@ def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
 
 def _stream(item: WorkItem, expert: str) -> Stream:
     return Stream(f"{item.tensor.name}\0{expert}", item.first_element)
-
-
-def _take_updates(
-    item: WorkItem, inputs: Inputs, context: Context
-) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Turn the stored rows of the experts into updates, with their squared norms."""
-    base = inputs.base.to(context.device).to(context.dtype)
-    updates: dict[str, Tensor] = {}
-    squares: dict[str, float] = {}
-    for expert in list(inputs.experts):
-        stored = inputs.experts.pop(expert)
-        if stored is not None:
-            updates[expert] = _update(stored, base, context.device)
-        elif item.tensor.absent == "unchanged":
-            updates[expert] = torch.zeros_like(base)
-        else:
-            continue
-        squares[expert] = norm(updates[expert]) ** 2
-        if stored is not None and not isfinite(squares[expert]):
-            _name_what_is_not_finite(item, inputs.base, expert, stored)
-        del stored
-    return updates, squares
-
-
-def _update(stored: Tensor, base: Tensor, device: torch.device) -> Tensor:
-    """Δ_t = W_t − W_0; rows that the expert's table lacks count as unchanged."""
-    update = stored.to(device).to(base.dtype)
-    if update.shape == base.shape:
-        # A fresh tensor from the reader, or one just cast: nobody else sees the subtraction.
-        return update.sub_(base)
-    padded = torch.zeros_like(base)
-    torch.sub(update, base[: len(update)], out=padded[: len(update)])
-    return padded
-
-
-def _name_what_is_not_finite(item: WorkItem, base: Tensor, expert: str, stored: Tensor) -> None:
-    """Raise for the first NaN or Inf; a norm has told that there is one."""
-    start = 0 if item.rows is None else item.rows.start
-    for source, values in (("the base", base), (f"expert '{expert}'", stored)):
-        bad = ~torch.isfinite(values.float())
-        if bad.any():
-            where = [int(axis) for axis in bad.nonzero()[0]] or [0]
-            where[0] += start
-            raise TensorError(
-                f"'{item.tensor.name}' of {source} holds {int(bad.sum())} NaN or Inf values, the "
-                f"first at {where}. Fetch the checkpoint again, or leave the tensor to the base with "
-                f"the rule {{match: '{item.tensor.name}', use: base}}."
-            )
-    raise TensorError(
-        f"'{item.tensor.name}': the update of expert '{expert}' overflows the compute dtype; compute "
-        "in float64 (--dtype float64)."
-    )

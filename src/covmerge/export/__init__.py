@@ -1,5 +1,6 @@
 """What an output needs besides its weights: config, tokenizer, index, heads, manifest."""
 
+from covmerge.export.adapter import AdaptedTensor, AdapterWriter
 from covmerge.export.companions import Companions, copy_companions
 from covmerge.export.expert_models import load_expert, rescalers_of, write_rescalers
 from covmerge.export.heads import write_heads
@@ -7,6 +8,8 @@ from covmerge.export.index import write_index
 from covmerge.export.manifest import write_manifest
 
 __all__ = [
+    "AdaptedTensor",
+    "AdapterWriter",
     "Companions",
     "copy_companions",
     "load_expert",

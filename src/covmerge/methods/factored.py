@@ -11,23 +11,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from covmerge.linalg.basis import Basis, basis_of
+from covmerge.linalg.lapack import svd
 from covmerge.methods.registry import Method
 from covmerge.types import Frame, Json, LinearGroup, LowRank
-
-_linalg: Any = torch.linalg
 
 
 @dataclass(frozen=True)
 class MergedFactors:
-    """The merged update by its factors, in the dtype of the adapters, and what the method noticed."""
+    """The merged update as U · core · Qᵀ, and what the method noticed.
 
-    delta: LowRank
+    Attributes:
+        left: U, a basis of the left factors and of 𝟏.
+        core: `(p, q)`, float64.
+        right: Q, a basis of the right factors.
+        dtype: of the adapters.
+        stats: what the method noticed.
+    """
+
+    left: Basis
+    core: Tensor
+    right: Basis
+    dtype: torch.dtype
     stats: Mapping[str, Json]
+
+    @property
+    def delta(self) -> LowRank:
+        """The merged update, exact, of rank min(p, q)."""
+        return self.truncated(min(self.core.shape))[0]
+
+    def truncated(self, rank: int) -> tuple[LowRank, Tensor]:
+        """Return the best approximation of a rank, and all singular values.
+
+        U and Q are orthonormal, so these are the singular values of the core. The factors share √σ,
+        as trained ones do.
+        """
+        u, sigma, v = svd(self.core)
+        root = sigma[:rank].sqrt()
+        left = self.left.expand(u[:, :rank] * root)
+        right = self.right.expand(v[:rank].mT * root).mT
+        return LowRank(left, right).to(self.dtype), sigma
 
 
 def merge_factors(
@@ -51,28 +79,14 @@ def merge_factors(
         >>> merge_factors(average, [a, a], [1.0, 1.0], {}).delta.dense()[0].round().tolist()
         [1.0, 1.0]
     """
-    dtype = updates[0].left.dtype
-    # Bases and cores are small: float64 costs little, and lets a rank be seen.
-    lefts = [update.left.to(torch.float64) for update in updates]
-    rights = [update.right.to(torch.float64) for update in updates]
     d_out, d_in = updates[0].shape
-    ones_out, ones_in = lefts[0].new_ones(d_out, 1), lefts[0].new_ones(d_in)
-    left = _orthonormal(torch.cat([*lefts, ones_out], dim=1))
-    right = _orthonormal(torch.cat(rights).mT)
-    cores = tuple(
-        (left.mT @ own_left) @ (own_right @ right)
-        for own_left, own_right in zip(lefts, rights, strict=True)
-    )
-    frame = Frame((d_out, d_in), left.mT @ ones_out[:, 0], right.mT @ ones_in)
-    group = LinearGroup(cores, tuple(weights), frame=frame)
-    merged = method(group, **parameters)
-    if merged.delta.shape[0] < merged.delta.shape[1]:
-        factors = left, merged.delta @ right.mT
-    else:
-        factors = left @ merged.delta, right.mT
-    return MergedFactors(LowRank(*(factor.to(dtype) for factor in factors)), merged.stats)
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis whose span holds that of the columns."""
-    return cast("Tensor", _linalg.qr(columns)[0])
+    ones = updates[0].left.new_ones(d_out, 1)
+    left = basis_of([*(update.left for update in updates), ones])
+    right = basis_of([update.right.mT for update in updates])
+    *lefts, ones_out = left.blocks
+    # Cores are small, and float64 lets their rank be seen.
+    cores = tuple(own @ other.mT for own, other in zip(lefts, right.blocks, strict=True))
+    ones_in = right.coordinates(updates[0].right.new_ones(d_in))
+    frame = Frame((d_out, d_in), ones_out[:, 0], ones_in)
+    merged = method(LinearGroup(cores, tuple(weights), frame=frame), **parameters)
+    return MergedFactors(left, merged.delta, right, updates[0].dtype, merged.stats)

@@ -59,8 +59,9 @@ def ties(
     W̄ = W₀ + λ Σ_{t: sgn Δ̂_t = s} w_t Δ̂_t / Σ_{t: sgn Δ̂_t = s} w_t  (TIES, Algorithm 1)
 
     θ_t is the (N − ⌊density·N⌋)-th smallest magnitude of N, so that ⌊density·N⌋ + 1 entries are
-    kept, as in the published code, and all of them at density 1. By default N counts all tensors of
-    the model: tensors that changed more keep more. With `trim: tensor` each tensor has its own θ_t.
+    kept, as in the published code, and all of them at density 1. By default N counts all tensors
+    that some expert has (adapters have those they adapt): tensors that changed more keep more. With
+    `trim: tensor` each tensor has its own θ_t.
 
     Args:
         group: updates of any one shape; a weight multiplies its expert's vote and its share of the

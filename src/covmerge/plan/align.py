@@ -6,10 +6,13 @@ kind of dtype either falls under a rule of the recipe or is a named error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import prod
 
-from covmerge.checkpoints import Checkpoint
+import torch
+
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.errors import InputError, TensorError
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription
@@ -30,6 +33,23 @@ class Model:
     def headers(self) -> Mapping[str, TensorHeader]:
         """Stored tensors by name."""
         return self.checkpoint.headers
+
+    @property
+    def low_rank(self) -> Mapping[str, FactorHeader]:
+        """Updates of an adapter by name; nothing for other checkpoints."""
+        adapter = self.checkpoint
+        return adapter.low_rank if isinstance(adapter, AdapterCheckpoint) else {}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype in which a tensor, or the factors of its update, are stored."""
+        return self.low_rank[name].dtype if name in self.low_rank else self.headers[name].dtype
+
+    def stored_bytes(self, name: str, elements: int) -> int:
+        """Bytes that are read for so many elements of a tensor; factors are read whole."""
+        if name in self.low_rank:
+            factors = self.low_rank[name]
+            elements = factors.rank * sum(factors.shape)
+        return elements * self.dtype(name).itemsize
 
 
 @dataclass(frozen=True)
@@ -53,11 +73,13 @@ class Alignment:
     ignored: Mapping[str, str]
 
 
-def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
-    """Refuse an expert of another model type, or one whose weights are stored quantised."""
+def check_same_architecture(
+    base: Model, expert_name: str, expert: Model, *, base_unread: bool = False
+) -> None:
+    """Refuse an expert of another model type, or weights that are stored quantised."""
     for role, model in (("base", base), (f"expert '{expert_name}'", expert)):
         config = model.checkpoint.config or {}
-        if config.get("quantization_config"):
+        if config.get("quantization_config") and not (base_unread and model is base):
             raise InputError(
                 f"{role} {model.checkpoint.source} stores quantised weights (quantization_config in "
                 "config.json): their numbers mean nothing without their scales. Dequantise it first "
@@ -91,11 +113,13 @@ def align(
     resized: dict[str, int] = {}
     head_bases: list[str] = []
     own_heads: list[str] = []
+    if isinstance(expert.checkpoint, AdapterCheckpoint):
+        return _align_adapter(base, expert_name, expert, chosen)
     prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         use = chosen(name, info.role)
-        found = _find(name, prefixes, expert)
+        found = _find(name, prefixes, expert.headers)
         if use == "head" and found is not None:
             own_heads.append(found)
             head_bases.append(name)
@@ -133,17 +157,64 @@ def align(
     return Alignment(names, tuple(missing), resized, heads, tuple(head_bases), ignored)
 
 
-def _find(name: str, prefixes: list[str], expert: Model) -> str | None:
+def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: ChosenUse) -> Alignment:
+    """Match an adapter's updates and replaced tensors to the base's; the rest is unchanged.
+
+    Raises:
+        TensorError: a shape that is not the base's, or an update of a tensor that the base lacks.
+    """
+    names: dict[str, str] = {}
+    own_heads: list[str] = []
+    head_bases: list[str] = []
+    shapes = {
+        **{name: header.shape for name, header in adapter.headers.items()},
+        **{name: header.shape for name, header in adapter.low_rank.items()},
+    }
+    prefixes = [base.description.prefix] if base.description.prefix else []
+    for name, header in base.headers.items():
+        info = base.description.tensors[name]
+        found = _find(name, prefixes, shapes)
+        if found is None:
+            continue
+        shape = header.shape
+        if found in adapter.low_rank:
+            shape = (shape[0], prod(shape[1:])) if shape else shape
+        if shape == shapes[found] and chosen(name, info.role) != "head":
+            names[name] = found
+        elif found in adapter.headers and (
+            info.outside_backbone or chosen(name, info.role) == "head"
+        ):
+            own_heads.append(found)
+            head_bases.append(name)
+        else:
+            raise TensorError(
+                f"'{name}' is {list(header.shape)} in the base, and expert '{expert_name}' "
+                f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: it is "
+                "no adapter of this base."
+            )
+    taken = {*names.values(), *own_heads}
+    unknown = [name for name in adapter.low_rank if name not in taken]
+    if unknown:
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) updates {len(unknown)} tensors "
+            f"that the base ({base.checkpoint.source}) lacks: {_some(unknown)}. Is it an adapter of "
+            "this base?"
+        )
+    heads = tuple([*own_heads, *(name for name in adapter.headers if name not in taken)])
+    return Alignment(names, (), {}, heads, tuple(head_bases), {})
+
+
+def _find(name: str, prefixes: list[str], stored: Collection[str]) -> str | None:
     candidates = [name]
     for prefix in prefixes:
         candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
-    return next((c for c in candidates if c in expert.headers), None)
+    return next((c for c in candidates if c in stored), None)
 
 
 def _stored_elsewhere(name: str, base: Model, expert: Model, prefixes: list[str]) -> bool:
     """Whether the expert ties this tensor to one that it stores, and so need not store it."""
     tied = base.description.tensors[name].tied_to or expert.description.tied.get(name)
-    return tied is not None and _find(tied, prefixes, expert) is not None
+    return tied is not None and _find(tied, prefixes, expert.headers) is not None
 
 
 def _is_vocabulary(base: Model, name: str, header: TensorHeader, other: TensorHeader) -> bool:

@@ -30,6 +30,8 @@ def build_plan(
     base: Checkpoint,
     experts: Mapping[str, Checkpoint],
     statistics: Statistics | None = None,
+    *,
+    base_unread: bool = False,
 ) -> Plan:
     """Decide everything that can be decided from headers.
 
@@ -38,11 +40,12 @@ def build_plan(
         base: the base checkpoint.
         experts: checkpoints by expert name.
         statistics: statistics files by expert name, for methods that use data.
+        base_unread: nothing but the headers of the base is needed, so it may be quantised.
 
     Raises:
         InputError: inputs that do not fit together; the message names tensor, shapes and next step.
     """
-    (plan,) = build_plans([recipe], base, experts, statistics)
+    (plan,) = build_plans([recipe], base, experts, statistics, base_unread=base_unread)
     return plan
 
 
@@ -51,6 +54,8 @@ def build_plans(
     base: Checkpoint,
     experts: Mapping[str, Checkpoint],
     statistics: Statistics | None = None,
+    *,
+    base_unread: bool = False,
 ) -> list[Plan]:
     """Plan several recipes over the same checkpoints so that one reading serves all of them.
 
@@ -63,7 +68,7 @@ def build_plans(
         for name, expert in experts.items()
     }
     for name, model in models.items():
-        check_same_architecture(base_model, name, model)
+        check_same_architecture(base_model, name, model, base_unread=base_unread)
     drafts = [_draft(recipe, base_model, models, statistics or {}) for recipe in recipes]
     # The fewest ranges are those of whoever must see the most of the tensor at once.
     ranges = [
@@ -189,7 +194,7 @@ def _plan_tensors(
     alignments: Mapping[str, Alignment],
     head_names: tuple[str, ...],
 ) -> Iterator[TensorPlan]:
-    absent = "skipped" if recipe.tensors.missing == "present" else "unchanged"
+    skip_missing = recipe.tensors.missing == "present"
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         if info.tied_to is not None and info.tied_to in base.headers:
@@ -203,7 +208,9 @@ def _plan_tensors(
         elif isinstance(action, Merge) and not any(sources.values()):
             action, rule = Copy(), "base (no expert has it)"
         output = TensorHeader(name, header.shape, _output_dtype(recipe, header))
-        yield TensorPlan(header, output, role, info.why, action, rule, sources, absent)
+        if skip_missing:
+            sources = {expert: found for expert, found in sources.items() if found is not None}
+        yield TensorPlan(header, output, role, info.why, action, rule, sources)
 
 
 def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
@@ -242,11 +249,9 @@ def _work_item(
         return WorkItem(tensor, rows, stored, write, workspace=0, flops=0.0)
 
     present = [(expert, name) for expert, name in tensor.sources.items() if name is not None]
-    raw = stored + sum(
-        numel * models[expert].headers[name].dtype.itemsize for expert, name in present
-    )
+    raw = stored + sum(models[expert].stored_bytes(name, numel) for expert, name in present)
     itemsize = getattr(torch, recipe.dtype).itemsize
-    count = max(1, len(tensor.sources) if tensor.absent == "unchanged" else len(present))
+    count = max(1, len(tensor.sources))
     method = registry.get(tensor.action.method)
     layout = tensor.action.layout
     if layout is None:
@@ -311,9 +316,9 @@ def _notes(
     for name, alignment in alignments.items():
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)
         dtypes = {
-            str(models[name].headers[found].dtype).removeprefix("torch.")
+            str(models[name].dtype(found)).removeprefix("torch.")
             for own, found in alignment.names.items()
-            if models[name].headers[found].dtype != base.headers[own].dtype
+            if models[name].dtype(found) != base.headers[own].dtype
         }
         if dtypes:
             yield f"expert '{name}' stores {', '.join(sorted(dtypes))} where the base stores another dtype"

@@ -73,7 +73,7 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
         average = Merge("average", {}, layout=None)
         return replace(tensor, action=average, rule=f"average (no {_KINDS[kind]} of it)")
     for expert, name in tensor.sources.items():
-        if expert not in found and (name is not None or tensor.absent == "unchanged"):
+        if expert not in found:
             raise TensorError(
                 f"'{tensor.name}': {statistics[expert].path} of expert '{expert}' has no "
                 f"{_KINDS[kind]} of '{name or tensor.name}', but the file of expert "

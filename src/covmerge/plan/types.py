@@ -57,8 +57,7 @@ class TensorPlan:
         role: what it is, and `why` that was concluded.
         action: what happens to it, and by which `rule`.
         sources: per expert, the name of its tensor there; None where the expert has no such tensor
-            and `absent` says what that counts as.
-        absent: `unchanged`: a zero update; `skipped`: the expert takes no part in this tensor.
+            and counts as unchanged. Experts that take no part in this tensor are not in it.
         statistics: per expert, the name that its statistics file has for this tensor; empty where
             the method needs no data.
     """
@@ -70,19 +69,12 @@ class TensorPlan:
     action: Merge | Copy
     rule: str
     sources: Mapping[str, str | None]
-    absent: str = "unchanged"
     statistics: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def name(self) -> str:
         """Name in the base and in the output."""
         return self.output.name
-
-    @property
-    def participants(self) -> tuple[str, ...]:
-        """Experts whose updates the method sees."""
-        everyone = self.absent == "unchanged"
-        return tuple(e for e, name in self.sources.items() if everyone or name is not None)
 
     @property
     def writes_masks(self) -> bool:

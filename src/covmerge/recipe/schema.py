@@ -235,6 +235,17 @@ class Rule(_Model):
 class Output(_Model):
     """The files of the merged model."""
 
+    format: Literal["model", "adapter"] = Field(
+        default="model",
+        description="`model` writes merged weights. `adapter`, where all experts are adapters, writes "
+        "one adapter of the same base, for PEFT.",
+    )
+    rank: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest rank of a merged adapter; what the truncation loses is reported. By "
+        "default it is exact, of the adapters' ranks together.",
+    )
     dtype: Literal["base", "float32", "float16", "bfloat16", "float64"] = Field(
         default="base",
         description="Stored dtype. `base` gives every tensor the dtype it has in the base; the "

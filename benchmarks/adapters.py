@@ -1,0 +1,190 @@
+"""Eight rank-16 adapters on all linear layers of a Llama-7B-shaped base, adapter out.
+
+    python -m benchmarks.adapters [--layers 32] [--methods ace actmat] [--out FILE.json]
+
+Random factors of real shapes; of the base only headers and config exist (a sparse file), and nothing
+of it is read. Every merge runs in a process of its own, the way a user starts it. Beside it, on a few
+layers of the same adapters, scaled to all of them and said so: the dense path of the same method (the
+products multiplied out, in float32), and the SVD route of PEFT (`svd`: each layer's weighted sum
+multiplied out and decomposed, as `add_weighted_adapter(combination_type="svd")` does it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+WORK = Path(__file__).parent / "work" / "adapters"
+RESULTS = Path(__file__).parent / "results"
+HIDDEN, INNER, RANK, COUNT = 4096, 11008, 16, 8
+SHAPES = {
+    **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"},
+    **{f"mlp.{name}_proj": (INNER, HIDDEN) for name in ("gate", "up")},
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--methods", nargs="+", default=["ace", "actmat", "task_arithmetic"])
+    parser.add_argument("--out", type=Path, default=RESULTS / "adapters.json")
+    arguments = parser.parse_args()
+    base, adapters = make(arguments.layers)
+    results: dict[str, object] = {
+        "shape": {"layers": arguments.layers, "adapters": COUNT, "rank": RANK},
+        "machine": {
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    }
+    merges = {}
+    for method in arguments.methods:
+        merges[method] = merge(base, adapters, method)
+        print(method, merges[method], flush=True)
+    results["merges"] = merges
+    dense = {method: dense_seconds(method, arguments.layers) for method in ("ace", "actmat")}
+    results["dense, two of all layers' kinds, scaled"] = dense
+    results["peft svd, two of all layers' kinds, scaled"] = peft_seconds(arguments.layers)
+    ratios = {
+        method: round(seconds / merges[method]["seconds"], 1)
+        for method, seconds in dense.items()
+        if method in merges
+    }
+    results["dense / factored"] = ratios
+    arguments.out.parent.mkdir(exist_ok=True)
+    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+    shutil.rmtree(WORK)
+
+
+def make(layers: int) -> tuple[Path, list[Path]]:
+    """Write the base's headers and the adapters."""
+    shutil.rmtree(WORK, ignore_errors=True)
+    base = WORK / "base"
+    base.mkdir(parents=True)
+    (base / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
+    header, end = {}, 0
+    for layer in range(layers):
+        for name, (d_out, d_in) in SHAPES.items():
+            size = 2 * d_out * d_in
+            header[f"model.layers.{layer}.{name}.weight"] = {
+                "dtype": "BF16",
+                "shape": [d_out, d_in],
+                "data_offsets": [end, end + size],
+            }
+            end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (base / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    adapters = []
+    for number in range(COUNT):
+        folder = WORK / f"adapter{number}"
+        folder.mkdir()
+        tensors = {}
+        for layer in range(layers):
+            for name, shape in SHAPES.items():
+                left, right = factors(number, layer, shape)
+                key = f"base_model.model.model.layers.{layer}.{name}"
+                tensors[f"{key}.lora_A.weight"] = right.bfloat16()
+                tensors[f"{key}.lora_B.weight"] = left.bfloat16()
+        save_file(tensors, folder / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "r": RANK,
+            "lora_alpha": RANK,
+            "target_modules": sorted({name.rpartition(".")[2] for name in SHAPES}),
+            "base_model_name_or_path": "llama-7b-shaped",
+        }
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        adapters.append(folder)
+    return base, adapters
+
+
+def factors(number: int, layer: int, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * layer + number)
+    d_out, d_in = shape
+    right = torch.randn(RANK, d_in, generator=generator) / d_in**0.5
+    left = torch.randn(d_out, RANK, generator=generator) * 0.3 / d_out**0.5
+    return left * (1 + number) / COUNT, right
+
+
+def merge(base: Path, adapters: list[Path], method: str) -> dict[str, float]:
+    out = WORK / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    sources = [f"--expert=e{number}={path}" for number, path in enumerate(adapters)]
+    command = [sys.executable, "-m", "covmerge", "merge", "--base", str(base), *sources]
+    command += ["--method", method, "--as", "adapter", "--json", str(out)]
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    run = json.loads(done.stdout)["run"]
+    return {
+        "seconds": round(seconds, 2),
+        "merging_seconds": round(run["seconds"], 2),
+        "peak_bytes": run["peak_memory"],
+        "output_bytes": (out / "adapter_model.safetensors").stat().st_size,
+    }
+
+
+def updates(shape: tuple[int, int]) -> list[torch.Tensor]:
+    pairs = (factors(number, 0, shape) for number in range(COUNT))
+    return [left @ right for left, right in pairs]
+
+
+# One of each kind: a square one stands for q, k, v and o, and so on.
+KINDS = {(HIDDEN, HIDDEN): 4, (INNER, HIDDEN): 2, (HIDDEN, INNER): 1}
+
+
+def dense_seconds(method: str, layers: int) -> float:
+    from covmerge import merge_layer
+
+    total = 0.0
+    for shape, times in KINDS.items():
+        products = updates(shape)
+        started = time.perf_counter()
+        merge_layer(products, method)
+        total += times * layers * (time.perf_counter() - started)
+        print(f"dense {method} {shape}: {total:.0f} s so far, scaled", flush=True)
+    return round(total, 1)
+
+
+def peft_seconds(layers: int) -> float:
+    total = 0.0
+    for shape, times in KINDS.items():
+        pairs = [factors(number, 0, shape) for number in range(COUNT)]
+        started = time.perf_counter()
+        delta = sum(left @ right for left, right in pairs)
+        torch.linalg.svd(delta, full_matrices=True)
+        total += times * layers * (time.perf_counter() - started)
+        print(f"peft svd {shape}: {total:.0f} s so far, scaled", flush=True)
+    return round(total, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What the work on some rows reads, and the updates it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.errors import TensorError
+from covmerge.linalg.lapack import norm
+from covmerge.methods import registry
+from covmerge.plan import Merge, Statistics, WorkItem
+from covmerge.types import LowRank, Measured
+
+# None: the expert has nothing for these rows, which counts as unchanged.
+Update = Tensor | LowRank | None
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the tensors of a run come from."""
+
+    base: Checkpoint
+    experts: Mapping[str, Checkpoint]
+    statistics: Statistics = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Stored rows of one work item.
+
+    The computation empties `experts` as it goes, so that stored rows and their updates are not all
+    alive together.
+
+    Attributes:
+        base: rows of the base.
+        experts: rows by expert; of an adapter the factors of its update.
+        measured: by kind of statistic, by expert.
+    """
+
+    base: Tensor
+    experts: dict[str, Update]
+    measured: Mapping[str, Mapping[str, Measured]] = field(
+        default_factory=dict[str, Mapping[str, Measured]]
+    )
+
+
+def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
+    """Read what the work on some rows needs, in the stored dtypes; one item for each plan."""
+    first = items[0]
+    own = sources.base.read(first.tensor.name, first.rows)
+    merging = [(item, a) for item in items if isinstance(a := item.tensor.action, Merge)]
+    if not merging:
+        return Inputs(own, {})
+    rows = {
+        expert: None if name is None else _read_rows(sources.experts[expert], name, first.rows)
+        for expert, name in merging[0][0].tensor.sources.items()
+    }
+    measured: dict[str, dict[str, Measured]] = {}
+    for item, action in merging:
+        kind = registry.get(action.method).data
+        if item.tensor.statistics and kind not in measured:
+            measured[kind] = {
+                expert: _read_measured(kind, sources, expert, name, item)
+                for expert, name in item.tensor.statistics.items()
+            }
+    return Inputs(own, rows, measured)
+
+
+def _read_rows(expert: Checkpoint, name: str, rows: range | None) -> Tensor | LowRank:
+    """Read rows of an expert, whose table may be shorter or longer than the base's."""
+    if isinstance(expert, AdapterCheckpoint) and name in expert.low_rank:
+        factors = expert.read_factors(name)
+        if rows is None:
+            return factors
+        return LowRank(factors.left[rows.start : rows.stop], factors.right)
+    return expert.read(name, _held(rows, expert.headers[name].shape))
+
+
+def _held(rows: range | None, shape: tuple[int, ...]) -> range | None:
+    return None if rows is None else range(min(rows.start, shape[0]), min(rows.stop, shape[0]))
+
+
+def _read_measured(kind: str, sources: Sources, expert: str, name: str, item: WorkItem) -> Measured:
+    file = sources.statistics[expert]
+    # A Gram matrix belongs to the whole tensor, Fisher information to each of its elements.
+    rows = _held(item.rows, file.header(kind, name).shape) if kind == "fisher" else None
+    return Measured(file.read(kind, name, rows), file.rows(kind, name), file.total(kind))
+
+
+def take_updates(
+    item: WorkItem, inputs: Inputs, dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Update], dict[str, float]]:
+    """Turn the stored rows of the experts into updates, with their squared norms.
+
+    Raises:
+        TensorError: NaN or Inf in them.
+    """
+    base = inputs.base.to(device).to(dtype)
+    updates: dict[str, Update] = {}
+    squares: dict[str, float] = {}
+    for expert in list(inputs.experts):
+        stored = inputs.experts.pop(expert)
+        updates[expert] = None if stored is None else _update(stored, base)
+        squares[expert] = _square(updates[expert])
+        if stored is not None and not isfinite(squares[expert]):
+            _name_what_is_not_finite(item, inputs.base, expert, stored)
+        del stored
+    return updates, squares
+
+
+def _update(stored: Tensor | LowRank, base: Tensor) -> Tensor | LowRank:
+    """Δ_t = W_t − W_0; rows that the expert's table lacks count as unchanged."""
+    update = stored.to(base.device).to(base.dtype)
+    if isinstance(update, LowRank):
+        return update
+    if update.shape == base.shape:
+        # A fresh tensor from the reader, or one just cast: nobody else sees the subtraction.
+        return update.sub_(base)
+    padded = torch.zeros_like(base)
+    torch.sub(update, base[: len(update)], out=padded[: len(update)])
+    return padded
+
+
+def _square(update: Update) -> float:
+    """‖Δ‖²_F; of a product BA without multiplying it out, Tr (BᵀB)(AAᵀ)."""
+    if update is None:
+        return 0.0
+    if isinstance(update, LowRank):
+        left, right = update.left.double(), update.right.double()
+        return float(((left.mT @ left) * (right @ right.mT)).sum().clamp_min(0.0))
+    return norm(update) ** 2
+
+
+def dense(update: Update, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an update as a tensor of the base's shape."""
+    if update is None:
+        return torch.zeros(base.shape, dtype=dtype, device=device)
+    return update.dense().view(base.shape) if isinstance(update, LowRank) else update
+
+
+def _name_what_is_not_finite(
+    item: WorkItem, base: Tensor, expert: str, stored: Tensor | LowRank
+) -> None:
+    """Raise for the first NaN or Inf; a norm has told that there is one."""
+    start = 0 if item.rows is None else item.rows.start
+    own = stored.dense() if isinstance(stored, LowRank) else stored
+    for source, values in (("the base", base), (f"expert '{expert}'", own)):
+        bad = ~torch.isfinite(values.float())
+        if bad.any():
+            where = [int(axis) for axis in bad.nonzero()[0]] or [0]
+            where[0] += start
+            raise TensorError(
+                f"'{item.tensor.name}' of {source} holds {int(bad.sum())} NaN or Inf values, the "
+                f"first at {where}. Fetch the checkpoint again, or leave the tensor to the base with "
+                f"the rule {{match: '{item.tensor.name}', use: base}}."
+            )
+    raise TensorError(
+        f"'{item.tensor.name}': the update of expert '{expert}' overflows the compute dtype; compute "
+        "in float64 (--dtype float64)."
+    )

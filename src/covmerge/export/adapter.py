@@ -1,0 +1,136 @@
+"""A merged adapter as PEFT reads it: adapter_model.safetensors and adapter_config.json."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.checkpoints.disk import disk_errors
+from covmerge.checkpoints.layout import Layout, plan_shard
+from covmerge.checkpoints.strict_json import dumps
+from covmerge.checkpoints.writer import ShardWriter
+from covmerge.types import Json, LowRank, TensorHeader
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class AdaptedTensor:
+    """One tensor that the adapter updates.
+
+    Attributes:
+        name: its name in the model that the adapter is loaded over.
+        shape: as the base stores it.
+        rank: rank of its update.
+        embedding: whether it is an embedding, whose factors PEFT calls by other names.
+        transposed: whether the base stores `(d_in, d_out)`, as GPT-2 does.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int
+    embedding: bool = False
+    transposed: bool = False
+
+    @property
+    def module(self) -> str:
+        """Name of the module that owns the tensor."""
+        return self.name.removesuffix(".weight")
+
+    def keys(self) -> tuple[str, str]:
+        """Names of the two factors, the one at the inputs first."""
+        kind = "lora_embedding_{}" if self.embedding else "lora_{}.weight"
+        first, second = (f"{_PREFIX}{self.module}.{kind.format(side)}" for side in "AB")
+        return first, second
+
+    def factors(self, update: LowRank) -> tuple[Tensor, Tensor]:
+        """Return A and B, given the update in the base's orientation."""
+        if self.embedding or self.transposed:
+            return update.left.mT.contiguous(), update.right.mT.contiguous()
+        if len(self.shape) == 4:
+            window = (self.rank, *self.shape[1:])
+            return update.right.reshape(window), update.left.reshape(self.shape[0], self.rank, 1, 1)
+        return update.right.contiguous(), update.left.contiguous()
+
+    def headers(self, dtype: torch.dtype) -> tuple[TensorHeader, TensorHeader]:
+        """Headers of the two factors."""
+        rows, columns = self.shape[0], 1
+        for side in self.shape[1:]:
+            columns *= side
+        probe = LowRank(
+            torch.empty(rows, self.rank, device="meta"),
+            torch.empty(self.rank, columns, device="meta"),
+        )
+        first, second = (
+            TensorHeader(key, tuple(factor.shape), dtype)
+            for key, factor in zip(self.keys(), self.factors(probe), strict=True)
+        )
+        return first, second
+
+
+class AdapterWriter:
+    """The adapter's files, being filled; a full disk is met at the start.
+
+    Args:
+        folder: an existing folder.
+        tensors: what the adapter updates.
+        dtype: of the stored factors.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+
+    def __init__(self, folder: Path, tensors: Sequence[AdaptedTensor], dtype: torch.dtype) -> None:
+        self._folder = folder
+        self._tensors = tensors
+        self._dtype = dtype
+        headers = [header for tensor in tensors for header in tensor.headers(dtype)]
+        shard = plan_shard("adapter_model.safetensors", headers)
+        self._writer = ShardWriter(folder, Layout((shard,)))
+
+    def write(self, tensor: AdaptedTensor, update: LowRank) -> None:
+        """Write the factors of one update, given in the base's orientation."""
+        for key, factor in zip(tensor.keys(), tensor.factors(update), strict=True):
+            self._writer.write(key, factor.to(self._dtype).contiguous())
+
+    def finish(self, parents: Sequence[Mapping[str, Any]]) -> None:
+        """Write the configuration; what all parents agree on is kept."""
+        self._writer.flush()
+        path = self._folder / "adapter_config.json"
+        content = dumps(self._config(parents), what="adapter_config", indent=2).encode() + b"\n"
+        with disk_errors(path, len(content)):
+            path.write_bytes(content)
+
+    def _config(self, parents: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
+        ranks = {tensor.module: tensor.rank for tensor in self._tensors}
+        usual = Counter(ranks.values()).most_common(1)[0][0]
+        # The scale alpha / r is 1 in every layer: it is in the factors.
+        special: dict[str, Json] = {
+            re.escape(module): rank for module, rank in ranks.items() if rank != usual
+        }
+        return {
+            "peft_type": "LORA",
+            "base_model_name_or_path": _agreed(parents, "base_model_name_or_path"),
+            "task_type": _agreed(parents, "task_type"),
+            "inference_mode": True,
+            "r": usual,
+            "lora_alpha": usual,
+            "rank_pattern": special,
+            "alpha_pattern": special,
+            "target_modules": sorted(ranks),
+            "fan_in_fan_out": any(t.transposed and not t.embedding for t in self._tensors),
+            "bias": "none",
+            "lora_dropout": 0.0,
+        }
+
+
+def _agreed(parents: Sequence[Mapping[str, Any]], key: str) -> Json:
+    values = [parent.get(key) for parent in parents]
+    return values[0] if all(value == values[0] for value in values) else None

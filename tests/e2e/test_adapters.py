@@ -1,0 +1,168 @@
+"""Adapters as experts, made by PEFT: the same merge as of the models they become."""
+
+import copy
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import covmerge
+from covmerge.errors import TensorError
+from tests.e2e.models import build, run
+
+# PEFT's own, about its use of transformers and about Conv1D.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
+
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_fc"],
+    "bert": ["query", "value", "output.dense"],
+}
+
+
+def save_adapter(base, folder, *, seed, targets, scale=0.05, **options):
+    """A PEFT adapter with random factors, and the full model that it makes of the base."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(target_modules=targets, **{"r": 4, "lora_alpha": 8, **options})
+        model = peft.get_peft_model(copy.deepcopy(base), config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(scale * torch.randn_like(parameter))
+    # Left to itself PEFT stores the whole embedding beside its factors.
+    model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+    model.merge_and_unload().save_pretrained(folder / "full")
+
+
+@pytest.fixture(params=TARGETS)
+def family(request, tmp_path):
+    base = build(request.param)
+    base.save_pretrained(tmp_path / "base")
+    for number, options in enumerate(
+        ({}, {"r": 2, "use_rslora": True}, {"r": 3, "lora_alpha": 1}), start=1
+    ):
+        save_adapter(
+            base, tmp_path / f"e{number}", seed=number, targets=TARGETS[request.param], **options
+        )
+    return tmp_path
+
+
+def experts(folder, kind):
+    return {f"e{number}": folder / f"e{number}" / kind for number in (1, 2, 3)}
+
+
+METHODS = [
+    "average",
+    "task_arithmetic",
+    "actmat",
+    "wudi",
+    "tsv_m",
+    "iso_c",
+    "cart",
+    "ties",
+    "dare_ties",
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_merge_like_the_models_they_become(family, method):
+    # Adapters say which tensors they left alone; of full models a global trim counts those too.
+    trim = {"trim": "tensor"} if "ties" in method else {}
+    merged = covmerge.merge(
+        family / "base", experts(family, "adapter"), method=method, dtype="float64", **trim
+    ).tensors
+    # The full models are rounded to float32: beyond the rank of their updates there is noise.
+    given = {"rank_rtol": 1e-5} if method in ("tsv_m", "iso_c") else {}
+    full = covmerge.merge(
+        family / "base", experts(family, "full"), method=method, dtype="float64", **given, **trim
+    ).tensors
+    base = load_file(family / "base" / "model.safetensors")
+    assert merged.keys() == full.keys() == base.keys()
+    change = torch.cat([(full[n] - base[n]).flatten() for n in base])
+    error = torch.cat([(merged[n] - full[n]).flatten() for n in base])
+    assert error.norm() <= 2e-4 * change.norm()
+
+
+def test_ace_on_factors_is_ace_on_their_products(family):
+    merged = covmerge.merge(
+        family / "base", experts(family, "adapter"), method="ace", eps=1e-3
+    ).tensors
+    base = load_file(family / "base" / "model.safetensors")
+    from covmerge.checkpoints import open_checkpoint
+
+    adapters = [open_checkpoint(path) for path in experts(family, "adapter").values()]
+    name = next(iter(adapters[0].low_rank))
+    factors = [adapter.read_factors(name) for adapter in adapters]
+    if adapters[0].low_rank[name].transposed:
+        factors = [covmerge.LowRank(f.right.mT, f.left.mT) for f in factors]
+    expected = covmerge.merge_layer(factors, "ace", eps=1e-3).dense()
+    if adapters[0].low_rank[name].transposed:
+        expected = expected.mT
+    torch.testing.assert_close(merged[name] - base[name], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_adapters_beside_full_models(family):
+    mixed = {**experts(family, "adapter"), "e3": family / "e3" / "full"}
+    merged = covmerge.merge(family / "base", mixed, method="actmat", dtype="float64").tensors
+    full = covmerge.merge(
+        family / "base", experts(family, "full"), method="actmat", dtype="float64"
+    ).tensors
+    base = load_file(family / "base" / "model.safetensors")
+    change = torch.cat([(full[n] - base[n]).flatten() for n in base])
+    error = torch.cat([(merged[n] - full[n]).flatten() for n in base])
+    assert error.norm() <= 2e-4 * change.norm()
+
+
+def test_the_merged_model_loads_and_runs(family):
+    out = family / "merged"
+    result = covmerge.merge(family / "base", experts(family, "adapter"), method="ace", out=out)
+    assert result.verification.ok
+    config = transformers.AutoConfig.from_pretrained(out)
+    model = getattr(transformers, config.architectures[0]).from_pretrained(out).eval()
+    assert torch.isfinite(run(model)).all()
+
+
+def test_what_an_adapter_trained_whole_is_kept_as_a_head(tmp_path):
+    encoder = build("bert")
+    encoder.save_pretrained(tmp_path / "base")
+    config = encoder.config
+    paths = {}
+    for number, labels in ((1, 3), (2, 5)):
+        own = copy.deepcopy(config)
+        own.num_labels = labels
+        model = transformers.BertForSequenceClassification(own)
+        model.bert.load_state_dict(encoder.state_dict())
+        folder = tmp_path / f"e{number}"
+        save_adapter(model, folder, seed=number, targets=["query"], modules_to_save=["classifier"])
+        paths[f"e{number}"] = folder / "adapter"
+    result = covmerge.merge(tmp_path / "base", paths, method="actmat")
+    assert result.heads["e1"]["classifier.weight"].shape == (3, 16)
+    assert result.heads["e2"]["classifier.weight"].shape == (5, 16)
+
+
+def test_an_adapter_of_another_base(family, tmp_path):
+    ours = transformers.AutoConfig.from_pretrained(family / "base").model_type
+    other, target = ("llama", "q_proj") if ours != "llama" else ("bert", "query")
+    save_adapter(build(other), tmp_path / "other", seed=1, targets=[target])
+    wrong = {**experts(family, "adapter"), "other": tmp_path / "other" / "adapter"}
+    with pytest.raises(TensorError, match="Is it an adapter of this base"):
+        covmerge.merge(family / "base", wrong, method="average")
+
+
+def test_an_adapter_of_another_width(family, tmp_path):
+    kind = transformers.AutoConfig.from_pretrained(family / "base").model_type
+    wide = type(build(kind).config)(**{**build(kind).config.to_dict(), "vocab_size": 80})
+    if kind == "gpt2":
+        wide.n_embd = 32
+    else:
+        wide.hidden_size = 32
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, type(build(kind)).__name__)(wide)
+    save_adapter(model, tmp_path / "other", seed=1, targets=TARGETS[kind])
+    wrong = {**experts(family, "adapter"), "other": tmp_path / "other" / "adapter"}
+    with pytest.raises(TensorError, match="no adapter of this base"):
+        covmerge.merge(family / "base", wrong, method="average")
