@@ -29,8 +29,10 @@ unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow"
 	$(BIN)/python -m pytest -m slow
 
-bench: $(VENV)/.ready  ## memory and time on Llama-shaped checkpoints; writes benchmarks/results/
+bench: $(VENV)/.ready  ## memory and time, results in benchmarks/results/; comparison needs `make demo` before
 	$(BIN)/python -m benchmarks.streaming
+	$(BIN)/python -m benchmarks.adapters
+	$(BIN)/python -m benchmarks.comparison
 
 clean:
 	rm -rf $(VENV) demo-output benchmarks/work
