@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from covmerge.checkpoints import Staging, check_not_input
-from covmerge.diagnostics import verify
+from covmerge.diagnostics import DIFFERS, verify
 from covmerge.engine import (
     MemoryPlan,
     NoSink,
@@ -107,7 +107,10 @@ def choose_methods(
         RecipeError: an unknown method, or one that is named twice.
     """
     if wanted != "all":
-        names = wanted.split(",") if isinstance(wanted, str) else list(wanted)
+        given = wanted.split(",") if isinstance(wanted, str) else list(wanted)
+        names = [name.strip() for name in given]
+        if not names:
+            raise RecipeError("no methods to compare: name some, or `all`")
         for name in names:
             registry.get(name)
             if names.count(name) > 1:
@@ -204,10 +207,17 @@ class CompareJob:
             fingerprints = Fingerprints(checkpoints)
             sinks = [model.sink() for model in models]
             done = self._execute(plans, sinks, checkpoints, memory, device)
+            notes: list[str] = []
             for model, stats, plan in zip(models, done, plans, strict=True):
                 model.finish(stats, fingerprints, memory)
-                verify(staging.folder / plan.recipe.method, base=checkpoints.base).raise_if_failed()
+                report = verify(staging.folder / plan.recipe.method, base=checkpoints.base)
+                if [check.name for check in report.checks if not check.ok] == [DIFFERS]:
+                    # A failure of one merge; of a comparison it is a result.
+                    notes.append(f"method '{plan.recipe.method}' gives the base")
+                else:
+                    replace(report, folder=out / plan.recipe.method).raise_if_failed()
             comparison = self._comparison(plans, done, memory, left_out)
+            comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(
                 staging.folder,
                 {

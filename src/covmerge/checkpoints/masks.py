@@ -63,7 +63,7 @@ class MaskWriter:
         target = folder / MASKS_FOLDER
         with disk_errors(target):
             target.mkdir(exist_ok=True)
-        packed = [_packed(header) for header in headers]
+        packed = [packed_header(header) for header in headers]
         self._writers: Mapping[str, ShardWriter] = {
             expert: ShardWriter(target, Layout((plan_shard(f"{expert}.safetensors", packed),)))
             for expert in experts
@@ -87,7 +87,8 @@ class MaskWriter:
             writer.flush()
 
 
-def _packed(header: TensorHeader) -> TensorHeader:
+def packed_header(header: TensorHeader) -> TensorHeader:
+    """Header of the packed mask of a tensor."""
     shape = header.shape
     if len(shape) > 1:
         shape = (*shape[:-1], -(-shape[-1] // 8))

@@ -17,6 +17,9 @@ from covmerge.types import Json, TensorHeader
 _BLOCK_ELEMENTS = 8 * 2**20
 
 
+DIFFERS = "differs from base"  # the check that a merge changed anything
+
+
 @dataclass(frozen=True)
 class Check:
     """One check and its outcome."""
@@ -154,7 +157,7 @@ def _values(
     checks = [
         Check("finite", not not_finite, _listed(not_finite) or "no NaN or Inf"),
         Check(
-            "differs from base",
+            DIFFERS,
             changed > 0,
             f"{changed} of {len(entries)} tensors differ, by {against}"
             if changed

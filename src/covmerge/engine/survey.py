@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 
 from covmerge.engine.inputs import Inputs, Sources, read_inputs
@@ -19,8 +19,8 @@ def run_surveys(
     sources: Sources,
     context: Context,
     advance: Callable[[str, int], None],
-) -> Thresholds:
-    """Find the exact threshold of every expert under every survey of the plans.
+) -> list[Thresholds]:
+    """Find the exact threshold of every expert under every survey, for each of the plans.
 
     Each pass reads the tensors once for all surveys, one item ahead of the counting; memory is that
     of two items and of 2¹⁶ counters per survey and expert.
@@ -34,48 +34,55 @@ def run_surveys(
     Raises:
         TensorError: NaN or Inf in the inputs.
     """
-    surveys = {survey.merge.key: survey for plan in plans for survey in plan.surveys}
-    together = list(_together(surveys.values()))
-    selects = {
-        key: {
-            expert: MagnitudeSelect(size - int(survey.density * size), context.dtype)
-            for expert, size in _sizes(survey).items()
+    selects = [
+        {
+            survey.merge.key: {
+                expert: MagnitudeSelect(size - int(survey.density * size), context.dtype)
+                for expert, size in _sizes(survey).items()
+            }
+            for survey in plan.surveys
         }
-        for key, survey in surveys.items()
-    }
-    unsettled = [s for by_expert in selects.values() for s in by_expert.values()]
+        for plan in plans
+    ]
+    together = list(_together(plans))
+    unsettled = [s for own in selects for experts in own.values() for s in experts.values()]
     while any(not select.settled for select in unsettled):
-        for items, inputs in _read_ahead(together, sources):
-            layer = Layer(items, inputs, context)
-            for item in items:
+        for numbered, inputs in _read_ahead(together, sources):
+            layer = Layer([item for _, item in numbered], inputs, context)
+            for number, item in numbered:
                 action = item.tensor.action
                 assert isinstance(action, Merge)
                 for expert, vector in layer.survey_vectors(item, action).items():
-                    if not selects[action.key][expert].settled:
-                        selects[action.key][expert].add(vector)
-            advance(f"thresholds, {items[0].tensor.name}", items[0].read_bytes)
+                    select = selects[number][action.key][expert]
+                    if not select.settled:
+                        select.add(vector)
+            first = numbered[0][1]
+            advance(f"thresholds, {first.tensor.name}", first.read_bytes)
         for select in unsettled:
             if not select.settled:
                 select.end_pass()
-    return {
-        key: {expert: select.value for expert, select in by_expert.items()}
-        for key, by_expert in selects.items()
-    }
+    return [
+        {
+            key: {expert: select.value for expert, select in experts.items()}
+            for key, experts in own.items()
+        }
+        for own in selects
+    ]
 
 
 def survey_bytes(plans: Sequence[Plan]) -> int:
     """Bytes that the surveys of all plans read together."""
-    surveys = [survey for plan in plans for survey in plan.surveys]
-    read = sum(items[0].read_bytes for items in _together(surveys))
+    read = sum(numbered[0][1].read_bytes for numbered in _together(plans))
     return SURVEY_PASSES[plans[0].recipe.dtype] * read
 
 
-def _together(surveys: Iterable[Survey]) -> Iterator[list[WorkItem]]:
-    """The items of all surveys, those of the same rows together, so that rows are read once."""
-    by_rows: dict[tuple[str, tuple[int, int]], list[WorkItem]] = {}
-    for survey in surveys:
-        for item in survey.items:
-            by_rows.setdefault(item.key, []).append(item)
+def _together(plans: Sequence[Plan]) -> Iterator[list[tuple[int, WorkItem]]]:
+    """The surveyed items of all plans, those of the same rows together: rows are read once."""
+    by_rows: dict[tuple[str, tuple[int, int]], list[tuple[int, WorkItem]]] = {}
+    for number, plan in enumerate(plans):
+        for survey in plan.surveys:
+            for item in survey.items:
+                by_rows.setdefault(item.key, []).append((number, item))
     yield from by_rows.values()
 
 
@@ -91,13 +98,17 @@ def _sizes(survey: Survey) -> dict[str, int]:
 
 
 def _read_ahead(
-    together: Sequence[Sequence[WorkItem]], sources: Sources
-) -> Iterator[tuple[Sequence[WorkItem], Inputs]]:
+    together: Sequence[Sequence[tuple[int, WorkItem]]], sources: Sources
+) -> Iterator[tuple[Sequence[tuple[int, WorkItem]], Inputs]]:
     with ThreadPoolExecutor(1, thread_name_prefix="covmerge-survey") as reader:
-        coming = reader.submit(read_inputs, together[0], sources) if together else None
-        for number, items in enumerate(together, start=1):
+
+        def begin(place: int) -> Future[Inputs]:
+            return reader.submit(read_inputs, [item for _, item in together[place]], sources)
+
+        coming = begin(0) if together else None
+        for place, numbered in enumerate(together, start=1):
             assert coming is not None
             inputs = coming.result()
-            if number < len(together):
-                coming = reader.submit(read_inputs, together[number], sources)
-            yield items, inputs
+            if place < len(together):
+                coming = begin(place)
+            yield numbered, inputs

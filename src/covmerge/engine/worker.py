@@ -32,16 +32,14 @@ class Context:
         weights: by expert.
         dtype: dtype of the computation.
         device: where it runs.
-        thresholds: what the surveys found: `Merge.key` -> expert -> threshold.
+        thresholds: what the surveys found, a plan: `Merge.key` -> expert -> threshold.
         compare: several methods run on each item: keep what they share, and measure their results.
     """
 
     weights: Mapping[str, float]
     dtype: torch.dtype
     device: torch.device
-    thresholds: Mapping[str, Mapping[str, float]] = field(
-        default_factory=dict[str, Mapping[str, float]]
-    )
+    thresholds: Sequence[Mapping[str, Mapping[str, float]]] = ()
     compare: bool = False
 
 
@@ -69,9 +67,9 @@ def compute(items: Sequence[WorkItem], inputs: Inputs, context: Context) -> Iter
             yield Result(inputs.base.to(item.tensor.output.dtype), {})
         return
     layer = Layer(items, inputs, context)
-    for item in items:
+    for number, item in enumerate(items):
         if isinstance(item.tensor.action, Merge):
-            yield layer.merge(item, item.tensor.action)
+            yield layer.merge(item, item.tensor.action, context.thresholds[number])
         else:
             yield Result(inputs.base.to(item.tensor.output.dtype), {})
 
@@ -90,15 +88,19 @@ class Layer:
         self._given, self._squares = take_updates(merging[0], inputs, context.dtype, context.device)
         self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
 
-    def merge(self, item: WorkItem, action: Merge) -> Result:
+    def merge(
+        self, item: WorkItem, action: Merge, thresholds: Mapping[str, Mapping[str, float]]
+    ) -> Result:
         """Run the action's method.
 
         Raises:
-            TensorError: the result is not finite.
+            TensorError: the result is not finite, or not in the output dtype.
         """
         method = registry.get(action.method)
         base = self._base() if method.needs_base else None
-        merged, matrix_stats, masks = self._run(item, action, method, base)
+        merged, matrix_stats, masks = self._run(
+            item, action, method, base, thresholds.get(action.key)
+        )
         del base  # formed again for the sum: a method's workspace is the peak
         square_merged = norm(merged) ** 2
         if not isfinite(square_merged):
@@ -114,7 +116,13 @@ class Layer:
         exact = merged.add_(self._base())
         result = exact.to(item.tensor.output.dtype)
         lossy = result.dtype != exact.dtype
-        stats["rounding"] = norm(exact.sub_(result.to(exact.dtype))) ** 2 if lossy else 0.0
+        rounding = norm(exact.sub_(result.to(exact.dtype))) ** 2 if lossy else 0.0
+        if not isfinite(rounding):
+            raise TensorError(
+                f"'{item.tensor.name}': the merged weights overflow {result.dtype}; store them in "
+                "another dtype (--out-dtype float32)"
+            )
+        stats["rounding"] = rounding
         if matrix_stats:
             stats["matrices"] = matrix_stats
         return Result(result.cpu(), stats, {name: mask.cpu() for name, mask in masks.items()})
@@ -123,7 +131,7 @@ class Layer:
         """Return per expert the values whose magnitudes the action's survey ranks."""
         method = registry.get(action.method)
         assert method.survey is not None
-        (group,) = self._groups(item, action, method, None)
+        (group,) = self._groups(item, action, method, None, None)
         vectors = method.survey.vectors(group, action.parameters)
         return dict(zip(self._updates, vectors, strict=True))
 
@@ -159,7 +167,12 @@ class Layer:
         return self._inputs.base.to(self._context.device).to(self._context.dtype)
 
     def _run(
-        self, item: WorkItem, action: Merge, method: Method, base: Tensor | None
+        self,
+        item: WorkItem,
+        action: Merge,
+        method: Method,
+        base: Tensor | None,
+        thresholds: Mapping[str, float] | None,
     ) -> tuple[Tensor, list[Json], Mapping[str, Tensor]]:
         """Run the method on the tensor itself, on each of its matrices, or on factors."""
         factors = self._factors(action, method)
@@ -169,7 +182,7 @@ class Layer:
             product = found.delta.dense()
             stored = product.mT.contiguous() if action.layout.transposed else product
             return stored.view(self._inputs.base.shape), [dict(found.stats)], {}
-        groups = list(self._groups(item, action, method, base))
+        groups = list(self._groups(item, action, method, base, thresholds))
         results = [method(group, **action.parameters) for group in groups]
         names = list(self._updates)
         stats: list[Json] = [dict(result.stats) for result in results]
@@ -184,11 +197,15 @@ class Layer:
         return merged, stats, {}
 
     def _groups(
-        self, item: WorkItem, action: Merge, method: Method, base: Tensor | None
+        self,
+        item: WorkItem,
+        action: Merge,
+        method: Method,
+        base: Tensor | None,
+        thresholds: Mapping[str, float] | None,
     ) -> Iterator[LinearGroup]:
         layout = action.layout
         weights = tuple(self._context.weights[expert] for expert in self._updates)
-        thresholds = self._context.thresholds.get(action.key)
         if layout is None:
             views = [tuple(self._updates.values())]
             bases = [base]

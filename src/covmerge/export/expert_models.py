@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, open_checkpoint, unpack
+from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, open_checkpoint, safe_child, unpack
 from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.json_file import read_object
+from covmerge.checkpoints.masks import packed_header
+from covmerge.checkpoints.staging import MANIFEST_NAME
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.methods.emr import rescalers
+from covmerge.types import Json
 
 _FILE = "rescalers.json"
+_CHUNK = 4 << 20  # bytes hashed at a time
 
 
 def rescalers_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -53,15 +59,27 @@ def _sums(entry: Mapping[str, Any], experts: list[str]) -> dict[str, Any]:
 
 
 def write_rescalers(folder: Path, factors: Mapping[str, float]) -> None:
-    """Write masks/rescalers.json.
+    """Write masks/rescalers.json: each expert's factor, and the hash of its masks.
 
     Raises:
         ResourceError: the disk is full.
     """
-    path = folder / MASKS_FOLDER / _FILE
-    content = dumps(factors, what="rescalers", indent=1).encode() + b"\n"
-    with disk_errors(path, len(content)):
-        path.write_bytes(content)
+    target = folder / MASKS_FOLDER
+    records: dict[str, Json] = {
+        expert: {"rescaler": factor, "sha256": _sha256(target / f"{expert}.safetensors")}
+        for expert, factor in factors.items()
+    }
+    content = dumps(records, what="rescalers", indent=1).encode() + b"\n"
+    with disk_errors(target / _FILE, len(content)):
+        (target / _FILE).write_bytes(content)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def load_expert(
@@ -84,7 +102,8 @@ def load_expert(
         kept.
 
     Raises:
-        InputError: no masks there, or none of this expert.
+        InputError: no masks there, or none of this expert; another base.
+        CheckpointError: masks or factors are not those of the merge.
 
     Departs from the paper: nowhere.
 
@@ -99,9 +118,7 @@ def load_expert(
         [[4.0, 0.0]]
     """
     folder = Path(folder)
-    factors = _read_rescalers(folder)
-    if expert not in factors:
-        raise InputError(f"{folder} has no expert '{expert}'." + did_you_mean(expert, factors))
+    factor, path = _find_masks(folder, expert)
     with ExitStack() as stack:
 
         def opened(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -110,13 +127,15 @@ def load_expert(
             checkpoint.materialize()
             return checkpoint
 
-        unified, start = opened(folder), opened(base)
-        masks = opened(folder / MASKS_FOLDER / f"{expert}.safetensors")
+        unified, start, masks = opened(folder), opened(base), opened(path)
+        _check_base(folder, start)
         weights = {name: unified.read(name) for name in unified.headers}
         for name in masks.headers:
+            _check_shapes(name, masks, unified, start)
             mask = unpack(masks.read(name), unified.headers[name].shape)
-            origin = start.read(name).to(torch.float32)
-            update = (weights[name].to(torch.float32) - origin) * mask * factors[expert]
+            wide = torch.promote_types(weights[name].dtype, torch.float32)
+            origin = start.read(name).to(wide)
+            update = (weights[name].to(wide) - origin) * mask * factor
             weights[name] = (origin + update).to(weights[name].dtype)
         head = folder / "heads" / f"{expert}.safetensors"
         if head.is_file():
@@ -125,14 +144,49 @@ def load_expert(
     return weights
 
 
-def _read_rescalers(folder: Path) -> dict[str, float]:
+def _find_masks(folder: Path, expert: str) -> tuple[float, Path]:
+    """Return an expert's factor and the file of its masks, which are those of the merge."""
     path = folder / MASKS_FOLDER / _FILE
     if not path.is_file():
         raise InputError(
             f"{folder} has no {MASKS_FOLDER}/{_FILE}: it is no output of a method that writes masks "
             "(emr)"
         )
-    factors = read_object(path)
-    if not all(isinstance(value, int | float) for value in factors.values()):
-        raise CheckpointError(f"{path} does not map experts to numbers: merge again")
-    return factors
+    records = read_object(path)
+    if expert not in records:
+        raise InputError(f"{folder} has no expert '{expert}'." + did_you_mean(expert, records))
+    record: Any = records[expert]
+    try:
+        factor, digest = record["rescaler"], record["sha256"]
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{path} has no rescaler of '{expert}': merge again") from error
+    if not isinstance(factor, float) or not 0.0 < factor < inf:
+        raise CheckpointError(f"{path}: the rescaler of '{expert}' is {factor!r}: merge again")
+    masks = safe_child(folder / MASKS_FOLDER, f"{expert}.safetensors")
+    if not masks.is_file() or _sha256(masks) != digest:
+        raise CheckpointError(f"{masks} is not the file that the merge wrote: merge again")
+    return factor, masks
+
+
+def _check_base(folder: Path, base: Checkpoint) -> None:
+    """Refuse another base, where the merge knew it by the same files."""
+    sources: Any = read_object(folder / MANIFEST_NAME).get("sources")
+    try:
+        known = sources["base"]["content"]
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder / MANIFEST_NAME} names no base: merge again") from error
+    content = base.fingerprint()
+    if content.keys() == known.keys() and content != known:
+        raise InputError(f"{base.source} is not the base that {folder} was merged over")
+
+
+def _check_shapes(name: str, masks: Checkpoint, unified: Checkpoint, base: Checkpoint) -> None:
+    wanted = unified.headers.get(name)
+    if wanted is None or masks.headers[name] != packed_header(wanted):
+        raise CheckpointError(f"{masks.source}: the mask of '{name}' does not fit the model")
+    own = base.headers.get(name)
+    if own is None or own.shape != wanted.shape:
+        raise InputError(
+            f"'{name}' is {None if own is None else list(own.shape)} in {base.source} and "
+            f"{list(wanted.shape)} in the merged model: pass the base that was merged over"
+        )

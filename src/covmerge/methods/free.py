@@ -112,4 +112,7 @@ def _mask(like: Tensor, filter_ratio: float) -> Tensor:
 
 
 def _filtered(update: Tensor, mask: Tensor) -> Tensor:
-    return cast("Tensor", _fft.ifft2(_fft.fft2(update).mul_(mask)).real.contiguous())
+    return cast(
+        "Tensor",
+        _fft.ifft2(_fft.fft2(update).mul_(mask)).real.clone(memory_format=torch.contiguous_format),
+    )

@@ -129,6 +129,10 @@ def align(
                 names[name] = found
             continue
         if found is None:
+            # What the expert ties it to is its weight, whether or not the base ties the two.
+            tied = expert.description.tied.get(name)
+            found = None if tied is None else _find(tied, prefixes, expert.headers)
+        if found is None:
             if not _stored_elsewhere(name, base, expert, prefixes):
                 missing.append(name)
             continue
@@ -212,8 +216,8 @@ def _find(name: str, prefixes: list[str], stored: Collection[str]) -> str | None
 
 
 def _stored_elsewhere(name: str, base: Model, expert: Model, prefixes: list[str]) -> bool:
-    """Whether the expert ties this tensor to one that it stores, and so need not store it."""
-    tied = base.description.tensors[name].tied_to or expert.description.tied.get(name)
+    """Whether the base ties this tensor to one that the expert stores."""
+    tied = base.description.tensors[name].tied_to
     return tied is not None and _find(tied, prefixes, expert.headers) is not None
 
 

@@ -23,6 +23,7 @@ from covmerge.version import __version__
 # Elementwise work goes by row blocks of about this many elements: large enough that a read is
 # sequential, small enough that an embedding of any size costs little memory.
 BLOCK_ELEMENTS = 1 * 2**20
+_FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
 
 
 def build_plan(
@@ -70,9 +71,12 @@ def build_plans(
     for name, model in models.items():
         check_same_architecture(base_model, name, model, base_unread=base_unread)
     drafts = [_draft(recipe, base_model, models, statistics or {}) for recipe in recipes]
+    # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
+    width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
+    elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
     # The fewest ranges are those of whoever must see the most of the tensor at once.
     ranges = [
-        min((list(_row_ranges(tensor)) for tensor in together), key=len)
+        min((list(_row_ranges(tensor, elements)) for tensor in together), key=len)
         for together in zip(*(draft.tensors for draft in drafts), strict=True)
     ]
     return [_plan(draft, base_model, models, statistics or {}, ranges) for draft in drafts]
@@ -103,6 +107,14 @@ def _draft(
         find_statistics(recipe, tensor, statistics)
         for tensor in _plan_tensors(recipe, base, rules, alignments, head_names)
     )
+    wanted = registry.get(recipe.method).data
+    if wanted != "none" and not any(tensor.statistics for tensor in tensors):
+        held = next((file.names(wanted)[0] for file in statistics.values()), None)
+        raise InputError(
+            f"method '{recipe.method}': the statistics name none of the tensors that it merges (they "
+            f"name '{held}'): were they collected on models with other names, or do the recipe's "
+            "rules leave nothing to the method?"
+        )
     if not any(isinstance(tensor.action, Merge) for tensor in tensors):
         raise InputError(
             f"nothing to merge: all {len(tensors)} tensors of {base.checkpoint.source} are copied "
@@ -219,7 +231,7 @@ def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
     return getattr(torch, recipe.output.dtype)
 
 
-def _row_ranges(tensor: TensorPlan) -> Iterator[range | None]:
+def _row_ranges(tensor: TensorPlan, elements: int) -> Iterator[range | None]:
     """Ranges of rows that can be worked on by themselves."""
     action, shape = tensor.action, tensor.output.shape
     unit = "element"
@@ -229,7 +241,7 @@ def _row_ranges(tensor: TensorPlan) -> Iterator[range | None]:
             yield from (range(index, index + 1) for index in range(shape[0]))
             return
     if unit == "element" or (unit == "row" and len(shape) > 1):
-        yield from tensor.output.row_blocks(BLOCK_ELEMENTS)
+        yield from tensor.output.row_blocks(elements)
     else:
         yield range(shape[0]) if shape else None
 
