@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from demo.tasks import Split
 
-Batch = tuple[Mapping[str, Tensor], Tensor]  # inputs of the encoder, labels
+Inputs = Mapping[str, Tensor]  # of the encoder
+Batch = tuple[Inputs, Tensor]  # with the labels
 
 
 class Encoded:

@@ -1,4 +1,4 @@
-"""Accuracy of an encoder with a task's classifier on top."""
+"""Accuracy of encoders with a task's classifier on top."""
 
 from __future__ import annotations
 
@@ -11,47 +11,62 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModel
 
+import covmerge
 from demo.encode import Encoded
+from demo.models import Model
 from demo.tasks import Split
+from demo.workers import Tell, untold
 
-BATCH_SIZE = 64
+BATCH_SIZE = 32
 
 
 @dataclass(frozen=True)
 class Exam:
-    """One task as put to an encoder.
+    """One task as put to encoders.
 
     Attributes:
-        head: safetensors file that holds the classifier of the task's expert.
+        base: folder of the base model, with the tokenizer.
+        expert: folder of the task's expert, which has the classifier.
         split: the texts and their labels.
         max_length: tokens read of each text.
     """
 
     task: str
-    head: Path
+    base: Path
+    expert: Path
     split: Split
     max_length: int
 
 
-def accuracies(encoder: Path, tokenizer: Path, exams: Sequence[Exam]) -> dict[str, float]:
-    """Return the accuracy in [0, 1] of the encoder in a checkpoint folder, by task."""
-    model = AutoModel.from_pretrained(encoder).eval()
-    return {
-        exam.task: accuracy(
-            model, load_head(exam.head), Encoded(tokenizer, exam.split, exam.max_length)
-        )
-        for exam in exams
-    }
+def accuracies(exam: Exam, models: Sequence[Model], tell: Tell = untold) -> list[float]:
+    """Return the accuracy in [0, 1] of each model."""
+    data = Encoded(exam.base, exam.split, exam.max_length)
+    head = _classifier(exam.expert)
+    found: list[float] = []
+    for model in models:
+        tell(len(found), len(models))
+        found.append(_accuracy(_encoder(model, exam), head, data))
+    tell(len(found), len(models))
+    return found
 
 
-def load_head(file: Path) -> tuple[Tensor, Tensor]:
-    """Read weight `(labels, hidden)` and bias `(labels,)` of the classifier in a safetensors file."""
-    with safe_open(file, framework="pt") as tensors:
+def _encoder(model: Model, exam: Exam) -> torch.nn.Module:
+    folder = model.folders[exam.task]
+    encoder = AutoModel.from_pretrained(folder).eval()
+    if model.masked:
+        weights = covmerge.load_expert(folder, exam.task, exam.base)
+        encoder.load_state_dict({name: weights[name] for name in encoder.state_dict()})
+    return encoder
+
+
+def _classifier(expert: Path) -> tuple[Tensor, Tensor]:
+    """Return weight `(labels, hidden)` and bias `(labels,)`."""
+    with safe_open(expert / "model.safetensors", framework="pt") as tensors:
         return tensors.get_tensor("classifier.weight"), tensors.get_tensor("classifier.bias")
 
 
 @torch.inference_mode()
-def accuracy(encoder: torch.nn.Module, head: tuple[Tensor, Tensor], data: Encoded) -> float:
+def _accuracy(encoder: torch.nn.Module, head: tuple[Tensor, Tensor], data: Encoded) -> float:
     """Return the share of texts, in [0, 1], whose highest score is their label's."""
     right = 0
     for inputs, labels in data.in_order(BATCH_SIZE):

