@@ -29,7 +29,7 @@ def jobs(
     validation: Sequence[Exam],
     out: Path,
 ) -> dict[str, Job[list[Model]]]:
-    """Return jobs that merge by every registered method, the longest first.
+    """Return jobs that merge by every registered method; the longest come first.
 
     Args:
         base: folder of the base.
@@ -56,7 +56,7 @@ def jobs(
                 out / f"with-{kind}",
                 statistics=collecting.files(statistics, kind, list(experts)),
             )
-            for kind in collecting.TEXTS
+            for kind in sorted({*needs.values()} - {"", "task"})
         },
         "for each task": partial(merge, Section.PER_TASK, defaults("task"), out / "per-task"),
     }

@@ -440,7 +440,13 @@ class TestCompare:
         command += ["--methods=ties,iso_c,wudi,iso_cts", "--out", str(tmp_path / "out")]
         work = tmp_path / ".out.covmerge-partial" / "output"
         for sign in (work, work / "iso_cts" / "model.safetensors"):  # surveys; merging
-            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command,
+                stderr=subprocess.PIPE,
+                text=True,
+                # A test run in the background would pass on that it ignores Ctrl-C.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            )
             while process.poll() is None and not sign.exists():
                 time.sleep(0.005)
             time.sleep(0.2)
