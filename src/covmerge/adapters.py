@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,35 +12,46 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from covmerge.checkpoints import (
-    AdapterCheckpoint,
-    FactorHeader,
-    Staging,
-    check_not_input,
-    open_checkpoint,
-)
-from covmerge.engine import RunStats, peak_memory, tensor_stats, totals
-from covmerge.errors import CheckFailed, CovmergeError, InputError, RecipeError, TensorError
+from covmerge.checkpoints import AdapterCheckpoint, FactorHeader, Staging, check_not_input
+from covmerge.diagnostics import verify_adapter
+from covmerge.engine import Progress, peak_memory
+from covmerge.errors import InputError, RecipeError, TensorError
 from covmerge.export import AdaptedTensor, AdapterWriter, write_heads, write_manifest
 from covmerge.linalg.spectral import truncated_svd
-from covmerge.methods import registry
+from covmerge.methods import Method, registry
 from covmerge.methods.factored import merge_factors
-from covmerge.output import Fingerprints, MergeResult, OpenCheckpoints, read_heads
+from covmerge.output import (
+    Fingerprints,
+    MergeResult,
+    OpenCheckpoints,
+    manifest,
+    merge_stats,
+    read_heads,
+)
 from covmerge.plan import Merge, Plan, TensorPlan, build_plan
-from covmerge.recipe import Recipe, dump_recipe
+from covmerge.recipe import Recipe
 from covmerge.types import Json, LinearGroup, LowRank, Role
-from covmerge.version import __version__
 
 
 @dataclass(frozen=True)
 class _Task:
-    """One tensor to merge: its plan, the action, and what the result will be."""
+    """One tensor to merge.
+
+    Attributes:
+        plan: its plan.
+        action: the plan's action, a merge.
+        adapted: what the result will be.
+        exact: whether the method is exact on factors; else its result is truncated.
+        nbytes: stored bytes of the factors.
+    """
 
     plan: TensorPlan
     action: Merge
     adapted: AdaptedTensor
     exact: bool
+    nbytes: int
 
 
 def merge_to_adapter(
@@ -48,59 +60,44 @@ def merge_to_adapter(
     out: Path,
     *,
     device: torch.device,
+    progress: Progress,
     overwrite: bool = False,
 ) -> MergeResult:
     """Merge adapters into one, exactly or truncated to `output.rank`.
 
     Raises:
-        InputError: an expert that is no adapter, or trained a tensor whole; a method that needs the
-            updates as matrices, without a rank to truncate to.
+        InputError: an expert that is no adapter, or trained a tensor whole; a method that needs more
+            than the updates of one tensor, or a rank to truncate its result to.
         CheckFailed: the adapter that was written is not what was merged.
     """
     start = time.perf_counter()
     adapters = _adapters(checkpoints)
     check_not_input(out, checkpoints.paths())
-    plan = build_plan(recipe, checkpoints.base, checkpoints.experts, base_unread=True)
+    plan = build_plan(
+        recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics, base_unread=True
+    )
     tasks = [_task(recipe, tensor, adapters) for tensor in plan.tensors if _is_merged(tensor)]
-    stored = _dtype(recipe, adapters)
+    notes = [*plan.notes, *_left_out(plan)]
     # Without a journal a merge that is interrupted leaves nothing.
     with Staging(out, overwrite=overwrite) as staging:
         checkpoints.materialize()
-        fingerprints = Fingerprints(checkpoints)
+        stored = _dtype(recipe, adapters)
         writer = AdapterWriter(staging.folder, [task.adapted for task in tasks], stored)
-
-        def work(task: _Task) -> dict[str, Json]:
-            update, stats = _merge(recipe, task, adapters, device)
-            writer.write(task.adapted, update.to(torch.device("cpu")))
-            return stats
-
-        # The matrices are too thin to share a product among cores: each core has tensors of its own.
-        with ThreadPoolExecutor(
-            torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
-        ) as pool:
-            merged = list(pool.map(work, tasks))
-        writer.finish([adapter.adapter_config for adapter in adapters.values()])
-        write_heads(staging.folder, read_heads(plan, checkpoints))
-        stats = _statistics(plan, tasks, merged)
-        write_manifest(
-            staging.folder,
-            {
-                "covmerge": __version__,
-                "recipe": dump_recipe(recipe),
-                "family": plan.family,
-                "sources": fingerprints.result(),
-                "notes": plan.notes,
-                **stats,
-            },
-        )
-        _verify(staging.folder, tasks)
+        with Fingerprints(checkpoints) as fingerprints:
+            merged = _work(recipe, tasks, adapters, writer, device, progress)
+            writer.finish([adapter.adapter_config for adapter in adapters.values()])
+            write_heads(staging.folder, read_heads(plan, checkpoints))
+            stats = merge_stats(_adapted(plan, tasks), merged)
+            write_manifest(staging.folder, manifest(plan, fingerprints, notes, stats))
+        report = replace(verify_adapter(staging.folder), folder=out)
+        report.raise_if_failed()
         staging.commit()
     run: dict[str, Json] = {
         "seconds": time.perf_counter() - start,
         "items": len(tasks),
         "peak_memory": peak_memory(),
     }
-    return MergeResult(out, None, {}, stats, run, (*plan.notes, *staging.notes))
+    return MergeResult(out, None, {}, stats, run, (*notes, *staging.notes), report)
 
 
 def _adapters(checkpoints: OpenCheckpoints) -> dict[str, AdapterCheckpoint]:
@@ -119,6 +116,14 @@ def _is_merged(tensor: TensorPlan) -> bool:
     return isinstance(tensor.action, Merge) and any(tensor.sources.values())
 
 
+def _left_out(plan: Plan) -> list[str]:
+    """Say which updates the recipe's rules leave to the base."""
+    copied = [
+        t for t in plan.tensors if not isinstance(t.action, Merge) and any(t.sources.values())
+    ]
+    return [f"'{tensor.name}' is not in the adapter: {tensor.rule}" for tensor in copied]
+
+
 def _task(recipe: Recipe, tensor: TensorPlan, adapters: Mapping[str, AdapterCheckpoint]) -> _Task:
     action = tensor.action
     assert isinstance(action, Merge)
@@ -134,73 +139,130 @@ def _task(recipe: Recipe, tensor: TensorPlan, adapters: Mapping[str, AdapterChec
             )
         headers.append(adapters[expert].low_rank[name])
     method = registry.get(action.method)
-    oriented = action.layout is None or not (action.layout.stacked or action.layout.parts)
-    exact = oriented and method.factored_for(action.parameters)
-    limit = recipe.output.rank
-    if not exact and limit is None:
+    _check_method(tensor, action, method, recipe.output.rank)
+    exact = method.factored_for(action.parameters)
+    rows, columns = headers[0].shape
+    together = sum(header.rank for header in headers)
+    rank = min(rows, columns, together) if exact else min(rows, columns)
+    adapted = AdaptedTensor(
+        name=next(name for name in tensor.sources.values() if name is not None),
+        shape=tensor.stored.shape,
+        rank=min(rank, recipe.output.rank or rank),
+        embedding=tensor.role is Role.EMBEDDING,
+        transposed=headers[0].transposed,
+    )
+    nbytes = sum(h.rank * sum(h.shape) * h.dtype.itemsize for h in headers)
+    return _Task(tensor, action, adapted, exact, nbytes)
+
+
+def _check_method(tensor: TensorPlan, action: Merge, method: Method, rank: int | None) -> None:
+    """Refuse what one tensor's updates are not enough for.
+
+    Raises:
+        RecipeError: the message says what would do.
+    """
+    layout = action.layout
+    needs = {
+        "a pass over all tensors (trim: tensor does without)": method.surveyed(action.parameters)
+        is not None,
+        "statistics of data": method.data != "none",
+        "masks beside the model": method.writes_masks,
+        "the parts of a fused tensor by themselves": layout is not None
+        and layout.parts is not None,
+        "a stack of matrices": layout is not None and layout.stacked,
+    }
+    for need, given in needs.items():
+        if given:
+            raise RecipeError(
+                f"'{tensor.name}': method '{method.name}' needs {need}, which an adapter is not made "
+                "by: merge to a full model (--as model)"
+            )
+    if rank is None and not method.factored_for(action.parameters):
         raise RecipeError(
             f"'{tensor.name}': method '{method.name}' looks at the entries of the updates, so its "
             "result has full rank: say with `output.rank` (--rank) what to truncate it to, or merge "
             "to a full model"
         )
-    rows, columns = headers[0].shape
-    together = sum(header.rank for header in headers)
-    # U holds the ones beside the left factors (`covmerge.methods.factored`).
-    rank = min(columns, together, rows) if exact else min(rows, columns)
-    adapted = AdaptedTensor(
-        name=next(name for name in tensor.sources.values() if name is not None),
-        shape=tensor.stored.shape,
-        rank=min(rank, limit or rank),
-        embedding=tensor.role is Role.EMBEDDING,
-        transposed=headers[0].transposed,
-    )
-    return _Task(tensor, action, adapted, exact)
+
+
+def _work(
+    recipe: Recipe,
+    tasks: Sequence[_Task],
+    adapters: Mapping[str, AdapterCheckpoint],
+    writer: AdapterWriter,
+    device: torch.device,
+    progress: Progress,
+) -> list[dict[str, Json]]:
+    """Merge and write every tensor; return what there is to say of each."""
+    reporting = threading.Lock()
+
+    def one(task: _Task) -> dict[str, Json]:
+        update, stats = _merge(recipe, task, adapters, writer.dtype, device)
+        writer.write(task.adapted, update)
+        with reporting:
+            progress.advance(task.plan.name, task.nbytes)
+        return stats
+
+    progress.start(sum(task.nbytes for task in tasks))
+    try:
+        # The matrices are too thin to share a product among cores: each core has tensors of its own.
+        with ThreadPoolExecutor(
+            torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            return list(pool.map(one, tasks))
+    finally:
+        progress.finish()
 
 
 def _merge(
     recipe: Recipe,
     task: _Task,
     adapters: Mapping[str, AdapterCheckpoint],
+    stored: torch.dtype,
     device: torch.device,
 ) -> tuple[LowRank, dict[str, Json]]:
-    """Merge one tensor's updates, in the base's orientation."""
+    """Merge one tensor's updates, in the base's orientation and the stored dtype, on the CPU."""
     dtype: torch.dtype = getattr(torch, recipe.dtype)
     given = {
         expert: adapters[expert].read_factors(name).to(device).to(dtype)
         for expert, name in task.plan.sources.items()
         if name is not None
     }
-    first = next(iter(given.values()))
-    nothing = LowRank(first.left[:, :0], first.right[:0])
-    updates = [given.get(expert, nothing) for expert in task.plan.sources]
-    weights = [recipe.experts[expert].weight for expert in task.plan.sources]
-    norms = {
-        expert: _square(update) for expert, update in zip(task.plan.sources, updates, strict=True)
-    }
-    for expert, square in norms.items():
+    nothing = next(iter(given.values())).zero()
+    updates = {expert: given.get(expert, nothing) for expert in task.plan.sources}
+    squares = {expert: update.square_norm() for expert, update in updates.items()}
+    for expert, square in squares.items():
         if not isfinite(square):
             raise TensorError(
                 f"'{task.plan.name}': the adapter of expert '{expert}' holds NaN or Inf: fetch it "
                 "again, or leave the tensor out with the rule "
                 f"{{match: '{task.plan.name}', use: base}}"
             )
-    smaller, sigma, stats = _run(task, updates, weights)
+    weights = [recipe.experts[expert].weight for expert in updates]
+    exact, sigma, stats = _run(task, list(updates.values()), weights)
+    rounded = exact.to(stored)
     energy = sigma.square()
-    total = float(energy.sum())
-    kept = float(energy[: task.adapted.rank].sum())
+    total, kept = float(energy.sum()), float(energy[: task.adapted.rank].sum())
     noticed: dict[str, Json] = {
         **stats,
-        "adapter_rank": smaller.rank,
+        "adapter_tensor": task.adapted.name,
+        "adapter_rank": rounded.rank,
         "discarded_energy": 1.0 - kept / total if total else 0.0,
         "singular_values": [float(value) for value in sigma],
     }
     entry: dict[str, Json] = {
-        "updates": dict(norms),
+        "updates": dict(squares),
         "merged": total,
-        "rounding": 0.0,
+        "rounding": _difference(exact, rounded.to(dtype)).square_norm(),
         "matrices": [noticed],
     }
-    return smaller, entry
+    return rounded.to(torch.device("cpu")), entry
+
+
+def _difference(first: LowRank, second: LowRank) -> LowRank:
+    return LowRank(
+        torch.cat([first.left, second.left], dim=1), torch.cat([first.right, -second.right])
+    )
 
 
 def _run(
@@ -210,24 +272,22 @@ def _run(
     action = task.action
     method = registry.get(action.method)
     turned = action.layout is not None and action.layout.transposed
-    oriented = [LowRank(u.right.mT, u.left.mT) if turned else u for u in updates]
+    oriented = [update.mT for update in updates] if turned else updates
     if task.exact:
         found = merge_factors(method, oriented, weights, action.parameters)
         delta, sigma = found.truncated(task.adapted.rank)
         stats = found.stats
     else:
-        group = LinearGroup(tuple(u.dense() for u in oriented), tuple(weights))
+        streams = tuple(task.plan.stream(expert) for expert in task.plan.sources)
+        group = LinearGroup(tuple(u.dense() for u in oriented), tuple(weights), streams=streams)
         result = method(group, **action.parameters)
         top = truncated_svd(result.delta, task.adapted.rank, rtol=0.0)
         root = top.kept.to(top.left.dtype).sqrt()
-        delta = LowRank(top.left * root, (top.right.mT * root).mT)
+        # A result of lower rank than its place in the file: terms that are zero.
+        spare = (0, task.adapted.rank - len(root))
+        delta = LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT)
         sigma, stats = top.sigma, result.stats
-    return (LowRank(delta.right.mT, delta.left.mT) if turned else delta), sigma, stats
-
-
-def _square(update: LowRank) -> float:
-    left, right = update.left.double(), update.right.double()
-    return float(((left.mT @ left) * (right @ right.mT)).sum().clamp_min(0.0))
+    return (delta.mT if turned else delta), sigma, stats
 
 
 def _dtype(recipe: Recipe, adapters: Mapping[str, AdapterCheckpoint]) -> torch.dtype:
@@ -241,36 +301,8 @@ def _dtype(recipe: Recipe, adapters: Mapping[str, AdapterCheckpoint]) -> torch.d
     return first
 
 
-def _statistics(
-    plan: Plan, tasks: Sequence[_Task], merged: Sequence[Mapping[str, Json]]
-) -> dict[str, Json]:
-    """Statistics as those of a full merge, of the tensors that the adapter updates."""
+def _adapted(plan: Plan, tasks: Sequence[_Task]) -> Plan:
+    """The plan of the adapter's tensors alone, each in one item."""
     by_name = {item.tensor.name: item for item in plan.items}
     items = tuple(by_name[task.plan.name] for task in tasks)
-    part = replace(plan, tensors=tuple(task.plan for task in tasks), items=items)
-    done = RunStats(tuple(merged), 0.0, 0.0, 0.0, 0.0, 0.0, 0)
-    entries = tensor_stats(part, done)
-    heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
-    return {"totals": totals(entries), "heads": heads, "tensors": entries}
-
-
-def _verify(folder: Path, tasks: Sequence[_Task]) -> None:
-    """Read the adapter back: every tensor, its shape, finite values.
-
-    Raises:
-        CheckFailed: it is not what was merged.
-    """
-    wanted = {task.adapted.name: task.adapted.rank for task in tasks}
-    try:
-        written = open_checkpoint(folder)
-        assert isinstance(written, AdapterCheckpoint)
-        found = {name: header.rank for name, header in written.low_rank.items()}
-        finite = all(isfinite(_square(written.read_factors(name))) for name in found)
-        written.close()
-    except CovmergeError as error:
-        raise CheckFailed(f"the merged adapter cannot be read back: {error}") from error
-    if found != wanted or not finite:
-        raise CheckFailed(
-            f"the merged adapter has {len(found)} updates, {len(wanted)} were merged"
-            + ("" if finite else ", and some are not finite")
-        )
+    return replace(plan, tensors=tuple(task.plan for task in tasks), items=items)

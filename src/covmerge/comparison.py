@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from pathlib import Path
@@ -36,8 +35,8 @@ from covmerge.statistics.file import StatisticsFile
 from covmerge.types import Json
 from covmerge.version import __version__
 
-# Methods that run together may keep the spectrum of the sum and the products of the closed forms:
-# copies of a layer's stored bytes, an upper bound.
+# Methods that run together keep the spectrum of the sum of a layer's updates (`LinearGroup.once`): an
+# upper bound, in copies of what is read for the layer.
 _SHARED_COPIES = 4
 
 
@@ -204,12 +203,14 @@ class CompareJob:
                 folder = staging.folder / plan.recipe.method
                 folder.mkdir()
                 models.append(ModelFolder(folder, plan, checkpoints))
-            fingerprints = Fingerprints(checkpoints)
-            sinks = [model.sink() for model in models]
-            done = self._execute(plans, sinks, checkpoints, memory, device)
+            with Fingerprints(checkpoints) as fingerprints:
+                sinks = [model.sink() for model in models]
+                done = self._execute(plans, sinks, checkpoints, memory, device)
+                for model, stats in zip(models, done, strict=True):
+                    model.finish(stats, fingerprints, memory)
+                sources = fingerprints.result()
             notes: list[str] = []
-            for model, stats, plan in zip(models, done, plans, strict=True):
-                model.finish(stats, fingerprints, memory)
+            for plan in plans:
                 report = verify(staging.folder / plan.recipe.method, base=checkpoints.base)
                 if [check.name for check in report.checks if not check.ok] == [DIFFERS]:
                     # A failure of one merge; of a comparison it is a result.
@@ -223,7 +224,7 @@ class CompareJob:
                 {
                     "covmerge": __version__,
                     "recipe": dump_recipe(self.recipe),
-                    "sources": fingerprints.result(),
+                    "sources": sources,
                     "comparison": comparison.as_json(),
                 },
             )
@@ -239,8 +240,7 @@ class CompareJob:
         device: torch.device,
     ) -> list[RunStats]:
         checkpoints.check_ties(plans[0])
-        with ExitStack() as stack:
-            stack.enter_context(torch_threads(self.threads))
+        with torch_threads(self.threads):
             return run(
                 list(zip(plans, sinks, strict=True)),
                 checkpoints.sources(),

@@ -72,12 +72,7 @@ class Job:
         """
         device = usable_device(self.device)
         if self.recipe.output.format == "adapter":
-            if self.out is None:
-                raise InputError("an adapter is written to a folder: give an output folder")
-            with torch_threads(self.threads):
-                return merge_to_adapter(
-                    self.recipe, checkpoints, self.out, device=device, overwrite=self.overwrite
-                )
+            return self._to_adapter(checkpoints, device)
         plan = build_plan(
             self.recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics
         )
@@ -87,6 +82,29 @@ class Job:
         work = _Work(plan, checkpoints, memory, device)
         return self._to_memory(work) if self.out is None else self._to_disk(work, self.out)
 
+    def _to_adapter(self, checkpoints: OpenCheckpoints, device: torch.device) -> MergeResult:
+        if self.out is None:
+            raise InputError("an adapter is written to a folder: give an output folder")
+        if self.resume:
+            raise InputError(
+                "a merge to an adapter leaves nothing to resume when it is interrupted: run it again "
+                "without --resume"
+            )
+        if self.max_memory is not None:
+            raise InputError(
+                "a merge to an adapter holds the factors of a few tensors, and has no memory plan: "
+                "run it without --max-memory"
+            )
+        with torch_threads(self.threads):
+            return merge_to_adapter(
+                self.recipe,
+                checkpoints,
+                self.out,
+                device=device,
+                progress=self.progress or Silent(),
+                overwrite=self.overwrite,
+            )
+
     def _to_memory(self, work: _Work) -> MergeResult:
         work.checkpoints.materialize()
         sink = MemorySink(work.plan)
@@ -95,7 +113,7 @@ class Job:
             path=None,
             tensors=sink.tensors,
             heads=read_heads(work.plan, work.checkpoints),
-            stats=merge_stats(work.plan, done),
+            stats=merge_stats(work.plan, done.items),
             run=run_report(done, work.memory),
             notes=work.plan.notes,
             masks=sink.masks,
@@ -116,9 +134,9 @@ class Job:
             with begin(staging.journal, digest) as journal:
                 try:
                     model = ModelFolder(staging.folder, work.plan, work.checkpoints)
-                    fingerprints = Fingerprints(work.checkpoints)
-                    done = self._execute(work, model.sink(journal))
-                    result = model.finish(done, fingerprints, work.memory)
+                    with Fingerprints(work.checkpoints) as fingerprints:
+                        done = self._execute(work, model.sink(journal))
+                        result = model.finish(done, fingerprints, work.memory)
                     # The report names the folder that the output becomes.
                     checked = verify(staging.folder, base=work.checkpoints.base)
                     checked = replace(checked, folder=out)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,57 +190,64 @@ class ModelFolder:
         write_index(self._layout, folder)
         write_heads(folder, read_heads(plan, self._checkpoints))
         copied = copy_companions(base.folder, folder, _config_dtype(plan))
-        stats = merge_stats(plan, done)
+        stats = merge_stats(plan, done.items)
         if self._masks is not None:
             self._masks.flush()
             write_rescalers(folder, cast("Mapping[str, float]", stats["rescalers"]))
         notes = (*plan.notes, *copied.notes)
-        write_manifest(
-            folder,
-            {
-                "covmerge": __version__,
-                "torch": torch.__version__,
-                "recipe": dump_recipe(plan.recipe),
-                "family": plan.family,
-                "sources": fingerprints.result(),
-                "notes": notes,
-                **stats,
-            },
-        )
+        write_manifest(folder, manifest(plan, fingerprints, notes, stats))
         return MergeResult(folder, None, {}, stats, run_report(done, memory), notes)
+
+
+def manifest(
+    plan: Plan, fingerprints: Fingerprints, notes: Sequence[str], stats: Mapping[str, Json]
+) -> dict[str, Json]:
+    """What covmerge.json says of a merge."""
+    return {
+        "covmerge": __version__,
+        "torch": torch.__version__,
+        "recipe": dump_recipe(plan.recipe),
+        "family": plan.family,
+        "sources": fingerprints.result(),
+        "notes": list(notes),
+        **stats,
+    }
 
 
 class Fingerprints:
     """Hashes the sources in the background, while their pages are in the cache anyway."""
 
     def __init__(self, checkpoints: OpenCheckpoints) -> None:
-        """Begin."""
-        self._found: dict[str, Json] = {}
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._hash, args=(checkpoints,), daemon=True)
-        self._thread.start()
+        self._checkpoints = checkpoints
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="covmerge-hash")
 
-    def _hash(self, checkpoints: OpenCheckpoints) -> None:
+    def __enter__(self) -> Fingerprints:
+        """Begin."""
         try:
-            for key, checkpoint in checkpoints.all():
-                self._found[key] = {
-                    "source": checkpoint.source,
-                    "content": checkpoint.fingerprint(),
-                }
-            for name, file in checkpoints.statistics.items():
-                self._found[f"statistics {name}"] = {
-                    "source": str(file.path),
-                    "content": file.identity(),
-                }
-        except BaseException as error:
-            self._error = error
+            self._hashing = self._pool.submit(self._hash)
+        except BaseException:
+            self._stop.set()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop: a run that failed does not wait for hashes."""
+        self._stop.set()
+        self._pool.shutdown()
 
     def result(self) -> dict[str, Json]:
         """Wait for the hashes."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._found
+        return self._hashing.result()
+
+    def _hash(self) -> dict[str, Json]:
+        found: dict[str, Json] = {}
+        for key, checkpoint in self._checkpoints.all():
+            content = checkpoint.fingerprint(self._stop)
+            found[key] = {"source": checkpoint.source, "content": content}
+        for name, file in self._checkpoints.statistics.items():
+            found[f"statistics {name}"] = {"source": str(file.path), "content": file.identity()}
+        return found
 
 
 def read_heads(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, dict[str, Tensor]]:
@@ -256,7 +264,7 @@ def _config_dtype(plan: Plan) -> torch.dtype | None:
     return None if stored == "base" else getattr(torch, stored)
 
 
-def merge_stats(plan: Plan, done: RunStats) -> dict[str, Json]:
+def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
     """Statistics of a finished merge: totals, heads, and each tensor."""
     entries = tensor_stats(plan, done)
     heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}

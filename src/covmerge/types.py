@@ -105,9 +105,23 @@ class LowRank:
         """Number of its terms, at least the rank of Δ."""
         return self.right.shape[0]
 
+    @property
+    def mT(self) -> LowRank:  # noqa: N802 - as torch calls it
+        """The transposed update, `(d_in, d_out)`."""
+        return LowRank(self.right.mT, self.left.mT)
+
+    def zero(self) -> LowRank:
+        """Return an update of this shape that changes nothing: it has no terms."""
+        return LowRank(self.left[:, :0], self.right[:0])
+
     def dense(self) -> Tensor:
         """Multiply out."""
         return self.left @ self.right
+
+    def square_norm(self) -> float:
+        """Return ‖Δ‖²_F without multiplying out, Tr (leftᵀ left)(right rightᵀ)."""
+        left, right = self.left.double(), self.right.double()
+        return float(((left.mT @ left) * (right @ right.mT)).sum().clamp_min(0.0))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any
 
@@ -180,9 +181,9 @@ class AdapterCheckpoint:
         """See `Checkpoint.identity`."""
         return self._stored.identity()
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
         """See `Checkpoint.fingerprint`."""
-        return self._stored.fingerprint()
+        return self._stored.fingerprint(stop)
 
     def close(self) -> None:
         """See `Checkpoint.close`."""

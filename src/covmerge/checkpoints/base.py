@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Event
 from typing import Any, Protocol
 
 import torch
@@ -71,8 +72,12 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return hashes of the content by file name, or the commit; files are read for it."""
+    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
+        """Return hashes of the content by file name, or the commit; files are read for it.
+
+        Raises:
+            CancelledError: `stop` was set before the end.
+        """
         ...
 
     def close(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -84,9 +86,9 @@ class FileCheckpoint:
             files[path.name] = {"size": size, "mtime_ns": mtime_ns}
         return {"kind": "files", "files": files}
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
         """The SHA-256 of every file."""
-        return {path.name: f"sha256:{_sha256(path)}" for path in self._paths}
+        return {path.name: f"sha256:{_sha256(path, stop)}" for path in self._paths}
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
@@ -245,13 +247,15 @@ def _is_adapter(name: str) -> bool:
     return name.startswith("adapter_model.")
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, stop: Event | None) -> str:
     digest = hashlib.sha256()
     buffer = bytearray(_CHUNK)
     view = memoryview(buffer)
     with _named_errors(path), path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
+            if stop is not None and stop.is_set():
+                raise CancelledError(f"hashing {path} was stopped")
     return digest.hexdigest()
 
 

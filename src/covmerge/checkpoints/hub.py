@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any
 
@@ -88,7 +89,7 @@ class HubCheckpoint:
         """Repository and commit."""
         return {"kind": "hub", "repo": self._repository.name, **self.fingerprint()}
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
         """The commit, which fixes every byte."""
         return {"revision": self._repository.commit}
 

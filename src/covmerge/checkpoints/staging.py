@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -148,10 +149,12 @@ class Staging:
     def _take_lock(self) -> int:
         path = self._partial / "lock"
         while True:
-            self._partial.mkdir(parents=True, exist_ok=True)
             try:
+                self._partial.mkdir(parents=True, exist_ok=True)
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):
+                if _is_other_than_folder(self._partial):
+                    raise
                 continue  # the folder was removed by a merge that just ended
             try:
                 self._flock(fd)
@@ -262,6 +265,13 @@ def _resolve(out: Path) -> Path:
 def _is_open_at(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _is_other_than_folder(path: Path) -> bool:
+    try:
+        return not stat.S_ISDIR(path.stat(follow_symlinks=False).st_mode)
     except FileNotFoundError:
         return False
 

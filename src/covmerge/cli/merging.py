@@ -16,6 +16,7 @@ from covmerge.cli.machine import measure_speed
 from covmerge.cli.progress import progress_on
 from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
 from covmerge.engine import room_for
+from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
 
 
@@ -38,6 +39,11 @@ def dry_run(recipe: Recipe, out: Path | None, flags: RunFlags) -> None:
         InputError: whatever would stop the merge before its first tensor.
         ResourceError: the output does not fit on the disk; the plan is printed before.
     """
+    if recipe.output.format == "adapter":
+        raise InputError(
+            "there is no dry run of a merge to an adapter: it reads nothing of the base, and leaves "
+            "nothing behind if it fails"
+        )
     plan, memory = api.plan_recipe(recipe, max_memory=flags.max_memory)
     speed = measure_speed(recipe, plan.compute_dtype, flags.device, flags.threads)
     room = None if out is None else room_for([plan], out)

@@ -16,6 +16,7 @@ from covmerge.api import MergeResult
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
 from covmerge.cli.units import format_flops, format_seconds
+from covmerge.diagnostics import VerifyReport
 from covmerge.engine import MemoryPlan, Room
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
@@ -161,6 +162,7 @@ def show_adapter(
     merged = {
         name: matrix for name, entry in stats["tensors"].items() for matrix in entry["matrices"]
     }
+    totals, report = stats["totals"], cast("VerifyReport", result.verification)
     ranks = [matrix["adapter_rank"] for matrix in merged.values()]
     worst = max(merged, key=lambda name: merged[name]["discarded_energy"])
     lost = merged[worst]["discarded_energy"]
@@ -182,7 +184,8 @@ def show_adapter(
                 ),
                 ("peak memory", f"{format_size(run['peak_memory'])} measured"),
                 *_heads(stats["heads"]),
-                ("verified", "read back: every update, its shape, finite values"),
+                ("rounding", f"storing loses {totals['rounding_loss']:.2%} of the update's norm"),
+                ("verified", ", ".join(check.name for check in report.checks)),
             ]
         )
     )

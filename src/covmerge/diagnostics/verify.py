@@ -2,66 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
-from covmerge.errors import CheckFailed, CheckpointError, InputError
-from covmerge.types import Json, TensorHeader
+from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport, check_heads, read_manifest
+from covmerge.diagnostics.verify_adapter import verify_adapter
+from covmerge.errors import CheckpointError, InputError
+from covmerge.export import find_masks
+from covmerge.types import TensorHeader
 
 _BLOCK_ELEMENTS = 8 * 2**20
-
-
-DIFFERS = "differs from base"  # the check that a merge changed anything
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check and its outcome."""
-
-    name: str
-    ok: bool
-    detail: str
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """Outcome of all checks on one output."""
-
-    folder: Path
-    checks: tuple[Check, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every check passed."""
-        return all(check.ok for check in self.checks)
-
-    def raise_if_failed(self) -> None:
-        """Raise CheckFailed with the failed checks, if there are any."""
-        failed = [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
-        if failed:
-            raise CheckFailed(f"{self.folder} fails its verification. " + "; ".join(failed))
-
-    def summary(self) -> dict[str, Json]:
-        """The report as plain JSON."""
-        return {
-            "folder": str(self.folder),
-            "ok": self.ok,
-            "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in self.checks],
-        }
 
 
 def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyReport:
     """Re-read an output of covmerge and check it.
 
     Coverage (each tensor of the manifest, no other, with its shape and dtype), finite values,
-    copied tensors equal to the base's, "differs from base", rounding loss of the output dtype, and
-    the task heads.
+    copied tensors equal to the base's, "differs from base", rounding loss of the output dtype, the
+    task heads, and masks. Of an adapter what `verify_adapter` checks.
 
     Args:
         folder: the output.
@@ -72,7 +34,9 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyRepor
         InputError: the folder is not an output of covmerge.
     """
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
+    if manifest["recipe"].get("output", {}).get("format") == "adapter":
+        return verify_adapter(folder)
     entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
     output = open_checkpoint(folder)
     opened: Checkpoint | None = None
@@ -86,7 +50,9 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyRepor
         checks = [_coverage(entries, output.headers)]
         if checks[0].ok:
             checks += _values(entries, output, base, missing)
-        checks += [_rounding(manifest), _heads(folder, manifest)]
+        checks += [_rounding(manifest), check_heads(folder, manifest)]
+        if "rescalers" in manifest:
+            checks.append(_masks(folder, list(manifest["rescalers"])))
         return VerifyReport(folder, tuple(checks))
     finally:
         output.close()
@@ -94,20 +60,15 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyRepor
             opened.close()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / "covmerge.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if not all(key in manifest for key in ("tensors", "heads", "totals", "recipe")):
-            raise ValueError("keys are missing")
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder} has no covmerge.json: it is not a finished output of covmerge. Name the folder "
-            "that `covmerge merge` wrote."
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path} cannot be read as a covmerge manifest: {error}") from error
-    return manifest
+def _masks(folder: Path, experts: list[str]) -> Check:
+    wrong: list[str] = []
+    for expert in experts:
+        try:
+            find_masks(folder, expert)
+        except (InputError, CheckpointError) as error:
+            wrong.append(str(error))
+    good = f"those of {len(experts)} experts are as they were written"
+    return Check("masks", not wrong, "; ".join(wrong) or good)
 
 
 def _coverage(
@@ -180,22 +141,6 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
         f"storing the result loses {loss:.2%} of the merged update's norm"
         + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else ""),
     )
-
-
-def _heads(folder: Path, manifest: Mapping[str, Any]) -> Check:
-    wrong: list[str] = []
-    heads: Mapping[str, list[str]] = manifest["heads"]
-    for expert, names in heads.items():
-        try:
-            head = open_checkpoint(folder / "heads" / f"{expert}.safetensors")
-        except CheckpointError as error:
-            wrong.append(str(error))
-            continue
-        if set(head.headers) != set(names):
-            wrong.append(f"heads/{expert}.safetensors holds {sorted(head.headers)}, not {names}")
-        head.close()
-    good = f"{len(heads)} task heads kept" if heads else "no task heads"
-    return Check("heads", not wrong, "; ".join(wrong) or good)
 
 
 def _listed(names: list[str], limit: int = 5) -> str:

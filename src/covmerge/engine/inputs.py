@@ -128,13 +128,10 @@ def _update(stored: Tensor | LowRank, base: Tensor) -> Tensor | LowRank:
 
 
 def _square(update: Update) -> float:
-    """‖Δ‖²_F; of a product BA without multiplying it out, Tr (BᵀB)(AAᵀ)."""
+    """‖Δ‖²_F."""
     if update is None:
         return 0.0
-    if isinstance(update, LowRank):
-        left, right = update.left.double(), update.right.double()
-        return float(((left.mT @ left) * (right @ right.mT)).sum().clamp_min(0.0))
-    return norm(update) ** 2
+    return update.square_norm() if isinstance(update, LowRank) else norm(update) ** 2
 
 
 def dense(update: Update, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Protocol
@@ -93,7 +94,9 @@ def run(
     try:
         with surveying:
             thresholds = run_surveys(plans, sources, context, progress.advance)
-        pipeline = _Pipeline(work, sources, replace(context, thresholds=thresholds), progress)
+        sinks = [sink for _, sink in work]
+        informed = replace(context, thresholds=thresholds)
+        pipeline = _Pipeline(together, sinks, sources, informed, progress)
         pipeline.run(in_flight)
     finally:
         progress.finish()
@@ -121,13 +124,14 @@ class _Pipeline:
 
     def __init__(
         self,
-        work: Sequence[tuple[Plan, Sink]],
+        together: Sequence[tuple[WorkItem, ...]],
+        sinks: Sequence[Sink],
         sources: Sources,
         context: Context,
         progress: Progress,
     ) -> None:
-        self._together = list(zip(*(plan.items for plan, _ in work), strict=True))
-        self._sinks = [sink for _, sink in work]
+        self._together = together
+        self._sinks = sinks
         self._sources = sources
         self._context = context
         self._progress = progress
@@ -136,33 +140,28 @@ class _Pipeline:
         self._to_write: Queue[tuple[int, int, Result] | None] = Queue()
         self._errors: list[BaseException] = []
         self.reading, self.writing = _Clock(), _Clock()
-        self.computing = [_Clock() for _ in work]
-        self.collected: list[dict[int, Mapping[str, Json]]] = [{} for _ in work]
+        self.computing = [_Clock() for _ in sinks]
+        self.collected: list[dict[int, Mapping[str, Json]]] = [{} for _ in sinks]
         self.resumed = 0
 
     def run(self, in_flight: int) -> None:
         """Start reader and writer, compute in this thread, wait for all."""
         budget = Budget(in_flight)
-        threads = [
-            threading.Thread(
-                target=self._guarded, args=(stage, budget), name=f"covmerge-{name}", daemon=True
-            )
-            for name, stage in (("read", self._read), ("write", self._write))
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            while not self._errors and (task := self._to_compute.get()) is not None:
-                index, inputs = task
-                del task
-                self._compute(index, inputs)
-                del inputs
-                budget.release(read_together(self._together[index]))
-        finally:
-            budget.close()
-            self._to_write.put(None)
-            for thread in threads:
-                thread.join()
+        with ThreadPoolExecutor(2, thread_name_prefix="covmerge") as pool:
+            try:
+                # Within the `try`: Ctrl-C may come while the threads start, and a thread that is
+                # still in torch when Python exits aborts the process.
+                for stage in (self._read, self._write):
+                    pool.submit(self._guarded, stage, budget)
+                while not self._errors and (task := self._to_compute.get()) is not None:
+                    index, inputs = task
+                    del task
+                    self._compute(index, inputs)
+                    del inputs
+                    budget.release(read_together(self._together[index]))
+            finally:
+                budget.close()
+                self._to_write.put(None)
         if self._errors:
             raise self._errors[0]
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, cast
 
-from covmerge.engine.run import RunStats
 from covmerge.plan import Plan
 from covmerge.types import Json
 
 
-def tensor_stats(plan: Plan, done: RunStats) -> dict[str, dict[str, Json]]:
-    """Return one entry per output tensor.
+def tensor_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, dict[str, Json]]:
+    """Return one entry per output tensor, of the statistics of the plan's items.
 
     `update_norm` ‖Δ_t‖_F by expert, `merged_norm` ‖W̄ − W_0‖_F, `rounding_loss` the share of the
     merged update lost to the output dtype, `matrices` what the method noticed in each matrix.
     """
     items: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
-    for item, stats in zip(plan.items, done.items, strict=True):
+    for item, stats in zip(plan.items, done, strict=True):
         if stats:
             items[item.tensor.name].append(cast("Mapping[str, Any]", stats))
     entries: dict[str, dict[str, Json]] = {}

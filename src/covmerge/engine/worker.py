@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 from math import isfinite, sqrt
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from covmerge.engine.inputs import Inputs, dense, take_updates
 from covmerge.engine.measures import measure
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.random import Stream
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import merge_factors
 from covmerge.plan import Merge, TensorPlan, WorkItem
@@ -146,22 +145,16 @@ class Layer:
 
     def _factors(self, action: Merge, method: Method) -> list[LowRank] | None:
         """All updates by their factors, oriented; None where the method must see them as tensors."""
-        layout, adapters = action.layout, [u for u in self._given.values() if u is not None]
-        if layout is None or layout.stacked or layout.parts is not None or not adapters:
+        layout = action.layout
+        adapters = [update for update in self._given.values() if isinstance(update, LowRank)]
+        full = any(isinstance(update, Tensor) for update in self._given.values())
+        if layout is None or layout.stacked or layout.parts is not None or full or not adapters:
             return None
         if not method.factored_for(action.parameters):
             return None
-        first, *others = adapters
-        if not isinstance(first, LowRank):
-            return None
-        nothing = LowRank(first.left[:, :0], first.right[:0])
-        factors = [nothing if u is None else u for u in self._given.values()]
-        if not all(isinstance(update, LowRank) for update in others):
-            return None
-        found = cast("list[LowRank]", factors)
-        if layout.transposed:
-            found = [LowRank(update.right.mT, update.left.mT) for update in found]
-        return found
+        nothing = adapters[0].zero()
+        found = [u if isinstance(u, LowRank) else nothing for u in self._given.values()]
+        return [update.mT for update in found] if layout.transposed else found
 
     def _base(self) -> Tensor:
         return self._inputs.base.to(self._context.device).to(self._context.dtype)
@@ -220,7 +213,9 @@ class Layer:
                 updates,
                 weights,
                 own,
-                streams=tuple(_stream(item, expert) for expert in self._updates)
+                streams=tuple(
+                    item.tensor.stream(expert, item.first_element) for expert in self._updates
+                )
                 if method.seeded
                 else (),
                 measured=self._measured(item.tensor, method),
@@ -251,7 +246,3 @@ def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
     if any(result.delta.data_ptr() == update.data_ptr() for update in updates.values()):
         return result.delta.clone()
     return result.delta
-
-
-def _stream(item: WorkItem, expert: str) -> Stream:
-    return Stream(f"{item.tensor.name}\0{expert}", item.first_element)

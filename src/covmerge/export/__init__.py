@@ -2,7 +2,7 @@
 
 from covmerge.export.adapter import AdaptedTensor, AdapterWriter
 from covmerge.export.companions import Companions, copy_companions
-from covmerge.export.expert_models import load_expert, rescalers_of, write_rescalers
+from covmerge.export.expert_models import find_masks, load_expert, rescalers_of, write_rescalers
 from covmerge.export.heads import write_heads
 from covmerge.export.index import write_index
 from covmerge.export.manifest import write_manifest
@@ -12,6 +12,7 @@ __all__ = [
     "AdapterWriter",
     "Companions",
     "copy_companions",
+    "find_masks",
     "load_expert",
     "rescalers_of",
     "write_heads",

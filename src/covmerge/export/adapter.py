@@ -90,7 +90,7 @@ class AdapterWriter:
     def __init__(self, folder: Path, tensors: Sequence[AdaptedTensor], dtype: torch.dtype) -> None:
         self._folder = folder
         self._tensors = tensors
-        self._dtype = dtype
+        self.dtype = dtype
         headers = [header for tensor in tensors for header in tensor.headers(dtype)]
         shard = plan_shard("adapter_model.safetensors", headers)
         self._writer = ShardWriter(folder, Layout((shard,)))
@@ -98,7 +98,7 @@ class AdapterWriter:
     def write(self, tensor: AdaptedTensor, update: LowRank) -> None:
         """Write the factors of one update, given in the base's orientation."""
         for key, factor in zip(tensor.keys(), tensor.factors(update), strict=True):
-            self._writer.write(key, factor.to(self._dtype).contiguous())
+            self._writer.write(key, factor.to(self.dtype).contiguous())
 
     def finish(self, parents: Sequence[Mapping[str, Any]]) -> None:
         """Write the configuration; what all parents agree on is kept."""

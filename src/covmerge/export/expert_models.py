@@ -118,7 +118,7 @@ def load_expert(
         [[4.0, 0.0]]
     """
     folder = Path(folder)
-    factor, path = _find_masks(folder, expert)
+    factor, path = find_masks(folder, expert)
     with ExitStack() as stack:
 
         def opened(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -144,8 +144,13 @@ def load_expert(
     return weights
 
 
-def _find_masks(folder: Path, expert: str) -> tuple[float, Path]:
-    """Return an expert's factor and the file of its masks, which are those of the merge."""
+def find_masks(folder: Path, expert: str) -> tuple[float, Path]:
+    """Return an expert's factor and the file of its masks, which are those of the merge.
+
+    Raises:
+        InputError: no masks there, or none of this expert.
+        CheckpointError: masks or factors are not those of the merge.
+    """
     path = folder / MASKS_FOLDER / _FILE
     if not path.is_file():
         raise InputError(

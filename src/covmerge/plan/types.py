@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from covmerge.linalg.random import Stream
 from covmerge.methods import registry
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.tensors import MatrixLayout
@@ -75,6 +76,10 @@ class TensorPlan:
     def name(self) -> str:
         """Name in the base and in the output."""
         return self.output.name
+
+    def stream(self, expert: str, first_element: int = 0) -> Stream:
+        """Random numbers of one expert's update, from an element on."""
+        return Stream(f"{self.name}\0{expert}", first_element)
 
     @property
     def writes_masks(self) -> bool:

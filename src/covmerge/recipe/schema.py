@@ -243,8 +243,8 @@ class Output(_Model):
     rank: int | None = Field(
         default=None,
         ge=1,
-        description="Largest rank of a merged adapter; what the truncation loses is reported. By "
-        "default it is exact, of the adapters' ranks together.",
+        description="Largest rank of a merged adapter (`format: adapter`); what the truncation loses "
+        "is reported. By default it is exact, of the adapters' ranks together.",
     )
     dtype: Literal["base", "float32", "float16", "bfloat16", "float64"] = Field(
         default="base",
@@ -254,8 +254,14 @@ class Output(_Model):
     shard_size: Size = Field(
         default=5_000_000_000,
         description="Largest size of one file, in bytes or as '5GB' or '512MiB'. A larger tensor "
-        "gets a file of its own.",
+        "gets a file of its own; an adapter is one file.",
     )
+
+    @model_validator(mode="after")
+    def _rank_of_an_adapter(self) -> Output:
+        if self.rank is not None and self.format != "adapter":
+            raise ValueError("'rank' belongs to 'format: adapter', and the output is a model")
+        return self
 
 
 def _short_expert_form(schema: dict[str, Any]) -> None:
