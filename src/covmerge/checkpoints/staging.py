@@ -127,11 +127,17 @@ class Staging:
 
     def _refuse_output(self) -> None:
         out = self.out
-        if not os.path.lexists(out):
+        try:
+            # In one look: another merge may be exchanging it.
+            names = [path.name for path in out.iterdir()]
+            mounted = out.is_mount()
+        except FileNotFoundError:
             return
-        if not out.is_dir():
-            raise InputError(f"the output {out} exists and is no folder: choose another name")
-        if out.is_mount():
+        except NotADirectoryError:
+            raise InputError(
+                f"the output {out} exists and is no folder: choose another name"
+            ) from None
+        if mounted:
             raise InputError(
                 f"the output {out} is a mount point, which cannot be replaced as a whole: "
                 f"choose a folder inside it, such as {out / 'merged'}"
@@ -140,7 +146,7 @@ class Staging:
             raise InputError(
                 f"the output {out} exists: pass --overwrite to replace it, or choose another name"
             )
-        if any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
+        if names and MANIFEST_NAME not in names:
             raise InputError(
                 f"the output {out} is no output of covmerge (it has no {MANIFEST_NAME}), so it is "
                 "not deleted: remove it yourself, or choose another name"
