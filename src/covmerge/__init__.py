@@ -15,7 +15,7 @@ from covmerge.version import __version__
 
 if TYPE_CHECKING:
     from covmerge import methods
-    from covmerge.api import MergeResult, compare, merge, plan_recipe, run_recipe
+    from covmerge.api import MergeResult, compare, extract, merge, plan_recipe, run_recipe
     from covmerge.comparison import Comparison
     from covmerge.diagnostics import verify
     from covmerge.export import load_expert
@@ -30,6 +30,7 @@ _HOMES = {
     "MergeResult": "covmerge.api",
     "collect": "covmerge.statistics",
     "compare": "covmerge.api",
+    "extract": "covmerge.api",
     "load_expert": "covmerge.export",
     "merge": "covmerge.api",
     "merge_layer": "covmerge.layer",
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "collect",
     "compare",
+    "extract",
     "load_expert",
     "load_recipe",
     "merge",

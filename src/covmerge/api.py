@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from covmerge.comparison import CompareJob, Comparison
 from covmerge.engine import MemoryPlan, Progress, plan_memory
@@ -35,6 +35,9 @@ def merge(
     dtype: str = "float32",
     out_dtype: str = "base",
     shard_size: int | str = "5GB",
+    form: Literal["model", "adapter"] = "model",
+    rank: int | None = None,
+    whole: bool = False,
     device: str = "cpu",
     threads: int | None = None,
     max_memory: int | str | None = None,
@@ -59,6 +62,9 @@ def merge(
         dtype: compute dtype, `float32` or `float64`.
         out_dtype: stored dtype of the result; `base` keeps the base's.
         shard_size: largest size of one output file.
+        form: write merged weights, or one adapter of the base.
+        rank: largest rank of the adapter; None: exact.
+        whole: have the adapter hold what full models changed outside their layers, as it is.
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
         max_memory: bytes the process may take; obeyed, or refused before any work.
@@ -90,7 +96,13 @@ def merge(
         tensors=tensors or {},
         rules=rules,
         dtype=dtype,
-        output={"dtype": out_dtype, "shard_size": shard_size},
+        output={
+            "dtype": out_dtype,
+            "shard_size": shard_size,
+            "format": form,
+            "rank": rank,
+            "whole": whole,
+        },
     )
     job = Job(
         recipe=recipe,
@@ -104,6 +116,73 @@ def merge(
     )
     with open_checkpoints(base, named, statistics or {}) as checkpoints:
         return job.run(checkpoints)
+
+
+def extract(
+    base: Source,
+    expert: Source,
+    out: str | Path,
+    rank: int,
+    *,
+    whole: bool = False,
+    tensors: Mapping[str, str] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    dtype: str = "float32",
+    out_dtype: str = "base",
+    device: str = "cpu",
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> MergeResult:
+    """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
+
+    BA = Σ_{i ≤ rank} σ_i u_i v_iᵀ of Δ = W − W₀ (Eckart–Young). What each layer loses, and what lies
+    outside the layers, is in `stats` and in `covmerge.json`.
+
+    Args:
+        base: folder, file, hub id `org/name@revision`, or a state dict.
+        expert: the model that was fine-tuned from it.
+        out: folder to write.
+        rank: of every layer's update.
+        whole: hold what the expert changed outside its layers (norms, biases, tied embeddings) too.
+        tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
+        rules: exceptions by tensor name or role, as under `rules:` in a recipe.
+        dtype: compute dtype, `float32` or `float64`.
+        out_dtype: stored dtype of the factors; `base` takes the base's.
+        device: where the mathematics runs.
+        threads: CPU threads of the mathematics; None leaves torch's setting.
+        overwrite: replace an earlier output.
+        progress: hears of every finished piece of work.
+
+    Raises:
+        InputError: anything wrong with the inputs; nothing is left behind.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> import torch
+        >>> base = {"fc.weight": torch.zeros(4, 4)}
+        >>> expert = {"fc.weight": torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0]))}
+        >>> result = extract(base, expert, Path(mkdtemp()) / "lora", rank=2)
+        >>> round(result.stats["totals"]["discarded_energy"], 4)
+        0.0714
+    """
+    return merge(
+        base,
+        {"expert": expert},
+        "average",  # of one expert, the expert
+        out,
+        tensors=tensors,
+        rules=rules,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        form="adapter",
+        rank=rank,
+        whole=whole,
+        device=device,
+        threads=threads,
+        overwrite=overwrite,
+        progress=progress,
+    )
 
 
 def compare(

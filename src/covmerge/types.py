@@ -180,6 +180,8 @@ class LinearGroup:
         frame: the bases that updates of low rank are written in, so that `updates` are their cores
             `(p, q)`; None: the updates are what they are. Whoever declares `factored` treats a core
             as the layer itself: sizes come from `shape`, and 𝟏 is `frame.ones_out`, `frame.ones_in`.
+        factors: per expert, the factors that its update came in, in the coordinates of `updates`;
+            empty where it came multiplied out.
     """
 
     updates: tuple[Tensor, ...]
@@ -190,6 +192,7 @@ class LinearGroup:
     thresholds: tuple[float, ...] | None = None
     shared: dict[str, Any] | None = None
     frame: Frame | None = None
+    factors: tuple[LowRank, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

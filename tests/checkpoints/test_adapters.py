@@ -21,6 +21,7 @@ from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
 from covmerge.errors import CheckpointError
 from tests.checkpoints.adapters import (
     Attention,
+    Made,
     applied,
     assert_merges,
     bert,
@@ -119,18 +120,9 @@ def test_attention_and_convolutions(tmp_path: Path) -> None:
     assert {"attn.in_proj_weight", "attn.out_proj.weight"} <= adapter.low_rank.keys()
 
 
-def test_parameters_and_experts(tmp_path: Path) -> None:
-    """Factors of a matrix are read; those of a stack do not say which way round it is stored."""
+def test_parameters_that_are_matrices(tmp_path: Path) -> None:
     config = lora(target_modules=["v_proj"], target_parameters=["q_proj.weight"], lora_dropout=0.0)
     assert_merges(make(llama, config, tmp_path / "matrix"), updates=6)
-    for build, names in (
-        (mixtral, ["experts.down_proj"]),
-        (gpt_oss, ["experts.gate_up_proj", "experts.down_proj"]),
-    ):
-        config = lora(target_modules=["q_proj"], target_parameters=names)
-        make(build, config, tmp_path / build.__name__)
-        with pytest.raises(CheckpointError, match=r"target_parameters = .*merge_and_unload"):
-            open_checkpoint(tmp_path / build.__name__)
 
 
 def test_adalora(tmp_path: Path) -> None:
@@ -274,7 +266,6 @@ def test_a_changed_base_is_refused_unless_it_was_converted(init: str, tmp_path: 
     "config, message",
     [
         (lora(use_dora=True), "use_dora = True"),
-        (lora(ensure_weight_tying=True), "ensure_weight_tying"),
         (lora(trainable_token_indices=[1, 2]), "trainable_token_indices"),
         (IA3Config(target_modules=ATTENTION, feedforward_modules=[]), "'IA3'.*LORA and ADALORA"),
         (LoHaConfig(target_modules=ATTENTION), "'LOHA'.*LORA and ADALORA"),
@@ -531,3 +522,157 @@ def test_scales_in_the_metadata_of_diffusers(tmp_path: Path) -> None:
 def test_models_with_lora_in_their_names_are_models(tmp_path: Path) -> None:
     save_file({"attn.w_lora.lora.0.weight": torch.ones(2, 2)}, tmp_path / "rwkv.safetensors")
     assert not isinstance(open_checkpoint(tmp_path / "rwkv.safetensors"), AdapterCheckpoint)
+
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def stacks_of(made: Made) -> AdapterCheckpoint:
+    """The adapter beside its base, all of whose updates give what PEFT merges them to."""
+    adapter = made.open().named_as(open_checkpoint(made.base).headers)
+    for name, value in made.merged.items():
+        if name not in adapter.low_rank:
+            assert torch.equal(value, made.base[name])
+            continue
+        update = adapter.read_update(name)
+        matrices = update if isinstance(update, tuple) else (update,)
+        header = adapter.low_rank[name]
+        assert header.shape == (value.shape[0], value[0].numel())
+        assert {matrix.rank for matrix in matrices} == {header.rank}
+        assert header.stacked == isinstance(update, tuple)
+        product = torch.stack([matrix.dense() for matrix in matrices]).view(value.shape)
+        torch.testing.assert_close(made.base[name] + product, value, rtol=1e-6, atol=1e-6)
+    return adapter
+
+
+@pytest.mark.parametrize("build", [mixtral, gpt_oss])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_parameters": EXPERTS[:1]},
+        {"target_parameters": EXPERTS[1:]},
+        {"target_parameters": EXPERTS, "use_rslora": True},
+        {"target_parameters": EXPERTS, "target_modules": []},
+        {
+            "target_parameters": EXPERTS,
+            "rank_pattern": {"experts.down_proj": 2, "0.mlp.experts.gate_up_proj": 4},
+            "alpha_pattern": {r".*gate_up_proj": 7, "q_proj": 9},
+        },
+    ],
+    ids=["inner", "outer", "both", "alone", "patterns"],
+)
+def test_stacks_of_experts(build, options, tmp_path: Path) -> None:
+    made = make(build, lora(**{"target_modules": ["q_proj"]} | options), tmp_path)
+    adapter = stacks_of(made)
+    others = len(made.open().low_rank) - len(adapter.low_rank)
+    assert others == 0 and len(adapter.low_rank) == 2 * (
+        len(options["target_parameters"]) + (options.get("target_modules") != [])
+    )
+
+
+def test_rows_of_a_stack_are_its_matrices(tmp_path: Path) -> None:
+    made = make(gpt_oss, lora(target_modules=[], target_parameters=EXPERTS), tmp_path)
+    adapter = made.open().named_as(open_checkpoint(made.base).headers)
+    name = "model.layers.1.mlp.experts.down_proj"
+    factors = load_file(tmp_path / WEIGHTS)
+    held = sum(value.numel() for key, value in factors.items() if "layers.1" in key)
+    assert adapter.low_rank[name].elements == held
+    whole, last = adapter.read_update(name), adapter.read_update(name, range(1, 3))
+    assert len(whole) == 3 and len(last) == 2
+    assert all(
+        torch.equal(one.dense(), other.dense()) for one, other in zip(whole[1:], last, strict=True)
+    )
+    with pytest.raises(CheckpointError, match="stack of 3 matrices"):
+        adapter.read_factors(name)
+
+
+def test_a_stack_needs_its_base(tmp_path: Path) -> None:
+    made = make(mixtral, lora(target_modules=[], target_parameters=EXPERTS), tmp_path)
+    alone = made.open()
+    assert "model.layers.0.mlp.experts.base_layer" in alone.low_rank
+    with pytest.raises(CheckpointError, match="only the base tells"):
+        alone.read_factors("model.layers.0.mlp.experts.base_layer")
+    other = open_checkpoint({"model.layers.0.w": torch.ones(2)}).headers
+    assert alone.named_as(other).low_rank == alone.low_rank
+
+
+def square(model):
+    """A model of experts whose hidden and inner sizes are the same, as those of GPT-OSS 20B."""
+
+    def build():
+        config = model().config
+        config.intermediate_size = config.hidden_size
+        return type(model())(config)
+
+    return build
+
+
+@pytest.mark.parametrize("model", [mixtral, gpt_oss])
+def test_a_square_stack_lies_as_the_one_beside_it(model, tmp_path: Path) -> None:
+    both = lora(target_modules=[], target_parameters=EXPERTS)
+    stacks_of(make(square(model), both, tmp_path / "both"))
+    one = lora(target_modules=[], target_parameters=EXPERTS[1:])
+    made = make(square(model), one, tmp_path / "one")
+    with pytest.raises(CheckpointError, match=r"more than one way.*merge_and_unload"):
+        made.open().named_as(open_checkpoint(made.base).headers)
+
+
+def test_factors_as_peft_laid_them_before_0_19(tmp_path: Path) -> None:
+    """It took every stack for (experts, d_in, d_out), whichever way its class meant it."""
+    made = make(mixtral, lora(target_modules=[], target_parameters=EXPERTS[1:]), tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    experts, d_out, d_in = made.base[name].shape
+    generator = torch.Generator().manual_seed(0)
+    down = torch.randn(3 * experts, d_out, generator=generator)
+    up = torch.randn(d_in, 3 * experts, generator=generator)
+    stem = "base_model.model.model.layers.0.mlp.experts"
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+    save_file(tensors, tmp_path / WEIGHTS)
+    adapter = made.open().named_as(open_checkpoint(made.base).headers)
+    expected = torch.einsum("ore,eri->eio", up.view(d_in, 3, experts), down.view(experts, 3, d_out))
+    update = torch.stack([matrix.dense() for matrix in adapter.read_update(name)])
+    torch.testing.assert_close(update, expected * 5 / 3)
+
+
+STACK = "base_model.model.model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        (
+            {f"{STACK}.lora_A.weight": (8, 20), f"{STACK}.lora_B.weight": (16, 8)},
+            r"lora_A.weight' \[8, 20\], are not those of .*down_proj' \[3, 16, 20\] \(rank 3, 9 terms",
+        ),
+        (
+            {f"{STACK}.lora_A.weight": (6, 20), f"{STACK}.lora_B.weight": (16, 6)},
+            "of different versions",
+        ),
+        (
+            {f"{STACK}.lora_A.weight": (9, 21), f"{STACK}.lora_B.weight": (16, 9)},
+            "of another base",
+        ),
+        ({f"{STACK}.lora_A.weight": (9, 20), f"{STACK}.lora_B.weight": (16, 8)}, "does not fit"),
+        ({f"{STACK}.lora_B.bias": (16,)}, "which PEFT has for no parameter"),
+        (
+            {
+                f"{STACK}.base_layer.base_layer.lora_A.weight": (9, 20),
+                f"{STACK}.base_layer.base_layer.lora_B.weight": (16, 9),
+            },
+            "are not those of",
+        ),
+        (
+            {f"{STACK}.base_layer.lora_A.weight": None, f"{STACK}.base_layer.lora_B.weight": None},
+            "are not those of",
+        ),
+        ({f"{STACK}.down_proj": (3, 16, 20)}, "down_proj' whole, and factors for it"),
+    ],
+)
+def test_stacks_that_do_not_fit(tensors, message: str, tmp_path: Path) -> None:
+    made = make(mixtral, lora(target_modules=[], target_parameters=EXPERTS), tmp_path)
+    stored = load_file(tmp_path / WEIGHTS)
+    stored |= {name: shape and torch.ones(shape) for name, shape in tensors.items()}
+    save_file({k: v for k, v in stored.items() if v is not None}, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=message):
+        made.open().named_as(open_checkpoint(made.base).headers)

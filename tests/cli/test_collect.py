@@ -83,11 +83,15 @@ BAD = {
         ["m", "--protocol=regmean++", "--base=m", "--out=out"],
         "belong to --protocol inputs",
     ),
+    "labels of a Gram matrix": (
+        ["--protocol=regmean++", "--base=m", "--out=out", "--labels=data"],
+        "--labels and --seed belong to --protocol inputs",
+    ),
     "no base": (["--protocol=regmean++", "--out=out"], "--base SOURCE and --out FOLDER"),
     "no experts": (["--protocol=regmean++", "--base=m", "--out=out"], "no experts are given"),
     "pair": (
         ["--protocol=regmean++", "--base=m", "--out=out", "--expert=m"],
-        "--expert 'm': pass NAME=VALUE",
+        "--expert 'm' is not NAME=VALUE",
     ),
     "expert without data": (
         ["--protocol=regmean++", "--base=m", "--out=out", "--expert=a=m"],

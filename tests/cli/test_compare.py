@@ -71,7 +71,7 @@ def test_many_experts_still_fit_in_80_columns(tmp_path):
         (["--methods", "ace", "--set", "ties.density=0.1"], "'ties', which is not compared"),
         (["--methods", "ace", "--set", "ace.epss=1"], "Did you mean 'eps'"),
         (["--methods", "regmean"], "needs the statistics of expert 'a'"),
-        (["--methods", "knots"], "arrives with adapter support"),
+        (["--methods", "adamerging"], "no merge without training"),
     ],
 )
 def test_bad_requests(models, arguments, message):

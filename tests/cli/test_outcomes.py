@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,45 @@ def test_ctrl_c_then_resume(tmp_path):
     done = subprocess.run([*map(str, command), "--resume", "--json", str(out)], capture_output=True)
     assert done.returncode == 0
     assert b'"resumed_items": 0' not in done.stdout
+
+
+STARTING = """
+import os, signal, sys, threading
+from covmerge.cli import main
+
+name = sys.argv.pop(1)
+start = threading.Thread.start
+
+def interrupted(self):
+    if self.name == name:
+        wait = self._started.wait
+        self._started.wait = lambda: (os.kill(os.getpid(), signal.SIGINT), wait())[1]
+    start(self)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread.start = interrupted
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thread", ["covmerge_0", "covmerge_1", "covmerge-hash_0"])
+def test_ctrl_c_while_a_thread_starts(thread, tmp_path):
+    """A thread that is left in torch when Python exits aborts the process."""
+    base, experts = save_large(tmp_path)
+    named = [f"--expert={name}={path}" for name, path in experts.items()]
+    before = sorted(tmp_path.iterdir())
+    for _ in range(3):
+        arguments = ["merge", "--base", base, *named, "--threads=1", tmp_path / "out"]
+        done = subprocess.run(
+            [sys.executable, "-c", STARTING, thread, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout) == (130, "")
+        assert done.stderr == "interrupted; run again with --resume\n"
+        shutil.rmtree(tmp_path / PARTIAL, ignore_errors=True)
+        assert sorted(tmp_path.iterdir()) == before
 
 
 def wait_for_lines(process: subprocess.Popen[str], journal: Path, count: int) -> None:

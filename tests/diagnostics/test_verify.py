@@ -109,3 +109,25 @@ def test_a_folder_that_is_no_output(tmp_path):
     (tmp_path / "covmerge.json").write_text("[1]")
     with pytest.raises(InputError, match="cannot be read as a covmerge manifest"):
         covmerge.verify(tmp_path)
+
+
+def test_masks_that_are_gone_or_changed(tmp_path):
+    base, experts = save_family("bert", tmp_path, experts=2)
+    covmerge.merge(base, experts, "emr", tmp_path / "out")
+    assert outcome(tmp_path / "out")["masks"].ok
+    name = next(iter(experts))
+    path = tmp_path / "out" / "masks" / f"{name}.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert not outcome(tmp_path / "out")["masks"].ok
+    shutil.rmtree(tmp_path / "out" / "masks")
+    check = outcome(tmp_path / "out")["masks"]
+    assert not check.ok and "masks" in check.detail
+
+
+def test_a_comparison_is_verified_model_by_model(tmp_path):
+    base, experts = save_family("bert", tmp_path, experts=2)
+    covmerge.compare(base, experts, ["average", "ties"], tmp_path / "study")
+    with pytest.raises(InputError, match=r"holds a comparison: verify one of its models.*average"):
+        covmerge.verify(tmp_path / "study")
+    assert covmerge.verify(tmp_path / "study" / "ties").ok

@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import InputError
@@ -66,36 +66,124 @@ def test_truncated_to_a_rank(family):  # noqa: F811
     ).tensors
     base = load_file(family / "base" / "model.safetensors")
     for name, entry in manifest["tensors"].items():
-        (matrix,) = entry["matrices"]
+        place = entry["adapter"]
         sigma = torch.linalg.svdvals(
             (full[name].double() - base[name]).reshape(len(base[name]), -1)
         )
         energy = sigma.square()
         lost = float(energy[2:].sum() / energy.sum())
-        assert matrix["discarded_energy"] == pytest.approx(lost, abs=1e-4)
-        assert matrix["singular_values"][0] == pytest.approx(float(sigma[0]), rel=1e-4)
+        assert place["discarded_energy"] == pytest.approx(lost, abs=1e-4)
+        assert place["singular_values"][0] == pytest.approx(float(sigma[0]), rel=1e-4)
+
+
+def arguments(folder, *given):
+    sources = [f"--expert={name}={path}" for name, path in experts(folder, "adapter").items()]
+    return ["merge", "--base", folder / "base", *sources, *given]
 
 
 def test_methods_that_look_at_entries_need_a_rank(family):  # noqa: F811
-    sources = [f"--expert={n}={p}" for n, p in experts(family, "adapter").items()]
-    arguments = ["merge", "--base", family / "base", *sources, "--as", "adapter"]
-    failed = command(*arguments, "--method", "ties", "--set", "trim=tensor", family / "out", code=2)
+    given = arguments(family, "--as=adapter", "--method=ties", family / "out")
+    failed = command(*given, code=2)
     assert "--rank" in failed.stderr
     assert not (family / "out").exists()
-    ran = command(
-        *arguments, "--method", "ties", "--set", "trim=tensor", "--rank", "3", family / "out"
-    )
-    assert "rank 3 to 3" in ran.stdout
+    ran = command(*given, "--rank=3")
+    assert "rank 3 to 3" in ran.stdout and "discarded" not in ran.stdout
     peft.PeftModel.from_pretrained(base_of(family), family / "out")
 
 
-def test_full_models_and_tensors_trained_whole_are_refused(family, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "consensus", "free"])
+def test_at_full_rank_every_method_is_its_full_merge(family, method):  # noqa: F811
+    """Thresholds over all tensors, random masks and the base itself are those of the full merge."""
+    given = arguments(family, f"--method={method}", "--dtype=float64")
+    command(*given, "--as=adapter", "--rank=999", family / "out")
+    merged = covmerge.merge(
+        family / "base", experts(family, "adapter"), method=method, dtype="float64"
+    ).tensors
+    own = peft.PeftModel.from_pretrained(base_of(family), family / "out").merge_and_unload()
+    same_weights(own.state_dict(), merged)
+
+
+def same_weights(found, expected, tolerance=1e-5):
+    for name, value in expected.items():
+        own = found.get(name, found.get(f"transformer.{name}"))
+        torch.testing.assert_close(own, value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--as=adapter", "--method=emr", "--rank=4"], "masks"),
+        (["--as=adapter", "--resume"], "nothing to resume"),
+        (["--as=adapter", "--max-memory=8GB"], "no memory plan"),
+        (["--as=adapter", "--dry-run"], "no dry run"),
+        (["--rank=4"], "'rank' belongs to 'format: adapter'"),
+        (["--whole"], "'whole' belongs to 'format: adapter'"),
+    ],
+)
+def test_what_an_adapter_cannot_have_is_refused(tmp_path, flags, word):
+    base = build("bert")
+    base.save_pretrained(tmp_path / "base")
+    for number in (1, 2, 3):
+        save_adapter(base, tmp_path / f"e{number}", seed=number, targets=["query"])
+    before = sorted(tmp_path.iterdir())
+    failed = command(*arguments(tmp_path, *flags), tmp_path / "out", code=2)
+    assert word in failed.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_full_models_among_adapters(family):  # noqa: F811
     mixed = {**experts(family, "adapter"), "e3": family / "e3" / "full"}
     sources = [f"--expert={name}={path}" for name, path in mixed.items()]
-    failed = command(
-        "merge", "--base", family / "base", *sources, "--as", "adapter", family / "out", code=2
+    given = ["merge", "--base", family / "base", *sources, "--as=adapter", family / "out"]
+    failed = command(*given, code=2)
+    assert "a full model changed it" in failed.stderr and "--rank" in failed.stderr
+    command(*given, "--method=actmat", "--rank=999")
+    merged = covmerge.merge(family / "base", mixed, method="actmat").tensors
+    own = peft.PeftModel.from_pretrained(base_of(family), family / "out").merge_and_unload()
+    same_weights(own.state_dict(), merged)
+
+
+def test_the_rank_and_the_progress_are_seen(family):  # noqa: F811
+    class Seen:
+        def __init__(self):
+            self.total = self.done = 0
+            self.finished = False
+
+        def start(self, total):
+            self.total = total
+
+        def advance(self, what, size, *, resumed=False):
+            self.done += size
+
+        def finish(self):
+            self.finished = True
+
+    seen = Seen()
+    covmerge.merge(
+        family / "base",
+        experts(family, "adapter"),
+        "ties",
+        family / "out",
+        form="adapter",
+        rank=2,
+        progress=seen,
     )
-    assert "is a full model" in failed.stderr
+    assert seen.finished and seen.total == seen.done > 0
+
+
+def test_verification_of_a_merged_adapter(family):  # noqa: F811
+    merge_adapters(family, family / "out", method="ace")
+    command("verify", family / "out")
+    path = family / "out" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if "lora_B" in name)
+    save_file({**tensors, name: torch.full_like(tensors[name], float("nan"))}, path)
+    failed = command("verify", family / "out", code=1)
+    assert "finite" in failed.stdout + failed.stderr
+    other = name.replace("lora_B", "lora_A")
+    save_file({n: t for n, t in tensors.items() if n not in (name, other)}, path)
+    failed = command("verify", family / "out", code=1)
+    assert "missing" in failed.stdout + failed.stderr
 
 
 def test_a_quantised_base_is_not_touched(family):  # noqa: F811
@@ -121,3 +209,18 @@ def test_an_embedding_adapter(tmp_path):
     weights = adapted.merge_and_unload().state_dict()
     name = "model.embed_tokens.weight"
     torch.testing.assert_close(weights[name], merged[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_whose_files_call_tensors_otherwise(tmp_path):
+    """PEFT goes by the modules of the model, not by the names in its files."""
+    base = build("vit")
+    base.save_pretrained(tmp_path / "base")
+    for number in (1, 2, 3):
+        save_adapter(base, tmp_path / f"e{number}", seed=number, targets=["q_proj", "fc1"])
+    merged = covmerge.merge(tmp_path / "base", experts(tmp_path, "adapter"), "actmat").tensors
+    full = covmerge.merge(tmp_path / "base", experts(tmp_path, "full"), "actmat").tensors
+    same_weights(merged, full, tolerance=1e-4)
+    merge_adapters(tmp_path, tmp_path / "out", method="actmat")
+    adapted = peft.PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "out")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "saved")
+    same_weights(load_file(tmp_path / "saved" / "model.safetensors"), merged)

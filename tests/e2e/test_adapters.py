@@ -12,8 +12,10 @@ import covmerge
 from covmerge.errors import TensorError
 from tests.e2e.models import build, run
 
-# PEFT's own, about its use of transformers and about Conv1D.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
+# PEFT's own, about its use of transformers, about Conv1D, and about patterns that do hold.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:fan_in_fan_out", "ignore:The following rank_pattern keys"
+)
 
 TARGETS = {
     "llama": ["q_proj", "v_proj", "down_proj"],
@@ -22,7 +24,7 @@ TARGETS = {
 }
 
 
-def save_adapter(base, folder, *, seed, targets, scale=0.05, **options):
+def save_adapter(base, folder, *, seed, targets, scale=0.05, move=False, **options):
     """A PEFT adapter with random factors, and the full model that it makes of the base."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -32,6 +34,8 @@ def save_adapter(base, folder, *, seed, targets, scale=0.05, **options):
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
                     parameter.copy_(scale * torch.randn_like(parameter))
+                elif move and parameter.requires_grad:  # what is trained whole
+                    parameter.add_(scale * torch.randn_like(parameter))
     # Left to itself PEFT stores the whole embedding beside its factors.
     model.save_pretrained(folder / "adapter", save_embedding_layers=False)
     model.merge_and_unload().save_pretrained(folder / "full")
@@ -166,3 +170,100 @@ def test_an_adapter_of_another_width(family, tmp_path):
     wrong = {**experts(family, "adapter"), "other": tmp_path / "other" / "adapter"}
     with pytest.raises(TensorError, match="no adapter of this base"):
         covmerge.merge(family / "base", wrong, method="average")
+
+
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@pytest.fixture(params=["mixtral", "gpt_oss"])
+def moe(request, tmp_path):
+    """In float64, so that nothing is lost between an adapter and the model that it makes.
+
+    Mixtral is stored expert by expert, GPT-OSS in stacks of transposed matrices.
+    """
+    base = build(request.param).double()
+    base.save_pretrained(tmp_path / "base")
+    for number, options in enumerate(
+        (
+            {"target_parameters": STACKS},
+            {"target_parameters": STACKS, "rank_pattern": {"experts.down_proj": 2}, "r": 3},
+            {"target_parameters": STACKS[1:], "use_rslora": True},
+        ),
+        start=1,
+    ):
+        targets = ["q_proj", "v_proj"] if number != 2 else []
+        save_adapter(base, tmp_path / f"e{number}", seed=number, targets=targets, **options)
+    return tmp_path
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_base_and_stacks_are_what_peft_makes_of_them(moe, number):
+    adapter = {"e": moe / f"e{number}" / "adapter"}
+    merged = covmerge.merge(moe / "base", adapter, method="average", dtype="float64").tensors
+    full = load_file(moe / f"e{number}" / "full" / "model.safetensors")
+    assert merged.keys() == full.keys()
+    for name, value in full.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["average", "actmat", "ace", "tsv_m", "ties"])
+def test_stacks_merge_like_the_models_they_become(moe, method):
+    given = {"trim": "tensor"} if method == "ties" else {}
+    results = [
+        covmerge.merge(
+            moe / "base", experts(moe, kind), method=method, dtype="float64", **given
+        ).tensors
+        for kind in ("adapter", "full")
+    ]
+    base = load_file(moe / "base" / "model.safetensors")
+    for name, value in base.items():
+        merged, full = (result[name] - value for result in results)
+        assert (merged - full).norm() <= 1e-6 * full.norm(), name
+
+
+def test_stacks_are_merged_on_their_factors(moe, monkeypatch):
+    monkeypatch.setattr("covmerge.engine.worker.dense", None)
+    covmerge.merge(moe / "base", experts(moe, "adapter"), method="actmat")
+
+
+def test_full_models_beside_stacks(moe):
+    mixed = {**experts(moe, "adapter"), "e2": moe / "e2" / "full"}
+    merged, full = (
+        covmerge.merge(moe / "base", given, method="actmat", dtype="float64").tensors
+        for given in (mixed, experts(moe, "full"))
+    )
+    for name, value in full.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
+
+
+def test_methods_that_see_more_of_a_stack_share_its_reading(moe):
+    """The rows that are read at once are those of the one that must see the most."""
+    norms = [
+        [
+            row.norm
+            for row in covmerge.compare(
+                moe / "base",
+                experts(moe, kind),
+                ["actmat", "average", "ties"],
+                parameters={"ties": {"trim": "tensor"}},
+                dtype="float64",
+            ).rows
+        ]
+        for kind in ("adapter", "full")
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+def test_a_merged_model_of_stacks_loads_and_runs(moe):
+    out = moe / "merged"
+    result = covmerge.merge(
+        moe / "base",
+        experts(moe, "adapter"),
+        method="ace",
+        out=out,
+        out_dtype="float32",
+        eps=1e-3,
+    )
+    assert result.verification.ok
+    model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+    assert torch.isfinite(run(model)).all()

@@ -1,5 +1,7 @@
 """The k-th magnitude of a streamed vector, and random numbers that belong to a place."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from covmerge.linalg import select
 from covmerge.linalg.random import Stream
-from covmerge.linalg.select import MagnitudeSelect, kth_magnitude
+from covmerge.linalg.select import MagnitudeSelect, kth_magnitude, threshold_rank
 
 DTYPES = [torch.float32, torch.float64]
 # Zeros of both signs, subnormals and the largest numbers among the rest.
@@ -58,6 +60,33 @@ def test_blocks_in_any_order_find_the_same(dtype, size, block, seed, data):
         search.end_pass()
     assert search.value == sorted_magnitude(vector, rank)
     assert passes == {torch.float32: 2, torch.float64: 4}[dtype]
+
+
+@pytest.mark.parametrize("density", [1e-9, 0.2, 0.999, 1.0])
+def test_the_rank_may_follow_from_the_count(density):
+    vector = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    search = MagnitudeSelect(partial(threshold_rank, density), torch.float32)
+    while not search.settled:
+        for part in vector.split(300):
+            search.add(part)
+        search.end_pass()
+    assert search.value == kth_magnitude(vector, threshold_rank(density, 1000))
+    assert int((vector.abs() >= search.value).sum()) == min(1000, int(density * 1000) + 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 200), seed=st.integers(0, 100), data=st.data())
+def test_wider_values_are_kept_by_the_threshold_as_they_were_counted(size, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(size, generator=generator, dtype=torch.float64)
+    rank = data.draw(st.integers(1, size))
+    search = MagnitudeSelect(rank, torch.float32)
+    while not search.settled:
+        search.add(vector)
+        search.end_pass()
+    assert search.value <= sorted_magnitude(vector, rank)
+    assert search.value == pytest.approx(sorted_magnitude(vector, rank), rel=2e-7)
+    assert int((vector.abs() >= search.value).sum()) == size - rank + 1
 
 
 def test_a_block_larger_than_a_part(monkeypatch):

@@ -136,6 +136,14 @@ FAMILIES = {
         "emr": Column("emr", (1.0, "root"), "emr"),
         FACTORS: Column("emr", published="emr_rescale"),
     },
+    "In a space of their own": {
+        "knots": Column("knots", (1.0, "root")),
+        "knots v": Column("knots", (1.0, "root"), parameters={"space": "v"}),
+        "core_space": Column("core_space", (1.0, "root")),
+        "core_space ties": Column(
+            "core_space", (1.0, "root"), parameters={"inner": "ties", "isotropize": False}
+        ),
+    },
     "Entries dropped at random": {
         "dare_task_arithmetic": Column("dare_task_arithmetic", (0.6, "sum")),
         "dare_ties": Column("dare_ties", (2.0, "root")),

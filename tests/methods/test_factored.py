@@ -21,6 +21,18 @@ VARIANTS = [(m.name, {}) for m in registry if m.factored_for(m.resolve({}))] + [
     ("tsv_m", {"lossless": True}),
     ("iso_cts", {"common_fraction": 0.4}),
     ("cart", {"rank_ratio": 0.3}),
+    *(
+        ("knots", {"space": space, "concat": concat, "density": density})
+        for concat in ("inputs", "outputs")
+        # Two adapters of rank 1 and equal norms have entries of equal magnitude in V: none are trimmed.
+        for space, density in (("sv", 0.3), ("sv", 1.0), ("v", 1.0))
+    ),
+    ("knots", {"inner": "tsv_m"}),
+    ("knots", {"inner": "cart", "concat": "outputs", "rank_ratio": 0.4}),
+    ("knots", {"inner": "iso_c", "space": "v"}),
+    ("core_space", {"inner": "ties", "isotropize": False}),
+    ("core_space", {"inner": "ties", "density": 0.7}),
+    ("core_space", {"inner": "cart", "rank_ratio": 0.4}),
 ]
 
 
@@ -43,7 +55,7 @@ def both(name, params, updates, weights):
     # The rank is plain in the cores; in the dense layer rounding hides it, and ACE refines noise.
     given = method.resolve({**LOW_RANK.get(name, {}), **params})
     factored = merge_factors(method, updates, weights, given).delta
-    dense = LinearGroup(tuple(u.dense() for u in updates), tuple(weights))
+    dense = LinearGroup(tuple(u.dense() for u in updates), tuple(weights), factors=tuple(updates))
     return factored, method(dense, **given).delta
 
 
@@ -61,8 +73,15 @@ def test_factored_equals_dense(name, params, shape, ranks, spread, deficient, we
     updates = adapters(*shape, ranks, spread, seed, deficient)
     weights = [1.0 + 0.5 * t if weighted else 1.0 for t in range(len(ranks))]
     factored, dense = both(name, params, updates, weights)
-    assert factored.rank <= sum(ranks) + 1
+    assert factored.rank == min(sum(ranks), *shape)
     assert relative(factored.dense(), dense) < 1e-5
+
+
+@pytest.mark.parametrize("concat", ["inputs", "outputs"])
+def test_knots_in_v_trimmed(concat):
+    updates = adapters(20, 30, [4, 2, 8], 3.0, seed=2)
+    factored, dense = both("knots", {"space": "v", "concat": concat}, updates, [1.0, 2.0, 1.5])
+    assert relative(factored.dense(), dense) < 1e-10
 
 
 @pytest.mark.parametrize(("name", "params"), VARIANTS, ids=str)
@@ -86,9 +105,39 @@ def test_who_claims_it():
         "tsv_m",
         "iso_c",
         "cart",
+        "knots",
+        "core_space",
     } <= claimed
     wudi = registry.get("wudi")
     assert not wudi.factored_for(wudi.resolve({"solver": "adam"}))
+
+
+@pytest.mark.parametrize(
+    ("params", "sides"),
+    [
+        ({}, "outputs"),
+        ({"concat": "outputs"}, "inputs"),
+        ({"inner": "tsv_m"}, "both"),
+        ({"inner": "average", "concat": "outputs"}, "both"),
+    ],
+)
+def test_ties_turns_with_one_side_of_the_knots(params, sides):
+    knots = registry.get("knots")
+    assert knots.sides_for(knots.resolve(params)) == sides
+
+
+@pytest.mark.parametrize("concat", ["inputs", "outputs"])
+def test_the_other_side_is_written_out(concat):
+    """Cores are (Σr, d_in) or (d_out, Σr), never (d_out, d_in), and the rank is bounded all the same."""
+    method = registry.get("knots")
+    given = method.resolve({"concat": concat})
+    merged = merge_factors(method, adapters(50, 40, [2, 3], 3.0, seed=0), [1.0, 1.0], given)
+    assert merged.core.shape == ((5, 40) if concat == "inputs" else (50, 5))
+    for rank in (1, 5):
+        truncated, sigma = merged.truncated(rank)
+        assert truncated.rank == rank
+        assert len(sigma) == 5
+    assert relative(merged.truncated(5)[0].dense(), merged.delta.dense()) < 1e-12
 
 
 def test_zero_adapters_give_nothing():

@@ -80,6 +80,7 @@ def test_defaults() -> None:
         "output": {
             "format": "model",
             "rank": None,
+            "whole": False,
             "dtype": "base",
             "shard_size": 5_000_000_000,
         },
@@ -144,7 +145,7 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ),
         (
             "output: {zzz: 1}",
-            "r.yml:3: unknown key 'zzz' in output. Known: dtype, format, rank, shard_size.",
+            "r.yml:3: unknown key 'zzz' in output. Known: dtype, format, rank, shard_size, whole.",
         ),
         (
             "rules:\n  - {role: norm, use: base}\n  - {mtch: x, use: base}",
@@ -160,7 +161,7 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ),
         (
             "output: 5GB",
-            "r.yml:3: output is '5GB'; it must be a mapping with the keys format, rank, dtype, shard_size",
+            "r.yml:3: output is '5GB'; it must be a mapping with the keys format, rank, whole, dtype, shard_size",
         ),
         (
             "output:\n  shard_size: 5Gb",

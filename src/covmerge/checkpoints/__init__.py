@@ -4,6 +4,7 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 `plan_layout`, `ShardWriter` and `Journal` inside a `Staging`.
 """
 
+from covmerge.checkpoints.adapted_base import AdaptedBase
 from covmerge.checkpoints.adapter import AdapterCheckpoint, FactorHeader
 from covmerge.checkpoints.base import Checkpoint
 from covmerge.checkpoints.journal import Entry, Journal
@@ -16,6 +17,7 @@ from covmerge.checkpoints.writer import ShardWriter
 
 __all__ = [
     "MASKS_FOLDER",
+    "AdaptedBase",
     "AdapterCheckpoint",
     "Checkpoint",
     "Entry",

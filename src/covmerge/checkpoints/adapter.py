@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from covmerge.checkpoints.adapter_names import (
     read_names,
     wider,
 )
+from covmerge.checkpoints.adapter_parameters import find_parameters
 from covmerge.checkpoints.base import Checkpoint, find_header
 from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
@@ -49,17 +51,22 @@ class FactorHeader:
     Attributes:
         name: of the base's tensor.
         shape: of the base's tensor as it is stored, its axes after the first taken together: of a
-            convolution `(c_out, c_in · window)`, of a bias `(d_out, 1)`.
-        rank: number of terms.
+            convolution `(c_out, c_in · window)`, of a bias `(d_out, 1)`, of a stack of matrices
+            `(count, d_out · d_in)`.
+        rank: number of terms, of each matrix of a stack.
         dtype: in which the factors are stored.
+        elements: of the factors that are held while the update, or rows of it, are read.
         transposed: the layer is stored as `(d_in, d_out)`, as embeddings and GPT-2's are.
+        stacked: it is a stack of matrices, or one of those, that share two stored factors.
     """
 
     name: str
     shape: tuple[int, int]
     rank: int
     dtype: torch.dtype
+    elements: int
     transposed: bool = False
+    stacked: bool = False
 
 
 class AdapterCheckpoint:
@@ -91,13 +98,19 @@ class AdapterCheckpoint:
         self._contents = contents
         self._config = config
         self._notes = notes
-        self.low_rank: Mapping[str, FactorHeader] = MappingProxyType(
-            {
-                name: FactorHeader(name, update.shape, update.rank, update.dtype, update.transposed)
-                for name, update in contents.updates.items()
-                if name not in contents.replaced
-            }
-        )
+        updates = {
+            name: _header(update)
+            for name, update in contents.updates.items()
+            if name not in contents.replaced
+        }
+        # Under names that no base has, so that nobody passes over them.
+        unknown = {
+            name: FactorHeader(name, factors.shape, factors.terms, factors.dtype, factors.numel)
+            for name, factors in contents.wrapped.items()
+        }
+        self.low_rank: Mapping[str, FactorHeader] = MappingProxyType(updates | unknown)
+        # Each matrix of a stack has columns of the whole factor; a layer of experts has two stacks.
+        self._read_whole = lru_cache(maxsize=2)(stored.read)
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: self._replaced_header(name) for name in contents.replaced}
         )
@@ -128,28 +141,49 @@ class AdapterCheckpoint:
         All scales are in `left`. float32, or float64 where that is stored.
 
         Raises:
+            CheckpointError: there is no such update, it is that of a stack of matrices, or the
+                source changed or ended early.
+        """
+        found = self.read_update(name)
+        if isinstance(found, tuple):
+            raise CheckpointError(
+                f"{self.source} adapts '{name}', a stack of {len(found)} matrices, by factors of "
+                "each: they are read by read_update"
+            )
+        return found
+
+    def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
+        """Return the factors of rows of an update; of rows of a stack, those of each matrix.
+
+        Raises:
             CheckpointError: there is no such update, or the source changed or ended early.
         """
-        if name not in self.low_rank:
-            raise CheckpointError(
-                f"{self.source} has no update of '{name}': its names are those of low_rank"
-            )
-        return self._factors(self._contents.updates[name])
+        update = self._update(name)
+        stack = update.stack
+        if stack is None:
+            return _rows(self._factors(update), rows)
+        if stack.index is not None:
+            matrix = self._matrix(update, stack.count, stack.index)
+            return _rows(_rows(matrix, stack.rows), rows)
+        matrices = range(stack.count) if rows is None else rows
+        return tuple(self._matrix(update, stack.count, index) for index in matrices)
 
-    def named_as(self, names: Collection[str]) -> AdapterCheckpoint:
+    def named_as(self, base: Mapping[str, TensorHeader]) -> AdapterCheckpoint:
         """Return this adapter under the names of a base's tensors.
 
-        Only a file without `adapter_config.json` needs it: Kohya's scripts write `_` for every `.`,
-        and diffusers begin names with the part of the pipeline. A part of which the base has no
-        tensor is left aside, with a note.
+        Two kinds need it. PEFT does not keep which of several parameters of a module its factors
+        are of, and how those of a stack of matrices lie: `find_parameters`. A file without
+        `adapter_config.json` has other names: Kohya's scripts write `_` for every `.`, and
+        diffusers begin names with the part of the pipeline. A part of which the base has no tensor
+        is left aside, with a note.
 
         Raises:
             CheckpointError: the base has no tensor for an update, or several.
         """
         if self._config is not None:
-            return self
+            return self._unwrapped(base, self._config)
         flat: defaultdict[str, list[str]] = defaultdict(list)
-        for name in names:
+        for name in base:
             flat[flat_name(name)].append(name)
         found: dict[str, dict[str, Update]] = defaultdict(dict)
         missing: dict[str, list[str]] = defaultdict(list)
@@ -202,6 +236,40 @@ class AdapterCheckpoint:
             )
         return TensorHeader(name, stored.shape, wider(stored.dtype, update.dtype))
 
+    def _unwrapped(
+        self, base: Mapping[str, TensorHeader], config: AdapterConfig
+    ) -> AdapterCheckpoint:
+        own = self._contents
+        updates, wrapped = find_parameters(own.wrapped, base, config)
+        if twice := updates.keys() & own.replaced.keys():
+            raise CheckpointError(
+                f"{self.source} holds '{min(twice)}' whole, and factors for it: the adapter is "
+                "damaged, fetch it again"
+            )
+        found = replace(own, updates={**own.updates, **updates}, wrapped=wrapped)
+        return AdapterCheckpoint(self._stored, found, config, self._notes)
+
+    def _update(self, name: str) -> Update:
+        if name in self._contents.wrapped:
+            raise CheckpointError(
+                f"{self.source}: which parameter the factors of '{name}' are of, only the base "
+                "tells: pass the adapter together with its base"
+            )
+        if name not in self.low_rank:
+            raise CheckpointError(
+                f"{self.source} has no update of '{name}': its names are those of low_rank"
+            )
+        return self._contents.updates[name]
+
+    def _matrix(self, update: Update, count: int, index: int) -> LowRank:
+        """Read the factors of one matrix of a stack."""
+        assert update.down is not None
+        dtype = wider(update.dtype, torch.float32)
+        first = index * update.rank
+        down = self._stored.read(update.down, range(first, first + update.rank)).to(dtype)
+        up = self._read_whole(update.up)[:, index::count].to(dtype)
+        return _product(up, down, update)
+
     def _factors(self, update: Update) -> LowRank:
         dtype = wider(update.dtype, torch.float32)
         scale = update.scale
@@ -217,12 +285,35 @@ class AdapterCheckpoint:
         down = down.reshape(update.rank, -1) if update.rank else down
         if update.middle is not None:
             down = down * self._stored.read(update.middle).to(dtype).view(-1, 1)
-        if update.transposed:
-            return LowRank(down.T.contiguous() * scale, up.T.contiguous())
-        return LowRank(up * scale, down)
+        return _product(up, down, replace(update, scale=scale))
 
     def _number(self, name: str) -> float:
         return float(self._stored.read(name).double())
+
+
+def _header(update: Update) -> FactorHeader:
+    return FactorHeader(
+        name=update.name,
+        shape=update.shape,
+        rank=update.rank,
+        dtype=update.dtype,
+        elements=update.stack.held if update.stack else update.rank * sum(update.shape),
+        transposed=update.transposed,
+        stacked=update.stack is not None,
+    )
+
+
+def _product(up: Tensor, down: Tensor, update: Update) -> LowRank:
+    """The factors in the orientation of the base's tensor, the scale in the left one."""
+    if update.transposed:
+        return LowRank(down.T.contiguous() * update.scale, up.T.contiguous())
+    return LowRank(up * update.scale, down)
+
+
+def _rows(factors: LowRank, rows: range | None) -> LowRank:
+    if rows is None:
+        return factors
+    return LowRank(factors.left[rows.start : rows.stop], factors.right)
 
 
 def open_adapter_folder(source: str, folder: Path) -> AdapterCheckpoint | None:
@@ -337,7 +428,7 @@ def _open(
     stored = stored_as(FileCheckpoint(source, [file], folder=folder, beside=beside))
     more = (_without_scale(folder),) if config is None else config.notes
     contents = read_names(stored.headers, config, source)
-    if not contents.updates:
+    if not contents.updates and not contents.wrapped:
         raise CheckpointError(
             f"{folder} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"

@@ -59,6 +59,7 @@ _WITHOUT_EFFECT = {  # on the weights that are stored
     "bias",
     "corda_config",
     "deltaT",
+    "ensure_weight_tying",  # the tied tensor is one tensor here anyhow
     "eva_config",
     "inference_mode",
     "loftq_config",
@@ -82,7 +83,6 @@ _KNOWN_OFF = {
     "alora_invocation_tokens",
     "arrow_config",
     "enable_lora",  # of the first versions, as is merge_weights
-    "ensure_weight_tying",
     "kasa_config",
     "layer_replication",
     "megatron_config",
@@ -157,43 +157,38 @@ class AdapterConfig:
             if alpha <= 0:
                 self.refuse("lora_alpha", "and AdaLoRA has it positive")
             return alpha
-        configured = self._of_module("r", "rank_pattern", module)
-        if rank != configured and self.fields.get("target_parameters"):
-            self.refuse(
-                "target_parameters", "and factors do not say how a stack of experts is kept"
-            )
+        configured = self.rank(module)
         if rank != configured:
             raise CheckpointError(
                 f"{self.where} stores rank {rank} for '{module}', and its configuration says "
-                f"{configured:g}: the files are of different versions, fetch them again"
+                f"{configured}: the files are of different versions, fetch them again"
             )
         alpha = self._of_module("lora_alpha", "alpha_pattern", module)
         return alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
+
+    def rank(self, module: str) -> int:
+        """Return the rank that a layer, or a parameter by its full name, was given."""
+        return int(self._of_module("r", "rank_pattern", module))
 
     @property
     def rank_divisor(self) -> float:
         """What AdaLoRA divides by where the file does not say: the rank it began with."""
         return self._rank("init_r", self.fields.get("init_r", 12)) + _EPSILON
 
-    def parameter(self, module: str) -> str | None:
-        """Return the name that `target_parameters` gives to what `module` has factors for.
+    def parameters(self, module: str) -> tuple[str, ...]:
+        """Return the names that `target_parameters` gives to what `module` has factors for.
 
-        None: it is a layer, with a weight.
-
-        Raises:
-            CheckpointError: several parameters of the module are targeted.
+        None of them: it is a layer, with a weight.
         """
         names = self._texts("target_parameters")
         if not names or self._matches("target_modules", module):
-            return None
+            return ()
         found = {
             end
             for owner, _, end in (name.rpartition(".") for name in names)
             if not owner or module == owner or module.endswith(f".{owner}")
         }
-        if len(found) > 1 or "base_layer" in module.split("."):
-            self.refuse("target_parameters", f"and which of '{module}' its factors are is not kept")
-        return next(iter(found), None)
+        return tuple(sorted(found))
 
     def check_target(self, module: str) -> None:
         """Check that PEFT would put the factors of `module` to use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import torch
@@ -44,6 +44,24 @@ _COMPONENT = re.compile(
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """Which factors an update takes of those of a stack of matrices, `(count, ·, ·)`.
+
+    Attributes:
+        count: number of matrices. `down` has the r rows of one after another, `up` the columns of
+            all of them term after term.
+        index: the one matrix of which the base's tensor is; None: it is the stack itself.
+        rows: those of that matrix that the base's tensor has.
+        held: elements of all factors of its module, which are read whole.
+    """
+
+    count: int
+    index: int | None = None
+    rows: range | None = None
+    held: int = 0
+
+
+@dataclass(frozen=True)
 class Update:
     """One update of low rank, scale · up · diag(middle) · down, by the names of its tensors.
 
@@ -59,6 +77,7 @@ class Update:
         middle: r numbers between the factors.
         alpha: a number by which the scale is multiplied.
         divisor: a number by which it is divided.
+        stack: the factors are those of a stack of matrices; `rank` is that of each.
     """
 
     name: str
@@ -72,14 +91,47 @@ class Update:
     middle: str | None = None
     alpha: str | None = None
     divisor: str | None = None
+    stack: Stacked | None = None
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """The factors of one parameter of a module; which one, and of what shape, only the base tells.
+
+    Attributes:
+        owner: the module.
+        parameters: those of it that the configuration targets.
+        shape: `(d_out, d_in)` of the product.
+        terms: rows of `down`, of all matrices together if it is a stack.
+        dtype: in which the factors are stored.
+        up: name of the tensor `(d_out, terms)`.
+        down: name of the tensor `(terms, d_in)`.
+    """
+
+    owner: str
+    parameters: tuple[str, ...]
+    shape: tuple[int, int]
+    terms: int
+    dtype: torch.dtype
+    up: str
+    down: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of both factors."""
+        return self.terms * sum(self.shape)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What an adapter holds: updates, and names of whole tensors, by the base's names."""
+    """What an adapter holds: updates, and names of whole tensors, by the base's names.
+
+    `wrapped` are factors whose tensors have not been found in a base, by the adapter's own names.
+    """
 
     updates: Mapping[str, Update]
     replaced: Mapping[str, str]
+    wrapped: Mapping[str, Wrapped] = field(default_factory=dict[str, Wrapped])
 
 
 def looks_like_adapter(names: Iterable[str]) -> bool:
@@ -124,12 +176,16 @@ def read_names(
                 f"'{_base_name(module)}': remove one"
             )
     reader = _Reader(stored, config, where, set(modules))
-    updates = {
-        u.name: u for module, parts in modules.items() for u in reader.updates(module, parts)
-    }
-    if not updates and not replaced:
+    updates: dict[str, Update] = {}
+    wrapped: dict[str, Wrapped] = {}
+    for module, parts in modules.items():
+        if (found := reader.wrapped(module, parts)) is not None:
+            wrapped[module] = found
+        else:
+            updates |= {update.name: update for update in reader.updates(module, parts)}
+    if not updates and not replaced and not wrapped:
         raise CheckpointError(f"{where} holds no tensors: the file is incomplete, fetch it again")
-    return Contents(updates, replaced)
+    return Contents(updates, replaced, wrapped)
 
 
 def in_base(update: Update, names: Mapping[str, list[str]], where: str) -> Update | None:
@@ -216,6 +272,13 @@ def _base_name(module: str) -> str:
     return ".".join(part for part in module.split(".") if part != "base_layer")
 
 
+def _unwrapped(module: str) -> str:
+    """Return the module inside PEFT's wrappers, one for each parameter that it adapts."""
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    return module
+
+
 class _Reader:
     """Makes updates of the parts of modules."""
 
@@ -229,11 +292,27 @@ class _Reader:
         self._stored = stored
         self._config = config
         self._where = where
+        self._modules = modules
         self._attention = {
             module.removesuffix(".base_layer.out_proj")
             for module in modules
             if module.endswith(".base_layer.out_proj")
         }
+
+    def wrapped(self, module: str, parts: Mapping[str, str]) -> Wrapped | None:
+        """Return the factors of a parameter that must be looked for in the base, if these are."""
+        owner = _unwrapped(module)
+        names = self._config.parameters(owner) if self._config else ()
+        if self._config is None or not names or not {"down", "up"} <= parts.keys():
+            return None
+        for part in parts.keys() - {"down", "up"}:
+            self._refuse_shape(self._stored[parts[part]], "which PEFT has for no parameter")
+        down, up = parts["down"], parts["up"]
+        terms, d_out, d_in = self._sizes(down, up, rows=True)
+        nested = module != owner or f"{module}.base_layer" in self._modules
+        if not nested and len(names) == 1 and terms == self._config.rank(f"{owner}.{names[0]}"):
+            return None  # one matrix, and no doubt which
+        return Wrapped(owner, names, (d_out, d_in), terms, self._dtype(down, up), up, down)
 
     def updates(self, module: str, parts: Mapping[str, str]) -> list[Update]:
         """Return the update of a module's weight, and of its bias if there is one."""
@@ -286,14 +365,14 @@ class _Reader:
         """Return what the configuration knows the module by, and the name of its weight."""
         inner = module.removesuffix(".base_layer.out_proj")
         owner = inner if inner in self._attention else module
-        parameter = self._config.parameter(owner) if self._config else None
+        parameters = self._config.parameters(owner) if self._config else ()
         if "base_layer" in owner.split("."):
             raise CheckpointError(
                 f"{self._where}: '{owner}' is wrapped twice, and what is inside is not known: "
                 f"{MERGE_FIRST}"
             )
-        if parameter is not None:
-            return f"{owner}.{parameter}", f"{owner}.{parameter}"
+        if parameters:
+            return f"{owner}.{parameters[0]}", f"{owner}.{parameters[0]}"
         if self._config is not None:
             self._config.check_target(owner)
         if owner in self._attention:

@@ -1,4 +1,4 @@
-"""The command line: `covmerge merge`, `compare`, `collect`, `methods`, `verify`, `schema`.
+"""The command line: `covmerge merge`, `extract`, `compare`, `collect`, `methods`, `verify`, `schema`.
 
 Nothing here imports torch before a command needs it, so that help and version come at once.
 """
@@ -13,6 +13,7 @@ import typer
 
 from covmerge.cli.collect import collect
 from covmerge.cli.compare import compare
+from covmerge.cli.extract import extract
 from covmerge.cli.merge import merge
 from covmerge.cli.methods import methods
 from covmerge.cli.outcome import ReportingGroup
@@ -31,7 +32,7 @@ app = typer.Typer(
     help="Merge fine-tuned models of one base into one, without data.",
     epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
 )
-for command in (merge, compare, collect, methods, verify, schema):
+for command in (merge, extract, compare, collect, methods, verify, schema):
     app.command()(command)
 
 

@@ -58,16 +58,17 @@ def collect(
         int, typer.Option(min=1, metavar="N", rich_help_panel=_WHAT, help="Most examples to take.")
     ] = 256,
     labels: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="model|data",
             rich_help_panel=_WHAT,
-            help="Whose labels the Fisher information is of.",
+            help="Whose labels the Fisher information is of; else the model's.",
         ),
-    ] = "model",
+    ] = None,
     seed: Annotated[
-        int, typer.Option(metavar="N", rich_help_panel=_WHAT, help="Of labels that are drawn.")
-    ] = 0,
+        int | None,
+        typer.Option(metavar="N", rich_help_panel=_WHAT, help="Of labels that are drawn; else 0."),
+    ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -152,6 +153,7 @@ def collect(
     covmerge collect --protocol regmean++ --base B --expert code=./code
     --data code=code.jsonl ... --out DIR
     """
+    from covmerge.cli.flags import pairs
     from covmerge.job import usable_device
     from covmerge.statistics import collect as collect_one
     from covmerge.statistics import collect_regmean_pp
@@ -176,13 +178,22 @@ def collect(
                 "covmerge collect EXPERT DATA OUT.covstats.safetensors"
             )
         done = [
-            collect_one(expert, data, out, kinds=kind or ("gram",), labels=labels, seed=seed, **how)
+            collect_one(
+                expert,
+                data,
+                out,
+                kinds=kind or ("gram",),
+                labels=labels or "model",
+                seed=seed or 0,
+                **how,
+            )
         ]
     elif protocol == "regmean++":
-        _refuse("inputs", expert, data, out, kind)
+        _refuse("inputs", expert, data, out, kind, labels, seed)
         if base is None or folder is None:
             raise InputError("--base SOURCE and --out FOLDER are needed for --protocol regmean++")
-        experts, examples = _pairs("--expert", named_expert), _pairs("--data", named_data)
+        experts = pairs("--expert", named_expert or (), "code=./code")
+        examples = pairs("--data", named_data or (), "code=code.jsonl")
         done = list(collect_regmean_pp(base, experts, examples, folder, **how).values())
     else:
         raise InputError(f"--protocol is '{protocol}': pass inputs or regmean++")
@@ -196,20 +207,10 @@ def _refuse(protocol: str, *given: object) -> None:
     """Refuse arguments of the other protocol, rather than pass over them."""
     if any(value is not None and value != [] for value in given):
         words = {
-            "inputs": "EXPERT, DATA, OUT and --kind belong to --protocol inputs",
+            "inputs": "EXPERT, DATA, OUT, --kind, --labels and --seed belong to --protocol inputs",
             "regmean++": "--base, --expert, --data and --out belong to --protocol regmean++",
         }
         raise InputError(f"{words[protocol]}: leave them out, or pass --protocol {protocol}")
-
-
-def _pairs(option: str, given: Sequence[str] | None) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for text in given or ():
-        name, _, value = text.partition("=")
-        if not name or not value or name in pairs:
-            raise InputError(f"{option} {text!r}: pass NAME=VALUE, each name once")
-        pairs[name] = value
-    return pairs
 
 
 class ExamplesProgress:

@@ -31,6 +31,7 @@ class RecipeFlags:
     shard_size: str | None = None
     form: str | None = None
     rank: int | None = None
+    whole: bool | None = None
 
 
 def place_paths(
@@ -85,7 +86,7 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         data: dict[str, Any] = {"experts": {}}
     else:
         data = dump_recipe(load_recipe(file))
-    for name, source in _pairs("--expert", flags.experts, "code=./code").items():
+    for name, source in pairs("--expert", flags.experts, "code=./code").items():
         data["experts"][name] = {"source": source}
     for name, weight in _values("--weight", flags.weights, "code=0.5").items():
         if name not in data["experts"]:
@@ -93,7 +94,7 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
                 f"--weight {name}: there is no such expert." + did_you_mean(name, data["experts"])
             )
         data["experts"][name]["weight"] = weight
-    for name, path in _pairs("--stats", flags.statistics, "code=c.covstats.safetensors").items():
+    for name, path in pairs("--stats", flags.statistics, "code=c.covstats.safetensors").items():
         if name not in data["experts"]:
             raise RecipeError(
                 f"--stats {name}: there is no such expert." + did_you_mean(name, data["experts"])
@@ -101,10 +102,14 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         data["experts"][name]["statistics"] = path
     _set_method(data, flags, file)
     _section(data, "parameters").update(_values("--set", flags.parameters, "eps=1e-5"))
-    _section(data, "tensors").update(_pairs("--tensors", flags.tensors, "embeddings=base"))
+    _section(data, "tensors").update(pairs("--tensors", flags.tensors, "embeddings=base"))
     _section(data, "output").update(
         _given(
-            dtype=flags.out_dtype, shard_size=flags.shard_size, format=flags.form, rank=flags.rank
+            dtype=flags.out_dtype,
+            shard_size=flags.shard_size,
+            format=flags.form,
+            rank=flags.rank,
+            whole=flags.whole,
         )
     )
     data.update(_given(base=flags.base, dtype=flags.dtype))
@@ -139,7 +144,7 @@ def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
     return data.setdefault(key, {})
 
 
-def _given(**flags: str | int | None) -> dict[str, str | int]:
+def _given(**flags: str | float | None) -> dict[str, str | float]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
@@ -147,7 +152,7 @@ def _values(option: str, given: Sequence[str], example: str) -> dict[str, Any]:
     """Read pairs whose values are YAML scalars, as they would be in a recipe."""
     return {
         name: _scalar(f"{option} {name}", text)
-        for name, text in _pairs(option, given, example).items()
+        for name, text in pairs(option, given, example).items()
     }
 
 
@@ -158,15 +163,20 @@ def _scalar(where: str, text: str) -> Any:
     return value
 
 
-def _pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:
-    pairs: dict[str, str] = {}
+def pairs(option: str, given: Sequence[str], example: str) -> dict[str, str]:
+    """Read `NAME=VALUE` pairs.
+
+    Raises:
+        RecipeError: a pair that is not of this form, or a name that is given twice.
+    """
+    found: dict[str, str] = {}
     for text in given:
         name, _, value = text.partition("=")
         if not name or not value:
             raise RecipeError(f"{option} {text!r} is not NAME=VALUE, such as {option} {example}")
-        if name in pairs:
+        if name in found:
             raise RecipeError(
-                f"{option} gives '{name}' twice, {pairs[name]!r} and {value!r}: names are unique"
+                f"{option} gives '{name}' twice, {found[name]!r} and {value!r}: names are unique"
             )
-        pairs[name] = value
-    return pairs
+        found[name] = value
+    return found

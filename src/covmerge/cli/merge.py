@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-_WHAT, _HOW, _OUTPUT, _RUN = "What to merge", "How to merge", "Output", "Run"
+from covmerge.cli import options
 
 
 def merge(
@@ -27,41 +27,15 @@ def merge(
             help="Folder to write; with --dry-run it may be left out.",
         ),
     ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SOURCE",
-            rich_help_panel=_WHAT,
-            help="Folder, file or org/name@revision that the experts were fine-tuned from.",
-        ),
-    ] = None,
-    expert: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=SOURCE", rich_help_panel=_WHAT, help="One expert; once for each."
-        ),
-    ] = None,
-    weight: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=NUMBER",
-            rich_help_panel=_WHAT,
-            help="Share of an expert; 1 is neutral.",
-        ),
-    ] = None,
-    stats: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FILE",
-            rich_help_panel=_WHAT,
-            help="Statistics of an expert, from `covmerge collect`, for methods that use data.",
-        ),
-    ] = None,
+    base: options.Base = None,
+    expert: options.Experts = None,
+    weight: options.Weights = None,
+    stats: options.Stats = None,
     method: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            rich_help_panel=_HOW,
+            rich_help_panel=options.HOW,
             help="Merge method, see `covmerge methods`; ace unless the recipe says otherwise.",
         ),
     ] = None,
@@ -70,39 +44,20 @@ def merge(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            rich_help_panel=_HOW,
+            rich_help_panel=options.HOW,
             help="A parameter of the method, see `covmerge methods NAME`.",
         ),
     ] = None,
-    tensors: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            rich_help_panel=_HOW,
-            help="What happens to tensors of a kind, such as embeddings=base.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="float32|float64", rich_help_panel=_HOW, help="Dtype of the computation."
-        ),
-    ] = None,
-    out_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            rich_help_panel=_OUTPUT,
-            help="Stored dtype: base (the base's), float32, float16, bfloat16 or float64.",
-        ),
-    ] = None,
+    tensors: options.Tensors = None,
+    dtype: options.Dtype = None,
+    out_dtype: options.OutDtype = None,
     form: Annotated[
         str | None,
         typer.Option(
             "--as",
             metavar="model|adapter",
-            rich_help_panel=_OUTPUT,
-            help="Write merged weights, or, of adapters, one adapter of the same base.",
+            rich_help_panel=options.OUTPUT,
+            help="Write merged weights, or one adapter of the base.",
         ),
     ] = None,
     rank: Annotated[
@@ -110,55 +65,38 @@ def merge(
         typer.Option(
             min=1,
             metavar="R",
-            rich_help_panel=_OUTPUT,
+            rich_help_panel=options.OUTPUT,
             help="Largest rank of the merged adapter; exact, of all ranks together, without it.",
         ),
     ] = None,
+    whole: options.Whole = False,
     shard_size: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", rich_help_panel=_OUTPUT, help="Largest file, such as 5GB or 512MiB."
+            metavar="SIZE",
+            rich_help_panel=options.OUTPUT,
+            help="Largest file, such as 5GB or 512MiB.",
         ),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", rich_help_panel=_OUTPUT, help="Go on with an interrupted merge."),
-    ] = False,
-    overwrite: Annotated[
-        bool,
         typer.Option(
-            "--overwrite", rich_help_panel=_OUTPUT, help="Replace an earlier output of covmerge."
+            "--resume", rich_help_panel=options.OUTPUT, help="Go on with an interrupted merge."
         ),
     ] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="cpu|cuda[:i]", rich_help_panel=_RUN, help="Where the mathematics runs."
-        ),
-    ] = "cpu",
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", rich_help_panel=_RUN, help="CPU threads."),
-    ] = None,
-    max_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            rich_help_panel=_RUN,
-            help="Memory of the process, such as 8GB; obeyed, or refused before any work.",
-        ),
-    ] = None,
+    overwrite: options.Overwrite = False,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    max_memory: options.MaxMemory = None,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            rich_help_panel=_RUN,
+            rich_help_panel=options.RUN,
             help="Show the plan: tensors, bytes, memory, disk, time. Writes nothing.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=_RUN, help="Print one JSON object.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Merge fine-tuned models of one base into a folder that transformers loads.
 
@@ -185,6 +123,7 @@ def merge(
             shard_size=shard_size,
             form=form,
             rank=rank,
+            whole=whole or None,
         ),
     )
     how = merging.RunFlags(

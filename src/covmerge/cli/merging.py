@@ -77,7 +77,10 @@ def merge_to(recipe: Recipe, out: Path, flags: RunFlags) -> None:
             progress=progress_on(stderr()),
         )
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("interrupted; run again with --resume") from None
+        # An adapter is a matter of seconds, and leaves nothing to resume.
+        resumable = recipe.output.format == "model"
+        again = "interrupted; run again with --resume" if resumable else "interrupted"
+        raise KeyboardInterrupt(again) from None
     run = _cost(result, flags, wall_seconds=time.perf_counter() - start)
     if flags.as_json:
         print_json(_summary(result, run))

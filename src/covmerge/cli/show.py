@@ -159,23 +159,37 @@ def show_adapter(
     out = cast("Path", result.path)
     stats = cast("Mapping[str, Any]", result.stats)
     console.print(f"Merged {_what(recipe)}: {printable(str(out))}", soft_wrap=True)
-    merged = {
-        name: matrix for name, entry in stats["tensors"].items() for matrix in entry["matrices"]
+    places = {
+        name: entry["adapter"] for name, entry in stats["tensors"].items() if "adapter" in entry
     }
+    merged = {name: place for name, place in places.items() if "rank" in place}
+    whole = len(places) - len(merged)
     totals, report = stats["totals"], cast("VerifyReport", result.verification)
-    ranks = [matrix["adapter_rank"] for matrix in merged.values()]
+    ranks = [place["rank"] for place in merged.values()]
     worst = max(merged, key=lambda name: merged[name]["discarded_energy"])
     lost = merged[worst]["discarded_energy"]
     console.print(
         facts(
             [
                 *((NOTE, note) for note in result.notes),
-                ("adapter", f"{len(merged)} tensors, rank {min(ranks)} to {max(ranks)}"),
+                (
+                    "adapter",
+                    f"{len(merged)} tensors, rank {min(ranks)} to {max(ranks)}"
+                    + (f"; {whole} tensors whole" if whole else ""),
+                ),
                 (
                     "truncation",
-                    f"loses at most {lost:.2%} of a tensor's energy ({worst})"
+                    f"loses {totals['discarded_energy']:.2%} of the update's energy, at most "
+                    f"{lost:.2%} of a tensor's ({worst})"
                     if lost > 1e-12
-                    else "none: the adapter is exact",
+                    else "none: the updates are exact",
+                ),
+                (
+                    "left out",
+                    f"{totals['left_out_energy']:.2%} of the update's energy, in tensors without "
+                    "factors"
+                    if totals["left_out_energy"]
+                    else "nothing",
                 ),
                 *_matrices(stats),
                 (

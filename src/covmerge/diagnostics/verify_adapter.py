@@ -10,13 +10,14 @@ from typing import Any
 from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
 from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport, check_heads, read_manifest
 from covmerge.errors import InputError
+from covmerge.linalg.lapack import norm
 
 
 def verify_adapter(folder: str | Path) -> VerifyReport:
     """Re-read an adapter that covmerge merged and check it.
 
-    Coverage (each update of the manifest with its rank, no other), finite values, that it changes
-    anything, and the task heads.
+    Coverage (each update of the manifest with its rank, each tensor that is held whole, no other),
+    finite values, that it changes anything, and the task heads.
 
     Raises:
         InputError: the folder is not an adapter that covmerge wrote.
@@ -24,31 +25,44 @@ def verify_adapter(folder: str | Path) -> VerifyReport:
     folder = Path(folder)
     manifest = read_manifest(folder)
     entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
+    places = [entry["adapter"] for entry in entries.values() if "adapter" in entry]
+    # Of a tensor that is held whole the rank is None.
     wanted = {
-        matrix["adapter_tensor"]: matrix["adapter_rank"]
-        for entry in entries.values()
-        for matrix in entry["matrices"]
+        name: place.get("rank")
+        for place in places
+        for name in (place["tensor"], *place.get("ties", ()))
     }
     written = open_checkpoint(folder)
     try:
         if not isinstance(written, AdapterCheckpoint):
             raise InputError(f"{folder} holds no adapter, though its manifest says so: merge again")
-        ranks = {name: header.rank for name, header in written.low_rank.items()}
-        squares = {name: written.read_factors(name).square_norm() for name in ranks}
+        ranks: dict[str, int | None] = {n: header.rank for n, header in written.low_rank.items()}
+        # Of an update a bound, which is zero, or not finite, where the update is.
+        sizes: dict[str, float] = {}
+        for name in ranks:
+            factors = written.read_factors(name)
+            sizes[name] = norm(factors.left) * norm(factors.right)
+        for name in written.headers:
+            ranks[name] = None
+            sizes[name] = norm(written.read(name).float())
     finally:
         written.close()
-    wrong = sorted(name for name in {*ranks, *wanted} if ranks.get(name) != wanted.get(name))
-    bad = [name for name, square in squares.items() if not isfinite(square)]
+    wrong = sorted(n for n in {*ranks, *wanted} if ranks.get(n, 0) != wanted.get(n, 0))
+    bad = [name for name, size in sizes.items() if not isfinite(size)]
     checks = (
         Check(
             "coverage",
             not wrong,
             f"missing, unknown or of another rank: {', '.join(wrong[:5])}"
             if wrong
-            else f"all {len(wanted)} updates are there, and no other",
+            else f"all {len(wanted)} tensors are there, and no other",
         ),
         Check("finite", not bad, ", ".join(bad[:5]) or "no NaN or Inf"),
-        Check(DIFFERS, any(squares.values()), "the updates are not all zero"),
+        Check(
+            DIFFERS,
+            any(size for name, size in sizes.items() if ranks[name] is not None),
+            "the updates are not all zero",
+        ),
         check_heads(folder, manifest),
     )
     return VerifyReport(folder, checks)

@@ -13,17 +13,20 @@ ties     tied tensors that are stored twice
 """
 
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
-from covmerge.engine.inputs import Sources
+from covmerge.engine.inputs import Sources, read_inputs
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunStats, run
 from covmerge.engine.sinks import DiskSink, MemorySink, NoSink, Sink
 from covmerge.engine.stats import tensor_stats, totals
+from covmerge.engine.survey import run_surveys, survey_bytes
 from covmerge.engine.ties import check_ties
-from covmerge.engine.worker import Context
+from covmerge.engine.worker import Change, Context, Layer
 
 __all__ = [
+    "Change",
     "Context",
     "DiskSink",
+    "Layer",
     "MemoryPlan",
     "MemorySink",
     "NoSink",
@@ -35,8 +38,11 @@ __all__ = [
     "check_ties",
     "peak_memory",
     "plan_memory",
+    "read_inputs",
     "room_for",
     "run",
+    "run_surveys",
+    "survey_bytes",
     "tensor_stats",
     "totals",
 ]

@@ -17,17 +17,28 @@ from covmerge.methods import registry
 from covmerge.plan import Merge, Statistics, WorkItem
 from covmerge.types import LowRank, Measured
 
+# Of a stack of matrices, an adapter has factors of each.
+Stored = Tensor | LowRank | tuple[LowRank, ...]
 # None: the expert has nothing for these rows, which counts as unchanged.
-Update = Tensor | LowRank | None
+Update = Stored | None
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the tensors of a run come from."""
+    """Where the tensors of a run come from.
+
+    Attributes:
+        base: the base.
+        experts: by name.
+        statistics: by expert.
+        updates_only: the base is not added to what is merged, so it is read only where an update is
+            the difference to it.
+    """
 
     base: Checkpoint
     experts: Mapping[str, Checkpoint]
     statistics: Statistics = field(default_factory=dict[str, Any])
+    updates_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,7 @@ class Inputs:
     alive together.
 
     Attributes:
-        base: rows of the base.
+        base: rows of the base; without content (on the meta device) where they were not read.
         experts: rows by expert; of an adapter the factors of its update.
         measured: by kind of statistic, by expert.
     """
@@ -53,14 +64,20 @@ class Inputs:
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     """Read what the work on some rows needs, in the stored dtypes; one item for each plan."""
     first = items[0]
-    own = sources.base.read(first.tensor.name, first.rows)
     merging = [(item, a) for item in items if isinstance(a := item.tensor.action, Merge)]
     if not merging:
-        return Inputs(own, {})
+        return Inputs(sources.base.read(first.tensor.name, first.rows), {})
     rows = {
         expert: None if name is None else _read_rows(sources.experts[expert], name, first.rows)
         for expert, name in merging[0][0].tensor.sources.items()
     }
+    needed = not sources.updates_only or any(isinstance(stored, Tensor) for stored in rows.values())
+    needed |= any(registry.get(action.method).needs_base for _, action in merging)
+    own = (
+        sources.base.read(first.tensor.name, first.rows)
+        if needed
+        else torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
+    )
     measured: dict[str, dict[str, Measured]] = {}
     for item, action in merging:
         kind = registry.get(action.method).data
@@ -72,13 +89,10 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     return Inputs(own, rows, measured)
 
 
-def _read_rows(expert: Checkpoint, name: str, rows: range | None) -> Tensor | LowRank:
+def _read_rows(expert: Checkpoint, name: str, rows: range | None) -> Stored:
     """Read rows of an expert, whose table may be shorter or longer than the base's."""
     if isinstance(expert, AdapterCheckpoint) and name in expert.low_rank:
-        factors = expert.read_factors(name)
-        if rows is None:
-            return factors
-        return LowRank(factors.left[rows.start : rows.stop], factors.right)
+        return expert.read_update(name, rows)
     return expert.read(name, _held(rows, expert.headers[name].shape))
 
 
@@ -101,12 +115,12 @@ def take_updates(
     Raises:
         TensorError: NaN or Inf in them.
     """
-    base = inputs.base.to(device).to(dtype)
+    base = inputs.base if inputs.base.is_meta else inputs.base.to(device).to(dtype)
     updates: dict[str, Update] = {}
     squares: dict[str, float] = {}
     for expert in list(inputs.experts):
         stored = inputs.experts.pop(expert)
-        updates[expert] = None if stored is None else _update(stored, base)
+        updates[expert] = None if stored is None else _update(stored, base, dtype, device)
         squares[expert] = _square(updates[expert])
         if stored is not None and not isfinite(squares[expert]):
             _name_what_is_not_finite(item, inputs.base, expert, stored)
@@ -114,9 +128,11 @@ def take_updates(
     return updates, squares
 
 
-def _update(stored: Tensor | LowRank, base: Tensor) -> Tensor | LowRank:
+def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.device) -> Stored:
     """Δ_t = W_t − W_0; rows that the expert's table lacks count as unchanged."""
-    update = stored.to(base.device).to(base.dtype)
+    if isinstance(stored, tuple):
+        return tuple(matrix.to(device).to(dtype) for matrix in stored)
+    update = stored.to(device).to(dtype)
     if isinstance(update, LowRank):
         return update
     if update.shape == base.shape:
@@ -131,6 +147,8 @@ def _square(update: Update) -> float:
     """‖Δ‖²_F."""
     if update is None:
         return 0.0
+    if isinstance(update, tuple):
+        return sum(matrix.square_norm() for matrix in update)
     return update.square_norm() if isinstance(update, LowRank) else norm(update) ** 2
 
 
@@ -138,16 +156,23 @@ def dense(update: Update, base: Tensor, dtype: torch.dtype, device: torch.device
     """Return an update as a tensor of the base's shape."""
     if update is None:
         return torch.zeros(base.shape, dtype=dtype, device=device)
-    return update.dense().view(base.shape) if isinstance(update, LowRank) else update
+    if isinstance(update, Tensor):
+        return update
+    return _multiplied_out(update).view(base.shape)
 
 
-def _name_what_is_not_finite(
-    item: WorkItem, base: Tensor, expert: str, stored: Tensor | LowRank
-) -> None:
+def _multiplied_out(update: LowRank | tuple[LowRank, ...]) -> Tensor:
+    if isinstance(update, LowRank):
+        return update.dense()
+    return torch.stack([matrix.dense() for matrix in update])
+
+
+def _name_what_is_not_finite(item: WorkItem, base: Tensor, expert: str, stored: Stored) -> None:
     """Raise for the first NaN or Inf; a norm has told that there is one."""
     start = 0 if item.rows is None else item.rows.start
-    own = stored.dense() if isinstance(stored, LowRank) else stored
-    for source, values in (("the base", base), (f"expert '{expert}'", own)):
+    own = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
+    read = [] if base.is_meta else [("the base", base)]
+    for source, values in (*read, (f"expert '{expert}'", own)):
         bad = ~torch.isfinite(values.float())
         if bad.any():
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]

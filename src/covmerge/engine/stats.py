@@ -14,7 +14,8 @@ def tensor_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, di
     """Return one entry per output tensor, of the statistics of the plan's items.
 
     `update_norm` ‖Δ_t‖_F by expert, `merged_norm` ‖W̄ − W_0‖_F, `rounding_loss` the share of the
-    merged update lost to the output dtype, `matrices` what the method noticed in each matrix.
+    merged update lost to the output dtype, `matrices` what the method noticed in each matrix,
+    `adapter` what it became in an adapter; `left_out` where it has no place there.
     """
     items: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
     for item, stats in zip(plan.items, done, strict=True):
@@ -42,6 +43,7 @@ def tensor_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, di
             matrices = [matrix for part in parts for matrix in part.get("matrices", [])]
             if matrices:
                 entry["matrices"] = matrices
+            entry |= {key: parts[0][key] for key in ("adapter", "left_out") if key in parts[0]}
         entries[tensor.name] = entry
     return entries
 
@@ -78,8 +80,23 @@ def totals(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Json]:
         "largest_jitter": max((matrix.get("jitter", 0.0) for matrix in matrices), default=0.0),
         "unchanged_updates": sum(matrix.get("unchanged", 0) for matrix in matrices),
         "merged_norm": change,
+        **_of_adapter(merged, change),
         "rounding_loss": lost / change if change else 0.0,
     }
+
+
+def _of_adapter(merged: Sequence[Mapping[str, Any]], change: float) -> dict[str, Json]:
+    """Return shares of the merged update's energy that an adapter does not have."""
+    if not any("adapter" in entry for entry in merged):
+        return {}
+    outside = sum(entry["merged_norm"] ** 2 for entry in merged if "left_out" in entry)
+    truncated = sum(
+        entry["merged_norm"] ** 2 * entry["adapter"].get("discarded_energy", 0.0)
+        for entry in merged
+        if "adapter" in entry
+    )
+    energy = change**2 or 1.0
+    return {"left_out_energy": outside / energy, "discarded_energy": truncated / energy}
 
 
 def _root(squares: Iterable[float]) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from math import prod
+from functools import partial
 
 from covmerge.engine.inputs import Inputs, Sources, read_inputs
 from covmerge.engine.worker import Context, Layer
-from covmerge.linalg.select import MagnitudeSelect
-from covmerge.plan import SURVEY_PASSES, Merge, Plan, Survey, WorkItem
+from covmerge.linalg.select import MagnitudeSelect, threshold_rank
+from covmerge.plan import SURVEY_PASSES, Merge, Plan, WorkItem
 
 Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> threshold
 
@@ -37,8 +37,8 @@ def run_surveys(
     selects = [
         {
             survey.merge.key: {
-                expert: MagnitudeSelect(size - int(survey.density * size), context.dtype)
-                for expert, size in _sizes(survey).items()
+                expert: MagnitudeSelect(partial(threshold_rank, survey.density), context.dtype)
+                for expert in {e: None for item in survey.items for e in item.tensor.sources}
             }
             for survey in plan.surveys
         }
@@ -52,7 +52,7 @@ def run_surveys(
             for number, item in numbered:
                 action = item.tensor.action
                 assert isinstance(action, Merge)
-                for expert, vector in layer.survey_vectors(item, action).items():
+                for expert, vector in layer.survey_vectors(item, action):
                     select = selects[number][action.key][expert]
                     if not select.settled:
                         select.add(vector)
@@ -84,17 +84,6 @@ def _together(plans: Sequence[Plan]) -> Iterator[list[tuple[int, WorkItem]]]:
             for item in survey.items:
                 by_rows.setdefault(item.key, []).append((number, item))
     yield from by_rows.values()
-
-
-def _sizes(survey: Survey) -> dict[str, int]:
-    """Entries of each expert that the survey goes through."""
-    sizes: dict[str, int] = {}
-    for item in survey.items:
-        tensor = item.tensor
-        rows = 1 if item.rows is None else len(item.rows)
-        for expert in tensor.sources:
-            sizes[expert] = sizes.get(expert, 0) + rows * prod(tensor.stored.shape[1:])
-    return sizes
 
 
 def _read_ahead(

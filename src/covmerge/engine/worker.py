@@ -17,7 +17,7 @@ from covmerge.engine.measures import measure
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import norm
 from covmerge.methods import Method, registry
-from covmerge.methods.factored import merge_factors
+from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
 from covmerge.plan import Merge, TensorPlan, WorkItem
 from covmerge.tensors import MatrixLayout, matrices, write_matrices
 from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged
@@ -55,6 +55,22 @@ class Result:
     masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
+@dataclass(frozen=True)
+class Change:
+    """What a method makes of some rows, before the base is added.
+
+    Attributes:
+        delta: the merged update in the stored shape; by its factors and as `(d_out, d_in)` where
+            the method is exact on them.
+        matrices: what the method noticed, a matrix.
+        masks: by expert, from methods that write masks.
+    """
+
+    delta: Tensor | MergedFactors
+    matrices: list[Json]
+    masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
 def compute(items: Sequence[WorkItem], inputs: Inputs, context: Context) -> Iterator[Result]:
     """Merge some rows by the plan of each item, one result after another.
 
@@ -84,7 +100,7 @@ class Layer:
         layouts = [a.layout for item in items if isinstance(a := item.tensor.action, Merge)]
         # Methods that take any shape do not say how a tensor holds matrices, others do.
         self._layout = next((layout for layout in layouts if layout is not None), None)
-        self._given, self._squares = take_updates(merging[0], inputs, context.dtype, context.device)
+        self._given, self.squares = take_updates(merging[0], inputs, context.dtype, context.device)
         self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
 
     def merge(
@@ -96,20 +112,18 @@ class Layer:
             TensorError: the result is not finite, or not in the output dtype.
         """
         method = registry.get(action.method)
-        base = self._base() if method.needs_base else None
-        merged, matrix_stats, masks = self._run(
-            item, action, method, base, thresholds.get(action.key)
-        )
-        del base  # formed again for the sum: a method's workspace is the peak
+        change = self.change(item, action, thresholds)
+        merged, matrix_stats, masks = self._dense(change, action), change.matrices, change.masks
+        del change
         square_merged = norm(merged) ** 2
         if not isfinite(square_merged):
             raise TensorError(
                 f"'{item.tensor.name}': method '{method.name}' gave NaN or Inf from finite updates of "
                 "norms "
-                + ", ".join(f"{name}: {sqrt(square):.3g}" for name, square in self._squares.items())
+                + ", ".join(f"{name}: {sqrt(square):.3g}" for name, square in self.squares.items())
                 + ". Please report this tensor; `average` merges it meanwhile."
             )
-        stats: dict[str, Json] = {"updates": dict(self._squares), "merged": square_merged}
+        stats: dict[str, Json] = {"updates": self.squares, "merged": square_merged}
         if self._context.compare:
             stats |= measure(merged, self._updates, self._layout)
         exact = merged.add_(self._base())
@@ -126,13 +140,64 @@ class Layer:
             stats["matrices"] = matrix_stats
         return Result(result.cpu(), stats, {name: mask.cpu() for name, mask in masks.items()})
 
-    def survey_vectors(self, item: WorkItem, action: Merge) -> Mapping[str, Tensor]:
-        """Return per expert the values whose magnitudes the action's survey ranks."""
+    def change(
+        self, item: WorkItem, action: Merge, thresholds: Mapping[str, Mapping[str, float]]
+    ) -> Change:
+        """Run the action's method on the tensor itself, on each of its matrices, or on factors."""
+        method = registry.get(action.method)
+        factors = self._factors(action, method)
+        if factors is not None:
+            weights = [self._context.weights[expert] for expert in self._given]
+            limits = thresholds.get(action.key)
+            surveyed = None if limits is None else [limits[expert] for expert in self._given]
+            found = [
+                merge_factors(method, own, weights, action.parameters, surveyed) for own in factors
+            ]
+            noticed: list[Json] = [dict(merged.stats) for merged in found]
+            if action.layout is None or not action.layout.stacked:
+                return Change(found[0], noticed)
+            stack = self._empty()
+            write_matrices(stack, action.layout, [merged.delta.dense() for merged in found])
+            return Change(stack, noticed)
+        base = self._base() if method.needs_base else None
+        groups = list(self._groups(item, action, method, base, thresholds.get(action.key)))
+        results = [method(group, **action.parameters) for group in groups]
+        names = list(self._updates)
+        stats: list[Json] = [dict(result.stats) for result in results]
+        like = self._updates[names[0]]
+        if action.layout is None:
+            masks = dict(zip(names, results[0].masks, strict=False))
+            noticed = stats if method.writes_masks else []
+            return Change(_owned(results[0], self._updates), noticed, masks)
+        if len(results) == 1 and not action.layout.transposed and results[0].delta.is_contiguous():
+            return Change(_owned(results[0], self._updates).view_as(like), stats)
+        merged = torch.empty_like(like)
+        write_matrices(merged, action.layout, [result.delta for result in results])
+        return Change(merged, stats)
+
+    def _dense(self, change: Change, action: Merge) -> Tensor:
+        """The merged update in the stored shape."""
+        if isinstance(change.delta, Tensor):
+            return change.delta
+        product = change.delta.delta.dense()
+        transposed = action.layout is not None and action.layout.transposed
+        stored = product.mT.contiguous() if transposed else product
+        return stored.view(self._inputs.base.shape)
+
+    def survey_vectors(self, item: WorkItem, action: Merge) -> Iterator[tuple[str, Tensor]]:
+        """The values whose magnitudes the action's survey ranks, by expert, matrix by matrix."""
         method = registry.get(action.method)
         assert method.survey is not None
-        (group,) = self._groups(item, action, method, None, None)
-        vectors = method.survey.vectors(group, action.parameters)
-        return dict(zip(self._updates, vectors, strict=True))
+        factors = self._factors(action, method)
+        if factors is not None:
+            weights = [self._context.weights[expert] for expert in self._given]
+            for own in factors:
+                vectors = survey_factors(method, own, weights, action.parameters)
+                yield from zip(self._given, vectors, strict=True)
+            return
+        for group in self._groups(item, action, method, None, None):
+            vectors = method.survey.vectors(group, action.parameters)
+            yield from zip(self._given, vectors, strict=True)
 
     @cached_property
     def _updates(self) -> dict[str, Tensor]:
@@ -143,51 +208,39 @@ class Layer:
             for expert, update in self._given.items()
         }
 
-    def _factors(self, action: Merge, method: Method) -> list[LowRank] | None:
-        """All updates by their factors, oriented; None where the method must see them as tensors."""
+    def _factors(self, action: Merge, method: Method) -> list[list[LowRank]] | None:
+        """All updates of each matrix by their factors, oriented.
+
+        None: the method must see them as tensors, or (one that takes any shape) may as well.
+        """
         layout = action.layout
-        adapters = [update for update in self._given.values() if isinstance(update, LowRank)]
-        full = any(isinstance(update, Tensor) for update in self._given.values())
-        if layout is None or layout.stacked or layout.parts is not None or full or not adapters:
-            return None
         if not method.factored_for(action.parameters):
             return None
-        nothing = adapters[0].zero()
-        found = [u if isinstance(u, LowRank) else nothing for u in self._given.values()]
-        return [update.mT for update in found] if layout.transposed else found
+        if layout is None and not self._inputs.base.is_meta:
+            return None
+        if layout is not None and layout.parts is not None:
+            return None
+        stacked, transposed = (layout.stacked, layout.transposed) if layout else (False, False)
+        found: dict[str, tuple[LowRank, ...]] = {}
+        for expert, update in self._given.items():
+            own = update if isinstance(update, tuple) else (update,)
+            factors = tuple(matrix for matrix in own if isinstance(matrix, LowRank))
+            if len(factors) == len(own) and isinstance(update, tuple) == stacked:
+                found[expert] = factors
+            elif update is not None:
+                return None
+        if not found:
+            return None
+        nothing = tuple(matrix.zero() for matrix in next(iter(found.values())))
+        together = zip(*(found.get(expert, nothing) for expert in self._given), strict=True)
+        return [[u.mT if transposed else u for u in matrix] for matrix in together]
+
+    def _empty(self) -> Tensor:
+        context = self._context
+        return torch.empty(self._inputs.base.shape, dtype=context.dtype, device=context.device)
 
     def _base(self) -> Tensor:
         return self._inputs.base.to(self._context.device).to(self._context.dtype)
-
-    def _run(
-        self,
-        item: WorkItem,
-        action: Merge,
-        method: Method,
-        base: Tensor | None,
-        thresholds: Mapping[str, float] | None,
-    ) -> tuple[Tensor, list[Json], Mapping[str, Tensor]]:
-        """Run the method on the tensor itself, on each of its matrices, or on factors."""
-        factors = self._factors(action, method)
-        if factors is not None and action.layout is not None:
-            weights = [self._context.weights[expert] for expert in self._given]
-            found = merge_factors(method, factors, weights, action.parameters)
-            product = found.delta.dense()
-            stored = product.mT.contiguous() if action.layout.transposed else product
-            return stored.view(self._inputs.base.shape), [dict(found.stats)], {}
-        groups = list(self._groups(item, action, method, base, thresholds))
-        results = [method(group, **action.parameters) for group in groups]
-        names = list(self._updates)
-        stats: list[Json] = [dict(result.stats) for result in results]
-        like = self._updates[names[0]]
-        if action.layout is None:
-            masks = dict(zip(names, results[0].masks, strict=False))
-            return _owned(results[0], self._updates), stats if method.writes_masks else [], masks
-        if len(results) == 1 and not action.layout.transposed and results[0].delta.is_contiguous():
-            return _owned(results[0], self._updates).view_as(like), stats, {}
-        merged = torch.empty_like(like)
-        write_matrices(merged, action.layout, [result.delta for result in results])
-        return merged, stats, {}
 
     def _groups(
         self,

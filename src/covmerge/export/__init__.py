@@ -1,6 +1,6 @@
 """What an output needs besides its weights: config, tokenizer, index, heads, manifest."""
 
-from covmerge.export.adapter import AdaptedTensor, AdapterWriter
+from covmerge.export.adapter import AdaptedTensor, AdapterWriter, WholeTensor
 from covmerge.export.companions import Companions, copy_companions
 from covmerge.export.expert_models import find_masks, load_expert, rescalers_of, write_rescalers
 from covmerge.export.heads import write_heads
@@ -11,6 +11,7 @@ __all__ = [
     "AdaptedTensor",
     "AdapterWriter",
     "Companions",
+    "WholeTensor",
     "copy_companions",
     "find_masks",
     "load_expert",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.checkpoints.strict_json import dumps
@@ -75,23 +76,71 @@ class AdaptedTensor:
         return first, second
 
 
+@dataclass(frozen=True)
+class WholeTensor:
+    """One tensor that the adapter replaces.
+
+    Attributes:
+        name: its name in the model that the adapter is loaded over.
+        stored: its shape and dtype.
+        with_module: whether PEFT replaces the module that owns it; else it is a bias, which is
+            replaced by itself.
+        beside_factors: whether its module has factors too, which PEFT puts around the layer.
+        ties: other parameters that the model ties to it; PEFT unties them.
+    """
+
+    name: str
+    stored: TensorHeader
+    with_module: bool = False
+    beside_factors: bool = False
+    ties: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its names in the model."""
+        return (self.name, *self.ties)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that PEFT replaces."""
+        return tuple(name.rpartition(".")[0] for name in self.names) if self.with_module else ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its names in the file."""
+        layer = ".base_layer" if self.beside_factors else ""
+        split = (name.rpartition(".") for name in self.names)
+        return tuple(f"{_PREFIX}{module}{layer}.{leaf}" for module, _, leaf in split)
+
+
 class AdapterWriter:
     """The adapter's files, being filled; a full disk is met at the start.
 
     Args:
         folder: an existing folder.
         tensors: what the adapter updates.
+        whole: what it replaces.
         dtype: of the stored factors.
 
     Raises:
         ResourceError: the disk is full.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[AdaptedTensor], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Sequence[AdaptedTensor],
+        whole: Sequence[WholeTensor],
+        dtype: torch.dtype,
+    ) -> None:
         self._folder = folder
         self._tensors = tensors
+        self._whole = whole
         self.dtype = dtype
         headers = [header for tensor in tensors for header in tensor.headers(dtype)]
+        headers += [
+            TensorHeader(key, t.stored.shape, t.stored.dtype) for t in whole for key in t.keys
+        ]
         shard = plan_shard("adapter_model.safetensors", headers)
         self._writer = ShardWriter(folder, Layout((shard,)))
 
@@ -100,15 +149,22 @@ class AdapterWriter:
         for key, factor in zip(tensor.keys(), tensor.factors(update), strict=True):
             self._writer.write(key, factor.to(self.dtype).contiguous())
 
-    def finish(self, parents: Sequence[Mapping[str, Any]]) -> None:
-        """Write the configuration; what all parents agree on is kept."""
+    def write_whole(self, tensor: WholeTensor, value: Tensor) -> None:
+        """Write a replaced tensor in its stored dtype."""
+        for key in tensor.keys:
+            self._writer.write(key, value.contiguous())
+
+    def finish(self, parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> None:
+        """Write the configuration; what all parents agree on is kept, without any the base says."""
         self._writer.flush()
         path = self._folder / "adapter_config.json"
-        content = dumps(self._config(parents), what="adapter_config", indent=2).encode() + b"\n"
+        content = (
+            dumps(self._config(parents, base), what="adapter_config", indent=2).encode() + b"\n"
+        )
         with disk_errors(path, len(content)):
             path.write_bytes(content)
 
-    def _config(self, parents: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
+    def _config(self, parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> dict[str, Json]:
         ranks = {tensor.module: tensor.rank for tensor in self._tensors}
         usual = Counter(ranks.values()).most_common(1)[0][0]
         # The scale alpha / r is 1 in every layer: it is in the factors.
@@ -117,8 +173,10 @@ class AdapterWriter:
         }
         return {
             "peft_type": "LORA",
-            "base_model_name_or_path": _agreed(parents, "base_model_name_or_path"),
-            "task_type": _agreed(parents, "task_type"),
+            "base_model_name_or_path": _agreed(parents, "base_model_name_or_path")
+            if parents
+            else base.source,
+            "task_type": _agreed(parents, "task_type") if parents else _task_type(base),
             "inference_mode": True,
             "r": usual,
             "lora_alpha": usual,
@@ -126,9 +184,17 @@ class AdapterWriter:
             "alpha_pattern": special,
             "target_modules": sorted(ranks),
             "fan_in_fan_out": any(t.transposed and not t.embedding for t in self._tensors),
-            "bias": "none",
+            "bias": "none" if all(tensor.with_module for tensor in self._whole) else "all",
+            "modules_to_save": sorted({module for t in self._whole for module in t.modules})
+            or None,
             "lora_dropout": 0.0,
         }
+
+
+def _task_type(base: Checkpoint) -> str | None:
+    """What PEFT calls a language model; every other model is loaded without a task."""
+    architectures = (base.config or {}).get("architectures") or [""]
+    return "CAUSAL_LM" if str(architectures[0]).endswith("ForCausalLM") else None
 
 
 def _agreed(parents: Sequence[Mapping[str, Any]], key: str) -> Json:

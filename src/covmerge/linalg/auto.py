@@ -89,6 +89,16 @@ def svd_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
     return eigh_cost(short) + Cost(products, blocks + kept)
 
 
+def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:
+    """Cost of U and σ of `count` matrices `(d, columns)` side by side (see `covmerge.linalg.joint`)."""
+    wide = count * columns
+    if itemsize == torch.float64.itemsize:
+        flops = FLOAT64 * (2.0 * d * d * wide + 20.0 * d**3)
+        return Cost(flops, (2 * d * wide + 6 * d * d) * 8)
+    gram = Cost(FLOAT64 * 2.0 * d * d * wide, d * columns * 8)
+    return gram + eigh_cost(d)
+
+
 def polar_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
     """Cost of U diag(s) V with the polar factors of U `(d_out, k)` and V `(k, d_in)`."""
     left = svd_cost(d_out, k, min(d_out, k), itemsize)

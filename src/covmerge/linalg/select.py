@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -27,13 +29,17 @@ class MagnitudeSelect:
         1.0
     """
 
-    def __init__(self, rank: int, dtype: torch.dtype) -> None:
-        """Look for the `rank`-th smallest magnitude, counted from 1; rank 0 is 0.0."""
-        self._rank = rank
+    def __init__(self, rank: int | Callable[[int], int], dtype: torch.dtype) -> None:
+        """Look for the `rank`-th smallest magnitude, counted from 1; rank 0 is 0.0.
+
+        A function gives the rank for the number of values, which the first pass counts.
+        """
+        self._rank_of: Callable[[int], int] | None = rank if callable(rank) else None
+        self._rank: int = 1 if callable(rank) else rank
         self._float = dtype
         self._int = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
         self._width = torch.finfo(dtype).bits - 1  # the sign bit is dropped
-        self._shift = self._width if rank > 0 else 0
+        self._shift = self._width if self._rank > 0 else 0
         self._prefix = 0
         self._counts = torch.zeros(2**_DIGIT, dtype=torch.int64)
 
@@ -50,11 +56,14 @@ class MagnitudeSelect:
         return float(torch.tensor(self._prefix, dtype=self._int).view(self._float))
 
     def add(self, block: Tensor) -> None:
-        """Count the values of one block in this pass."""
+        """Count the values of one block in this pass.
+
+        Values of another dtype are rounded towards zero: those of at least `value` stay so.
+        """
         shift = max(0, self._shift - _DIGIT)
         values = block.reshape(-1)
         for start in range(0, len(values), _PART):
-            bits = values[start : start + _PART].abs().view(self._int)
+            bits = _rounded_down(values[start : start + _PART].abs(), self._float).view(self._int)
             if self._shift < self._width:
                 bits = bits[(bits >> self._shift) == self._prefix]
             digits = (bits >> shift) & (2 ** (self._shift - shift) - 1)
@@ -67,6 +76,11 @@ class MagnitudeSelect:
             ValueError: fewer values were added than the rank asks for.
         """
         below = self._counts.cumsum(0)
+        if self._rank_of is not None:
+            self._rank, self._rank_of = self._rank_of(int(below[-1])), None
+            if not self._rank:
+                self._shift = 0
+                return
         digit = int(torch.searchsorted(below, self._rank))
         if digit == len(below):
             raise ValueError(f"rank {self._rank} of {int(below[-1])} values")
@@ -76,6 +90,11 @@ class MagnitudeSelect:
         self._prefix = (self._prefix << (self._shift - shift)) | digit
         self._shift = shift
         self._counts.zero_()
+
+
+def threshold_rank(density: float, count: int) -> int:
+    """Return the rank, counted from 1, of the magnitude that ⌊density · count⌋ are above."""
+    return count - int(density * count)
 
 
 def kth_magnitude(vector: Tensor, rank: int) -> float:
@@ -90,3 +109,11 @@ def kth_magnitude(vector: Tensor, rank: int) -> float:
         select.add(vector)
         select.end_pass()
     return select.value
+
+
+def _rounded_down(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
+    if magnitudes.dtype == dtype:
+        return magnitudes
+    rounded = magnitudes.to(dtype)
+    above = rounded.to(magnitudes.dtype) > magnitudes
+    return torch.where(above, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded)

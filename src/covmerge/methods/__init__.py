@@ -9,12 +9,14 @@ from covmerge.methods import (
     average,
     cart,
     consensus,
+    core_space,
     dare,
     della,
     emr,
     fisher,
     free,
     iso,
+    knots,
     lot,
     regmean,
     task_arithmetic,
@@ -24,12 +26,6 @@ from covmerge.methods import (
 )
 from covmerge.methods.registry import Method, registry
 
-_ADAPTERS = (
-    "it works on the factors of LoRA adapters and arrives with adapter support; merge the experts' "
-    "full weights by another method meanwhile"
-)
-registry.reserve("knots", _ADAPTERS)
-registry.reserve("core_space", _ADAPTERS)
 registry.reserve(
     "nan",
     "its paper (arXiv:2505.16148) sets the coefficients in proportion to 1 over a norm, but whether "
@@ -52,6 +48,7 @@ __all__ = [
     "average",
     "cart",
     "consensus",
+    "core_space",
     "dare",
     "della",
     "emr",
@@ -59,6 +56,7 @@ __all__ = [
     "free",
     "get",
     "iso",
+    "knots",
     "lot",
     "names",
     "registry",

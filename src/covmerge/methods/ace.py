@@ -61,7 +61,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         "prior shrinks",
     ),
     cost=_cost,
-    factored=True,
+    factored="both",
     family_defaults={"gpt2": {"eps": 4e-2}, "roberta-base": {"eps": 2e-4}},
 )
 def ace(

@@ -40,7 +40,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas_text="the expert (up to directions below the cut-off)",
     ),
     cost=_cost,
-    factored=True,
+    factored="both",
 )
 def actmat(
     group: LinearGroup,

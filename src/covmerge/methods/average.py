@@ -32,7 +32,7 @@ def elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas_text="the expert",
     ),
     cost=elementwise_cost,
-    factored=True,
+    factored="both",
     unit="element",
 )
 def average(group: LinearGroup) -> Merged:

@@ -41,7 +41,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas_text="the expert",
     ),
     cost=_cost,
-    factored=True,
+    factored="both",
     published_tuning="λ and the rank ratio, per number of tasks: (2.0, 0.12) for 8 tasks, "
     "(1.5, 0.16) for 14, (1.9, 0.32) for 20",
 )

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.linalg.auto import Cost
-from covmerge.linalg.select import kth_magnitude
+from covmerge.linalg.select import kth_magnitude, threshold_rank
 from covmerge.methods.registry import Parameters, Unit
 
 Density = Annotated[
@@ -51,8 +51,7 @@ def thresholds_of(vectors: Sequence[Tensor], density: float) -> tuple[float, ...
         >>> thresholds_of([torch.tensor([3.0, -1.0, 0.5, -4.0])], density=0.5)
         (1.0,)
     """
-    count = vectors[0].numel()
-    rank = count - int(density * count)
+    rank = threshold_rank(density, vectors[0].numel())
     return tuple(kth_magnitude(vector, rank) for vector in vectors)
 
 

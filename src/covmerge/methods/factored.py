@@ -1,24 +1,24 @@
 r"""Methods on adapters: exact, and without ever forming a `(d_out, d_in)` matrix.
 
 All updates Δ_t = B_tA_t of a layer lie in the span of Q = orth([A_1; …; A_T]ᵀ) on the right and of
-U = orth([B_1 … B_T, 𝟏]) on the left. A method that turns with its inputs, f(UΔQᵀ) = U f(Δ) Qᵀ, is
-run on the cores UᵀΔ_tQ, whose sides are Σr + 1 and Σr, and its result is U · f(cores) · Qᵀ: an
-adapter of rank at most Σr. ACE does not turn with its inputs, but only through 𝟏, on both sides:
-it gets Uᵀ𝟏 and Qᵀ𝟏 (`Frame`).
+U = orth([B_1 … B_T, 𝟏]) on the left. A method that turns with its inputs and outputs,
+f(UΔQᵀ) = U f(Δ) Qᵀ, is run on the cores UᵀΔ_tQ, whose sides are Σr + 1 and Σr, and its result is
+U · f(cores) · Qᵀ: an adapter of rank at most Σr. ACE does not turn so, but only through 𝟏, on both
+sides: it gets Uᵀ𝟏 and Qᵀ𝟏 (`Frame`). A method that turns with its outputs alone, f(UΔ) = U f(Δ), is
+run on UᵀΔ_t `(Σr, d_in)`, and one that turns with its inputs alone on Δ_tQ `(d_out, Σr)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from covmerge.linalg.basis import Basis, basis_of
 from covmerge.linalg.lapack import svd
-from covmerge.methods.registry import Method
+from covmerge.methods.registry import Method, Parameters, Sides
 from covmerge.types import Frame, Json, LinearGroup, LowRank
 
 
@@ -27,16 +27,16 @@ class MergedFactors:
     """The merged update as U · core · Qᵀ, and what the method noticed.
 
     Attributes:
-        left: U, a basis of the left factors and of 𝟏.
+        left: U, a basis of the left factors and of 𝟏; None: the identity.
         core: `(p, q)`, float64.
-        right: Q, a basis of the right factors.
+        right: Q, a basis of the right factors; None: the identity.
         dtype: of the adapters.
         stats: what the method noticed.
     """
 
-    left: Basis
+    left: Basis | None
     core: Tensor
-    right: Basis
+    right: Basis | None
     dtype: torch.dtype
     stats: Mapping[str, Json]
 
@@ -53,24 +53,35 @@ class MergedFactors:
         """
         u, sigma, v = svd(self.core)
         root = sigma[:rank].sqrt()
-        left = self.left.expand(u[:, :rank] * root)
-        right = self.right.expand(v[:rank].mT * root).mT
+        left = _expand(self.left, u[:, :rank] * root)
+        right = _expand(self.right, v[:rank].mT * root).mT
         return LowRank(left, right).to(self.dtype), sigma
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """Low-rank updates as a group of small ones, and the bases that these are written in."""
+
+    group: LinearGroup
+    left: Basis | None
+    right: Basis | None
 
 
 def merge_factors(
     method: Method,
     updates: Sequence[LowRank],
     weights: Sequence[float],
-    parameters: Mapping[str, Any],
+    parameters: Parameters,
+    thresholds: Sequence[float] | None = None,
 ) -> MergedFactors:
-    """Run a method on the cores of low-rank updates.
+    """Run a method on low-rank updates in a basis of their factors.
 
     Args:
         method: one whose `factored_for(parameters)` holds.
         updates: of one shape, dtype and device.
         weights: one positive number per update.
         parameters: as `method.resolve` returns them.
+        thresholds: per update, what a survey has found; None: there was none.
 
     Example:
         >>> from covmerge.methods import get
@@ -79,14 +90,46 @@ def merge_factors(
         >>> merge_factors(average, [a, a], [1.0, 1.0], {}).delta.dense()[0].round().tolist()
         [1.0, 1.0]
     """
+    reduced = _reduce(method.sides_for(parameters), updates, weights)
+    group = replace(reduced.group, thresholds=None if thresholds is None else tuple(thresholds))
+    merged = method(group, **parameters)
+    return MergedFactors(reduced.left, merged.delta, reduced.right, updates[0].dtype, merged.stats)
+
+
+def survey_factors(
+    method: Method, updates: Sequence[LowRank], weights: Sequence[float], parameters: Parameters
+) -> tuple[Tensor, ...]:
+    """Return per update the values whose magnitudes the method's survey ranks, float64."""
+    assert method.survey is not None
+    reduced = _reduce(method.sides_for(parameters), updates, weights)
+    return method.survey.vectors(reduced.group, parameters)
+
+
+def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) -> _Reduced:
+    """Write the updates in a basis on one side or on both."""
     d_out, d_in = updates[0].shape
-    ones = updates[0].left.new_ones(d_out, 1)
-    left = basis_of([*(update.left for update in updates), ones])
-    right = basis_of([update.right.mT for update in updates])
-    *lefts, ones_out = left.blocks
-    # Cores are small, and float64 lets their rank be seen.
-    cores = tuple(own @ other.mT for own, other in zip(lefts, right.blocks, strict=True))
-    ones_in = right.coordinates(updates[0].right.new_ones(d_in))
-    frame = Frame((d_out, d_in), ones_out[:, 0], ones_in)
-    merged = method(LinearGroup(cores, tuple(weights), frame=frame), **parameters)
-    return MergedFactors(left, merged.delta, right, updates[0].dtype, merged.stats)
+    lefts = [update.left for update in updates]
+    rights = [update.right.mT for update in updates]
+    left = right = frame = None
+    if sides == "both":
+        left = basis_of([*lefts, lefts[0].new_ones(d_out, 1)])
+        right = basis_of(rights)
+        ones_in = right.coordinates(rights[0].new_ones(d_in))
+        frame = Frame((d_out, d_in), left.blocks[-1][:, 0], ones_in)
+    elif sides == "outputs":
+        left = basis_of(lefts)
+    elif sides == "inputs":
+        right = basis_of(rights)
+    own = lefts if left is None else left.blocks[: len(lefts)]
+    other = rights if right is None else right.blocks
+    # Small, and float64 lets their rank be seen.
+    factors = tuple(
+        LowRank(b.to(torch.float64), a.mT.to(torch.float64))
+        for b, a in zip(own, other, strict=True)
+    )
+    cores = tuple(each.dense() for each in factors)
+    return _Reduced(LinearGroup(cores, tuple(weights), frame=frame, factors=factors), left, right)
+
+
+def _expand(basis: Basis | None, coordinates: Tensor) -> Tensor:
+    return coordinates if basis is None else basis.expand(coordinates)

@@ -71,7 +71,7 @@ def _cost_with_tasks(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     reference=_PAPER,
     laws=_LAWS,
     cost=_cost_of_sum,
-    factored=True,
+    factored="both",
     published_tuning=_TUNING,
 )
 def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None) -> Merged:
@@ -110,7 +110,7 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
     reference=_PAPER,
     laws=_LAWS,
     cost=_cost_with_tasks,
-    factored=True,
+    factored="both",
     published_tuning=_TUNING,
 )
 def iso_cts(

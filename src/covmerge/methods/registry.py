@@ -22,6 +22,8 @@ Parameters = Mapping[str, Any]
 # What a method must see at once. The first three take tensors of any shape, as they are stored.
 Unit = Literal["element", "row", "tensor", "matrix"]
 Data = Literal["none", "gram", "fisher"]
+# On which sides a layer may be written in an orthonormal basis that holds its updates.
+Sides = Literal["none", "outputs", "inputs", "both"]
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,9 @@ class Method:
         data: the statistics of the experts' data that it needs.
         protocol: how these must have been collected (`covmerge collect --protocol`).
         survey: what it must know of all tensors before the first is merged.
-        factored: its result on the cores of low-rank updates is the core of its result (see
-            `covmerge.methods.factored`); or a function of the parameters that says so.
+        factored: the sides on which its result turns with low-rank updates, so that adapters are
+            merged exactly in a basis of their factors there (see `covmerge.methods.factored`); or a
+            function of the parameters that says so.
         needs_base: uses `LinearGroup.base`, which is not formed otherwise.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
@@ -122,7 +125,7 @@ class Method:
     data: Data = "none"
     protocol: str = "inputs"
     survey: Survey | None = None
-    factored: bool | Callable[[Parameters], bool] = False
+    factored: Sides | Callable[[Parameters], Sides] = "none"
     needs_base: bool = False
     writes_masks: bool = False
     published_tuning: str = ""
@@ -149,9 +152,13 @@ class Method:
         """Return what it must see at once with these parameters."""
         return self.unit(parameters) if callable(self.unit) else self.unit
 
+    def sides_for(self, parameters: Parameters) -> Sides:
+        """Return the sides on which low-rank updates may be written in a basis of their factors."""
+        return self.factored(parameters) if callable(self.factored) else self.factored
+
     def factored_for(self, parameters: Parameters) -> bool:
         """Return whether adapters are merged exactly on their factors with these parameters."""
-        return self.factored(parameters) if callable(self.factored) else self.factored
+        return self.sides_for(parameters) != "none"
 
     def surveyed(self, parameters: Parameters) -> float | None:
         """Return the density that its survey looks for; None: no survey."""
@@ -218,7 +225,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
 
 
 class Registry:
-    """Methods by name, in the order they were registered."""
+    """Methods by name, in alphabetical order."""
 
     def __init__(self) -> None:
         self._methods: dict[str, Method] = {}
@@ -244,7 +251,7 @@ class Registry:
 
     def names(self) -> tuple[str, ...]:
         """All method names."""
-        return tuple(self._methods)
+        return tuple(sorted(self._methods))
 
     @property
     def absent(self) -> Mapping[str, str]:
@@ -264,7 +271,7 @@ class Registry:
         return self._methods[name]
 
     def __iter__(self) -> Iterator[Method]:
-        return iter(self._methods.values())
+        return (self._methods[name] for name in self.names())
 
 
 registry = Registry()

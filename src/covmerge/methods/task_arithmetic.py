@@ -29,7 +29,7 @@ from covmerge.types import LinearGroup, Merged
         replicas_text="λT times its update (weights 1)",
     ),
     cost=elementwise_cost,
-    factored=True,
+    factored="both",
     unit="element",
     published_tuning="λ, on labelled validation data",
 )

@@ -43,7 +43,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas_text="the expert truncated to rank ⌊r/T⌋, times α; all of it with `lossless`",
     ),
     cost=_cost,
-    factored=True,
+    factored="both",
     published_tuning="α, on labelled validation data",
 )
 def tsv_m(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.linalg.auto import FLOAT64, Cost, eigh_cost, normal_equations_cost, use_dual
 from covmerge.linalg.lapack import norm
 from covmerge.methods.closed_form import active_experts, solve_pinv, stack_weighted
-from covmerge.methods.registry import Laws, Reference, register
+from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.types import Json, LinearGroup, Merged
 
 
@@ -31,9 +30,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     )
 
 
-def _is_closed(parameters: Mapping[str, Any]) -> bool:
+def _sides(parameters: Parameters) -> Sides:
     """Adam's steps look at single entries, the closed form does not."""
-    return parameters["solver"] == "closed"
+    return "both" if parameters["solver"] == "closed" else "none"
 
 
 @register(
@@ -56,7 +55,7 @@ def _is_closed(parameters: Mapping[str, Any]) -> bool:
         "and stays near it",
     ),
     cost=_cost,
-    factored=_is_closed,
+    factored=_sides,
     others="base",
 )
 def wudi(

@@ -6,6 +6,7 @@ kind of dtype either falls under a rule of the recipe or is a named error.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -47,8 +48,7 @@ class Model:
     def stored_bytes(self, name: str, elements: int) -> int:
         """Bytes that are read for so many elements of a tensor; factors are read whole."""
         if name in self.low_rank:
-            factors = self.low_rank[name]
-            elements = factors.rank * sum(factors.shape)
+            elements = self.low_rank[name].elements
         return elements * self.dtype(name).itemsize
 
 
@@ -63,6 +63,7 @@ class Alignment:
         heads: names in the expert that are its own task head.
         head_bases: base names whose shape is another one in the expert because it is a task head.
         ignored: names in the expert left out by a rule, with the reason.
+        tied: names in the expert of what is stored twice -> the one that stands for both.
     """
 
     names: Mapping[str, str]
@@ -71,15 +72,14 @@ class Alignment:
     heads: tuple[str, ...]
     head_bases: tuple[str, ...]
     ignored: Mapping[str, str]
+    tied: Mapping[str, str]
 
 
-def check_same_architecture(
-    base: Model, expert_name: str, expert: Model, *, base_unread: bool = False
-) -> None:
+def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
     """Refuse an expert of another model type, or weights that are stored quantised."""
     for role, model in (("base", base), (f"expert '{expert_name}'", expert)):
         config = model.checkpoint.config or {}
-        if config.get("quantization_config") and not (base_unread and model is base):
+        if config.get("quantization_config"):
             raise InputError(
                 f"{role} {model.checkpoint.source} stores quantised weights (quantization_config in "
                 "config.json): their numbers mean nothing without their scales. Dequantise it first "
@@ -158,7 +158,9 @@ def align(
     _check_missing(expert_name, expert, missing, rules)
     _check_resized(expert_name, base, resized, rules)
     heads = tuple([*own_heads, *extra_heads])
-    return Alignment(names, tuple(missing), resized, heads, tuple(head_bases), ignored)
+    return Alignment(
+        names, tuple(missing), resized, heads, tuple(head_bases), ignored, stored_ties(expert)
+    )
 
 
 def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: ChosenUse) -> Alignment:
@@ -175,9 +177,13 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         **{name: header.shape for name, header in adapter.low_rank.items()},
     }
     prefixes = [base.description.prefix] if base.description.prefix else []
+    pieces = Counter(info.parameter for info in base.description.tensors.values())
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         found = _find(name, prefixes, shapes)
+        if found is None and pieces[info.parameter] == 1:
+            # The model may call it otherwise than its files do, and PEFT goes by the model.
+            found = _find(info.parameter, prefixes, shapes)
         if found is None:
             continue
         shape = header.shape
@@ -204,8 +210,24 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             f"that the base ({base.checkpoint.source}) lacks: {_some(unknown)}. Is it an adapter of "
             "this base?"
         )
+    # PEFT stores what it trained whole once for each of the names that are tied.
+    tied = {
+        name: kept
+        for name, to in base.description.tied.items()
+        if name in adapter.headers and (kept := names.get(to)) in adapter.headers and kept
+    }
+    taken |= set(tied)
     heads = tuple([*own_heads, *(name for name in adapter.headers if name not in taken)])
-    return Alignment(names, (), {}, heads, tuple(head_bases), {})
+    return Alignment(names, (), {}, heads, tuple(head_bases), {}, tied)
+
+
+def stored_ties(model: Model) -> dict[str, str]:
+    """Stored tensors that the config ties to another stored one, which stands for both."""
+    return {
+        name: info.tied_to
+        for name, info in model.description.tensors.items()
+        if info.tied_to is not None and info.tied_to in model.headers
+    }
 
 
 def _find(name: str, prefixes: list[str], stored: Collection[str]) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import InputError
 from covmerge.methods import registry
-from covmerge.plan.align import Alignment, Model, align, check_same_architecture
+from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
 from covmerge.plan.data import Statistics, check_statistics, find_statistics
 from covmerge.plan.rules import Rules
 from covmerge.plan.types import Copy, Merge, Plan, Survey, TensorPlan, WorkItem
@@ -31,8 +31,6 @@ def build_plan(
     base: Checkpoint,
     experts: Mapping[str, Checkpoint],
     statistics: Statistics | None = None,
-    *,
-    base_unread: bool = False,
 ) -> Plan:
     """Decide everything that can be decided from headers.
 
@@ -41,12 +39,11 @@ def build_plan(
         base: the base checkpoint.
         experts: checkpoints by expert name.
         statistics: statistics files by expert name, for methods that use data.
-        base_unread: nothing but the headers of the base is needed, so it may be quantised.
 
     Raises:
         InputError: inputs that do not fit together; the message names tensor, shapes and next step.
     """
-    (plan,) = build_plans([recipe], base, experts, statistics, base_unread=base_unread)
+    (plan,) = build_plans([recipe], base, experts, statistics)
     return plan
 
 
@@ -55,8 +52,6 @@ def build_plans(
     base: Checkpoint,
     experts: Mapping[str, Checkpoint],
     statistics: Statistics | None = None,
-    *,
-    base_unread: bool = False,
 ) -> list[Plan]:
     """Plan several recipes over the same checkpoints so that one reading serves all of them.
 
@@ -69,7 +64,7 @@ def build_plans(
         for name, expert in experts.items()
     }
     for name, model in models.items():
-        check_same_architecture(base_model, name, model, base_unread=base_unread)
+        check_same_architecture(base_model, name, model)
     drafts = [_draft(recipe, base_model, models, statistics or {}) for recipe in recipes]
     # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
     width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
@@ -153,14 +148,7 @@ def _plan(
             *_unused_rules(draft.recipe, base, models),
             *_notes(base, models, draft.alignments, draft.tensors),
         ),
-        tied={
-            label: {
-                name: info.tied_to
-                for name, info in model.description.tensors.items()
-                if info.tied_to is not None and info.tied_to in model.headers
-            }
-            for label, model in ((None, base), *models.items())
-        },
+        tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
         metadata={"covmerge": __version__, "method": draft.recipe.method},
     )
 
@@ -222,7 +210,17 @@ def _plan_tensors(
         output = TensorHeader(name, header.shape, _output_dtype(recipe, header))
         if skip_missing:
             sources = {expert: found for expert, found in sources.items() if found is not None}
-        yield TensorPlan(header, output, role, info.why, action, rule, sources)
+        yield TensorPlan(
+            header,
+            output,
+            role,
+            info.why,
+            action,
+            rule,
+            sources,
+            parameter=info.parameter,
+            ties=tuple(other for other, to in base.description.tied.items() if to == name),
+        )
 
 
 def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:

@@ -61,6 +61,8 @@ class TensorPlan:
             and counts as unchanged. Experts that take no part in this tensor are not in it.
         statistics: per expert, the name that its statistics file has for this tensor; empty where
             the method needs no data.
+        parameter: its name in the model that transformers builds of config.json.
+        ties: the other parameters that the config ties to it, for which it stands too.
     """
 
     stored: TensorHeader
@@ -71,6 +73,8 @@ class TensorPlan:
     rule: str
     sources: Mapping[str, str | None]
     statistics: Mapping[str, str] = field(default_factory=dict[str, str])
+    parameter: str = ""
+    ties: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -119,6 +123,12 @@ class WorkItem:
         """Identity in the journal."""
         span = (self.rows.start, self.rows.stop) if self.rows is not None else (0, 1)
         return self.tensor.name, span
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of its rows."""
+        whole = self.tensor.stored.shape
+        return whole if self.rows is None else (len(self.rows), *whole[1:])
 
     @property
     def first_element(self) -> int:

@@ -237,14 +237,20 @@ class Output(_Model):
 
     format: Literal["model", "adapter"] = Field(
         default="model",
-        description="`model` writes merged weights. `adapter`, where all experts are adapters, writes "
-        "one adapter of the same base, for PEFT.",
+        description="`model` writes merged weights. `adapter` writes one adapter of the base, for "
+        "PEFT: of adapters exactly, of full models at a `rank`.",
     )
     rank: int | None = Field(
         default=None,
         ge=1,
         description="Largest rank of a merged adapter (`format: adapter`); what the truncation loses "
         "is reported. By default it is exact, of the adapters' ranks together.",
+    )
+    whole: bool = Field(
+        default=False,
+        description="Whether an adapter (`format: adapter`) also holds, as they are, the tensors "
+        "that full models changed and that have no factors: norms, biases, tied embeddings. What "
+        "adapters trained whole is always kept.",
     )
     dtype: Literal["base", "float32", "float16", "bfloat16", "float64"] = Field(
         default="base",
@@ -258,9 +264,10 @@ class Output(_Model):
     )
 
     @model_validator(mode="after")
-    def _rank_of_an_adapter(self) -> Output:
-        if self.rank is not None and self.format != "adapter":
-            raise ValueError("'rank' belongs to 'format: adapter', and the output is a model")
+    def _of_an_adapter(self) -> Output:
+        for key in ("rank", "whole"):
+            if getattr(self, key) and self.format != "adapter":
+                raise ValueError(f"'{key}' belongs to 'format: adapter', and the output is a model")
         return self
 
 

@@ -29,6 +29,7 @@ class TensorInfo:
         tied_to: the tensor it shares memory with by the config. Where both are stored their values
             may contradict the config, which only a reader of the values can tell.
         outside_backbone: whether it lies outside the base model: a task head, an output layer.
+        parameter: its name in the model that transformers builds; as stored where that is unknown.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TensorInfo:
     parts: FusedParts | None
     tied_to: str | None
     outside_backbone: bool
+    parameter: str
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ def describe(
             parts=parts,
             tied_to=tied.get(name),
             outside_backbone=name in outside,
+            parameter=skeleton.places[name].parameter
+            if skeleton and name in skeleton.places
+            else name,
         )
         for name, (kind, parts) in found.items()
     }

@@ -41,33 +41,8 @@ def literal_actmat() -> Case:
     return Case(run, "W₀·P + actmat, P the projector on the span: the printed Eq. 3")
 
 
-def lora(method: str, **parameters: object) -> Case:
-    return per_layer(method, dtype=torch.float64, lora=True, **parameters)
-
-
-def core_space_cart() -> Case:
-    """k counts from the rank of all adapters together there, from the smaller side here."""
-
-    def run(variant: str) -> dict[str, Tensor]:
-        results = {}
-        for name in LINEAR:
-            updates = updates_of(variant, name, torch.float64, lora=True)
-            k = int(0.25 * 4 * len(updates))
-            ratio = (k + 0.5) / min(updates[0].shape)
-            results[name] = merged("cart", group_of(updates), rank_ratio=ratio, scale=1.0)
-        return results
-
-    return Case(run, "cart(k=4, scale=1.0)")
-
-
 CASES = {
     "actmat_w_fp64": literal_actmat(),
-    # Linear: KnOTS' space gives the plain sum.
-    "knots_tv_sum_s1.0": lora("task_arithmetic", scale=1.0),
-    # Core space is full space at the numerical rank, for methods that rotations do not touch.
-    "corespace_sum_iso": lora("iso_c"),
-    "corespace_tsv": lora("tsv_m"),
-    "corespace_cart": core_space_cart(),
 }
 
 # Files that hold no method of covmerge: what they are, and the method whose distance is shown.
@@ -77,17 +52,9 @@ NOT_HERE = {
     "actmatrepo_ace": ("a simplified ACE: no ridge, prior or refinement", "ace"),
     "tact_k0.5": ("an unpublished variant with thinned Grams", "actmat"),
     "wudi_ace_repo": ("not WUDI: the loss of a scalar inner product", "wudi"),
-    "corespace_ties": ("arrives with adapters", "ties"),
-    "corespace_tsv_iso": ("arrives with adapters", "tsv_m"),
-    "knots_ties_top100_s1.0": ("arrives with adapters", "ties"),
-    "knots_ties_top20_s1.0": ("arrives with adapters", "ties"),
-    "knotsspace_cart": ("arrives with adapters", "cart"),
-    "knotsspace_ties": ("arrives with adapters", "ties"),
-    "knotsspace_tsv": ("arrives with adapters", "tsv_m"),
 }
 
 
 def nearest(file: str) -> Case:
     """The method at its defaults that a file which is not here comes closest to in name."""
-    adapters = file.startswith(("corespace", "knots"))
-    return per_layer(NOT_HERE[file][1], lora=adapters, names=LINEAR)
+    return per_layer(NOT_HERE[file][1], names=LINEAR)

@@ -7,9 +7,9 @@ Every fast kernel is compared with its twin here. Names follow the papers. Each 
     LOW_RANK   method -> parameters that make updates of low rank well posed, where it needs any
 """
 
-from tests.methods.twins import closed_form, data, elementwise, spectral
+from tests.methods.twins import closed_form, data, elementwise, spaces, spectral
 
-_MODULES = (closed_form, data, elementwise, spectral)
+_MODULES = (closed_form, data, elementwise, spectral, spaces)
 
 TWINS = {name: twin for module in _MODULES for name, twin in module.TWINS.items()}
 VARIANTS = [variant for module in _MODULES for variant in module.VARIANTS]

@@ -1,0 +1,237 @@
+"""Merge updates into one adapter, exactly or truncated to a rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from covmerge.adapters.tasks import Task, describe_left_out, plan_tasks
+from covmerge.checkpoints import AdaptedBase, AdapterCheckpoint, Staging, check_not_input
+from covmerge.diagnostics import verify_adapter
+from covmerge.engine import (
+    Change,
+    Context,
+    Layer,
+    Progress,
+    peak_memory,
+    read_inputs,
+    run_surveys,
+    survey_bytes,
+)
+from covmerge.errors import TensorError
+from covmerge.export import AdaptedTensor, AdapterWriter, WholeTensor, write_heads, write_manifest
+from covmerge.linalg.lapack import norm
+from covmerge.linalg.spectral import truncated_svd
+from covmerge.methods.factored import MergedFactors
+from covmerge.output import (
+    Fingerprints,
+    MergeResult,
+    OpenCheckpoints,
+    manifest,
+    merge_stats,
+    read_heads,
+)
+from covmerge.plan import Merge, Plan, WorkItem, build_plan
+from covmerge.recipe import Recipe
+from covmerge.types import Json, LowRank
+
+# So many singular values of each layer are kept for the reader: enough to choose a rank by.
+_SPECTRUM = 256
+
+
+def merge_to_adapter(
+    recipe: Recipe,
+    checkpoints: OpenCheckpoints,
+    out: Path,
+    *,
+    device: torch.device,
+    progress: Progress,
+    overwrite: bool = False,
+) -> MergeResult:
+    """Merge experts into one adapter, exactly or truncated to `output.rank`.
+
+    Of adapters alone the base's weights are not read, except for what they trained whole.
+
+    Raises:
+        InputError: anything wrong with the inputs, or something asked for that an adapter cannot
+            hold; nothing is left behind.
+        CheckFailed: the adapter that was written is not what was merged.
+    """
+    start = time.perf_counter()
+    check_not_input(out, checkpoints.paths())
+    adapters = [e for e in checkpoints.experts.values() if isinstance(e, AdapterCheckpoint)]
+    if len(adapters) == len(checkpoints.experts):
+        checkpoints = replace(checkpoints, base=AdaptedBase(checkpoints.base, adapters))
+    plan = build_plan(recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics)
+    tasks = plan_tasks(recipe, plan, checkpoints.experts)
+    # Without a journal a merge that is interrupted leaves nothing.
+    with Staging(out, overwrite=overwrite) as staging:
+        checkpoints.materialize()
+        writer = AdapterWriter(
+            staging.folder,
+            [task.place for task in tasks if isinstance(task.place, AdaptedTensor)],
+            [task.place for task in tasks if isinstance(task.place, WholeTensor)],
+            _dtype(recipe, plan, adapters),
+        )
+        with Fingerprints(checkpoints) as fingerprints:
+            work = _Work(recipe, plan, checkpoints, writer, device, progress)
+            stats = merge_stats(_of_tasks(plan, tasks), work.run(tasks))
+            notes = [*plan.notes, *describe_left_out(plan, tasks)]
+            writer.finish([adapter.adapter_config for adapter in adapters], checkpoints.base)
+            write_heads(staging.folder, read_heads(plan, checkpoints))
+            write_manifest(staging.folder, manifest(plan, fingerprints, notes, stats))
+        report = replace(verify_adapter(staging.folder), folder=out)
+        report.raise_if_failed()
+        staging.commit()
+    run: dict[str, Json] = {
+        "seconds": time.perf_counter() - start,
+        "items": len(tasks),
+        "peak_memory": peak_memory(),
+    }
+    return MergeResult(out, None, {}, stats, run, (*notes, *staging.notes), report)
+
+
+def _of_tasks(plan: Plan, tasks: Sequence[Task]) -> Plan:
+    """The plan of the tensors that are worked on, each in one item."""
+    items = tuple(task.item for task in tasks)
+    return replace(plan, tensors=tuple(item.tensor for item in items), items=items)
+
+
+def _dtype(recipe: Recipe, plan: Plan, adapters: Sequence[AdapterCheckpoint]) -> torch.dtype:
+    """Dtype of the factors: what the recipe says, else the widest of the adapters', or the base's."""
+    if recipe.output.dtype != "base":
+        return getattr(torch, recipe.output.dtype)
+    stored = {header.dtype for adapter in adapters for header in adapter.low_rank.values()}
+    if not stored:
+        stored = {t.stored.dtype for t in plan.tensors if isinstance(t.action, Merge)}
+    first, *others = stored
+    for other in others:
+        first = torch.promote_types(first, other)
+    return first
+
+
+class _Work:
+    """The merge of all tensors of one adapter."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        checkpoints: OpenCheckpoints,
+        writer: AdapterWriter,
+        device: torch.device,
+        progress: Progress,
+    ) -> None:
+        self._plan = plan
+        self._sources = checkpoints.sources()
+        self._writer = writer
+        self._progress = progress
+        self._reporting = threading.Lock()
+        weights = {name: expert.weight for name, expert in recipe.experts.items()}
+        self._context = Context(weights, plan.compute_dtype, device)
+
+    def run(self, tasks: Sequence[Task]) -> list[dict[str, Json]]:
+        """Merge and write every tensor; return what there is to say of each."""
+        plans = [self._plan]
+        self._progress.start(survey_bytes(plans) + sum(task.item.read_bytes for task in tasks))
+        try:
+            found = run_surveys(plans, self._sources, self._context, self._progress.advance)
+            self._context = replace(self._context, thresholds=found)
+            thin = [task for task in tasks if task.thin]
+            # Factors are too thin to share a product among cores: each core has tensors of its own.
+            with ThreadPoolExecutor(
+                torch.get_num_threads(), initializer=torch.set_num_threads, initargs=(1,)
+            ) as pool:
+                done = dict(zip((t.item.key for t in thin), pool.map(self._one, thin), strict=True))
+            done |= {task.item.key: self._one(task) for task in tasks if not task.thin}
+            return [done[task.item.key] for task in tasks]
+        finally:
+            self._progress.finish()
+
+    def _one(self, task: Task) -> dict[str, Json]:
+        item, place = task.item, task.place
+        added = isinstance(place, WholeTensor)  # to the base, which is not needed otherwise
+        inputs = read_inputs([item], replace(self._sources, updates_only=not added))
+        action = item.tensor.action
+        stats: dict[str, Json] = {}
+        if isinstance(action, Merge):
+            layer = Layer([item], inputs, self._context)
+            (thresholds,) = self._context.thresholds
+            if isinstance(place, WholeTensor):
+                result = layer.merge(item, action, thresholds)
+                self._writer.write_whole(place, result.rows)
+                stats = {**result.stats, "adapter": {"tensor": place.name, "ties": place.ties}}
+            else:
+                change = layer.change(item, action, thresholds)
+                stats = {"updates": layer.squares, **self._update(item, action, place, change)}
+        elif isinstance(place, WholeTensor):
+            self._writer.write_whole(place, inputs.base.to(place.stored.dtype))
+        with self._reporting:
+            self._progress.advance(item.tensor.name, item.read_bytes)
+        return stats
+
+    def _update(
+        self, item: WorkItem, action: Merge, place: AdaptedTensor | None, change: Change
+    ) -> dict[str, Json]:
+        noticed: dict[str, Json] = {"matrices": change.matrices} if change.matrices else {}
+        if place is None:
+            assert isinstance(change.delta, Tensor)
+            left_out: dict[str, Json] = {"merged": norm(change.delta) ** 2, "rounding": 0.0}
+            return {**noticed, **left_out, "left_out": True}
+        transposed = action.layout is not None and action.layout.transposed
+        delta, sigma = _factored(change.delta, place.rank, transposed=transposed)
+        rounded = delta.to(self._writer.dtype)
+        energy = sigma.double().square()
+        total, kept = float(energy.sum()), float(energy[: place.rank].sum())
+        lost = _rounding(delta, rounded)
+        if not isfinite(total + lost):
+            raise TensorError(
+                f"'{item.tensor.name}': method '{action.method}' gave NaN or Inf from finite updates, "
+                f"or factors that {self._writer.dtype} cannot hold: store them in another dtype "
+                "(--out-dtype float32), or merge by `average`"
+            )
+        self._writer.write(place, rounded.to(torch.device("cpu")))
+        return {
+            **noticed,
+            "merged": total,
+            "rounding": lost,
+            "adapter": {
+                "tensor": place.name,
+                "rank": place.rank,
+                "discarded_energy": 1.0 - kept / total if total else 0.0,
+                "singular_values": [float(value) for value in sigma[:_SPECTRUM]],
+            },
+        }
+
+
+def _factored(
+    delta: Tensor | MergedFactors, rank: int, *, transposed: bool
+) -> tuple[LowRank, Tensor]:
+    """Return the best approximation of a rank in the stored orientation, and all singular values."""
+    if isinstance(delta, MergedFactors):
+        found, sigma = delta.truncated(rank)
+        return (found.mT if transposed else found), sigma
+    top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0)
+    root = top.kept.to(top.left.dtype).sqrt()
+    # A result of lower rank than its place in the file: terms that are zero.
+    spare = (0, rank - len(root))
+    return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma
+
+
+def _rounding(exact: LowRank, rounded: LowRank) -> float:
+    """‖LR − L̃R̃‖²_F, from [L − L̃, L̃][R; R − R̃], whose small terms do not come from large ones."""
+    if rounded.left.dtype == exact.left.dtype:
+        return 0.0
+    kept = rounded.to(exact.left.dtype)
+    left = torch.cat([exact.left - kept.left, kept.left], dim=1)
+    right = torch.cat([exact.right, exact.right - kept.right])
+    return float(((left.mT @ left) * (right @ right.mT)).sum(dtype=torch.float64).clamp_min(0.0))

@@ -1,0 +1,108 @@
+"""The base of adapters that become one adapter: its headers, and a weight only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from threading import Event
+from types import MappingProxyType
+
+from torch import Tensor
+
+from covmerge.checkpoints.adapter import AdapterCheckpoint
+from covmerge.checkpoints.base import Checkpoint, find_header
+from covmerge.errors import InputError
+from covmerge.types import Json, TensorHeader
+
+_QUANTISED = "quantization_config"
+# A module with anything else is stored in packed form.
+_PLAIN = ("weight", "bias")
+
+
+class AdaptedBase:
+    """A base whose weights are of no interest, so that they are not downloaded or hashed.
+
+    It may be stored quantised (bitsandbytes, GPTQ, AWQ, ...): then `headers` has what the adapters
+    update as it would be without, and of the rest what is stored plainly.
+
+    Args:
+        stored: the base.
+        adapters: of it.
+    """
+
+    def __init__(self, stored: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> None:
+        self._stored = stored
+        self.source = stored.source
+        self.notes = stored.notes
+        config = stored.config
+        self._packed: frozenset[str] = frozenset()
+        headers = dict(stored.headers)
+        if config is not None and config.get(_QUANTISED):
+            self._packed = frozenset(_packed_modules(headers.values()))
+            headers = {n: h for n, h in headers.items() if _is_plain(h) and not self._packs(n)}
+            for adapter in adapters:
+                for name, factors in adapter.low_rank.items():
+                    headers.setdefault(name, TensorHeader(name, factors.shape, factors.dtype))
+                headers |= {n: h for n, h in adapter.headers.items() if self._packs(n)}
+            config = {key: value for key, value in config.items() if key != _QUANTISED}
+            self.notes = (
+                *self.notes,
+                f"{self.source} is stored quantised: an adapter of it is made without its weights",
+            )
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(headers)
+        self.config = config
+
+    @property
+    def folder(self) -> Path | None:
+        """See `Checkpoint.folder`."""
+        return self._stored.folder
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`.
+
+        Raises:
+            InputError: it is stored quantised.
+        """
+        find_header(self.headers, name, rows, self.source)
+        if self._packs(name):
+            raise InputError(
+                f"'{name}' is needed, and {self.source} stores it quantised: leave it out with the "
+                f"rule {{match: '{name}', use: base}}, choose a method that works on the updates "
+                "alone, or pass the base as it was before (transformers: model.dequantize(), then "
+                "save_pretrained)"
+            )
+        self._stored.materialize()
+        return self._stored.read(name, rows)
+
+    def materialize(self) -> None:
+        """Fetch nothing yet."""
+
+    def identity(self) -> dict[str, Json]:
+        """See `Checkpoint.identity`."""
+        return self._stored.identity()
+
+    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
+        """Sizes and times in place of hashes: the result does not depend on the content."""
+        return {"unread": str(self._stored.identity())}
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        self._stored.close()
+
+    def _packs(self, name: str) -> bool:
+        module, _, leaf = name.rpartition(".")
+        return module in self._packed and leaf != "bias"
+
+
+def _is_plain(header: TensorHeader) -> bool:
+    return header.name.rpartition(".")[2] in _PLAIN and header.dtype.is_floating_point
+
+
+def _packed_modules(headers: Iterable[TensorHeader]) -> Iterable[str]:
+    for header in headers:
+        if not _is_plain(header):
+            module, _, leaf = header.name.rpartition(".")
+            # bitsandbytes: ...q_proj.weight.quant_map beside ...q_proj.weight
+            yield module.partition(".weight")[0] if ".weight" in module else module
+            if leaf in _PLAIN:
+                yield module

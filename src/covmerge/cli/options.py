@@ -1,0 +1,87 @@
+"""Options that several commands have, each said once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+WHAT, HOW, OUTPUT, RUN = "What to merge", "How to merge", "Output", "Run"
+
+Base = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SOURCE",
+        rich_help_panel=WHAT,
+        help="Folder, file or org/name@revision that the experts were fine-tuned from.",
+    ),
+]
+Experts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=SOURCE", rich_help_panel=WHAT, help="One expert; once for each."),
+]
+Weights = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=NUMBER", rich_help_panel=WHAT, help="Share of an expert; 1 is neutral."
+    ),
+]
+Stats = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=FILE",
+        rich_help_panel=WHAT,
+        help="Statistics of an expert, from `covmerge collect`, for methods that use data.",
+    ),
+]
+Tensors = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        rich_help_panel=HOW,
+        help="What happens to tensors of a kind, such as embeddings=base.",
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="float32|float64", rich_help_panel=HOW, help="Dtype of the computation."),
+]
+OutDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DTYPE",
+        rich_help_panel=OUTPUT,
+        help="Stored dtype: base (the base's), float32, float16, bfloat16 or float64.",
+    ),
+]
+Whole = Annotated[
+    bool,
+    typer.Option(
+        "--whole",
+        rich_help_panel=OUTPUT,
+        help="Have the adapter hold what full models changed outside their layers, as it is.",
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", rich_help_panel=OUTPUT, help="Replace an earlier output of covmerge."
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(metavar="cpu|cuda[:i]", rich_help_panel=RUN, help="Where the mathematics runs."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", rich_help_panel=RUN, help="CPU threads."),
+]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=RUN,
+        help="Memory of the process, such as 8GB; obeyed, or refused before any work.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print one JSON object.")]

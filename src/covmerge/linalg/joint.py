@@ -1,0 +1,65 @@
+"""The directions that several matrices have together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.linalg.auto import use_svd
+from covmerge.linalg.lapack import eigh, svd
+
+_linalg: Any = torch.linalg
+
+
+@dataclass(frozen=True)
+class JointDirections:
+    """The left singular directions of matrices side by side, within their numerical rank k.
+
+    Attributes:
+        left: U `(d, k)`, float64.
+        sigma: σ_1..σ_k, float64, descending.
+    """
+
+    left: Tensor
+    sigma: Tensor
+
+
+def joint_directions(blocks: Sequence[Tensor], *, rtol: float) -> JointDirections:
+    """Return U and σ of [F_1 … F_n] = U diag(σ) Vᵀ for blocks F_t `(d, n_t)`.
+
+    V is not formed: its rows are Σ⁻¹UᵀF_t. Float64 blocks go through the triangular factor of a QR,
+    float32 blocks through the float64 eigenproblem of Σ F_tF_tᵀ (see `covmerge.linalg.spectral`).
+
+    Args:
+        blocks: at least one, of one dtype.
+        rtol: directions at or below `rtol` times the largest singular value are not kept.
+
+    Example:
+        >>> found = joint_directions([torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [0.0]])],
+        ...                          rtol=1e-6)
+        >>> found.left.abs().tolist(), found.sigma.tolist()
+        ([[1.0], [0.0]], [5.0])
+    """
+    if use_svd(blocks[0].dtype):
+        triangle = cast("tuple[Tensor, Tensor]", _linalg.qr(torch.cat(tuple(blocks), 1).mT, "r"))[1]
+        left, sigma, _ = svd(triangle.mT)
+    else:
+        values, vectors = eigh(_float64_gram(blocks))
+        left, sigma = vectors.flip(1), values.clamp_min(0.0).sqrt().flip(0)
+    k = int((sigma > rtol * sigma[0]).sum())
+    # A copy, so that the other directions are gone.
+    return JointDirections(left[:, :k].clone(), sigma[:k])
+
+
+def _float64_gram(blocks: Sequence[Tensor]) -> Tensor:
+    """Σ F_tF_tᵀ in float64, with one block in float64 at a time."""
+    rows = len(blocks[0])
+    gram = blocks[0].new_zeros(rows, rows, dtype=torch.float64)
+    for block in blocks:
+        exact = block.to(torch.float64)
+        gram.addmm_(exact, exact.mT)
+    return gram

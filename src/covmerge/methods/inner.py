@@ -1,0 +1,77 @@
+"""Methods that KnOTS and Core Space run on updates written in a space of their own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from covmerge.methods.average import average
+from covmerge.methods.cart import cart
+from covmerge.methods.elect import Combine
+from covmerge.methods.iso import iso_c
+from covmerge.methods.registry import Parameters
+from covmerge.methods.task_arithmetic import task_arithmetic
+from covmerge.methods.ties import ties
+from covmerge.methods.tsv_m import tsv_m
+from covmerge.types import LinearGroup, Merged
+
+Inner = Literal["average", "task_arithmetic", "ties", "cart", "tsv_m", "iso_c"]
+InnerParameter = Annotated[Inner, Field(description="the method that merges in this space")]
+InnerScale = Annotated[
+    float, Field(description="λ or α of the inner method; the average is multiplied by it")
+]
+InnerDensity = Annotated[
+    float,
+    Field(gt=0, le=1, description="ties: share of an expert's entries, the largest, that is kept"),
+]
+InnerCombine = Annotated[
+    Combine, Field(description="ties: what happens to the entries that have the elected sign")
+]
+InnerRankRatio = Annotated[
+    float,
+    Field(gt=0, le=1, description="cart: k over the smaller side in this space; k is at least 1"),
+]
+
+
+def merge_inside(
+    group: LinearGroup,
+    inner: Inner,
+    *,
+    scale: float,
+    density: float,
+    merge: Combine,
+    rank_ratio: float,
+    rank_rtol: float | None,
+) -> Merged:
+    """Run the inner method on updates in coordinates of this space."""
+    match inner:
+        case "average":
+            return Merged(average(group).delta.mul_(scale))
+        case "task_arithmetic":
+            return task_arithmetic(group, scale=scale)
+        case "ties":
+            return ties(group, density=density, scale=scale, merge=merge)
+        case "cart":
+            return cart(group, rank_ratio=rank_ratio, scale=scale)
+        case "tsv_m":
+            return tsv_m(group, scale=scale, rank_rtol=rank_rtol)
+        case "iso_c":
+            return iso_c(group, scale=scale, rank_rtol=rank_rtol)
+
+
+def inner_replicas(parameters: Parameters, count: int) -> float | None:
+    """Return f such that copies of one update Δ give f·Δ, or None where they need not."""
+    scale: float = parameters["scale"]
+    of_sum, of_mean = scale * count, scale
+    match parameters["inner"]:
+        case "average":
+            return of_mean
+        case "task_arithmetic":
+            return of_sum
+        case "cart":
+            return 1.0
+        case "ties" if parameters["density"] == 1:
+            return of_sum if parameters["merge"] == "sum" else of_mean
+        case _:
+            return None

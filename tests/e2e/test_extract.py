@@ -1,0 +1,156 @@
+"""A full fine-tune as an adapter: loaded by PEFT it is the fine-tune, but for what is said to be lost."""
+
+import json
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import covmerge
+from covmerge.errors import InputError
+from tests.cli.runs import covmerge as command
+from tests.e2e.models import build, fine_tuned, run
+from tests.e2e.test_adapter_output import base_of, experts
+from tests.e2e.test_adapters import family, save_adapter  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning",
+    "ignore:fan_in_fan_out",
+    "ignore:Model has `tie_word_embeddings",
+    "ignore:Input and output embeddings",
+)
+
+
+def tied_llama():
+    config = build("llama").config
+    config.tie_word_embeddings = True
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).eval()
+
+
+def build_any(name):
+    return tied_llama() if name == "tied" else build(name)
+
+
+@pytest.fixture(params=["llama", "tied", "gpt2", "bert", "vit"])
+def pair(request, tmp_path):
+    base = build_any(request.param)
+    base.save_pretrained(tmp_path / "base")
+    fine_tuned(base, seed=1).save_pretrained(tmp_path / "expert")
+    return tmp_path
+
+
+def difference(first, second):
+    return max(float((first[n] - second[n]).abs().max()) for n in second)
+
+
+def test_at_full_rank_with_everything_held_whole_it_is_the_expert(pair):
+    out = pair / "lora"
+    ran = command("extract", pair / "base", pair / "expert", out, "--rank=999", "--whole", "--json")
+    adapted = peft.PeftModel.from_pretrained(base_of(pair), out).eval()
+    logits = run(adapted)
+    merged = adapted.merge_and_unload()
+    assert (run(merged) - logits).abs().max() <= 1e-4 * logits.abs().max()
+    expert = type(merged).from_pretrained(pair / "expert").state_dict()
+    wrong = [
+        n
+        for n, v in merged.state_dict().items()
+        if n in expert and (v - expert[n]).abs().max() > 1e-5
+    ]
+    # PEFT has no place for parameters of a module that has modules inside.
+    assert wrong == [n for n in wrong if n.endswith(("cls_token", "position_embeddings"))]
+    totals = ran.json["totals"]
+    assert totals["discarded_energy"] == pytest.approx(0.0, abs=1e-6)
+    assert (totals["left_out_energy"] > 0) == bool(wrong)
+    assert any("not in the adapter" in note for note in ran.json["notes"]) == bool(wrong)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(pair / "base")
+
+
+def test_what_is_lost_is_said(pair):
+    out = pair / "lora"
+    result = covmerge.extract(pair / "base", pair / "expert", out, rank=2)
+    base = load_file(pair / "base" / "model.safetensors")
+    expert = load_file(pair / "expert" / "model.safetensors")
+    kept = load_file(out / "adapter_model.safetensors")
+    assert all("lora_" in name for name in kept)
+    energy = {name: float((expert[name].double() - base[name]).square().sum()) for name in base}
+    lost = outside = 0.0
+    for name, entry in result.stats["tensors"].items():
+        if "left_out" in entry:
+            outside += energy[name]
+            continue
+        sigma = torch.linalg.svdvals(
+            (expert[name].double() - base[name]).reshape(len(base[name]), -1)
+        )
+        own = float(sigma[2:].square().sum())
+        assert entry["adapter"]["discarded_energy"] == pytest.approx(own / energy[name], abs=1e-5)
+        lost += own
+    total = sum(energy.values())
+    assert result.stats["totals"]["discarded_energy"] == pytest.approx(lost / total, rel=1e-4)
+    assert result.stats["totals"]["left_out_energy"] == pytest.approx(outside / total, rel=1e-4)
+    assert any("--whole" in note for note in result.notes)
+    peft.PeftModel.from_pretrained(base_of(pair), out)
+
+
+def test_rules_leave_tensors_to_the_base(pair):
+    rules = [{"match": "*.weight", "use": "base"}]
+    with pytest.raises(InputError, match=r"layer that an adapter updates|nothing to merge"):
+        covmerge.extract(pair / "base", pair / "expert", pair / "lora", rank=2, rules=rules)
+    assert not (pair / "lora").exists()
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2"])
+def test_what_adapters_trained_whole_stays_whole(name, tmp_path):
+    """Norms by modules_to_save, biases of all layers, a bias of the factors."""
+    options = {
+        "bert": {"targets": ["query"], "modules_to_save": ["output.LayerNorm"], "bias": "all"},
+        "llama": {"targets": ["q_proj"], "modules_to_save": ["embed_tokens", "norm"]},
+        "gpt2": {"targets": ["c_attn"], "modules_to_save": ["ln_f"], "bias": "lora_only"},
+    }[name]
+    base = build(name)
+    base.save_pretrained(tmp_path / "base")
+    for number in (1, 2, 3):
+        save_adapter(base, tmp_path / f"e{number}", seed=number, move=True, **options)
+    sources = [f"--expert={n}={path}" for n, path in experts(tmp_path, "adapter").items()]
+    command(
+        "merge",
+        "--base",
+        tmp_path / "base",
+        *sources,
+        "--as=adapter",
+        "--method=actmat",
+        tmp_path / "out",
+    )
+    merged = covmerge.merge(tmp_path / "base", experts(tmp_path, "adapter"), "actmat").tensors
+    plain = load_file(tmp_path / "base" / "model.safetensors")
+    held = json.loads((tmp_path / "out" / "covmerge.json").read_text("utf-8"))["tensors"]
+    assert any("rank" not in entry["adapter"] for entry in held.values())
+    own = peft.PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "out").merge_and_unload()
+    weights = own.state_dict()
+    changed = 0
+    for key, value in merged.items():
+        found = weights.get(key, weights.get(f"transformer.{key}"))
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+        changed += not torch.equal(value, plain[key])
+    assert changed > 2
+
+
+def test_extracted_adapters_are_experts_again(pair):
+    """What PEFT stores once for each of two tied names is one tensor, and no task head."""
+    fine_tuned(base_of(pair), seed=2).save_pretrained(pair / "other")
+    full = {name: pair / name for name in ("expert", "other")}
+    lora = {name: pair / f"{name}-lora" for name in full}
+    for name, source in full.items():
+        covmerge.extract(pair / "base", source, lora[name], rank=999, whole=True)
+    result = covmerge.merge(pair / "base", lora, "average")
+    assert not result.heads
+    expected = covmerge.merge(pair / "base", full, "average").tensors
+    base = load_file(pair / "base" / "model.safetensors")
+    for name, value in result.tensors.items():
+        left_out = name.endswith(("cls_token", "position_embeddings"))
+        wanted = base[name] if left_out else expected[name]
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
