@@ -224,3 +224,24 @@ def test_a_model_whose_files_call_tensors_otherwise(tmp_path):
     adapted = peft.PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "out")
     adapted.merge_and_unload().save_pretrained(tmp_path / "saved")
     same_weights(load_file(tmp_path / "saved" / "model.safetensors"), merged)
+
+
+def test_the_spectrum_says_which_rank_would_do(family):  # noqa: F811
+    ran = command(*arguments(family, "--as=adapter", "--method=average", family / "out"))
+    assert "90 %: " in ran.stdout and "99.9 %: " in ran.stdout
+    stats = json.loads((family / "out" / "covmerge.json").read_text("utf-8"))["tensors"]
+    wanted = 0
+    for entry in stats.values():
+        energy = torch.tensor(entry["adapter"]["singular_values"]).double().square().cumsum(0)
+        wanted = max(wanted, 1 + int((energy < 0.99 * energy[-1]).sum()))
+    assert f"99 %: {wanted}," in " ".join(ran.stdout.split())
+
+
+def test_adapters_of_different_bases_name_none(family):  # noqa: F811
+    path = family / "e1" / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "base_model_name_or_path": "org/one"}))
+    summary = merge_adapters(family, family / "out", method="average")
+    assert any("name different bases" in note for note in summary["notes"])
+    config = json.loads((family / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] is None

@@ -161,7 +161,8 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ),
         (
             "output: 5GB",
-            "r.yml:3: output is '5GB'; it must be a mapping with the keys format, rank, whole, dtype, shard_size",
+            "r.yml:3: output is '5GB'; it must be a mapping with the keys format, rank, whole, dtype, "
+            "shard_size",
         ),
         (
             "output:\n  shard_size: 5Gb",

@@ -85,7 +85,7 @@ def merge_to_adapter(
         with Fingerprints(checkpoints) as fingerprints:
             work = _Work(recipe, plan, checkpoints, writer, device, progress)
             stats = merge_stats(_of_tasks(plan, tasks), work.run(tasks))
-            notes = [*plan.notes, *describe_left_out(plan, tasks)]
+            notes = [*plan.notes, *_bases_that_differ(adapters), *describe_left_out(plan, tasks)]
             writer.finish([adapter.adapter_config for adapter in adapters], checkpoints.base)
             write_heads(staging.folder, read_heads(plan, checkpoints))
             write_manifest(staging.folder, manifest(plan, fingerprints, notes, stats))
@@ -98,6 +98,16 @@ def merge_to_adapter(
         "peak_memory": peak_memory(),
     }
     return MergeResult(out, None, {}, stats, run, (*notes, *staging.notes), report)
+
+
+def _bases_that_differ(adapters: Sequence[AdapterCheckpoint]) -> list[str]:
+    named = sorted({adapter.base_model or "none" for adapter in adapters})
+    if len(named) < 2:
+        return []
+    return [
+        f"the adapters name different bases ({', '.join(named)}), so the merged one names none: load "
+        "it over a base of your choice"
+    ]
 
 
 def _of_tasks(plan: Plan, tasks: Sequence[Task]) -> Plan:

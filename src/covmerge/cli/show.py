@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -184,6 +185,7 @@ def show_adapter(
                     if lost > 1e-12
                     else "none: the updates are exact",
                 ),
+                ("rank", _ranks_by_energy([stats["tensors"][name] for name in merged])),
                 (
                     "left out",
                     f"{totals['left_out_energy']:.2%} of the update's energy, in tensors without "
@@ -205,6 +207,24 @@ def show_adapter(
     )
     load = f"PeftModel.from_pretrained(base, {json.dumps(str(out))})"
     console.print(f"\nNext:\n  {printable(load)}", soft_wrap=True)
+
+
+def _ranks_by_energy(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Say which rank would keep how much of every layer."""
+    parts: list[str] = []
+    for share in (0.9, 0.99, 0.999):
+        ranks = [_rank_for(share, layer) for layer in layers]
+        known = [rank for rank in ranks if rank is not None]
+        most = max(known) if len(known) == len(ranks) else "more than is recorded"
+        parts.append(f"{100 * share:g} %: {most}")
+    return "to keep of every layer's energy " + ", ".join(parts)
+
+
+def _rank_for(share: float, layer: Mapping[str, Any]) -> int | None:
+    """The fewest leading singular values with this share of all energy; None: not so few."""
+    wanted = share * layer["merged_norm"] ** 2 * (1.0 - 1e-6)
+    energies = accumulate(value**2 for value in layer["adapter"]["singular_values"])
+    return next((rank for rank, energy in enumerate(energies, start=1) if energy >= wanted), None)
 
 
 def _what(recipe: Recipe) -> str:
