@@ -171,7 +171,6 @@ class LinearGroup:
         updates: Δ_t = W_t − W_0 in the experts' order, each `(d_out, d_in)`, all of one floating
             dtype (float32 or float64) and one device. A method must not modify them.
         weights: one positive number per expert; 1 is neutral.
-        base: W_0 `(d_out, d_in)`, for methods registered with `needs_base`; None for the others.
         streams: random numbers per expert, for methods with a `seed`; empty for the others.
         measured: per expert, for methods registered with `data`; empty for the others.
         thresholds: per expert, what the survey of all tensors found, for methods registered with a
@@ -186,7 +185,6 @@ class LinearGroup:
 
     updates: tuple[Tensor, ...]
     weights: tuple[float, ...]
-    base: Tensor | None = None
     streams: tuple[Uniform, ...] = ()
     measured: tuple[Measured, ...] = ()
     thresholds: tuple[float, ...] | None = None

@@ -72,7 +72,6 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
         for expert, name in merging[0][0].tensor.sources.items()
     }
     needed = not sources.updates_only or any(isinstance(stored, Tensor) for stored in rows.values())
-    needed |= any(registry.get(action.method).needs_base for _, action in merging)
     own = (
         sources.base.read(first.tensor.name, first.rows)
         if needed

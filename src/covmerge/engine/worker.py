@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
 from math import isfinite, sqrt
 from typing import Any
 
@@ -159,8 +158,7 @@ class Layer:
             stack = self._empty()
             write_matrices(stack, action.layout, [merged.delta.dense() for merged in found])
             return Change(stack, noticed)
-        base = self._base() if method.needs_base else None
-        groups = list(self._groups(item, action, method, base, thresholds.get(action.key)))
+        groups = list(self._groups(item, action, method, thresholds.get(action.key)))
         results = [method(group, **action.parameters) for group in groups]
         names = list(self._updates)
         stats: list[Json] = [dict(result.stats) for result in results]
@@ -195,7 +193,7 @@ class Layer:
                 vectors = survey_factors(method, own, weights, action.parameters)
                 yield from zip(self._given, vectors, strict=True)
             return
-        for group in self._groups(item, action, method, None, None):
+        for group in self._groups(item, action, method, None):
             vectors = method.survey.vectors(group, action.parameters)
             yield from zip(self._given, vectors, strict=True)
 
@@ -247,25 +245,21 @@ class Layer:
         item: WorkItem,
         action: Merge,
         method: Method,
-        base: Tensor | None,
         thresholds: Mapping[str, float] | None,
     ) -> Iterator[LinearGroup]:
         layout = action.layout
         weights = tuple(self._context.weights[expert] for expert in self._updates)
         if layout is None:
             views = [tuple(self._updates.values())]
-            bases = [base]
         else:
             views = list(zip(*(matrices(u, layout) for u in self._updates.values()), strict=True))
-            bases = repeat(None) if base is None else matrices(base, layout)
         shared = self._shared.setdefault(
             layout, [{} if self._context.compare else None for _ in views]
         )
-        for updates, own, kept in zip(views, bases, shared, strict=False):
+        for updates, kept in zip(views, shared, strict=True):
             yield LinearGroup(
                 updates,
                 weights,
-                own,
                 streams=tuple(
                     item.tensor.stream(expert, item.first_element) for expert in self._updates
                 )

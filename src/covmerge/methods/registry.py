@@ -108,7 +108,6 @@ class Method:
         factored: the sides on which its result turns with low-rank updates, so that adapters are
             merged exactly in a basis of their factors there (see `covmerge.methods.factored`); or a
             function of the parameters that says so.
-        needs_base: uses `LinearGroup.base`, which is not formed otherwise.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
         family_defaults: parameters that the paper sets per model family.
@@ -126,7 +125,6 @@ class Method:
     protocol: str = "inputs"
     survey: Survey | None = None
     factored: Sides | Callable[[Parameters], Sides] = "none"
-    needs_base: bool = False
     writes_masks: bool = False
     published_tuning: str = ""
     family_defaults: Mapping[str, Mapping[str, Any]] = field(

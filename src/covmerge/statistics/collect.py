@@ -99,6 +99,12 @@ def collect(
         InputError: anything wrong with the model, the examples or the output; nothing is left
             behind.
         ResourceError: the disk is full.
+
+    Departs from the paper: nowhere. A Gram matrix is `(d_in, d_in)`, Fisher information of the shape
+    of its tensor, both means in float32.
+
+    Example:
+        collect("./code", "code.jsonl", "code.covstats.safetensors", kinds=("gram", "fisher"))
     """
     start = time.perf_counter()
     out = Path(out).expanduser()
