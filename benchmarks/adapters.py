@@ -5,8 +5,8 @@
 Random factors of real shapes; of the base only headers and config exist (a sparse file), and nothing
 of it is read. Every merge runs in a process of its own, the way a user starts it. Beside it, measured on
 one square layer and scaled to the square layers alone, so that they are bounds from below: the dense path
-of the same method (the products multiplied out, in float32), and the SVD that PEFT takes of each layer's
-sum, `add_weighted_adapter(combination_type="svd")`.
+of the same method (the products multiplied out, in float32), and PEFT's own exact route,
+`add_weighted_adapter(combination_type="svd")`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
+import peft
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 WORK = Path(__file__).parent / "work" / "adapters"
 RESULTS = Path(__file__).parent / "results"
@@ -173,9 +176,22 @@ def dense_seconds(method: str, layers: int) -> float:
 
 
 def peft_seconds(layers: int) -> float:
-    pairs = [factors(number, 0, SQUARE) for number in range(COUNT)]
+    config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["q_proj"])
+    layer = nn.ModuleDict({"q_proj": nn.Linear(SQUARE[1], SQUARE[0], bias=False)})
+    names = [f"e{number}" for number in range(COUNT)]
+    model = peft.PeftModel(layer, config, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    tuned: Any = model.get_submodule("base_model.model.q_proj")
+    with torch.no_grad():
+        for number, name in enumerate(names):
+            left, right = factors(number, 0, SQUARE)
+            tuned.lora_B[name].weight.copy_(left)
+            tuned.lora_A[name].weight.copy_(right)
     started = time.perf_counter()
-    torch.linalg.svd(sum(left @ right for left, right in pairs), full_matrices=True)
+    cast("Any", model.base_model).add_weighted_adapter(
+        names, [1.0] * COUNT, "merged", combination_type="svd", svd_rank=COUNT * RANK
+    )
     return round(SQUARES * layers * (time.perf_counter() - started), 1)
 
 
