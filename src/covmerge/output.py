@@ -44,6 +44,7 @@ from covmerge.export import (
 from covmerge.plan import Plan
 from covmerge.recipe import Expert, dump_recipe
 from covmerge.statistics.file import StatisticsFile
+from covmerge.tensors import conv1d_names, describe
 from covmerge.types import Json
 from covmerge.version import __version__
 
@@ -143,14 +144,15 @@ def open_checkpoints(
 
         start = opened(base)
         models = {name: opened(source) for name, source in experts.items()}
+        adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
+        if adapters:
+            conv1d = conv1d_names(describe(start.headers, start.config))
+            models |= {
+                n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()
+            }
         yield OpenCheckpoints(
             start,
-            {
-                name: model.named_as(start.headers)
-                if isinstance(model, AdapterCheckpoint)
-                else model
-                for name, model in models.items()
-            },
+            models,
             {name: measured(path) for name, path in statistics.items()},
         )
 

@@ -118,6 +118,7 @@ def same_weights(found, expected, tolerance=1e-5):
         (["--as=adapter", "--dry-run"], "no dry run"),
         (["--rank=4"], "'rank' belongs to 'format: adapter'"),
         (["--whole"], "'whole' belongs to 'format: adapter'"),
+        (["--as=adapter", "--shard-size=1GB"], "'shard_size' belongs to 'format: model'"),
     ],
 )
 def test_what_an_adapter_cannot_have_is_refused(tmp_path, flags, word):
@@ -245,3 +246,103 @@ def test_adapters_of_different_bases_name_none(family):  # noqa: F811
     assert any("name different bases" in note for note in summary["notes"])
     config = json.loads((family / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None
+
+
+def with_head(encoder, model_class, **options):
+    """A model with a head around an encoder's own weights."""
+    config = copy.deepcopy(encoder.config)
+    for name, value in options.items():
+        setattr(config, name, value)
+    model = model_class(config).eval()
+    model.bert.load_state_dict(encoder.state_dict(), strict=False)
+    return model
+
+
+def test_adapters_of_models_with_and_without_a_head(tmp_path):
+    encoder = build("bert")
+    encoder.save_pretrained(tmp_path / "base")
+    masked = with_head(encoder, transformers.BertForMaskedLM)
+    save_adapter(encoder, tmp_path / "e1", seed=1, targets=["query", "value"])
+    save_adapter(masked, tmp_path / "e2", seed=2, targets=["query"])
+    paths = {f"e{n}": tmp_path / f"e{n}" / "adapter" for n in (1, 2)}
+    result = covmerge.merge(tmp_path / "base", paths, "average", tmp_path / "out", form="adapter")
+    assert any("name the layers in different ways" in note for note in result.notes)
+    merged = covmerge.merge(tmp_path / "base", paths, "average").tensors
+    own = peft.PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "out").merge_and_unload()
+    same_weights(own.state_dict(), merged)
+
+
+def test_heads_are_kept_beside_the_adapter(tmp_path):
+    """PEFT would look for a classifier in an adapter for classification."""
+    encoder = build("bert")
+    encoder.save_pretrained(tmp_path / "base")
+    kind, paths = transformers.BertForSequenceClassification, {}
+    for number, labels in ((1, 3), (2, 5)):
+        model = with_head(encoder, kind, num_labels=labels)
+        options = {"modules_to_save": ["classifier"], "task_type": "SEQ_CLS"}
+        save_adapter(model, tmp_path / f"e{number}", seed=number, targets=["query"], **options)
+        paths[f"e{number}"] = tmp_path / f"e{number}" / "adapter"
+    covmerge.merge(tmp_path / "base", paths, "average", tmp_path / "out", form="adapter")
+    assert sorted(p.name for p in (tmp_path / "out" / "heads").iterdir()) == [
+        "e1.safetensors",
+        "e2.safetensors",
+    ]
+    merged = covmerge.merge(tmp_path / "base", paths, "average").tensors
+    model = with_head(encoder, kind, num_labels=3)
+    own = peft.PeftModel.from_pretrained(model, tmp_path / "out").merge_and_unload().state_dict()
+    same_weights({name.removeprefix("bert."): value for name, value in own.items()}, merged)
+
+
+@pytest.mark.parametrize("targets", [["attn.c_proj", "lm_head"], ["c_attn", "lm_head"]])
+def test_layers_that_are_stored_both_ways(tmp_path, targets):
+    """PEFT writes one `fan_in_fan_out`, and goes by the modules."""
+    config = build("gpt2").config
+    config.tie_word_embeddings = False
+    base = transformers.GPT2LMHeadModel(config).eval()
+    base.save_pretrained(tmp_path / "base")
+    for number in (1, 2, 3):
+        save_adapter(base, tmp_path / f"e{number}", seed=number, targets=targets)
+    merged = covmerge.merge(tmp_path / "base", experts(tmp_path, "adapter"), "average").tensors
+    full = covmerge.merge(tmp_path / "base", experts(tmp_path, "full"), "average").tensors
+    same_weights(merged, full)
+    merge_adapters(tmp_path, tmp_path / "out", method="average")
+    own = peft.PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "out").merge_and_unload()
+    same_weights(own.state_dict(), merged)
+
+
+class Two(torch.nn.Module):
+    """One name is the end of another, and an embedding is not called one."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok = torch.nn.Embedding(12, 8)
+        self.block = torch.nn.ModuleDict({"proj": torch.nn.Linear(8, 8)})
+        self.proj = torch.nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return self.proj(self.block["proj"](self.tok(ids)))
+
+
+@pytest.mark.parametrize("targets", [["tok", "proj"], ["tok", "block.proj"], "tok|.*proj"])
+def test_a_base_without_a_config(tmp_path, targets):
+    base, paths = Two().eval(), {}
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    for number, rank in ((1, 2), (2, 3)):
+        options = {"rank_pattern": {"block.proj": rank + 2}}
+        config = peft.LoraConfig(target_modules=targets, r=rank, lora_alpha=4, **options)
+        model = peft.get_peft_model(copy.deepcopy(base), config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.randn_like(parameter) / 4)
+        paths[f"e{number}"] = tmp_path / f"e{number}"
+        model.save_pretrained(paths[f"e{number}"], save_embedding_layers=False)
+    source = tmp_path / "base.safetensors"
+    covmerge.merge(source, paths, "actmat", tmp_path / "out", form="adapter")
+    merged = covmerge.merge(source, paths, "actmat").tensors
+    adapted = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "out").eval()
+    ids = torch.arange(12)[None]
+    logits = adapted(ids)
+    own = adapted.merge_and_unload()
+    torch.testing.assert_close(own(ids), logits, rtol=1e-4, atol=1e-5)
+    same_weights(own.state_dict(), merged)

@@ -23,19 +23,46 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def tied_llama():
-    config = build("llama").config
-    config.tie_word_embeddings = True
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config).eval()
+MORE = {
+    # Two tied matrices, and two tied biases in one of their modules.
+    "roberta": lambda: transformers.RobertaForMaskedLM(
+        transformers.RobertaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            num_attention_heads=2,
+            num_hidden_layers=1,
+            intermediate_size=24,
+            max_position_embeddings=34,
+        )
+    ),
+    # Positions in a subclass of nn.Embedding, which is called with a mask.
+    "opt": lambda: transformers.OPTForCausalLM(
+        transformers.OPTConfig(
+            vocab_size=64,
+            hidden_size=16,
+            num_attention_heads=2,
+            num_hidden_layers=1,
+            ffn_dim=24,
+            max_position_embeddings=32,
+            word_embed_proj_dim=16,
+        )
+    ),
+}
 
 
 def build_any(name):
-    return tied_llama() if name == "tied" else build(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name in MORE:
+            return MORE[name]().eval()
+        if name != "tied":
+            return build(name)
+        config = build("llama").config
+        config.tie_word_embeddings = True
+        return transformers.LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture(params=["llama", "tied", "gpt2", "bert", "vit"])
+@pytest.fixture(params=["llama", "tied", "gpt2", "bert", "vit", "mixtral", *MORE])
 def pair(request, tmp_path):
     base = build_any(request.param)
     base.save_pretrained(tmp_path / "base")
@@ -43,8 +70,7 @@ def pair(request, tmp_path):
     return tmp_path
 
 
-def difference(first, second):
-    return max(float((first[n] - second[n]).abs().max()) for n in second)
+NO_PLACE = ("cls_token", "position_embeddings", "experts.gate_up_proj", "experts.down_proj")
 
 
 def test_at_full_rank_with_everything_held_whole_it_is_the_expert(pair):
@@ -60,8 +86,9 @@ def test_at_full_rank_with_everything_held_whole_it_is_the_expert(pair):
         for n, v in merged.state_dict().items()
         if n in expert and (v - expert[n]).abs().max() > 1e-5
     ]
-    # PEFT has no place for parameters of a module that has modules inside.
-    assert wrong == [n for n in wrong if n.endswith(("cls_token", "position_embeddings"))]
+    # PEFT has no place for parameters of a module that has modules inside, nor for stacks that
+    # are stored expert by expert.
+    assert wrong == [n for n in wrong if n.endswith(NO_PLACE)]
     totals = ran.json["totals"]
     assert totals["discarded_energy"] == pytest.approx(0.0, abs=1e-6)
     assert (totals["left_out_energy"] > 0) == bool(wrong)
@@ -97,7 +124,7 @@ def test_what_is_lost_is_said(pair):
 
 
 def test_rules_leave_tensors_to_the_base(pair):
-    rules = [{"match": "*.weight", "use": "base"}]
+    rules = [{"match": "*weight", "use": "base"}]
     with pytest.raises(InputError, match=r"layer that an adapter updates|nothing to merge"):
         covmerge.extract(pair / "base", pair / "expert", pair / "lora", rank=2, rules=rules)
     assert not (pair / "lora").exists()
@@ -151,6 +178,33 @@ def test_extracted_adapters_are_experts_again(pair):
     expected = covmerge.merge(pair / "base", full, "average").tensors
     base = load_file(pair / "base" / "model.safetensors")
     for name, value in result.tensors.items():
-        left_out = name.endswith(("cls_token", "position_embeddings"))
+        left_out = name.endswith(NO_PLACE[:2]) or ".experts." in name
         wanted = base[name] if left_out else expected[name]
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_base_tensor_completes_a_module_that_is_held_whole(pair):
+    rules = [{"match": "*norm*.bias", "use": "base"}, {"match": "*Norm*.bias", "use": "base"}]
+    result = covmerge.extract(
+        pair / "base", pair / "expert", pair / "lora", rank=2, whole=True, rules=rules
+    )
+    assert result.verification.ok
+    peft.PeftModel.from_pretrained(base_of(pair), pair / "lora")
+
+
+def test_a_larger_vocabulary(tmp_path):
+    base = build("llama")
+    base.save_pretrained(tmp_path / "base")
+    expert = fine_tuned(base, seed=1)
+    expert.resize_token_embeddings(70, mean_resizing=False)
+    expert.save_pretrained(tmp_path / "expert")
+    vocabulary = {"vocabulary": "base"}
+    covmerge.extract(
+        tmp_path / "base", tmp_path / "expert", tmp_path / "lora", 999, tensors=vocabulary
+    )
+    merged = covmerge.merge(
+        tmp_path / "base", [tmp_path / "expert"], "average", tensors=vocabulary
+    ).tensors
+    own = peft.PeftModel.from_pretrained(base_of(tmp_path), tmp_path / "lora").merge_and_unload()
+    name = "model.embed_tokens.weight"
+    torch.testing.assert_close(own.state_dict()[name], merged[name], rtol=1e-5, atol=1e-6)

@@ -1,5 +1,6 @@
 """An adapter as the output: the merge of the updates alone.
 
+names   by which names the adapter knows the layers
 tasks   which tensors the adapter updates, which it holds whole, and which have no place in it
 merge   the work: one tensor after another, into a verified folder
 """

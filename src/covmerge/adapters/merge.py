@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from covmerge.adapters.names import naming_of
 from covmerge.adapters.tasks import Task, describe_left_out, plan_tasks
 from covmerge.checkpoints import AdaptedBase, AdapterCheckpoint, Staging, check_not_input
 from covmerge.diagnostics import verify_adapter
@@ -69,10 +70,12 @@ def merge_to_adapter(
     start = time.perf_counter()
     check_not_input(out, checkpoints.paths())
     adapters = [e for e in checkpoints.experts.values() if isinstance(e, AdapterCheckpoint)]
+    given = checkpoints.base
     if len(adapters) == len(checkpoints.experts):
         checkpoints = replace(checkpoints, base=AdaptedBase(checkpoints.base, adapters))
     plan = build_plan(recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics)
-    tasks = plan_tasks(recipe, plan, checkpoints.experts)
+    naming = naming_of(plan, checkpoints.experts)
+    tasks = plan_tasks(recipe, plan, checkpoints.experts, naming)
     # Without a journal a merge that is interrupted leaves nothing.
     with Staging(out, overwrite=overwrite) as staging:
         checkpoints.materialize()
@@ -80,12 +83,25 @@ def merge_to_adapter(
             staging.folder,
             [task.place for task in tasks if isinstance(task.place, AdaptedTensor)],
             [task.place for task in tasks if isinstance(task.place, WholeTensor)],
+            [naming.of(tensor) for tensor in plan.tensors],
             _dtype(recipe, plan, adapters),
         )
-        with Fingerprints(checkpoints) as fingerprints:
+        # Of tensors that are held whole the base's weights decide the result.
+        whole = any(isinstance(task.place, WholeTensor) for task in tasks)
+        decisive = replace(checkpoints, base=given) if whole else checkpoints
+        with Fingerprints(decisive) as fingerprints:
             work = _Work(recipe, plan, checkpoints, writer, device, progress)
-            stats = merge_stats(_of_tasks(plan, tasks), work.run(tasks))
-            notes = [*plan.notes, *_bases_that_differ(adapters), *describe_left_out(plan, tasks)]
+            done = work.run(tasks)
+            stats = merge_stats(_of_tasks(plan, tasks), done)
+            changed = {
+                t.item.tensor.name for t, own in zip(tasks, done, strict=True) if own["merged"]
+            }
+            notes = [
+                *plan.notes,
+                *filter(None, [naming.note]),
+                *_bases_that_differ(adapters),
+                *describe_left_out(plan, tasks, changed),
+            ]
             writer.finish([adapter.adapter_config for adapter in adapters], checkpoints.base)
             write_heads(staging.folder, read_heads(plan, checkpoints))
             write_manifest(staging.folder, manifest(plan, fingerprints, notes, stats))
@@ -154,7 +170,8 @@ class _Work:
         plans = [self._plan]
         self._progress.start(survey_bytes(plans) + sum(task.item.read_bytes for task in tasks))
         try:
-            found = run_surveys(plans, self._sources, self._context, self._progress.advance)
+            updates = replace(self._sources, updates_only=True)
+            found = run_surveys(plans, updates, self._context, self._progress.advance)
             self._context = replace(self._context, thresholds=found)
             thin = [task for task in tasks if task.thin]
             # Factors are too thin to share a product among cores: each core has tensors of its own.
@@ -172,19 +189,22 @@ class _Work:
         added = isinstance(place, WholeTensor)  # to the base, which is not needed otherwise
         inputs = read_inputs([item], replace(self._sources, updates_only=not added))
         action = item.tensor.action
-        stats: dict[str, Json] = {}
+        # Of a tensor that the base lends to a module that is held whole.
+        stats: dict[str, Json] = {"updates": {}, "merged": 0.0, "rounding": 0.0}
         if isinstance(action, Merge):
             layer = Layer([item], inputs, self._context)
             (thresholds,) = self._context.thresholds
             if isinstance(place, WholeTensor):
                 result = layer.merge(item, action, thresholds)
                 self._writer.write_whole(place, result.rows)
-                stats = {**result.stats, "adapter": {"tensor": place.name, "ties": place.ties}}
+                stats = result.stats
             else:
                 change = layer.change(item, action, thresholds)
                 stats = {"updates": layer.squares, **self._update(item, action, place, change)}
         elif isinstance(place, WholeTensor):
             self._writer.write_whole(place, inputs.base.to(place.stored.dtype))
+        if isinstance(place, WholeTensor):
+            stats["adapter"] = {"tensor": place.names[0], "ties": place.names[1:]}
         with self._reporting:
             self._progress.advance(item.tensor.name, item.read_bytes)
         return stats

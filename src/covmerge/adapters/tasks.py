@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from covmerge.adapters.names import Naming
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.errors import InputError, RecipeError, TensorError
 from covmerge.export import AdaptedTensor, WholeTensor
@@ -15,7 +16,6 @@ from covmerge.plan import Merge, Plan, TensorPlan, WorkItem
 from covmerge.recipe import Recipe
 from covmerge.types import Role
 
-_LAYERS = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.OUTPUT, Role.EMBEDDING)
 _BIAS = "bias"
 
 Place = AdaptedTensor | WholeTensor
@@ -37,27 +37,29 @@ class Task:
     thin: bool
 
 
-def plan_tasks(recipe: Recipe, plan: Plan, experts: Mapping[str, Checkpoint]) -> list[Task]:
+def plan_tasks(
+    recipe: Recipe, plan: Plan, experts: Mapping[str, Checkpoint], naming: Naming
+) -> list[Task]:
     """Decide what becomes of every tensor that is merged.
 
     Raises:
         InputError: what the experts or the recipe ask for cannot be held by an adapter.
     """
-    changed = [_Changed(tensor, experts) for tensor in plan.tensors if _is_merged(tensor)]
+    merged = {t.name: _Merged(t, experts, naming) for t in plan.tensors if _is_merged(t)}
     places: dict[str, Place] = {
-        own.tensor.name: own.as_factors(recipe.output.rank) for own in changed if own.has_factors
+        name: own.as_factors(recipe.output.rank) for name, own in merged.items() if own.has_factors
     }
     if not places:
         raise InputError(
             "none of the tensors that are merged is a layer that an adapter updates: merge to a full "
             "model (--as model)"
         )
-    adapted = {own.module for own in changed if own.has_factors}
-    modules = _by_module(plan.tensors)
-    for own in changed:
-        if not own.has_factors and (own.trained_whole or recipe.output.whole):
-            places |= own.as_whole(modules, adapted)
-    merged = {own.tensor.name: own for own in changed}
+    adapted = {own.module for own in merged.values() if own.has_factors}
+    whole = _Whole(plan.tensors, naming, adapted)
+    for name, own in merged.items():
+        if name not in places and (own.trained_whole or recipe.output.whole):
+            whole.add(own.tensor, must=own.trained_whole)
+    places |= whole.places()
     return [
         Task(
             _whole_item(tensor, experts),
@@ -73,56 +75,48 @@ def _is_merged(tensor: TensorPlan) -> bool:
     return isinstance(tensor.action, Merge) and any(tensor.sources.values())
 
 
-class _Changed:
+class _Merged:
     """One merged tensor and what the experts have of it."""
 
-    def __init__(self, tensor: TensorPlan, experts: Mapping[str, Checkpoint]) -> None:
+    def __init__(
+        self, tensor: TensorPlan, experts: Mapping[str, Checkpoint], naming: Naming
+    ) -> None:
         assert isinstance(tensor.action, Merge)
         self.tensor = tensor
+        self._name = naming.of(tensor)
+        self.module = self._name.rpartition(".")[0]
         self._action = tensor.action
         self._factors: list[FactorHeader] = []
         self._full = False
         self.trained_whole = False  # by an adapter
-        self._name = tensor.parameter
         for expert, stored in tensor.sources.items():
-            checkpoint = experts[expert]
-            if stored is None:
-                continue
-            if not isinstance(checkpoint, AdapterCheckpoint):
-                self._full = True
-                continue
-            # As the model calls it that the adapter was trained on.
-            self._name = stored
-            if stored in checkpoint.low_rank and checkpoint.low_rank[stored].stacked:
-                raise RecipeError(
-                    f"'{tensor.name}': expert '{expert}' adapts it in a stack of matrices, which a "
-                    "merged adapter does not hold: merge to a full model (--as model), or add the "
-                    f"rule {{match: '{tensor.name}', use: base}}"
-                )
-            if stored in checkpoint.low_rank and stored.endswith(".weight"):
-                self._factors.append(checkpoint.low_rank[stored])
-            else:
-                self.trained_whole = True
-        self.module, _, self._leaf = self._name.rpartition(".")
+            if stored is not None:
+                self._take(expert, experts[expert], stored)
+
+    def _take(self, expert: str, checkpoint: Checkpoint, stored: str) -> None:
+        if not isinstance(checkpoint, AdapterCheckpoint):
+            self._full = True
+            return
+        factors = checkpoint.low_rank.get(stored)
+        if factors is None or stored.endswith(f".{_BIAS}"):
+            self.trained_whole = True
+            return
+        if factors.stacked or not stored.endswith(".weight"):
+            raise RecipeError(
+                f"'{self.tensor.name}': expert '{expert}' has factors of "
+                + ("a stack of matrices" if factors.stacked else "a parameter that is no layer")
+                + ", which a merged adapter does not hold: merge to a full model (--as model), or add "
+                f"the rule {{match: '{self.tensor.name}', use: base}}"
+            )
+        self._factors.append(factors)
 
     @property
     def has_factors(self) -> bool:
-        """Whether it is to be a layer with factors."""
+        """Whether it is to be a layer with factors; PEFT adds those of tied weights twice."""
         if self.trained_whole:
             return False
-        return not self._full or bool(self._factors) or self._is_layer
-
-    @property
-    def _is_layer(self) -> bool:
-        """Whether PEFT has factors for it; of tied weights it would add them twice on merging."""
-        layout = self._action.layout
-        return (
-            self.tensor.role in _LAYERS
-            and self._leaf == "weight"
-            and len(self.tensor.stored.shape) in (2, 4)
-            and not (layout is not None and layout.stacked)
-            and not self.tensor.ties
-        )
+        full = self.tensor.takes_factors and not self.tensor.ties
+        return bool(self._factors) or (self._full and full)
 
     @property
     def thin(self) -> bool:
@@ -132,16 +126,11 @@ class _Changed:
         if self._full or self.trained_whole or divided:
             return False
         method = registry.get(self._action.method)
-        return bool(method.factored_for(self._action.parameters))
+        return method.factored_for(self._action.parameters)
 
     def as_factors(self, limit: int | None) -> AdaptedTensor:
         """Return its place among the layers with factors, of rank at most `limit`."""
-        name, shape, layout = self.tensor.name, self.tensor.stored.shape, self._action.layout
-        if layout is not None and layout.stacked:
-            raise RecipeError(
-                f"'{name}' is a stack of matrices, which a merged adapter does not hold: merge to a "
-                f"full model (--as model), or add the rule {{match: '{name}', use: base}}"
-            )
+        name, shape = self.tensor.name, self.tensor.stored.shape
         if registry.get(self._action.method).writes_masks:
             raise RecipeError(
                 f"'{name}': method '{self._action.method}' makes a model per expert by masks, which "
@@ -165,55 +154,76 @@ class _Changed:
             name=self._name,
             shape=shape,
             rank=min(rank, limit or rank),
-            embedding=self.tensor.role is Role.EMBEDDING,
+            embedding=self.tensor.role is Role.EMBEDDING or any(f.table for f in self._factors),
             transposed=self.tensor.role is Role.CONV1D or any(f.transposed for f in self._factors),
         )
 
-    def as_whole(
-        self, modules: Mapping[str, Sequence[TensorPlan]], adapted: set[str]
-    ) -> dict[str, Place]:
-        """Return its place among what the adapter holds whole, and those of its module.
 
-        PEFT holds biases by themselves, and of everything else all tensors of a module. Nothing:
-        there is no such place.
+class _Whole:
+    """The tensors that the adapter holds as they are.
+
+    PEFT holds biases by themselves, and of everything else all tensors of a module, where that has
+    no module inside. What is tied it unties, so that each of the modules has a copy.
+    """
+
+    def __init__(self, tensors: Sequence[TensorPlan], naming: Naming, adapted: set[str]) -> None:
+        self._naming = naming
+        self._adapted = adapted
+        self._pieces = Counter(tensor.parameter for tensor in tensors)
+        # Every module's tensors, those of modules inside it and those that are tied to it too.
+        self._inside: defaultdict[str, list[tuple[str, TensorPlan]]] = defaultdict(list)
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        for tensor in tensors:
+            for parameter in (tensor.parameter, *tensor.ties):
+                for module in _modules_around(parameter):
+                    self._inside[module].append((parameter, tensor))
+        self._modules: set[str] = set()
+        self._biases: set[str] = set()
+
+    def add(self, tensor: TensorPlan, *, must: bool) -> None:
+        """Hold a tensor, if there is a place for it.
 
         Raises:
-            TensorError: there is no such place, and an adapter trained it whole.
+            TensorError: there is none, and it must be held.
         """
-        owner = self.tensor.parameter.rpartition(".")[0]
-        inside = modules[owner]
-        if self._leaf == _BIAS:
-            bias = WholeTensor(
-                self._name, self.tensor.output, beside_factors=self.module in adapted
-            )
-            return {self.tensor.name: bias}
-        alone = all(other.parameter.rpartition(".")[0] == owner for other in inside)
-        if alone and self.module not in adapted:
-            return {
-                other.name: WholeTensor(
-                    f"{self.module}.{other.parameter.rpartition('.')[2]}",
-                    other.output,
-                    with_module=True,
-                    ties=other.ties,
-                )
-                for other in inside
-            }
-        if self.trained_whole:
+        if tensor.parameter.endswith(f".{_BIAS}"):
+            self._biases.add(tensor.name)
+            return
+        modules = {parameter.rpartition(".")[0] for parameter in (tensor.parameter, *tensor.ties)}
+        if self._pieces[tensor.parameter] == 1 and all(map(self._can_be_replaced, modules)):
+            self._modules |= modules
+        elif must:
             raise TensorError(
-                f"'{self.tensor.name}': an expert trained it whole, and an adapter has no place for "
-                "it. Merge to a full model, or add the rule "
-                f"{{match: '{self.tensor.name}', use: base}} (or head, to keep it per expert)."
+                f"'{tensor.name}': an expert trained it whole, and an adapter has no place for it. "
+                "Merge to a full model, or add the rule "
+                f"{{match: '{tensor.name}', use: base}} (or head, to keep it per expert)."
             )
-        return {}
 
+    def places(self) -> dict[str, WholeTensor]:
+        """Return the place of everything that is held."""
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for module in sorted(self._modules):
+            for parameter, tensor in self._inside[module]:
+                names[tensor.name].append(parameter)
+        for name in self._biases:
+            own = self._tensors[name].parameter
+            if own not in names[name]:
+                names[name].insert(0, own)
+        return {name: self._place(self._tensors[name], held) for name, held in names.items()}
 
-def _by_module(tensors: Sequence[TensorPlan]) -> dict[str, list[TensorPlan]]:
-    """Every module's tensors, those of modules inside it too."""
-    found: defaultdict[str, list[TensorPlan]] = defaultdict(list)
-    for tensor in tensors:
-        for module in _modules_around(tensor.parameter):
-            found[module].append(tensor)
-    return dict(found)
+    def _place(self, tensor: TensorPlan, held: Sequence[str]) -> WholeTensor:
+        modules = [parameter.rpartition(".")[0] for parameter in held]
+        first = self._naming.module(modules[0])
+        return WholeTensor(
+            names=tuple(self._naming.parameter(parameter) for parameter in held),
+            stored=tensor.output,
+            modules=tuple(self._naming.module(m) for m in modules if m in self._modules),
+            beside_factors=first in self._adapted,
+        )
+
+    def _can_be_replaced(self, module: str) -> bool:
+        alone = all(p.rpartition(".")[0] == module for p, _ in self._inside[module])
+        return alone and self._naming.module(module) not in self._adapted
 
 
 def _modules_around(parameter: str) -> Iterator[str]:
@@ -232,21 +242,29 @@ def _whole_item(tensor: TensorPlan, experts: Mapping[str, Checkpoint]) -> WorkIt
             continue
         if isinstance(checkpoint, AdapterCheckpoint) and stored in checkpoint.low_rank:
             factors = checkpoint.low_rank[stored]
-            size += factors.rank * sum(factors.shape) * factors.dtype.itemsize
+            size += factors.elements * factors.dtype.itemsize
         else:
             size += checkpoint.headers[stored].nbytes
-    return WorkItem(tensor, None, size, 0, workspace=0, flops=0.0)
+    # Of a larger table the base's rows.
+    rows = range(tensor.stored.shape[0]) if tensor.stored.shape else None
+    return WorkItem(tensor, rows, size, 0, workspace=0, flops=0.0)
 
 
-def describe_left_out(plan: Plan, tasks: Sequence[Task]) -> list[str]:
-    """Say which changed tensors the adapter does not have."""
+def describe_left_out(plan: Plan, tasks: Sequence[Task], changed: set[str]) -> list[str]:
+    """Say which tensors the adapter does not have, of those that the experts may have changed.
+
+    Args:
+        plan: the plan.
+        tasks: the work.
+        changed: tensors whose merged update is not zero.
+    """
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in plan.tensors:
         if not isinstance(tensor.action, Merge) and any(tensor.sources.values()):
-            reasons[f"the rule '{tensor.rule}'"].append(tensor.name)
+            reasons[f"by the rule '{tensor.rule}'"].append(tensor.name)
     for task in tasks:
-        if task.place is None:
-            tensor = task.item.tensor
+        tensor = task.item.tensor
+        if task.place is None and tensor.name in changed:
             why = (
                 "PEFT would add factors of tied weights twice, so they are only held whole (--whole)"
                 if tensor.ties
@@ -254,7 +272,7 @@ def describe_left_out(plan: Plan, tasks: Sequence[Task]) -> list[str]:
             )
             reasons[why].append(tensor.name)
     return [
-        f"{len(names)} changed tensors are not in the adapter ('{names[0]}'"
+        f"{len(names)} tensors are not in the adapter ('{names[0]}'"
         + (", ..." if len(names) > 1 else "")
         + f"): {why}"
         for why, names in reasons.items()

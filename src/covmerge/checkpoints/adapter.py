@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from covmerge.checkpoints.adapter_names import (
     flat_name,
     in_base,
     looks_like_adapter,
+    oriented,
     read_names,
     wider,
 )
@@ -57,6 +58,7 @@ class FactorHeader:
         dtype: in which the factors are stored.
         elements: of the factors that are held while the update, or rows of it, are read.
         transposed: the layer is stored as `(d_in, d_out)`, as embeddings and GPT-2's are.
+        table: the layer is an embedding.
         stacked: it is a stack of matrices, or one of those, that share two stored factors.
     """
 
@@ -66,6 +68,7 @@ class FactorHeader:
     dtype: torch.dtype
     elements: int
     transposed: bool = False
+    table: bool = False
     stacked: bool = False
 
 
@@ -168,10 +171,17 @@ class AdapterCheckpoint:
         matrices = range(stack.count) if rows is None else rows
         return tuple(self._matrix(update, stack.count, index) for index in matrices)
 
-    def named_as(self, base: Mapping[str, TensorHeader]) -> AdapterCheckpoint:
-        """Return this adapter under the names of a base's tensors.
+    def named_as(
+        self, base: Mapping[str, TensorHeader], conv1d: Container[str] | None = None
+    ) -> AdapterCheckpoint:
+        """Return this adapter under the names of a base's tensors, and as they are oriented.
 
-        Two kinds need it. PEFT does not keep which of several parameters of a module its factors
+        Args:
+            base: headers of the base.
+            conv1d: names of its layers that are stored as `(d_in, d_out)`, by which PEFT goes; None:
+                unknown, so that the adapter's `fan_in_fan_out` decides.
+
+        Two kinds need the names. PEFT does not keep which of several parameters of a module its factors
         are of, and how those of a stack of matrices lie: `find_parameters`. A file without
         `adapter_config.json` has other names: Kohya's scripts write `_` for every `.`, and
         diffusers begin names with the part of the pipeline. A part of which the base has no tensor
@@ -181,7 +191,8 @@ class AdapterCheckpoint:
             CheckpointError: the base has no tensor for an update, or several.
         """
         if self._config is not None:
-            return self._unwrapped(base, self._config)
+            named = self._unwrapped(base, self._config)
+            return named if conv1d is None else named._oriented(conv1d)
         flat: defaultdict[str, list[str]] = defaultdict(list)
         for name in base:
             flat[flat_name(name)].append(name)
@@ -249,6 +260,11 @@ class AdapterCheckpoint:
         found = replace(own, updates={**own.updates, **updates}, wrapped=wrapped)
         return AdapterCheckpoint(self._stored, found, config, self._notes)
 
+    def _oriented(self, conv1d: Container[str]) -> AdapterCheckpoint:
+        updates = {n: oriented(update, conv1d) for n, update in self._contents.updates.items()}
+        found = replace(self._contents, updates=updates)
+        return AdapterCheckpoint(self._stored, found, self._config, self._notes)
+
     def _update(self, name: str) -> Update:
         if name in self._contents.wrapped:
             raise CheckpointError(
@@ -299,6 +315,7 @@ def _header(update: Update) -> FactorHeader:
         dtype=update.dtype,
         elements=update.stack.held if update.stack else update.rank * sum(update.shape),
         transposed=update.transposed,
+        table=update.table,
         stacked=update.stack is not None,
     )
 

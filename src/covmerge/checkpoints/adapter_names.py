@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -74,6 +74,7 @@ class Update:
         down: `(r, d_in)`.
         scale: a number of the configuration.
         transposed: the base's tensor is `(d_in, d_out)`.
+        table: of an embedding.
         middle: r numbers between the factors.
         alpha: a number by which the scale is multiplied.
         divisor: a number by which it is divided.
@@ -88,6 +89,7 @@ class Update:
     down: str | None
     scale: float
     transposed: bool = False
+    table: bool = False
     middle: str | None = None
     alpha: str | None = None
     divisor: str | None = None
@@ -186,6 +188,19 @@ def read_names(
     if not updates and not replaced and not wrapped:
         raise CheckpointError(f"{where} holds no tensors: the file is incomplete, fetch it again")
     return Contents(updates, replaced, wrapped)
+
+
+def oriented(update: Update, conv1d: Container[str]) -> Update:
+    """Return the update of a layer as the base stores that, whatever the configuration says.
+
+    PEFT goes by the module's class; its `fan_in_fan_out` is that of the last layer it came to.
+    """
+    layer = update.down is not None and update.stack is None and not update.table
+    transposed = update.name in conv1d
+    if not layer or not update.name.endswith(".weight") or update.transposed == transposed:
+        return update
+    rows, columns = update.shape
+    return replace(update, transposed=transposed, shape=(columns, rows))
 
 
 def in_base(update: Update, names: Mapping[str, list[str]], where: str) -> Update | None:
@@ -340,6 +355,7 @@ class _Reader:
             # PEFT adds that of an attention's out_proj twice, in training as when it merges.
             scale=2 * scale if module.endswith(".base_layer.out_proj") else scale,
             transposed=transposed,
+            table=table,
             middle=self._middle(parts, rank),
             alpha=self._number(parts.get("alpha")),
             divisor=self._number(parts.get("divisor")),

@@ -20,6 +20,7 @@ from covmerge.checkpoints.writer import ShardWriter
 from covmerge.types import Json, LowRank, TensorHeader
 
 _PREFIX = "base_model.model."
+_WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
 
 
 @dataclass(frozen=True)
@@ -81,29 +82,16 @@ class WholeTensor:
     """One tensor that the adapter replaces.
 
     Attributes:
-        name: its name in the model that the adapter is loaded over.
+        names: its names in the model that the adapter is loaded over: several where it is tied.
         stored: its shape and dtype.
-        with_module: whether PEFT replaces the module that owns it; else it is a bias, which is
-            replaced by itself.
+        modules: the modules that PEFT replaces with it; a bias is replaced by itself.
         beside_factors: whether its module has factors too, which PEFT puts around the layer.
-        ties: other parameters that the model ties to it; PEFT unties them.
     """
 
-    name: str
+    names: tuple[str, ...]
     stored: TensorHeader
-    with_module: bool = False
+    modules: tuple[str, ...] = ()
     beside_factors: bool = False
-    ties: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its names in the model."""
-        return (self.name, *self.ties)
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules that PEFT replaces."""
-        return tuple(name.rpartition(".")[0] for name in self.names) if self.with_module else ()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -120,6 +108,7 @@ class AdapterWriter:
         folder: an existing folder.
         tensors: what the adapter updates.
         whole: what it replaces.
+        parameters: names of all tensors of the model.
         dtype: of the stored factors.
 
     Raises:
@@ -131,11 +120,13 @@ class AdapterWriter:
         folder: Path,
         tensors: Sequence[AdaptedTensor],
         whole: Sequence[WholeTensor],
+        parameters: Sequence[str],
         dtype: torch.dtype,
     ) -> None:
         self._folder = folder
         self._tensors = tensors
         self._whole = whole
+        self._parameters = parameters
         self.dtype = dtype
         headers = [header for tensor in tensors for header in tensor.headers(dtype)]
         headers += [
@@ -164,39 +155,62 @@ class AdapterWriter:
         with disk_errors(path, len(content)):
             path.write_bytes(content)
 
+    def _targets(self, modules: Sequence[str]) -> Json:
+        """The layers by name, or as one expression where a name is the end of another's."""
+        others = {name.rpartition(".")[0] for name in self._parameters} - set(modules)
+        if any(other.endswith(f".{module}") for other in others for module in modules):
+            return "|".join(map(re.escape, modules))
+        return list(modules)
+
     def _config(self, parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> dict[str, Json]:
         ranks = {tensor.module: tensor.rank for tensor in self._tensors}
         usual = Counter(ranks.values()).most_common(1)[0][0]
         # The scale alpha / r is 1 in every layer: it is in the factors.
         special: dict[str, Json] = {
-            re.escape(module): rank for module, rank in ranks.items() if rank != usual
+            _pattern(module): rank for module, rank in ranks.items() if rank != usual
         }
+        name, revision = _named(base) if not parents else (None, None)
         return {
             "peft_type": "LORA",
-            "base_model_name_or_path": _agreed(parents, "base_model_name_or_path")
-            if parents
-            else base.source,
-            "task_type": _agreed(parents, "task_type") if parents else _task_type(base),
+            "base_model_name_or_path": _agreed(parents, "base_model_name_or_path") or name,
+            "revision": _agreed(parents, "revision") or revision,
+            "task_type": _task_type(parents, base),
             "inference_mode": True,
             "r": usual,
             "lora_alpha": usual,
             "rank_pattern": special,
             "alpha_pattern": special,
-            "target_modules": sorted(ranks),
+            "target_modules": self._targets(sorted(ranks)),
             "fan_in_fan_out": any(t.transposed and not t.embedding for t in self._tensors),
-            "bias": "none" if all(tensor.with_module for tensor in self._whole) else "all",
+            "bias": "none" if all(len(t.modules) == len(t.names) for t in self._whole) else "all",
             "modules_to_save": sorted({module for t in self._whole for module in t.modules})
             or None,
             "lora_dropout": 0.0,
         }
 
 
-def _task_type(base: Checkpoint) -> str | None:
-    """What PEFT calls a language model; every other model is loaded without a task."""
+def _pattern(module: str) -> str:
+    """A key that matches this module alone; PEFT asks for a router by the name of its weight."""
+    return rf"^{re.escape(module)}(\.weight)?"
+
+
+def _named(base: Checkpoint) -> tuple[str | None, str | None]:
+    """Return name and revision by which a base can be loaded, if it can."""
+    identity = base.identity()
+    if identity["kind"] == "hub":
+        return str(identity["repo"]), str(identity["revision"])
+    return (None if identity["kind"] == "memory" else base.source), None
+
+
+def _task_type(parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> Json:
+    """What PEFT calls a language model; to a classifier it would add a head, which is not there."""
+    if parents:
+        task = _agreed(parents, "task_type")
+        return task if task in _WITHOUT_HEAD else None
     architectures = (base.config or {}).get("architectures") or [""]
     return "CAUSAL_LM" if str(architectures[0]).endswith("ForCausalLM") else None
 
 
 def _agreed(parents: Sequence[Mapping[str, Any]], key: str) -> Json:
     values = [parent.get(key) for parent in parents]
-    return values[0] if all(value == values[0] for value in values) else None
+    return values[0] if values and all(value == values[0] for value in values) else None

@@ -196,6 +196,12 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         ):
             own_heads.append(found)
             head_bases.append(name)
+        elif shape == shapes[found]:
+            raise TensorError(
+                f"'{name}' is to be kept as a task head by a rule, and expert '{expert_name}' "
+                f"({adapter.checkpoint.source}) has only factors of its update: leave it to the base "
+                f"with the rule {{match: '{name}', use: base}}, or merge it"
+            )
         else:
             raise TensorError(
                 f"'{name}' is {list(header.shape)} in the base, and expert '{expert_name}' "

@@ -219,6 +219,7 @@ def _plan_tensors(
             rule,
             sources,
             parameter=info.parameter,
+            takes_factors=info.takes_factors,
             ties=tuple(other for other, to in base.description.tied.items() if to == name),
         )
 

@@ -62,6 +62,7 @@ class TensorPlan:
         statistics: per expert, the name that its statistics file has for this tensor; empty where
             the method needs no data.
         parameter: its name in the model that transformers builds of config.json.
+        takes_factors: whether it is the weight of a layer that PEFT has factors for.
         ties: the other parameters that the config ties to it, for which it stands too.
     """
 
@@ -74,6 +75,7 @@ class TensorPlan:
     sources: Mapping[str, str | None]
     statistics: Mapping[str, str] = field(default_factory=dict[str, str])
     parameter: str = ""
+    takes_factors: bool = False
     ties: tuple[str, ...] = ()
 
     @property

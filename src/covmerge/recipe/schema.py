@@ -232,6 +232,9 @@ class Rule(_Model):
         return matches and self.role in (None, role)
 
 
+_SHARD_SIZE = 5_000_000_000
+
+
 class Output(_Model):
     """The files of the merged model."""
 
@@ -258,9 +261,9 @@ class Output(_Model):
         "rounding loss is reported.",
     )
     shard_size: Size = Field(
-        default=5_000_000_000,
+        default=_SHARD_SIZE,
         description="Largest size of one file, in bytes or as '5GB' or '512MiB'. A larger tensor "
-        "gets a file of its own; an adapter is one file.",
+        "gets a file of its own. An adapter is one file, and has none.",
     )
 
     @model_validator(mode="after")
@@ -268,6 +271,8 @@ class Output(_Model):
         for key in ("rank", "whole"):
             if getattr(self, key) and self.format != "adapter":
                 raise ValueError(f"'{key}' belongs to 'format: adapter', and the output is a model")
+        if self.format == "adapter" and self.shard_size != _SHARD_SIZE:
+            raise ValueError("'shard_size' belongs to 'format: model': an adapter is one file")
         return self
 
 

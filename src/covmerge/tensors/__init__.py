@@ -1,6 +1,12 @@
 """What a tensor is, and how it holds matrices `(d_out, d_in)`."""
 
-from covmerge.tensors.describe import ModelDescription, TensorInfo, describe, family_of
+from covmerge.tensors.describe import (
+    ModelDescription,
+    TensorInfo,
+    conv1d_names,
+    describe,
+    family_of,
+)
 from covmerge.tensors.views import (
     FusedParts,
     MatrixLayout,
@@ -14,6 +20,7 @@ __all__ = [
     "MatrixLayout",
     "ModelDescription",
     "TensorInfo",
+    "conv1d_names",
     "describe",
     "family_of",
     "matrices",

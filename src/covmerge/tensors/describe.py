@@ -30,6 +30,7 @@ class TensorInfo:
             may contradict the config, which only a reader of the values can tell.
         outside_backbone: whether it lies outside the base model: a task head, an output layer.
         parameter: its name in the model that transformers builds; as stored where that is unknown.
+        takes_factors: whether it is the weight of a layer that PEFT has factors for.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TensorInfo:
     tied_to: str | None
     outside_backbone: bool
     parameter: str
+    takes_factors: bool
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,9 @@ def describe(
             parameter=skeleton.places[name].parameter
             if skeleton and name in skeleton.places
             else name,
+            takes_factors=kind.takes_factors
+            if skeleton and name in skeleton.places
+            else _takes_factors_by_name(name, kind, headers),
         )
         for name, (kind, parts) in found.items()
     }
@@ -140,6 +145,28 @@ def describe(
         source="skeleton" if skeleton else "names",
         notes=tuple(notes),
     )
+
+
+def conv1d_names(description: ModelDescription) -> frozenset[str] | None:
+    """Names, as stored and in the model, of layers that are stored as `(d_in, d_out)`.
+
+    With and without the prefix that a model with a head has. None: the modules are unknown.
+    """
+    if description.source != "skeleton":
+        return None
+    prefix = f"{description.prefix}."
+    found = [info for info in description.tensors.values() if info.role is Role.CONV1D]
+    names = {name for info in found for name in (info.name, info.parameter)}
+    bare = {name.removeprefix(prefix) for name in names}
+    return frozenset({*names, *bare, *(prefix + name for name in bare)})
+
+
+def _takes_factors_by_name(name: str, kind: Kind, headers: Mapping[str, TensorHeader]) -> bool:
+    module, _, leaf = name.rpartition(".")
+    layer = kind.role in (Role.LINEAR, Role.CONV1D, Role.OUTPUT, Role.EMBEDDING)
+    # The output projection of nn.MultiheadAttention, which does not call it as a layer.
+    inside = f"{module.rpartition('.')[0]}.in_proj_weight" in headers
+    return layer and leaf == "weight" and not inside
 
 
 def _skeleton(

@@ -34,12 +34,15 @@ class Kind:
         why: what it was concluded from.
         transposed: whether matrices are stored as `(d_in, d_out)`.
         unsure: the tensor is taken for `other` because too little is known; users are told.
+        takes_factors: whether it is the weight of a layer that PEFT has factors for. Of subclasses it
+            does not know what they do beside.
     """
 
     role: Role
     why: str
     transposed: bool = False
     unsure: bool = False
+    takes_factors: bool = False
 
 
 def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_output: bool) -> Kind:
@@ -60,16 +63,20 @@ def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_out
     name = type(module).__name__
     by_class = f"module class {name}"
     if leaf == "weight":
+        exact = type(module) in (nn.Linear, nn.Embedding)
         if is_output:
-            return Kind(Role.OUTPUT, f"output embedding ({name})")
+            why = f"output embedding ({name})"
+            return Kind(Role.OUTPUT, why, takes_factors=type(module) is nn.Linear)
         if isinstance(module, nn.Linear):
-            return Kind(Role.LINEAR, by_class)
+            return Kind(Role.LINEAR, by_class, takes_factors=exact)
         if _is_conv1d(module):
-            return Kind(Role.CONV1D, by_class, transposed=True)
+            return Kind(Role.CONV1D, by_class, transposed=True, takes_factors=True)
         if isinstance(module, nn.Embedding):
-            return Kind(Role.EMBEDDING, by_class)
+            return Kind(Role.EMBEDDING, by_class, takes_factors=exact)
         if isinstance(module, conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
-            return Kind(Role.CONV, by_class, transposed=isinstance(module, _CONV_TRANSPOSE))
+            plain = type(module) is nn.Conv2d and module.groups == 1
+            turned = isinstance(module, _CONV_TRANSPOSE)
+            return Kind(Role.CONV, by_class, transposed=turned, takes_factors=plain)
         if _ROUTER.search(name) and parameter.ndim == 2:
             return Kind(Role.LINEAR, by_class)
     if "norm" in name.lower():

@@ -15,7 +15,7 @@ import re
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -33,6 +33,12 @@ _DROPPED_KEYS = re.compile(
 _LIMITS = (
     (re.compile(r"layers?$|depths?$|blocks?$|experts?$"), 10_000),
     (re.compile(r"(size|dim|embd|d_model|d_ff)$"), 1 << 24),
+)
+
+
+# Fused kernels use these weights without calling the layer.
+_REFUSED_BY_PEFT = re.compile(
+    r"^(falcon_h1|falcon_mamba|mamba2?|nemotron_h)\..*\.(out_proj|conv1d)$"
 )
 
 
@@ -183,6 +189,7 @@ def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:
 def _slots(model: Any) -> dict[str, Slot]:
     """Every parameter and buffer of the model by dotted name."""
     output: Any = model.get_output_embeddings()
+    entry = _input_embeddings(model)
     slots: dict[str, Slot] = {}
     configs: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -191,6 +198,10 @@ def _slots(model: Any) -> dict[str, Slot]:
         stem = f"{path}." if path else ""
         for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             kind = kind_of_parameter(module, leaf, parameter, is_output=module is output)
+            # Tables of positions are seldom called as the layers they are.
+            aside = kind.role is Role.EMBEDDING and module is not entry
+            if aside or _REFUSED_BY_PEFT.search(f"{model.config.model_type}.{path}"):
+                kind = replace(kind, takes_factors=False)
             shape = tuple(parameter.shape)
             parts = None
             if kind.role in MATRICES:
@@ -201,6 +212,13 @@ def _slots(model: Any) -> dict[str, Slot]:
             kind = Kind(Role.BUFFER, f"buffer of {type(module).__name__}")
             slots[f"{stem}{leaf}"] = Slot(kind, None, tuple(buffer.shape))
     return slots
+
+
+def _input_embeddings(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
 
 
 def _tied_groups(model: Any) -> tuple[tuple[str, ...], ...]:
