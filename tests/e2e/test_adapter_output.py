@@ -346,3 +346,25 @@ def test_a_base_without_a_config(tmp_path, targets):
     own = adapted.merge_and_unload()
     torch.testing.assert_close(own(ids), logits, rtol=1e-4, atol=1e-5)
     same_weights(own.state_dict(), merged)
+
+
+def test_what_rounding_the_factors_loses(tmp_path):
+    base = build("llama")
+    base.save_pretrained(tmp_path / "base")
+    for number in (1, 2, 3):
+        save_adapter(base, tmp_path / f"e{number}", seed=number, targets=["up_proj", "o_proj"])
+    given = arguments(tmp_path, "--as=adapter", "--method=actmat")
+    for dtype in ("float64", "bfloat16"):
+        command(*given, f"--out-dtype={dtype}", tmp_path / dtype)
+    found = json.loads((tmp_path / "bfloat16" / "covmerge.json").read_text("utf-8"))["tensors"]
+    stored = {
+        d: load_file(tmp_path / d / "adapter_model.safetensors") for d in ("float64", "bfloat16")
+    }
+    for name, entry in found.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+        exact, rounded = (
+            own[f"{key}B.weight"].double() @ own[f"{key}A.weight"].double()
+            for own in stored.values()
+        )
+        lost = float((exact - rounded).norm() / exact.norm())
+        assert entry["rounding_loss"] == pytest.approx(lost, rel=0.2)

@@ -61,14 +61,20 @@ def plan_tasks(
             whole.add(own.tensor, must=own.trained_whole)
     places |= whole.places()
     return [
-        Task(
-            _whole_item(tensor, experts),
-            places.get(tensor.name),
-            tensor.name in merged and merged[tensor.name].thin,
-        )
+        _task(tensor, experts, places.get(tensor.name), merged.get(tensor.name))
         for tensor in plan.tensors
         if tensor.name in merged or tensor.name in places
     ]
+
+
+def _task(
+    tensor: TensorPlan, experts: Mapping[str, Checkpoint], place: Place | None, own: _Merged | None
+) -> Task:
+    thin = own is not None and own.thin
+    # Of a larger table the base's rows.
+    rows = range(tensor.stored.shape[0]) if tensor.stored.shape else None
+    size = _stored_bytes(tensor, experts) + (0 if thin else tensor.stored.nbytes)
+    return Task(WorkItem(tensor, rows, size, 0, workspace=0, flops=0.0), place, thin)
 
 
 def _is_merged(tensor: TensorPlan) -> bool:
@@ -233,9 +239,9 @@ def _modules_around(parameter: str) -> Iterator[str]:
         yield module
 
 
-def _whole_item(tensor: TensorPlan, experts: Mapping[str, Checkpoint]) -> WorkItem:
-    """The work on a tensor, with what is read for it."""
-    size = tensor.stored.nbytes
+def _stored_bytes(tensor: TensorPlan, experts: Mapping[str, Checkpoint]) -> int:
+    """Bytes that the experts store of a tensor."""
+    size = 0
     for expert, stored in tensor.sources.items():
         checkpoint = experts[expert]
         if stored is None:
@@ -245,9 +251,7 @@ def _whole_item(tensor: TensorPlan, experts: Mapping[str, Checkpoint]) -> WorkIt
             size += factors.elements * factors.dtype.itemsize
         else:
             size += checkpoint.headers[stored].nbytes
-    # Of a larger table the base's rows.
-    rows = range(tensor.stored.shape[0]) if tensor.stored.shape else None
-    return WorkItem(tensor, rows, size, 0, workspace=0, flops=0.0)
+    return size
 
 
 def describe_left_out(plan: Plan, tasks: Sequence[Task], changed: set[str]) -> list[str]:
