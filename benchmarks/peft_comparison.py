@@ -211,7 +211,7 @@ def tuned(workers: Workers, bench: Bench, untuned: Model, console: Console) -> M
     found = evaluate(workers, bench, models, bench.split("validation", VALIDATION_TEXTS))
     means = [fmean(scores.values()) for scores in found]
     best = models[means.index(max(means))]
-    return replace(best, title=f"{best.title}, the best of {len(models)} on labels")
+    return replace(best, title=f"{best.title}, tuned on labels")
 
 
 def same_logits(workers: Workers, bench: Bench, adapters: Sequence[Order]) -> dict[str, float]:

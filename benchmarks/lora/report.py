@@ -77,7 +77,7 @@ def table(name: str, rows: Sequence[Row]) -> Table:
         "MB",
         "off sum",
     ):
-        result.add_column(column, justify="right")
+        result.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         values = [*row.accuracies.values(), row.mean, row.share]
         measured = row.model.measured
