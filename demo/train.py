@@ -63,8 +63,8 @@ def train_expert(base: Path, task: Task, settings: Settings, out: Path, tell: Te
     Returns:
         Seconds per step, or None when the expert was there already.
     """
-    marker = {"settings": asdict(settings), "data": _fingerprint(task)}
-    if _is_trained(out, marker):
+    marker = {"settings": asdict(settings), "data": fingerprint(task)}
+    if is_trained(out, marker):
         tell(settings.steps, settings.steps)
         return None
     torch.manual_seed(settings.seed)
@@ -108,12 +108,14 @@ def _fit(model: PreTrainedModel, data: Encoded, settings: Settings, tell: Tell) 
         tell(step, settings.steps)
 
 
-def _fingerprint(task: Task) -> str:
+def fingerprint(task: Task) -> str:
+    """Tell training texts from others."""
     content = json.dumps([task.labels, task.train.texts, task.train.labels])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _is_trained(folder: Path, marker: Mapping[str, object]) -> bool:
+def is_trained(folder: Path, marker: Mapping[str, object]) -> bool:
+    """Whether a folder holds what was trained so before."""
     # The marker is written last: an interrupted training leaves none.
     path = folder / MARKER
     return path.exists() and json.loads(path.read_text()) == marker

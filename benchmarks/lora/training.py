@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict
 from itertools import islice
@@ -15,7 +14,7 @@ import torch
 import transformers
 from demo.encode import Encoded
 from demo.tasks import Task
-from demo.train import MARKER, Settings
+from demo.train import MARKER, Settings, fingerprint, is_trained
 from demo.workers import Tell, untold
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -40,14 +39,11 @@ def train(subject: Subject, task: Task, folder: Path, tell: Tell = untold) -> No
         tell: hears of every step.
     """
     settings = subject.settings[task.name]
-    marker = json.dumps(
-        {"settings": asdict(settings), "lora": [RANK, ALPHA], "texts": _digest(task)}, indent=1
-    )
-    # Written last: an interrupted training leaves none.
-    path = folder / MARKER
-    if path.exists() and path.read_text() == marker:
+    marker = {"settings": asdict(settings), "lora": [RANK, ALPHA], "texts": fingerprint(task)}
+    if is_trained(folder, marker):
         tell(settings.steps, settings.steps)
         return
+    path = folder / MARKER
     path.unlink(missing_ok=True)
     torch.default_generator.manual_seed(settings.seed)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(subject.targets))
@@ -56,7 +52,7 @@ def train(subject: Subject, task: Task, folder: Path, tell: Tell = untold) -> No
     _fit(subject, task, model, head, settings, tell)
     model.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
     _files.save_file(head.state_dict(), folder / HEAD)
-    path.write_text(marker)
+    path.write_text(json.dumps(marker, indent=1))
 
 
 def trained_head(subject: Subject, task: Task, folder: Path) -> nn.Module:
@@ -88,8 +84,3 @@ def _fit(
         schedule.step()
         optimizer.zero_grad()
         tell(step, settings.steps)
-
-
-def _digest(task: Task) -> str:
-    content = json.dumps([task.labels, task.train.texts, task.train.labels])
-    return hashlib.sha256(content.encode()).hexdigest()

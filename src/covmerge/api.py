@@ -136,8 +136,9 @@ def extract(
 ) -> MergeResult:
     """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
 
-    BA = Σ_{i ≤ rank} σ_i u_i v_iᵀ of Δ = W − W₀ (Eckart–Young). What each layer loses, and what lies
-    outside the layers, is in `stats` and in `covmerge.json`.
+    BA = Σ_{i ≤ rank} σ_i u_i v_iᵀ of Δ = W − W₀ `(d_out, d_in)`, with B `(d_out, rank)` and A
+    `(rank, d_in)` (Eckart–Young). What each layer loses, and what lies outside the layers, is in
+    `stats` and in `covmerge.json`.
 
     Args:
         base: folder, file, hub id `org/name@revision`, or a state dict.
@@ -156,6 +157,8 @@ def extract(
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
+
+    Departs from the paper: nowhere; it has none.
 
     Example:
         >>> from tempfile import mkdtemp

@@ -79,6 +79,10 @@ def merge_to_adapter(
     # Without a journal a merge that is interrupted leaves nothing.
     with Staging(out, overwrite=overwrite) as staging:
         checkpoints.materialize()
+        # Of tensors that are held whole the base's weights decide the result.
+        whole = any(isinstance(task.place, WholeTensor) for task in tasks)
+        decisive = replace(checkpoints, base=given) if whole else checkpoints
+        decisive.check_ties(plan)
         writer = AdapterWriter(
             staging.folder,
             [task.place for task in tasks if isinstance(task.place, AdaptedTensor)],
@@ -86,9 +90,6 @@ def merge_to_adapter(
             [naming.of(tensor) for tensor in plan.tensors],
             _dtype(recipe, plan, adapters),
         )
-        # Of tensors that are held whole the base's weights decide the result.
-        whole = any(isinstance(task.place, WholeTensor) for task in tasks)
-        decisive = replace(checkpoints, base=given) if whole else checkpoints
         with Fingerprints(decisive) as fingerprints:
             work = _Work(recipe, plan, checkpoints, writer, device, progress)
             done = work.run(tasks)

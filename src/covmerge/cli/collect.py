@@ -183,8 +183,8 @@ def collect(
                 data,
                 out,
                 kinds=kind or ("gram",),
-                labels=labels or "model",
-                seed=seed or 0,
+                labels="model" if labels is None else labels,
+                seed=0 if seed is None else seed,
                 **how,
             )
         ]

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class AdaptedTensor:
         """Name of the module that owns the tensor."""
         return self.name.removesuffix(".weight")
 
+    @property
     def keys(self) -> tuple[str, str]:
         """Names of the two factors, the one at the inputs first."""
         kind = "lora_embedding_{}" if self.embedding else "lora_{}.weight"
@@ -63,16 +65,14 @@ class AdaptedTensor:
 
     def headers(self, dtype: torch.dtype) -> tuple[TensorHeader, TensorHeader]:
         """Headers of the two factors."""
-        rows, columns = self.shape[0], 1
-        for side in self.shape[1:]:
-            columns *= side
+        rows, columns = self.shape[0], prod(self.shape[1:])
         probe = LowRank(
             torch.empty(rows, self.rank, device="meta"),
             torch.empty(self.rank, columns, device="meta"),
         )
         first, second = (
             TensorHeader(key, tuple(factor.shape), dtype)
-            for key, factor in zip(self.keys(), self.factors(probe), strict=True)
+            for key, factor in zip(self.keys, self.factors(probe), strict=True)
         )
         return first, second
 
@@ -137,7 +137,7 @@ class AdapterWriter:
 
     def write(self, tensor: AdaptedTensor, update: LowRank) -> None:
         """Write the factors of one update, given in the base's orientation."""
-        for key, factor in zip(tensor.keys(), tensor.factors(update), strict=True):
+        for key, factor in zip(tensor.keys, tensor.factors(update), strict=True):
             self._writer.write(key, factor.to(self.dtype).contiguous())
 
     def write_whole(self, tensor: WholeTensor, value: Tensor) -> None:
@@ -146,7 +146,12 @@ class AdapterWriter:
             self._writer.write(key, value.contiguous())
 
     def finish(self, parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> None:
-        """Write the configuration; what all parents agree on is kept, without any the base says."""
+        """Write the configuration: what all parents agree on; without parents, of the base.
+
+        Args:
+            parents: configurations of the adapters that were merged.
+            base: what the adapter is loaded over.
+        """
         self._writer.flush()
         path = self._folder / "adapter_config.json"
         content = (
