@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: $(VENV)/.ready  ## merge real experts of a real model and print the accuracy table
-	$(BIN)/python -m demo.run
+demo: $(VENV)/.ready  ## fine-tune eight experts of a real model, merge them by every method, show the table
+	$(BIN)/covmerge bench text --kind full --seeds 1 --cache demo-output/cache --out demo-output
 
 test: lint types boundaries unit  ## everything CI runs
 

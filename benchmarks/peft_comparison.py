@@ -2,7 +2,7 @@
 
     python -m benchmarks.peft_comparison [--model minilm|smollm2|both] [--texts N] [--quick]
 
-Two bases: all-MiniLM-L6-v2 with a classifier for each of the demo's six tasks, and SmolLM2-135M-Instruct,
+Two bases: all-MiniLM-L6-v2 with a classifier for each of six tasks, and SmolLM2-135M-Instruct,
 which answers four of them with a word. Every task gets a LoRA adapter of rank 16 on all linear layers,
 trained once and kept in benchmarks/work. Each merge of them runs in a process of its own, alone; then
 every merged adapter is put on the base by PEFT. SmolLM2 comes from a package whose dependencies are not
@@ -25,8 +25,6 @@ from typing import Any
 
 import peft
 import torch
-from demo.tasks import Split
-from demo.workers import Job, Workers, prepare
 from rich.console import Console
 
 from benchmarks.lora.merging import MERGED, Order, Place, merge
@@ -34,6 +32,8 @@ from benchmarks.lora.report import Model, Row, table
 from benchmarks.lora.scoring import accuracies, difference
 from benchmarks.lora.subjects import Subject, minilm, smollm2
 from benchmarks.lora.training import ADAPTER, ALPHA, RANK, train
+from covmerge.evaluation.text.tasks import Split
+from covmerge.evaluation.workers import Job, Workers, prepare
 
 WORK = Path(__file__).parent / "work" / "peft_comparison"
 RESULTS = Path(__file__).parent / "results"
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def _minilm() -> Bench:
-    return Bench(minilm(), WORK / "minilm", texts=200)
+    return Bench(minilm(WORK), WORK / "minilm", texts=200)
 
 
 def _smollm2() -> Bench:

@@ -8,13 +8,13 @@ from typing import Any
 
 import peft
 import torch
-from demo.encode import Encoded
-from demo.tasks import Split, Task
-from demo.workers import Tell, untold
 from torch import Tensor
 
 from benchmarks.lora.subjects import Subject
 from benchmarks.lora.training import trained_head
+from covmerge.evaluation.text.encode import Encoded
+from covmerge.evaluation.text.tasks import Split, Task
+from covmerge.evaluation.workers import Tell, untold
 
 # Its annotations are partial.
 _PeftModel: Any = peft.PeftModel
@@ -102,5 +102,5 @@ def _logits(
     """Go over a split's batches: logits and labels."""
     head = trained_head(subject, task, expert)
     data = Encoded(subject.base, split, subject.settings[task.name].max_length)
-    for inputs, labels in data.in_order(BATCH_SIZE):
+    for _, (inputs, labels) in data.in_order(BATCH_SIZE):
         yield subject.logits(model, head, inputs), labels

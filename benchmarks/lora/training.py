@@ -12,14 +12,15 @@ import peft
 import safetensors.torch
 import torch
 import transformers
-from demo.encode import Encoded
-from demo.tasks import Task
-from demo.train import MARKER, Settings, fingerprint, is_trained
-from demo.workers import Tell, untold
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.lora.subjects import Subject
+from benchmarks.lora.subjects import Settings, Subject
+from covmerge.evaluation.text.encode import Encoded
+from covmerge.evaluation.text.suite import fingerprint
+from covmerge.evaluation.text.tasks import Task
+from covmerge.evaluation.training import MARKER, is_trained
+from covmerge.evaluation.workers import Tell, untold
 
 # Their annotations are partial.
 _files: Any = safetensors.torch

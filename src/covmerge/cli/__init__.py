@@ -1,4 +1,4 @@
-"""The command line: `covmerge merge`, `extract`, `compare`, `collect`, `methods`, `verify`, `schema`.
+"""The command line: one module a command.
 
 Nothing here imports torch before a command needs it, so that help and version come at once.
 """
@@ -11,13 +11,17 @@ from typing import Annotated
 
 import typer
 
+from covmerge.cli.bench import bench
 from covmerge.cli.collect import collect
 from covmerge.cli.compare import compare
+from covmerge.cli.evaluate import evaluate
 from covmerge.cli.extract import extract
 from covmerge.cli.merge import merge
 from covmerge.cli.methods import methods
 from covmerge.cli.outcome import ReportingGroup
+from covmerge.cli.reproduce import convert, reproduce
 from covmerge.cli.schema import schema
+from covmerge.cli.study import study
 from covmerge.cli.verify import verify
 from covmerge.version import __version__
 
@@ -32,7 +36,10 @@ app = typer.Typer(
     help="Merge fine-tuned models of one base into one, without data.",
     epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
 )
-for command in (merge, extract, compare, collect, methods, verify, schema):
+for command in (
+    *(merge, extract, compare, collect, methods, verify, schema),
+    *(bench, study, evaluate, reproduce, convert),
+):
     app.command()(command)
 
 

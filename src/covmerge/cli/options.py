@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -85,3 +87,18 @@ MaxMemory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print one JSON object.")]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=RUN,
+        help="Folder of what is fetched and trained; by default ~/.cache/covmerge.",
+    ),
+]
+
+
+def cache_folder(given: Path | None) -> Path:
+    """Return the folder of what is fetched and trained, of the freedesktop.org standard by default."""
+    if given is not None:
+        return given
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covmerge"

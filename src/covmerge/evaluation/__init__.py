@@ -1,0 +1,1 @@
+"""How good merged models are: suites of really trained experts, the papers' studies and their tables."""

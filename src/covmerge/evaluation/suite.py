@@ -1,0 +1,115 @@
+"""What a suite is: a base, tasks, how experts of the base are trained, and how any model does on a task.
+
+A suite is small enough to be sent to a worker process: what it knows lies in its cache folder.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from covmerge.evaluation.workers import Tell
+
+Kind = Literal["full", "lora"]
+Part = Literal["train", "validation", "test"]
+Scores = list[float]  # of each example, in [0, 1]: whether it is right
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """One way of training the experts of all tasks.
+
+    Attributes:
+        kind: every weight, or LoRA.
+        seed: of the order of the examples, of fresh heads and of LoRA's random factors.
+    """
+
+    kind: Kind
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Suite(ABC):
+    """A base model and its tasks.
+
+    Attributes:
+        cache: folder of the base, the data and the experts; kept between runs.
+        quick: a smoke run: few examples, few steps; its numbers mean nothing.
+        name: what the command line calls it.
+        kinds: how its experts can be trained.
+        adapted: names of the linear layers that LoRA adapts.
+    """
+
+    cache: Path
+    quick: bool = False
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[Kind, ...]] = ("full", "lora")
+    adapted: ClassVar[tuple[str, ...]]
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of this suite is kept."""
+        return self.cache / (f"{self.name}-quick" if self.quick else self.name)
+
+    @property
+    @abstractmethod
+    def base(self) -> Path:
+        """Folder of the base, there after `prepare`."""
+
+    @property
+    @abstractmethod
+    def tasks(self) -> Mapping[str, str]:
+        """Its tasks, and what each is about."""
+
+    @property
+    def subsets(self) -> Sequence[Sequence[str]]:
+        """The choices of tasks whose experts are merged, each for a table of its own."""
+        return (tuple(self.tasks),)
+
+    def expert(self, task: str, variant: Variant) -> Path:
+        """Return the folder of an expert: an ordinary checkpoint, or an adapter as PEFT saves it."""
+        return self.folder / "experts" / str(variant) / task
+
+    @abstractmethod
+    def prepare(self, tell: Tell) -> None:
+        """Fetch the data and make the base, unless they are there."""
+
+    @abstractmethod
+    def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
+        """Train an expert, unless it is there, trained alike on the same examples.
+
+        Returns:
+            Seconds per step, or None when the expert was there already.
+        """
+
+    @abstractmethod
+    def score(
+        self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
+    ) -> Scores:
+        """Return how a model does on each example of a task.
+
+        Args:
+            task: the task.
+            part: of which part of its examples.
+            model: folder of an ordinary checkpoint: the base, a merge, an expert made whole.
+            expert: folder of the task's expert, whose head is used where a task has one.
+            tell: hears of the examples that are done.
+        """
+
+    @abstractmethod
+    def inputs(self, task: str, examples: int) -> Sequence[Mapping[str, Any]]:
+        """Return batches of the first training examples, without labels, for methods with data."""
+
+    def describe(self, task: str) -> dict[str, Any]:
+        """Return what the results say of a task."""
+        return {"about": self.tasks[task]}
+
+    def measures(self, model: Path) -> dict[str, float]:
+        """Return what else is measured of a model, such as its perplexity on general text."""
+        return {}
