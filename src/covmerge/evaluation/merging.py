@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import peft
 import safetensors.torch
 
 from covmerge import api
@@ -19,7 +20,8 @@ from covmerge.evaluation.workers import MergeSteps, Tell, untold
 from covmerge.export import load_expert
 from covmerge.methods import Method, registry
 
-# Its annotations are partial.
+# Their annotations are partial.
+_PeftModel: Any = peft.PeftModel
 _files: Any = safetensors.torch
 
 SCALES = tuple(tenths / 10 for tenths in range(1, 11))  # that Task Arithmetic is tuned over
@@ -156,15 +158,11 @@ def tuned_task_arithmetic(experts: Experts, tell: Tell) -> list[Model]:
 
 
 def make_whole(suite: Suite, task: str, adapter: Path, out: Path, tell: Tell) -> Path:
-    """Write the whole model that an adapter makes of the base."""
-    api.merge(
-        suite.base,
-        {task: adapter},
-        method="average",
-        out=out,
-        overwrite=True,
-        progress=MergeSteps(tell),
-    )
+    """Write the whole model that an adapter makes of the base, with its head, as PEFT merges it."""
+    tell(0, 1)
+    model = _PeftModel.from_pretrained(suite.fresh(task), adapter)
+    model.merge_and_unload().save_pretrained(out)
+    tell(1, 1)
     return out
 
 

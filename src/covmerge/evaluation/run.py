@@ -15,14 +15,18 @@ from covmerge.errors import InputError, did_you_mean
 from covmerge.evaluation import bench, figures, report
 from covmerge.evaluation.bench import Bench, Outcome
 from covmerge.evaluation.collecting import EXAMPLES
+from covmerge.evaluation.llm import LlmSuite
 from covmerge.evaluation.studies import STUDIES, save
 from covmerge.evaluation.suite import Kind, Suite, Variant
 from covmerge.evaluation.summary import Group, summarise
 from covmerge.evaluation.text import TextSuite
+from covmerge.evaluation.vision import VisionSuite
 from covmerge.evaluation.workers import Workers, prepare
 from covmerge.methods import registry
 
-_SUITES: dict[str, type[Suite]] = {suite.name: suite for suite in (TextSuite,)}
+_SUITES: dict[str, type[Suite]] = {
+    suite.name: suite for suite in (TextSuite, VisionSuite, LlmSuite)
+}
 
 
 def open_suite(name: str, cache: Path, *, quick: bool = False) -> Suite:

@@ -81,6 +81,10 @@ class Suite(ABC):
         """Fetch the data and make the base, unless they are there."""
 
     @abstractmethod
+    def fresh(self, task: str) -> Any:
+        """Return the base as a task's experts begin: with a fresh head, where the task has one."""
+
+    @abstractmethod
     def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
         """Train an expert, unless it is there, trained alike on the same examples.
 

@@ -75,6 +75,10 @@ class LlmSuite(Suite):
             self._define(spec.name)
         tell(steps, steps)
 
+    def fresh(self, task: str) -> Any:
+        """Return the language model: no task has a head."""
+        return _LanguageModel.from_pretrained(self.base, dtype=torch.float32)
+
     def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
         """See `Suite.train`: a language model, or PEFT's adapter of one."""
         file = self._file(task, "train")
@@ -88,7 +92,7 @@ class LlmSuite(Suite):
             tell(settings.steps, settings.steps)
             return None
         torch.default_generator.manual_seed(_seed(variant, task))
-        model = _LanguageModel.from_pretrained(self.base, dtype=torch.float32)
+        model = self.fresh(task)
         if variant.kind == "lora":
             model = peft.get_peft_model(
                 model,

@@ -91,6 +91,18 @@ class TextSuite(Suite):
                 tasks.save(tasks.build(spec, self.cache), self._file(spec.name))
         tell(len(specs), len(specs))
 
+    def fresh(self, task: str) -> Any:
+        """Return a sequence classifier without dropout."""
+        labels = self._data(task).labels
+        return _Classifier.from_pretrained(
+            self.base,
+            num_labels=len(labels),
+            id2label=dict(enumerate(labels)),
+            label2id={label: i for i, label in enumerate(labels)},
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+
     def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
         """See `Suite.train`: a sequence classifier, or PEFT's adapter of one."""
         data = self._data(task)
@@ -101,14 +113,7 @@ class TextSuite(Suite):
             tell(settings.steps, settings.steps)
             return None
         torch.default_generator.manual_seed(_seed(variant, task))
-        model: Any = _Classifier.from_pretrained(
-            self.base,
-            num_labels=len(data.labels),
-            id2label=dict(enumerate(data.labels)),
-            label2id={label: i for i, label in enumerate(data.labels)},
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
+        model = self.fresh(task)
         if variant.kind == "lora":
             model = peft.get_peft_model(
                 model,
@@ -139,12 +144,7 @@ class TextSuite(Suite):
     ) -> tuple[nn.Module, Iterator[Batch], Callable[[Batch], Tensor]]:
         """See `covmerge.evaluation.studies.interference.Controlled`."""
         data = self._data(self.controlled_task)
-        model: Any = _Classifier.from_pretrained(
-            self.base,
-            num_labels=len(data.labels),
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
+        model = self.fresh(self.controlled_task)
 
         def loss(batch: Batch) -> Tensor:
             inputs, labels = batch

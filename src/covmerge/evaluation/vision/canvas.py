@@ -48,15 +48,16 @@ def letters(name: str) -> tuple[str, ...]:
     return tuple(c for c in found if unicodedata.name(c, "").startswith(name))
 
 
-def scattered(mask: Image.Image, draw: Random, sizes: tuple[float, float]) -> Image.Image:
-    """Return a mask a little turned, its longer side a share of `SIDE` within `sizes`, somewhere."""
-    turned = mask.rotate(draw.uniform(-10, 10), resample=Image.Resampling.BILINEAR, expand=True)
-    scale = draw.uniform(*sizes) * SIDE / max(turned.size)
+def scattered(mask: Image.Image, draw: Random) -> Image.Image:
+    """Return a mask a little turned, almost as large as the picture, somewhere in it."""
+    turned = mask.rotate(draw.uniform(-8, 8), resample=Image.Resampling.BILINEAR, expand=True)
+    scale = draw.uniform(0.8, 0.95) * SIDE / max(turned.size)
     width, height = (max(2, round(side * scale)) for side in turned.size)
-    canvas = Image.new("L", (SIDE, SIDE))
-    corner = draw.randint(0, SIDE - width), draw.randint(0, SIDE - height)
-    canvas.paste(turned.resize((width, height), Image.Resampling.BOX), corner)
-    return canvas
+    room = draw.randint(-2, 2), draw.randint(-2, 2)
+    corner = (SIDE - width) // 2 + room[0], (SIDE - height) // 2 + room[1]
+    picture = Image.new("L", (SIDE, SIDE))
+    picture.paste(turned.resize((width, height), Image.Resampling.BOX), corner)
+    return picture
 
 
 def colors(draw: Random) -> tuple[Color, Color]:
@@ -75,7 +76,7 @@ def painted(mask: Image.Image, color: Color, ground: Color | Image.Image) -> Ima
     return Image.composite(Image.new("RGB", mask.size, color), ground, mask)
 
 
-def fitted(image: Image.Image, side: int = SIDE) -> Image.Image:
+def fitted(image: Image.Image, side: int) -> Image.Image:
     """Return a picture, its transparency kept, with its longer side made `side`, in the middle."""
     scale = side / max(image.size)
     width, height = (max(1, round(length * scale)) for length in image.size)
@@ -85,7 +86,7 @@ def fitted(image: Image.Image, side: int = SIDE) -> Image.Image:
     return canvas
 
 
-def flat(image: Image.Image, ground: Color = (255, 255, 255)) -> Image.Image:
+def flat(image: Image.Image, ground: Color) -> Image.Image:
     """Return a picture without transparency."""
     return Image.alpha_composite(Image.new("RGBA", image.size, (*ground, 255)), image).convert(
         "RGB"

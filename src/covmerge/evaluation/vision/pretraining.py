@@ -1,28 +1,29 @@
-"""The base: a small ViT that learns to tell sixteen hundred pictures apart, however they are shown.
+"""The base: a small ViT that learns to name thousands of pictures, however they are shown.
 
-Each picture is a class of its own and is seen turned, cut, tinted and on all kinds of ground
-("exemplar networks", Dosovitskiy et al. 2014, arXiv:1406.6909). None of them is of a task.
+What it sees are characters of fonts, writing systems, textures and emoji that no task has.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from string import ascii_letters, digits
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import affine_grid, cross_entropy, grid_sample
 
 from covmerge.evaluation import training
-from covmerge.evaluation.packages import fetch
 from covmerge.evaluation.training import Settings
-from covmerge.evaluation.vision import canvas, sources
+from covmerge.evaluation.vision import canvas, materials
 from covmerge.evaluation.vision.canvas import SIDE, Font, Pixels
 from covmerge.evaluation.vision.precision import device, products
 from covmerge.evaluation.workers import Tell
@@ -33,7 +34,7 @@ _Config: Any = transformers.ViTConfig
 
 STORED_SIDE = 48
 SEED = 7
-SETTINGS = Settings(steps=1800, learning_rate=1e-3, batch_size=64, weight_decay=0.05)
+SETTINGS = Settings(steps=2000, learning_rate=1e-3, batch_size=64, weight_decay=0.05)
 
 
 def config(labels: int) -> Any:
@@ -50,13 +51,42 @@ def config(labels: int) -> Any:
     )
 
 
-def collect(cache: Path, quick: bool) -> Pixels:
-    """Return the pictures `(n, 4, STORED_SIDE, STORED_SIDE)`, colours and transparency."""
-    found = [*glyphs(cache)] if quick else [*glyphs(cache), *icons(cache), *sources.walls(cache)]
-    return np.stack([canvas.pixels(canvas.fitted(image, STORED_SIDE)) for image in found])
+class Named(NamedTuple):
+    """A picture with transparency, and what it is called."""
+
+    image: Image.Image
+    name: str
 
 
-GLYPHS = {  # what their Unicode names begin with, and the font
+@dataclass(frozen=True)
+class Pictures:
+    """What the base is pretrained on.
+
+    Attributes:
+        pixels: `(n, 4, STORED_SIDE, STORED_SIDE)`, colours and transparency.
+        labels: the number of each one's name.
+        weights: how often each is drawn: the sources are seen equally often.
+    """
+
+    pixels: Pixels
+    labels: NDArray[np.int64]
+    weights: NDArray[np.float64]
+
+
+def collect(cache: Path, quick: bool) -> Pictures:
+    """Return all pictures, or those of one source."""
+    readers = (systems,) if quick else (systems, characters, walls, emoji)
+    sources = [[*reader(cache, Random(SEED))] for reader in readers]
+    found = [named for source in sources for named in source]
+    names = sorted({named.name for named in found})
+    return Pictures(
+        np.stack([canvas.pixels(canvas.fitted(named.image, STORED_SIDE)) for named in found]),
+        np.array([names.index(named.name) for named in found]),
+        np.array([1 / len(source) for source in sources for _ in source]),
+    )
+
+
+SYSTEMS = {  # what the Unicode names of their letters begin with, and the font
     "TANGUT IDEOGRAPH": "NotoSerifTangut",
     "YI SYLLABLE": "NotoSansYi",
     "CUNEIFORM SIGN": "NotoSansCuneiform",
@@ -71,42 +101,66 @@ GLYPHS = {  # what their Unicode names begin with, and the font
     "CHEROKEE LETTER": "NotoSansCherokee",
     "RUNIC LETTER": "NotoSansRunic",
     "TIFINAGH LETTER": "NotoSansTifinagh",
+    "BENGALI": "NotoSansBengali",
+    "GUJARATI": "NotoSansGujarati",
+    "KANNADA": "NotoSansKannada",
+    "MALAYALAM": "NotoSansMalayalam",
+    "MYANMAR": "NotoSansMyanmar",
+    "SINHALA": "NotoSansSinhala",
 }
-MOST = 50  # of one writing system: a small model has the time to learn some hundreds, not thousands
 
 
-def glyphs(cache: Path) -> Iterator[Image.Image]:
-    """Characters of writing systems that are in no task, white on nothing."""
-    for name, file in GLYPHS.items():
-        font = Font(fetch(sources.NOTO, cache) / f"{file}-Regular.ttf")
+def systems(cache: Path, draw: Random) -> Iterator[Named]:
+    """Letters of writing systems that are in no task; the system is to be named."""
+    for name, file in SYSTEMS.items():
+        font = materials.noto(cache, f"{file}-Regular")
         letters = canvas.letters(name)
-        for letter in Random(SEED).sample(letters, min(len(letters), MOST)):
-            mask = font.mask(letter)
-            if mask is not None:
-                yield Image.merge("LA", (Image.new("L", mask.size, 255), mask))
+        for letter in draw.sample(letters, min(len(letters), 100)):
+            yield from _cut_out(font, letter, name)
 
 
-def icons(cache: Path) -> Iterator[Image.Image]:
-    """Icons of a desktop, those that are drawn large."""
-    for path in sorted(fetch(sources.ICONS, cache).glob("256x256/*/*.png")):
-        yield Image.open(path)
+def characters(cache: Path, draw: Random) -> Iterator[Named]:
+    """Latin letters, small and capital, and digits, in fonts of their own."""
+    for _, font in materials.latin(cache, base=True):
+        for character in ascii_letters + digits:
+            yield from _cut_out(font, character, character.upper())
+
+
+def _cut_out(font: Font, text: str, name: str) -> Iterator[Named]:
+    mask = font.mask(text)
+    if mask is not None:
+        yield Named(Image.merge("LA", (Image.new("L", mask.size, 255), mask)), name)
+
+
+def walls(cache: Path, draw: Random) -> Iterator[Named]:
+    """Patches of textures; the texture is to be named."""
+    for name, image in materials.walls(cache).items():
+        for _ in range(8):
+            yield Named(materials.patch(image, draw, STORED_SIDE), f"wall {name}")
+
+
+def emoji(cache: Path, draw: Random) -> Iterator[Named]:
+    """Emoji; their subcategory is to be named."""
+    for each in materials.emoji(cache, base=True):
+        yield Named(each.image, f"emoji {each.subcategory}")
 
 
 class Views:
-    """Endless batches of pictures, each shown in another way, and their numbers."""
+    """Endless batches of pictures, each shown in another way, and their labels."""
 
-    def __init__(self, pictures: Pixels, batch_size: int, seed: int) -> None:
-        self._pictures: Tensor = torch.as_tensor(pictures)
+    def __init__(self, pictures: Pictures, batch_size: int, seed: int) -> None:
+        self._pixels = torch.as_tensor(pictures.pixels)
+        self._labels = torch.as_tensor(pictures.labels)
+        self._weights = torch.as_tensor(pictures.weights)
         self._batch_size = batch_size
         self._generator = torch.Generator().manual_seed(seed)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:
-            count = len(self._pictures)
-            order = torch.randperm(count, generator=self._generator)
-            for start in range(0, count, self._batch_size):
-                numbers = order[start : start + self._batch_size]
-                yield self._show(self._pictures[numbers].float() / 255), numbers
+            drawn = torch.multinomial(
+                self._weights, self._batch_size, replacement=True, generator=self._generator
+            )
+            yield self._show(self._pixels[drawn].float() / 255), self._labels[drawn]
 
     def _show(self, pictures: Tensor) -> Tensor:
         """Return `(n, 3, SIDE, SIDE)` within [−1, 1] of pictures with transparency."""
@@ -138,16 +192,16 @@ class Views:
         return torch.rand(shape, generator=self._generator)
 
 
-def pretrain(pictures: Pixels, settings: Settings, folder: Path, tell: Tell) -> None:
+def pretrain(pictures: Pictures, settings: Settings, folder: Path, tell: Tell) -> None:
     """Train the base, and save its encoder."""
     torch.default_generator.manual_seed(SEED)
-    model = _Classifier(config(len(pictures))).to(device()).train()
+    model = _Classifier(config(int(pictures.labels.max()) + 1)).to(device()).train()
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
-        shown, numbers = (each.to(device()) for each in batch)
+        shown, labels = (each.to(device()) for each in batch)
         with products():
             logits = model(pixel_values=shown).logits
-        return cross_entropy(logits.float(), numbers)
+        return cross_entropy(logits.float(), labels)
 
     training.fit(model, Views(pictures, settings.batch_size, SEED), loss, settings, tell)
     model.vit.save_pretrained(folder)

