@@ -135,7 +135,7 @@ class TextSuite(Suite):
         )
         seconds = training.fit(model, batches, loss, settings, tell)
         with training.finished(out, marker) as folder:
-            model.save_pretrained(folder)
+            model.save_pretrained(str(folder))
             _Tokenizer.from_pretrained(self.base).save_pretrained(folder)
         return seconds
 

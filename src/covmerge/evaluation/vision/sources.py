@@ -129,7 +129,7 @@ def emoji(cache: Path, draw: Random) -> Iterator[Picture]:
 
 def counts(cache: Path, draw: Random) -> Iterator[Picture]:
     """One to six copies of an emoji, apart from each other (label: how many; group: the emoji)."""
-    places = list(product((0, 11, 22), repeat=2))
+    places = [(x, y) for x in (0, 11, 22) for y in (0, 11, 22)]
     for each, _ in product(materials.emoji(cache, base=False), range(2)):
         number = draw.randint(1, 6)
         thing = canvas.fitted(each.image, draw.randint(7, 10))
