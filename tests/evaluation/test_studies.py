@@ -77,6 +77,9 @@ class Tiny(Suite):
     def base(self):
         return self.folder / "base.safetensors"
 
+    def fresh(self, task):
+        return Net()
+
     @property
     def tasks(self):
         return {"near": "small updates", "far": "large ones", "middle": "in between"}

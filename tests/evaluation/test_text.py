@@ -106,4 +106,4 @@ def test_bench_from_the_command_line(suite, kind, tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         *("results.json", "README.md", f"accuracy-{kind}-2.png", f"tasks-{kind}-2.png")
     }
-    assert not (suite.folder / "work" / f"{kind}-0").exists()
+    assert not list((suite.folder / "work").iterdir())

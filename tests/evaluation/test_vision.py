@@ -1,4 +1,5 @@
 import json
+from random import Random
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image, ImageFont
 import covmerge
 from covmerge.errors import InputError
 from covmerge.evaluation.suite import Variant
-from covmerge.evaluation.vision import VisionSuite, canvas, pretraining, sources, tasks
+from covmerge.evaluation.vision import VisionSuite, canvas, materials, pretraining, sources, tasks
 from covmerge.evaluation.vision.canvas import SIDE
 from covmerge.evaluation.vision.sources import Picture
 from covmerge.evaluation.workers import untold
@@ -55,25 +56,26 @@ def test_the_same_picture_with_two_labels_is_left_out(tmp_path):
 
 def test_emoji_of_one_beginning_are_one_group(tmp_path, monkeypatch):
     """A runner, a man running and a woman running are often the very same drawing."""
-    monkeypatch.setattr(sources, "fetch", lambda package, cache: tmp_path)
-    for artist in sources.ARTISTS:
+    monkeypatch.setattr(materials, "fetch", lambda package, cache: tmp_path)
+    for artist in materials.ARTISTS:
         (tmp_path / "img" / artist / "64").mkdir(parents=True)
         for name in ("runner", "man"):
             Image.new("RGBA", (64, 64), "red").save(tmp_path / f"img/{artist}/64/{name}.png")
     entries = [
-        {"unified": "1F3C3", "image": "runner.png", "category": "People"},
-        {"unified": "1F3C3-200D-2642", "image": "man.png", "category": "People"},
-        {"unified": "1F3C4", "image": "not drawn.png", "category": "People"},
+        {"unified": "1F3C3", "image": "runner.png", "category": "People", "subcategory": ""},
+        {"unified": "1F3C3-200D-2642", "image": "man.png", "category": "People", "subcategory": ""},
+        {"unified": "1F3C4", "image": "not drawn.png", "category": "People", "subcategory": ""},
     ]
     (tmp_path / "emoji.json").write_text(json.dumps(entries))
-    found = list(sources.emoji(tmp_path, sources.Random(0)))
+    found = list(sources.emoji(tmp_path, Random(0)))
     assert [(picture.label, picture.group) for picture in found] == 4 * [("People", "1F3C3")]
+    assert list(materials.emoji(tmp_path, base=True)) == []
     assert all(picture.pixels.shape == (3, SIDE, SIDE) for picture in found)
 
 
 def test_patches_of_two_cells_share_no_pixel():
     image = Image.fromarray(np.arange(256 * 256, dtype=np.int32).reshape(256, 256))
-    cells = [set(np.asarray(cell).ravel().tolist()) for _, cell in sources.cells(image)]
+    cells = [set(np.asarray(cell).ravel().tolist()) for cell in materials.cells(image)]
     assert len(cells) == 16 and len(set.union(*cells)) == sum(map(len, cells))
 
 
@@ -86,14 +88,25 @@ def test_a_font_says_what_it_lacks(tmp_path):
 
 
 def test_pictures_are_never_shown_twice_alike():
-    pictures = np.zeros((5, 4, pretraining.STORED_SIDE, pretraining.STORED_SIDE), dtype=np.uint8)
-    pictures[:, :, 12:36, 12:36] = 255
-    batches = iter(pretraining.Views(pictures, 2, seed=0))
-    shown, numbers = zip(*(next(batches) for _ in range(6)), strict=True)
-    assert sorted(torch.cat(numbers[:3]).tolist()) == sorted(torch.cat(numbers[3:]).tolist())
-    every = torch.cat(shown)
-    assert every.shape == (10, 3, SIDE, SIDE) and every.abs().max() <= 1
-    assert len({each.numpy().tobytes() for each in every}) == 10
+    side = pretraining.STORED_SIDE
+    pixels = np.zeros((5, 4, side, side), dtype=np.uint8)
+    pixels[:, :, 12:36, 12:36] = 255
+    pictures = pretraining.Pictures(pixels, np.arange(5), np.array([1.0, 1.0, 1.0, 3.0, 0.0]))
+    batches = iter(pretraining.Views(pictures, 200, seed=0))
+    shown, labels = next(batches)
+    assert shown.shape == (200, 3, SIDE, SIDE) and shown.abs().max() <= 1
+    assert len({each.numpy().tobytes() for each in shown}) == 200
+    seen = torch.bincount(labels, minlength=5)
+    assert seen[4] == 0 and seen[3] > 2 * seen[:3].max()
+
+
+def test_what_the_base_saw_is_in_no_task():
+    groups = [f"group {number}" for number in range(400)]
+    share = sum(map(materials.for_base, groups)) / len(groups)
+    assert 0.15 < share < 0.35
+    assert not any(
+        name.startswith(tuple(s.upper() for s in sources.SCRIPTS)) for name in pretraining.SYSTEMS
+    )
 
 
 def test_tasks_and_subsets(tmp_path):
@@ -123,7 +136,7 @@ def test_experts_are_trained_once_merged_and_scored(suite, kind, tmp_path):
         assert suite.train(task, variant, untold) > 0
         assert suite.train(task, variant, untold) is None
     out = tmp_path / "merged"
-    result = covmerge.merge(suite.base, experts, method="average", out=out)
+    result = covmerge.merge(suite.base, experts, method="ace", out=out)
     assert (
         result.stats["totals"]["matrices"] == 6 * 6
     )  # query, key, value, output and the MLP's two

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 
@@ -87,9 +88,7 @@ class Bench:
             tasks: which.
             statistics: kinds to collect, see `collecting.EXAMPLES`.
         """
-        work = self.suite.folder / "work" / str(variant)
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        work = _work_folder(self.suite.folder / "work")
         folders = {task: self.suite.expert(task, variant) for task in tasks}
         whole = folders
         try:
@@ -173,6 +172,17 @@ class Bench:
         yield
         seconds = self.seconds.get(title, 0.0) + time.perf_counter() - started
         self.seconds[title] = round(seconds, 1)
+
+
+def _work_folder(parent: Path) -> Path:
+    """Return this process's own folder; those of runs that were killed are removed."""
+    parent.mkdir(exist_ok=True)
+    for left in parent.iterdir():
+        if not psutil.pid_exists(int(left.name)):
+            shutil.rmtree(left, ignore_errors=True)
+    work = parent / str(os.getpid())
+    work.mkdir()
+    return work
 
 
 def bounds(experts: Experts) -> tuple[Model, Model]:

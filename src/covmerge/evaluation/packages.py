@@ -88,6 +88,19 @@ def _download(package: Package, folder: Path) -> Path:
     return found.pop()
 
 
+def _extract(tarball: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    """Write a file of an archive; links and devices are left out."""
+    # Python's own filter came with 3.11.4 and 3.12.
+    path = (folder / member.name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise InputError(f"{tarball.name} holds '{member.name}', which leads out of its folder")
+    content = tarball.extractfile(member) if member.isfile() else None
+    if content is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with content, path.open("wb") as file:
+            shutil.copyfileobj(content, file)
+
+
 def _unpack(archive: Path, folder: Path) -> None:
     if archive.suffix == ".deb":
         subprocess.run(["dpkg-deb", "--extract", archive, folder], check=True)
@@ -96,4 +109,5 @@ def _unpack(archive: Path, folder: Path) -> None:
             wheel.extractall(folder)
     else:
         with tarfile.open(archive) as tarball:
-            tarball.extractall(folder, filter="data")
+            for member in tarball:
+                _extract(tarball, member, folder)

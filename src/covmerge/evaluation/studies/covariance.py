@@ -115,8 +115,8 @@ class CovarianceReplaced(Study):
     about = (
         "Does the covariance estimate matter? W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t)† with the covariance of the "
         "layers' inputs as measured on 256 examples, with ΔᵀΔ, and with what is left of it when its "
-        "directions, its correlations, its spectrum or its owner are taken away. Last column of the "
-        "JSON: the mean cosine of each C_t with the measured one, over layers and experts."
+        "directions, its correlations, its spectrum or its owner are taken away. Below the "
+        "table: the mean cosine of each C_t with the measured one, over layers and experts."
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:

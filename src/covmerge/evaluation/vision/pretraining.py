@@ -204,4 +204,7 @@ def pretrain(pictures: Pictures, settings: Settings, folder: Path, tell: Tell) -
         return cross_entropy(logits.float(), labels)
 
     training.fit(model, Views(pictures, settings.batch_size, SEED), loss, settings, tell)
+    model.config.num_labels = (
+        2  # transformers' default, which is not written: the names were its own
+    )
     model.vit.save_pretrained(folder)
