@@ -11,6 +11,9 @@ from covmerge.evaluation.text import TextSuite, tasks
 from covmerge.evaluation.text.corpora import Example
 from covmerge.evaluation.text.suite import classifier
 
+# transformers' own, when PEFT wraps a model.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
 
 def test_a_group_is_wholly_in_training_or_in_testing(tmp_path):
     def read(cache):
@@ -48,7 +51,6 @@ def suite(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_expert_is_trained_once_and_scored(suite, kind):
     variant = Variant(kind, 0)
     told = []
