@@ -14,6 +14,7 @@ from covmerge.evaluation.harness import evaluate
 from covmerge.evaluation.llm import LlmSuite, corpora, model, tasks
 from covmerge.evaluation.llm.corpora import Example
 from covmerge.evaluation.llm.tasks import Question, TaskSpec
+from covmerge.evaluation.studies.controlled import Controlled, linear_layers
 from covmerge.evaluation.suite import Variant
 from tests.evaluation.language import LEARNT, UNKNOWN, define, offline, save_llama, save_taught
 
@@ -26,7 +27,7 @@ def untold(done, total):
 
 
 def save_part(suite, task, part, questions):
-    tasks.save(questions, suite.folder / "tasks" / task / f"{part}.jsonl")
+    tasks.save(questions, suite.examples / task / f"{part}.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,16 @@ def test_loss_is_of_the_answers_alone(tmp_path):
 def test_score(taught):
     scores = taught.score("next", "test", taught.base, taught.base)
     assert scores == [0.0] * len(UNKNOWN) + [1.0] * len(LEARNT)
+
+
+def test_its_base_can_be_trained_under_control(taught, monkeypatch):
+    monkeypatch.setattr(LlmSuite, "controlled_task", "next")
+    assert isinstance(taught, Controlled)
+    base, batches, loss = taught.controlled(4, seed=0)
+    batch = next(batches)
+    assert batch[0]["input_ids"].shape[0] == 4
+    assert 0 < loss(batch) == loss(batch)
+    assert linear_layers(base, taught.adapted)
 
 
 @pytest.mark.slow

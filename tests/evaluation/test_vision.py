@@ -9,6 +9,7 @@ from PIL import Image, ImageFont
 
 import covmerge
 from covmerge.errors import InputError
+from covmerge.evaluation.studies.controlled import Controlled, linear_layers
 from covmerge.evaluation.suite import Variant
 from covmerge.evaluation.vision import VisionSuite, canvas, materials, pretraining, sources, tasks
 from covmerge.evaluation.vision.canvas import SIDE
@@ -62,13 +63,23 @@ def test_emoji_of_one_beginning_are_one_group(tmp_path, monkeypatch):
         for name in ("runner", "man"):
             Image.new("RGBA", (64, 64), "red").save(tmp_path / f"img/{artist}/64/{name}.png")
     entries = [
-        {"unified": "1F3C3", "image": "runner.png", "category": "People", "subcategory": ""},
-        {"unified": "1F3C3-200D-2642", "image": "man.png", "category": "People", "subcategory": ""},
-        {"unified": "1F3C4", "image": "not drawn.png", "category": "People", "subcategory": ""},
+        {"unified": "1F3C3", "image": "runner.png", "category": "People & Body", "subcategory": ""},
+        {
+            "unified": "1F3C3-200D-2642",
+            "image": "man.png",
+            "category": "People & Body",
+            "subcategory": "",
+        },
+        {
+            "unified": "1F3C4",
+            "image": "not drawn.png",
+            "category": "People & Body",
+            "subcategory": "",
+        },
     ]
     (tmp_path / "emoji.json").write_text(json.dumps(entries))
     found = list(sources.emoji(tmp_path, Random(0)))
-    assert [(picture.label, picture.group) for picture in found] == 4 * [("People", "1F3C3")]
+    assert [(picture.label, picture.group) for picture in found] == 4 * [("People & Body", "1F3C3")]
     assert list(materials.emoji(tmp_path, base=True)) == []
     assert all(picture.pixels.shape == (3, SIDE, SIDE) for picture in found)
 
@@ -150,3 +161,14 @@ def test_experts_are_trained_once_merged_and_scored(suite, kind, tmp_path):
     assert batch["pixel_values"].shape == (8, 3, SIDE, SIDE)
     assert batch["pixel_values"].abs().max() <= 1
     assert suite.describe("digits")["test"] == tasks.splits.TEST_SIZE
+
+
+@pytest.mark.slow
+def test_its_base_can_be_trained_under_control(suite, monkeypatch):
+    monkeypatch.setattr(VisionSuite, "controlled_task", "digits")
+    assert isinstance(suite, Controlled)
+    base, batches, loss = suite.controlled(4, seed=0)
+    batch = next(batches)
+    assert batch[0]["pixel_values"].shape == (4, 3, SIDE, SIDE)
+    assert 0 < loss(batch) == loss(batch)
+    assert len(linear_layers(base, suite.adapted)) == 6 * 6

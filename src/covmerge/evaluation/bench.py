@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -19,7 +18,8 @@ import psutil
 import torch
 from rich.console import Console
 
-from covmerge.evaluation import collecting, merging
+import covmerge
+from covmerge.evaluation import code, collecting, merging
 from covmerge.evaluation.merging import Experts
 from covmerge.evaluation.models import Merge, Model, Section
 from covmerge.evaluation.suite import Scores, Suite, Variant
@@ -204,10 +204,7 @@ def machine() -> dict[str, Any]:
 
 def sources() -> str:
     """Return a hash of covmerge's own code: outcomes of another one are not taken for this one's."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return code.digest(covmerge)
 
 
 def save_outcome(outcome: Outcome, path: Path, key: str) -> None:

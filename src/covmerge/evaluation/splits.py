@@ -28,8 +28,9 @@ Example = TypeVar("Example", bound=Labelled)
 
 @dataclass(frozen=True)
 class Parts(Generic[Example]):
-    """The examples of a task: no group is in two of them."""
+    """The examples of a task, no group of which is in two of them, and all labels there are."""
 
+    labels: tuple[str, ...]
     train: list[Example]
     validation: list[Example]
     test: list[Example]
@@ -51,9 +52,11 @@ def split(
     """
     shuffled = _unambiguous(examples, identity)
     random.Random(SEED).shuffle(shuffled)
-    test, rest = _take_groups(TEST_SIZE, _at_most(per_label, shuffled))
+    kept = _at_most(per_label, shuffled)
+    test, rest = _take_groups(TEST_SIZE, kept)
     validation, rest = _take_groups(VALIDATION_SIZE, rest)
-    return Parts(rest[:train_size], validation, test)
+    labels = tuple(sorted({example.label for example in kept}))
+    return Parts(labels, rest[:train_size], validation, test)
 
 
 def _unambiguous(

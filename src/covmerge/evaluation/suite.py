@@ -5,12 +5,14 @@ A suite is small enough to be sent to a worker process: what it knows lies in it
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from covmerge.evaluation import code, splits
 from covmerge.evaluation.workers import Tell
 
 Kind = Literal["full", "lora"]
@@ -56,6 +58,12 @@ class Suite(ABC):
     def folder(self) -> Path:
         """Where everything of this suite is kept."""
         return self.cache / (f"{self.name}-quick" if self.quick else self.name)
+
+    @property
+    def examples(self) -> Path:
+        """Folder of the tasks' examples; another one for each state of the code that draws them."""
+        drawn_by = sys.modules[type(self).__module__.rpartition(".")[0]]
+        return self.folder / "tasks" / code.digest(drawn_by, splits)[:12]
 
     @property
     @abstractmethod

@@ -39,6 +39,11 @@ class Settings:
     weight_decay: float = 0.01
 
 
+def device() -> torch.device:
+    """Return the GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def fit(
     model: nn.Module,
     batches: Iterable[Batch],

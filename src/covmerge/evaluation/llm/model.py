@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from covmerge.evaluation.llm.tasks import Question
+from covmerge.evaluation.training import device
 
 # Their annotations are partial.
 _LanguageModel: Any = transformers.AutoModelForCausalLM
@@ -20,11 +21,6 @@ _Tokenizer: Any = transformers.AutoTokenizer
 
 Inputs = Mapping[str, Tensor]
 IGNORED = -100  # a target that is no part of the loss
-
-
-def device() -> torch.device:
-    """Return the GPU, where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(folder: Path) -> Any:

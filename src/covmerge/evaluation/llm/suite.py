@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import peft
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from covmerge.evaluation import training
 from covmerge.evaluation.llm import base, corpora, definitions, tasks
@@ -19,13 +19,12 @@ from covmerge.evaluation.llm.model import (
     Inputs,
     answer_loss,
     answers,
-    device,
     load,
     perplexity,
 )
 from covmerge.evaluation.llm.tasks import Question
 from covmerge.evaluation.suite import Part, Scores, Suite, Variant
-from covmerge.evaluation.training import ALPHA, RANK, Settings
+from covmerge.evaluation.training import ALPHA, RANK, Settings, device
 from covmerge.evaluation.workers import Tell, untold
 
 # Its annotations are partial.
@@ -43,6 +42,7 @@ class LlmSuite(Suite):
     """Generative tasks, right or wrong by the whole answer."""
 
     name: ClassVar[str] = "llm"
+    controlled_task: ClassVar[str] = "verbs"
     adapted: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
@@ -116,6 +116,17 @@ class LlmSuite(Suite):
             encoder.tokenizer.save_pretrained(folder)
         return seconds
 
+    def controlled(
+        self, batch_size: int, seed: int
+    ) -> tuple[
+        nn.Module, Iterator[tuple[Inputs, Tensor]], Callable[[tuple[Inputs, Tensor]], Tensor]
+    ]:
+        """See `covmerge.evaluation.studies.controlled.Controlled`."""
+        model = self.fresh(self.controlled_task)
+        questions = tasks.load(self._file(self.controlled_task, "train"))
+        batches = Encoder(self.base).answered(questions, batch_size, seed)
+        return model, batches, lambda batch: answer_loss(model, *batch)
+
     def score(
         self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
     ) -> Scores:
@@ -144,7 +155,7 @@ class LlmSuite(Suite):
         return {"perplexity": perplexity(load(model), Encoder(self.base).windows(texts, _WINDOW))}
 
     def _file(self, task: str, part: Part) -> Path:
-        return self.folder / "tasks" / task / f"{part}.jsonl"
+        return self.examples / task / f"{part}.jsonl"
 
     def _define(self, task: str) -> None:
         test = self._file(task, "test")

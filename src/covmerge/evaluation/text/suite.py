@@ -142,7 +142,7 @@ class TextSuite(Suite):
     def controlled(
         self, batch_size: int, seed: int
     ) -> tuple[nn.Module, Iterator[Batch], Callable[[Batch], Tensor]]:
-        """See `covmerge.evaluation.studies.interference.Controlled`."""
+        """See `covmerge.evaluation.studies.controlled.Controlled`."""
         data = self._data(self.controlled_task)
         model = self.fresh(self.controlled_task)
 
@@ -185,7 +185,7 @@ class TextSuite(Suite):
         return {"about": data.about, "labels": list(data.labels), **sizes}
 
     def _file(self, task: str) -> Path:
-        return self.folder / "tasks" / f"{task}.json"
+        return self.examples / f"{task}.json"
 
     def _data(self, task: str) -> Task:
         return tasks.load(self._file(task))

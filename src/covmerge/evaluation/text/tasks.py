@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from covmerge.evaluation import splits
 from covmerge.evaluation.text import corpora
 from covmerge.evaluation.text.corpora import Example, Reader
-
-VALIDATION_SIZE = 100
-TEST_SIZE = 400
-SEED = 7
 
 
 @dataclass(frozen=True)
@@ -89,47 +83,18 @@ def load(path: Path) -> Task:
 
 def build(spec: TaskSpec, cache: Path) -> Task:
     """Read, clean and split one corpus; the same Python and packages give the same task."""
-    shuffled = _unambiguous(spec.read(cache))
-    random.Random(SEED).shuffle(shuffled)
-    examples = _at_most(spec.per_label, shuffled)
-    labels = tuple(sorted({example.label for example in examples}))
-    index = {label: i for i, label in enumerate(labels)}
-    test, rest = _take_groups(TEST_SIZE, examples)
-    validation, rest = _take_groups(VALIDATION_SIZE, rest)
+    parts = splits.split(
+        spec.read(cache), lambda e: e.text.casefold(), spec.per_label, spec.train_size
+    )
 
-    def split(part: list[Example]) -> Split:
-        return Split(tuple(e.text for e in part), tuple(index[e.label] for e in part))
+    def columns(part: list[Example]) -> Split:
+        return Split(tuple(e.text for e in part), tuple(parts.labels.index(e.label) for e in part))
 
-    train = split(rest[: spec.train_size])
-    return Task(spec.name, spec.about, labels, train, split(validation), split(test))
-
-
-def _unambiguous(examples: Iterable[Example]) -> list[Example]:
-    """Keep each text once, and none that carries two labels."""
-    by_text: dict[str, dict[str, Example]] = defaultdict(dict)
-    for example in examples:
-        by_text[example.text.casefold()].setdefault(example.label, example)
-    return [next(iter(found.values())) for found in by_text.values() if len(found) == 1]
-
-
-def _at_most(per_label: int, examples: list[Example]) -> list[Example]:
-    seen: Counter[str] = Counter()
-    kept: list[Example] = []
-    for example in examples:
-        seen[example.label] += 1
-        if seen[example.label] <= per_label:
-            kept.append(example)
-    return kept
-
-
-def _take_groups(size: int, examples: list[Example]) -> tuple[list[Example], list[Example]]:
-    """Take whole groups until they hold `size` examples; return those, and every other group."""
-    groups: dict[str, list[Example]] = defaultdict(list)
-    for example in examples:
-        groups[example.group].append(example)
-    names = sorted(groups)
-    random.Random(SEED).shuffle(names)
-    taken: list[Example] = []
-    while len(taken) < size:
-        taken += groups.pop(names.pop())
-    return taken[:size], [example for example in examples if example.group in groups]
+    return Task(
+        spec.name,
+        spec.about,
+        parts.labels,
+        columns(parts.train),
+        columns(parts.validation),
+        columns(parts.test),
+    )

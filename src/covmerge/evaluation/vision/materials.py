@@ -23,7 +23,25 @@ from PIL import Image
 from covmerge.evaluation.packages import Package, fetch
 from covmerge.evaluation.vision.canvas import Font
 
-LATIN = Package("debian", "fonts-aenigma", None, "usr/share/fonts/truetype/aenigma")
+FANCY = Package("debian", "fonts-aenigma", None, "usr/share/fonts")
+PLAIN = [
+    Package("debian", f"fonts-{name}", None, "usr/share/fonts")
+    for name in (
+        *(
+            "adf-baskervald",
+            "adf-berenis",
+            "adf-gillius",
+            "b612",
+            "cabin",
+            "cantarell",
+            "comfortaa",
+        ),
+        *("comic-neue", "courier-prime", "crosextra-caladea", "dejavu-core", "dosis", "dustin"),
+        *("ebgaramond", "fanwood", "freefont-ttf", "gfs-didot", "jetbrains-mono", "karla", "lato"),
+        *("liberation", "linuxlibertine", "oldstandard", "open-sans", "opendyslexic", "play"),
+        *("quicksand", "roboto-unhinted", "sil-gentium-basic", "tiresias", "vollkorn"),
+    )
+]
 NOTO = Package("debian", "fonts-noto-core", None, "usr/share/fonts/truetype/noto")
 TEXTURES = Package("debian", "openarena-081-textures", None, "usr/share/games/openarena/baseoa")
 ARTISTS = ("google", "twitter")
@@ -33,17 +51,21 @@ KINDS_OF_SURFACE = 40  # textures that are for a task
 _CELLS = 4  # a texture is cut into so many rows and columns
 
 
-def for_base(group: str) -> bool:
-    """Whether what is of this group, a quarter of everything, is for pretraining."""
-    return zlib.crc32(group.encode()) % 4 == 0
+def fancy(cache: Path) -> Iterator[tuple[str, Font]]:
+    """Go over the fonts of the base: group, font."""
+    yield from _fonts(FANCY, cache)
 
 
-def latin(cache: Path, *, base: bool) -> Iterator[tuple[str, Font]]:
-    """Go over some hundred fancy fonts: group, font."""
-    for path in sorted(fetch(LATIN, cache).glob("*.ttf")):
-        group = path.stem[:4].lower()  # one design, slanted or outlined, shares the first letters
-        if for_base(group) == base:
-            yield group, Font(path)
+def plain(cache: Path) -> Iterator[tuple[str, Font]]:
+    """Go over the fonts of the tasks: group, font."""
+    for package in PLAIN:
+        yield from _fonts(package, cache)
+
+
+def _fonts(package: Package, cache: Path) -> Iterator[tuple[str, Font]]:
+    folder = fetch(package, cache)
+    for path in sorted(path for kind in ("ttf", "otf") for path in folder.rglob(f"*.{kind}")):
+        yield path.stem[:4].lower(), Font(path)  # a family's styles share the first letters
 
 
 def noto(cache: Path, name: str) -> Font:
@@ -60,6 +82,11 @@ class Emoji(NamedTuple):
     image: Image.Image
 
 
+def for_base(group: str) -> bool:
+    """Whether an emoji, of this group, is for pretraining: a quarter of them are."""
+    return zlib.crc32(group.encode()) % 4 == 0
+
+
 def emoji(cache: Path, *, base: bool) -> Iterator[Emoji]:
     """Go over all emoji of all artists, in one skin colour."""
     for artist, package in EMOJI.items():
@@ -69,7 +96,8 @@ def emoji(cache: Path, *, base: bool) -> Iterator[Emoji]:
             group = entry["unified"].split("-")[0]
             path = folder / "img" / artist / "64" / entry["image"]
             if path.exists() and entry["category"] != "Component" and for_base(group) == base:
-                yield Emoji(entry["category"], entry["subcategory"], group, Image.open(path))
+                image = Image.open(path).convert("RGBA")
+                yield Emoji(entry["category"], entry["subcategory"], group, image)
 
 
 def surfaces(cache: Path) -> dict[str, Image.Image]:

@@ -1,4 +1,4 @@
-"""Where models are trained, and how exactly: weights in float32, products in bfloat16."""
+"""How exactly models are trained: weights in float32, products in bfloat16."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-
-def device() -> torch.device:
-    """Return the GPU if there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from covmerge.evaluation.training import device
 
 
 def products() -> AbstractContextManager[object]:

@@ -5,7 +5,6 @@ What it sees are characters of fonts, writing systems, textures and emoji that n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,14 @@ import transformers
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+from torch.nn.functional import cross_entropy
 
 from covmerge.evaluation import training
-from covmerge.evaluation.training import Settings
+from covmerge.evaluation.training import Settings, device
 from covmerge.evaluation.vision import canvas, materials
 from covmerge.evaluation.vision.canvas import SIDE, Font, Pixels
-from covmerge.evaluation.vision.precision import device, products
+from covmerge.evaluation.vision.precision import products
+from covmerge.evaluation.vision.views import moved
 from covmerge.evaluation.workers import Tell
 
 # Its annotations are partial.
@@ -34,7 +34,7 @@ _Config: Any = transformers.ViTConfig
 
 STORED_SIDE = 48
 SEED = 7
-SETTINGS = Settings(steps=2000, learning_rate=1e-3, batch_size=64, weight_decay=0.05)
+SETTINGS = Settings(steps=3000, learning_rate=1e-3, batch_size=64, weight_decay=0.05)
 
 
 def config(labels: int) -> Any:
@@ -120,8 +120,8 @@ def systems(cache: Path, draw: Random) -> Iterator[Named]:
 
 
 def characters(cache: Path, draw: Random) -> Iterator[Named]:
-    """Latin letters, small and capital, and digits, in fonts of their own."""
-    for _, font in materials.latin(cache, base=True):
+    """Latin letters, small and capital, and digits, in fancy fonts."""
+    for _, font in materials.fancy(cache):
         for character in ascii_letters + digits:
             yield from _cut_out(font, character, character.upper())
 
@@ -164,29 +164,13 @@ class Views:
 
     def _show(self, pictures: Tensor) -> Tensor:
         """Return `(n, 3, SIDE, SIDE)` within [−1, 1] of pictures with transparency."""
-        moved = self._moved(torch.cat((pictures[:, :3] * pictures[:, 3:], pictures[:, 3:]), dim=1))
+        seen = torch.cat((pictures[:, :3] * pictures[:, 3:], pictures[:, 3:]), dim=1)
+        seen = moved(seen, self._generator, most=0.17, padding="zeros")
         # Light on dark, as the tasks are: to see the same in both takes a small model long.
-        ground, tint = 0.45 * self._draw(len(moved), 3), 1 - 0.45 * self._draw(len(moved), 3)
-        shown = moved[:, :3] * tint[..., None, None] + (1 - moved[:, 3:]) * ground[..., None, None]
+        ground, tint = 0.45 * self._draw(len(seen), 3), 1 - 0.45 * self._draw(len(seen), 3)
+        shown = seen[:, :3] * tint[..., None, None] + (1 - seen[:, 3:]) * ground[..., None, None]
         shown = shown + 0.02 * torch.randn(shown.shape, generator=self._generator)
         return 2 * shown.clamp(0, 1) - 1
-
-    def _moved(self, pictures: Tensor) -> Tensor:
-        count = len(pictures)
-        angle = math.radians(15) * (2 * self._draw(count) - 1)
-        scale = 0.8 + 0.4 * self._draw(count)
-        shift = 0.15 * (2 * self._draw(count, 2) - 1)
-        turn = scale[:, None, None] * torch.stack(
-            (
-                torch.stack((angle.cos(), -angle.sin()), dim=-1),
-                torch.stack((angle.sin(), angle.cos()), dim=-1),
-            ),
-            dim=1,
-        )
-        grid = affine_grid(
-            torch.cat((turn, shift[..., None]), dim=-1), [count, 4, SIDE, SIDE], align_corners=False
-        )
-        return grid_sample(pictures, grid, align_corners=False)
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self._generator)
@@ -204,7 +188,5 @@ def pretrain(pictures: Pictures, settings: Settings, folder: Path, tell: Tell) -
         return cross_entropy(logits.float(), labels)
 
     training.fit(model, Views(pictures, settings.batch_size, SEED), loss, settings, tell)
-    model.config.num_labels = (
-        2  # transformers' default, which is not written: the names were its own
-    )
+    model.config.num_labels = 2  # transformers' default, which is not written: the names are gone
     model.vit.save_pretrained(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,21 +12,23 @@ from typing import Any, ClassVar
 import peft
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 
-from covmerge.evaluation import training
+from covmerge.evaluation import code, training
 from covmerge.evaluation.suite import Part, Scores, Suite, Variant
 from covmerge.evaluation.text.suite import classifier
-from covmerge.evaluation.training import ALPHA, RANK, Settings
-from covmerge.evaluation.vision import pretraining, tasks
-from covmerge.evaluation.vision.precision import device, products
+from covmerge.evaluation.training import ALPHA, RANK, Settings, device
+from covmerge.evaluation.vision import canvas, materials, pretraining, tasks, views
+from covmerge.evaluation.vision.precision import products
 from covmerge.evaluation.vision.tasks import Split, Task
 from covmerge.evaluation.workers import Tell, untold
 
 # Their annotations are partial.
 _Classifier: Any = transformers.ViTForImageClassification
 _Encoder: Any = transformers.ViTModel
+
+Batch = tuple[Mapping[str, Tensor], Tensor]  # what the model is given, and labels
 
 _BATCH = 32
 _QUICK = ("digits", "letters")
@@ -40,6 +42,7 @@ class VisionSuite(Suite):
     """Handwriting, clothes, fonts, textures and emoji; homogeneous updates, as the CLIP suites' are."""
 
     name: ClassVar[str] = "vision"
+    controlled_task: ClassVar[str] = "clothes"
     adapted: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
 
     @property
@@ -67,7 +70,8 @@ class VisionSuite(Suite):
             tell(done, total)
             if not self._file(spec.name).exists():
                 tasks.save(tasks.build(spec, self.cache), self._file(spec.name))
-        marker = training.marker(settings)
+        made_by = code.digest(pretraining, materials, canvas, views)
+        marker = training.marker(settings, code=made_by)
         if not training.is_trained(self.base, marker):
             pictures = pretraining.collect(self.cache, self.quick)
             with training.finished(self.base, marker) as folder:
@@ -126,6 +130,19 @@ class VisionSuite(Suite):
             model.save_pretrained(str(folder))
         return seconds
 
+    def controlled(
+        self, batch_size: int, seed: int
+    ) -> tuple[nn.Module, Iterator[Batch], Callable[[Batch], Tensor]]:
+        """See `covmerge.evaluation.studies.controlled.Controlled`."""
+        model = self.fresh(self.controlled_task)
+        pictures = _shuffled(self._data(self.controlled_task).train, batch_size, seed)
+
+        def loss(batch: Batch) -> Tensor:
+            inputs, labels = batch
+            return cross_entropy(model(**inputs).logits, labels)
+
+        return model, (({"pixel_values": pixels}, labels) for pixels, labels in pictures), loss
+
     def score(
         self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
     ) -> Scores:
@@ -160,7 +177,7 @@ class VisionSuite(Suite):
         return replace(settings, steps=5) if self.quick else settings
 
     def _file(self, task: str) -> Path:
-        return self.folder / "tasks" / f"{task}.npz"
+        return self.examples / f"{task}.npz"
 
     def _data(self, task: str) -> Task:
         return tasks.load(self._file(task))
@@ -173,12 +190,13 @@ def _in_order(split: Split, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _shuffled(split: Split, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Go over the pictures again and again, without end, each time in another order."""
-    draw = random.Random(seed)
+    """Go over the pictures again and again, without end: in another order, shown another way."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     while True:
         order = draw.sample(range(len(split.labels)), len(split.labels))
         for start in range(0, len(order) - batch_size + 1, batch_size):
-            yield _batch(split, order[start : start + batch_size])
+            pixels, labels = _batch(split, order[start : start + batch_size])
+            yield views.moved(pixels, generator, most=0.1), labels
 
 
 def _batch(split: Split, indices: list[int]) -> tuple[Tensor, Tensor]:

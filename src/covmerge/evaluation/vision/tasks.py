@@ -91,14 +91,13 @@ def load(path: Path) -> Task:
 
 def build(spec: TaskSpec, cache: Path) -> Task:
     """Read and split one source; the same packages give the same task."""
-    pictures = list(spec.read(cache, Random(splits.SEED)))
-    labels = tuple(sorted({picture.label for picture in pictures}))
+    pictures = spec.read(cache, Random(splits.SEED))
+    parts = splits.split(pictures, lambda picture: picture.pixels.tobytes(), PER_LABEL, TRAIN_SIZE)
 
     def stacked(part: list[Picture]) -> Split:
         return Split(
             np.stack([picture.pixels for picture in part]),
-            np.array([labels.index(picture.label) for picture in part]),
+            np.array([parts.labels.index(picture.label) for picture in part]),
         )
 
-    parts = splits.split(pictures, lambda picture: picture.pixels.tobytes(), PER_LABEL, TRAIN_SIZE)
-    return Task(labels, stacked(parts.train), stacked(parts.validation), stacked(parts.test))
+    return Task(parts.labels, stacked(parts.train), stacked(parts.validation), stacked(parts.test))
