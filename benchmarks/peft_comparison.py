@@ -31,8 +31,9 @@ from benchmarks.lora.merging import MERGED, Order, Place, merge
 from benchmarks.lora.report import Model, Row, table
 from benchmarks.lora.scoring import accuracies, difference
 from benchmarks.lora.subjects import Subject, minilm, smollm2
-from benchmarks.lora.training import ADAPTER, ALPHA, RANK, train
+from benchmarks.lora.training import ADAPTER, train
 from covmerge.evaluation.text.tasks import Split
+from covmerge.evaluation.training import ALPHA, RANK
 from covmerge.evaluation.workers import Job, Workers, prepare
 
 WORK = Path(__file__).parent / "work" / "peft_comparison"

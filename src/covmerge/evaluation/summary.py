@@ -76,7 +76,8 @@ class Group:
     def title(self) -> str:
         """What stands over the table."""
         experts = {"full": "full fine-tunes", "lora": "LoRA adapters"}[self.kind]
-        return f"{len(self.tasks)} experts, {experts}, {len(self.variants)} seeds"
+        seeds = "one seed" if len(self.variants) == 1 else f"{len(self.variants)} seeds"
+        return f"{len(self.tasks)} experts, {experts}, {seeds}"
 
     def row(self, title: str) -> Row:
         """Return the row of a title."""
