@@ -291,3 +291,13 @@ def test_a_real_encoder(tmp_path):
     batches = [encode(folder, lines[start : start + 4]) for start in (0, 4, 8)]
     expected, rows = by_hand(folder, model, linear_weights(model), batches)
     check_same(out, expected, rows)
+
+
+def test_a_model_saved_without_its_pooler(tmp_path):
+    whole = classifier().bert
+    whole.pooler = None
+    folder = save(whole, tmp_path / "bert")
+    out = tmp_path / "a.covstats.safetensors"
+    collect(folder, write_texts(tmp_path / "a.txt"), out)
+    found = StatisticsFile.open(out).names("gram")
+    assert found and not any("pooler" in name for name in found)

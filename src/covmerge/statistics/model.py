@@ -224,7 +224,12 @@ def load_model(checkpoint: Checkpoint, device: str | torch.device, *, head: bool
         raise InputError(f"{source} cannot be run: {reason}") from reason
     except Exception as error:  # a stranger's config can make it fail in any way
         raise InputError(f"{source} cannot be loaded: {_in_short(error)}") from error
+    backbone = getattr(model, skeleton.prefix or "", model)
     missing = sorted(name for name in missing if head or name not in skeleton.outside)
+    pooler = getattr(backbone, "pooler", None)
+    if missing and not head and pooler is not None and missing == _under(pooler, model):
+        # Saved without one (`add_pooling_layer=False`), which a config does not tell.
+        backbone.pooler, missing = None, []
     if missing:
         raise InputError(
             f"{source} lacks {len(missing)} tensors of {skeleton.architecture}, such as "
@@ -232,8 +237,13 @@ def load_model(checkpoint: Checkpoint, device: str | torch.device, *, head: bool
         )
     model = model.to(device).eval()
     model.config.use_cache = False  # for generation
-    backbone = getattr(model, skeleton.prefix or "", model)
     return RunningModel(checkpoint, skeleton, model, backbone)
+
+
+def _under(module: Any, model: Any) -> list[str]:
+    """Return the names that a module's parameters have in the model."""
+    own = set(map(id, module.parameters()))
+    return sorted(name for name, value in model.named_parameters() if id(value) in own)
 
 
 def _load(transformers: Any, skeleton: Skeleton, folder: Path) -> tuple[Any, set[str]]:
