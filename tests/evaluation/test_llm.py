@@ -16,6 +16,7 @@ from covmerge.evaluation.llm.corpora import Example
 from covmerge.evaluation.llm.tasks import Question, TaskSpec
 from covmerge.evaluation.studies.controlled import Controlled, linear_layers
 from covmerge.evaluation.suite import Variant
+from covmerge.evaluation.training import products
 from tests.evaluation.language import LEARNT, UNKNOWN, define, offline, save_llama, save_taught
 
 # transformers, PEFT and lm-eval warn of one another.
@@ -104,9 +105,11 @@ def test_loss_is_of_the_answers_alone(tmp_path):
         torch.where(targets < 0, inputs["input_ids"][:, -targets.shape[1] :], targets),
         inputs["input_ids"][:, -targets.shape[1] :],
     )
-    loaded = model.load(tmp_path)
+    loaded = model.load(tmp_path).float()
     found = model.answer_loss(loaded, inputs, targets)
-    logits = loaded(**inputs).logits.log_softmax(-1)[:, -targets.shape[1] - 1 : -1]
+    with products():
+        logits = loaded(**inputs).logits
+    logits = logits.float().log_softmax(-1)[:, -targets.shape[1] - 1 : -1]
     picked = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     torch.testing.assert_close(found, -picked[targets >= 0].mean())
 

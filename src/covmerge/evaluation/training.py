@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -42,6 +42,11 @@ class Settings:
 def device() -> torch.device:
     """Return the GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def products() -> AbstractContextManager[object]:
+    """Multiply in bfloat16 and keep weights in float32: CPUs that know it are twice as fast."""
+    return torch.autocast(device().type, torch.bfloat16)
 
 
 def fit(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from covmerge.evaluation.llm.tasks import Question
-from covmerge.evaluation.training import device
+from covmerge.evaluation.training import device, products
 
 # Their annotations are partial.
 _LanguageModel: Any = transformers.AutoModelForCausalLM
@@ -24,8 +24,8 @@ IGNORED = -100  # a target that is no part of the loss
 
 
 def load(folder: Path) -> Any:
-    """Return a model in float32, ready to answer."""
-    return _LanguageModel.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
+    """Return a model in bfloat16, as language models are served, ready to answer."""
+    return _LanguageModel.from_pretrained(folder, dtype=torch.bfloat16).to(device()).eval()
 
 
 class Encoder:
@@ -97,9 +97,10 @@ class Encoder:
 
 def answer_loss(model: Any, inputs: Inputs, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the answers' tokens, given what stands before each."""
-    logits = model(**_at(model, inputs), logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
+    with products():
+        logits = model(**_at(model, inputs), logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
     wanted = targets.to(model.device).flatten()
-    return cross_entropy(logits.flatten(0, 1), wanted, ignore_index=IGNORED)
+    return cross_entropy(logits.flatten(0, 1).float(), wanted, ignore_index=IGNORED)
 
 
 @torch.inference_mode()
@@ -131,7 +132,9 @@ def perplexity(model: Any, windows: Iterator[Inputs]) -> float:
     for window in windows:
         inputs = _at(model, window)
         ids = inputs["input_ids"][0]
-        losses.append(cross_entropy(model(**inputs).logits[0, :-1], ids[1:], reduction="none"))
+        losses.append(
+            cross_entropy(model(**inputs).logits[0, :-1].float(), ids[1:], reduction="none")
+        )
     return float(torch.cat(losses).mean().exp())
 
 

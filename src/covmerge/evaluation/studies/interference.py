@@ -28,6 +28,7 @@ TRAININGS = (
     Training("AdamW", 5e-5),
     Training("AdamW", 2e-4),
     Training("AdamW", 8e-4),
+    Training("AdamW", 5e-4, lora=True),
     Training("AdamW", 2e-3, lora=True),
 )
 _SIZE = Size(batch=16, steps=(15, 30, 60), held=16)

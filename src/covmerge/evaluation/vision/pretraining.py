@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from covmerge.evaluation import training
-from covmerge.evaluation.training import Settings, device
+from covmerge.evaluation.training import Settings, device, products
 from covmerge.evaluation.vision import canvas, materials
 from covmerge.evaluation.vision.canvas import SIDE, Font, Pixels
-from covmerge.evaluation.vision.precision import products
 from covmerge.evaluation.vision.views import moved
 from covmerge.evaluation.workers import Tell
 

@@ -18,9 +18,8 @@ from torch.nn.functional import cross_entropy, linear
 from covmerge.evaluation import code, training
 from covmerge.evaluation.suite import Part, Scores, Suite, Variant
 from covmerge.evaluation.text.suite import classifier
-from covmerge.evaluation.training import ALPHA, RANK, Settings, device
+from covmerge.evaluation.training import ALPHA, RANK, Settings, device, products
 from covmerge.evaluation.vision import canvas, materials, pretraining, tasks, views
-from covmerge.evaluation.vision.precision import products
 from covmerge.evaluation.vision.tasks import Split, Task
 from covmerge.evaluation.workers import Tell, untold
 
