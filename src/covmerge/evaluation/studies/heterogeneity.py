@@ -194,7 +194,9 @@ def _draw(title: str, norms: Norms, growth: Mapping[str, Sequence[Point]]) -> An
             )
     for axes in (depth, count):
         axes.axhline(1, color="black", ls="--", lw=1)
-        axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_yscale("symlog", linthresh=0.1)
+        axes.margins(y=0.15)
+        axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
     places = range(0, len(names), max(1, len(names) // 8))
     depth.set_xticks(places, [short(names[p]) for p in places], rotation=40, ha="right", fontsize=6)
