@@ -1,6 +1,6 @@
-"""All suites side by side, from their committed results: `python -m benchmarks.overview`.
+"""All suites side by side: `python -m benchmarks.overview` writes README's table.
 
-Prints the table of `README.md`: mean accuracy of every model, by suite and kind of experts.
+It is of the committed results: mean accuracy of every model, by suite and kind of experts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 SUITES = ("text", "vision", "llm")
 _KINDS = {"full": "full", "lora": "LoRA"}
 
@@ -77,5 +79,12 @@ def _cell(row: dict[str, Any] | None) -> str:
     return f"{100 * row['mean']['mean']:.1f}{star}"
 
 
+def written(text: str) -> str:
+    """Return a text with the table between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table(columns())}\n{END}{after}"
+
+
 if __name__ == "__main__":
-    print(table(columns()))
+    README.write_text(written(README.read_text("utf-8")), "utf-8")

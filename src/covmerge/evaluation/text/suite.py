@@ -37,7 +37,7 @@ _QUICK = ("sentiment", "places")  # fewest labels: even a hardly trained expert 
 
 
 @dataclass(frozen=True)
-class Training:
+class _Training:
     """How a task's experts are trained: steps, learning rate of all weights, tokens of a text."""
 
     steps: int
@@ -46,19 +46,19 @@ class Training:
 
 
 # Different on purpose: experts met in practice were not trained alike.
-TRAININGS = {
-    "language": Training(120, 3e-4, 32),
-    "medicine": Training(160, 2e-4, 32),
-    "code": Training(90, 2e-4, 40),
-    "sentiment": Training(150, 5e-5, 16),
-    "places": Training(200, 2e-4, 24),
-    "syllables": Training(300, 2e-4, 16),
-    "definitions": Training(200, 2e-4, 24),
-    "actions": Training(80, 1e-4, 24),
+_TRAININGS = {
+    "language": _Training(120, 3e-4, 32),
+    "medicine": _Training(160, 2e-4, 32),
+    "code": _Training(90, 2e-4, 40),
+    "sentiment": _Training(150, 5e-5, 16),
+    "places": _Training(200, 2e-4, 24),
+    "syllables": _Training(300, 2e-4, 16),
+    "definitions": _Training(200, 2e-4, 24),
+    "actions": _Training(80, 1e-4, 24),
 }
 # LoRA's learning rate over that of all weights. At ten, as is often advised, two experts of 24 ended at
 # one answer for everything, and their updates drown the others' in every merge.
-LORA_FASTER = 5
+_LORA_FASTER = 5
 
 
 class TextSuite(Suite):
@@ -132,7 +132,7 @@ class TextSuite(Suite):
             inputs, labels = batch
             return cross_entropy(model(**inputs).logits, labels)
 
-        batches = Encoded(self.base, data.train, TRAININGS[task].max_length).shuffled(
+        batches = Encoded(self.base, data.train, _TRAININGS[task].max_length).shuffled(
             settings.batch_size, _seed(variant, task)
         )
         seconds = training.fit(model, batches, loss, settings, tell)
@@ -152,7 +152,7 @@ class TextSuite(Suite):
             inputs, labels = batch
             return cross_entropy(model(**inputs).logits, labels)
 
-        length = TRAININGS[self.controlled_task].max_length
+        length = _TRAININGS[self.controlled_task].max_length
         return model, Encoded(self.base, data.train, length).shuffled(batch_size, seed), loss
 
     def score(
@@ -163,7 +163,7 @@ class TextSuite(Suite):
         split = getattr(data, part).first(_BATCH) if self.quick else getattr(data, part)
         encoder = _Encoder.from_pretrained(model).eval()
         head = classifier(expert)
-        encoded = Encoded(self.base, split, TRAININGS[task].max_length)
+        encoded = Encoded(self.base, split, _TRAININGS[task].max_length)
         scores: list[float] = [0.0] * len(encoded)
         with torch.inference_mode():
             for indices, (inputs, labels) in encoded.in_order(_BATCH):
@@ -176,7 +176,7 @@ class TextSuite(Suite):
     def inputs(self, task: str, examples: int) -> Sequence[Inputs]:
         """See `Suite.inputs`."""
         texts = self._data(task).train.first(examples)
-        encoded = Encoded(self.base, texts, TRAININGS[task].max_length)
+        encoded = Encoded(self.base, texts, _TRAININGS[task].max_length)
         return [inputs for _, (inputs, _) in encoded.in_order(_BATCH)]
 
     def describe(self, task: str) -> dict[str, Any]:
@@ -193,8 +193,8 @@ class TextSuite(Suite):
         return tasks.load(self._file(task))
 
     def _settings(self, task: str, variant: Variant) -> Settings:
-        each = TRAININGS[task]
-        faster = LORA_FASTER if variant.kind == "lora" else 1
+        each = _TRAININGS[task]
+        faster = _LORA_FASTER if variant.kind == "lora" else 1
         settings = Settings(each.steps, faster * each.learning_rate)
         return replace(settings, steps=5) if self.quick else settings
 
@@ -211,7 +211,7 @@ def classifier(expert: Path) -> tuple[Tensor, Tensor]:
 def _seed(variant: Variant, task: str) -> int:
     # One of its own for each expert: with one for all, adapters would share their random `lora_A`,
     # which adapters that meet in practice do not.
-    return 1000 * variant.seed + list(TRAININGS).index(task)
+    return 1000 * variant.seed + list(_TRAININGS).index(task)
 
 
 def fingerprint(task: Task) -> str:
