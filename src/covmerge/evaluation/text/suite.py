@@ -56,8 +56,8 @@ _TRAININGS = {
     "definitions": _Training(200, 2e-4, 24),
     "actions": _Training(80, 1e-4, 24),
 }
-# LoRA's learning rate over that of all weights. At ten, as is often advised, two experts of 24 ended at
-# one answer for everything, and their updates drown the others' in every merge.
+# LoRA's learning rate over that of all weights. At ten, two experts of 24 ended at one answer for
+# everything, and their updates drown the others' in nearly every merge.
 _LORA_FASTER = 5
 
 
