@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.lora.subjects import Subject
-from covmerge.evaluation.text.encode import Batch, Encoded
+from covmerge.evaluation.suite import Batch
+from covmerge.evaluation.text.encode import Encoded
 from covmerge.evaluation.text.suite import fingerprint
 from covmerge.evaluation.text.tasks import Task
 from covmerge.evaluation.training import ALPHA, RANK, finished, fit, is_trained

@@ -32,7 +32,7 @@ from covmerge.evaluation.studies.heterogeneity import choose, growth_of, update_
 from covmerge.evaluation.studies.interference import TRAININGS
 from covmerge.evaluation.studies.layers import by_depth, open_layers
 from covmerge.evaluation.studies.spectra import find_spectra, overlap_of, spectrum_of, top_energy
-from covmerge.evaluation.suite import Suite, Variant
+from covmerge.evaluation.suite import Lessons, Suite, Variant
 from covmerge.evaluation.workers import untold
 
 # PEFT and transformers warn of one another.
@@ -72,6 +72,7 @@ class Tiny(Suite):
     name = "tiny"
     kinds = ("full",)
     adapted = ("first", "second")
+    controlled_task = "near"
 
     @property
     def base(self):
@@ -91,6 +92,27 @@ class Tiny(Suite):
         self.folder.mkdir(parents=True, exist_ok=True)
         save_file({n: random(12, 10, seed=i) for i, n in enumerate(LAYERS)}, self.base)
 
+    def lessons(self, task, batch_size, seed):
+        model = Net()
+
+        def loss(batch):
+            inputs, wanted = batch
+            return mse_loss(model(**inputs), wanted)
+
+        def batches():
+            number = seed
+            while True:
+                number += 2
+                yield tokens(batch_size, number)
+
+        return Lessons(model, batches(), loss)
+
+    def settings(self, task, variant):
+        raise NotImplementedError
+
+    def learnt_from(self, task):
+        raise NotImplementedError
+
     def train(self, task, variant, tell):
         scale = {"near": 1e-4, "far": 3e-2, "middle": 1e-3}[task]
         weights = {
@@ -106,25 +128,6 @@ class Tiny(Suite):
         raise NotImplementedError
 
 
-class Controllable(Tiny):
-    controlled_task = "near"
-
-    def controlled(self, batch_size, seed):
-        model = Net()
-
-        def loss(batch):
-            inputs, wanted = batch
-            return mse_loss(model(**inputs), wanted)
-
-        def batches():
-            number = seed
-            while True:
-                number += 2
-                yield tokens(batch_size, number)
-
-        return model, batches(), loss
-
-
 class Inline:
     """Workers that work here and now."""
 
@@ -134,7 +137,7 @@ class Inline:
 
 @pytest.fixture
 def bench(tmp_path):
-    bench = Bench(Controllable(tmp_path, quick=True), Inline(), Console(quiet=True))
+    bench = Bench(Tiny(tmp_path, quick=True), Inline(), Console(quiet=True))
     bench.prepare()
     return bench
 
@@ -158,12 +161,6 @@ def test_every_study_runs_and_is_saved(bench, name, monkeypatch, tmp_path):
     for picture in found.pictures:
         assert (tmp_path / "out" / f"{picture}.png").stat().st_size > 0
     assert "|---|" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_a_suite_without_controlled_trainings_is_refused(tmp_path):
-    bench = Bench(Tiny(tmp_path, quick=True), Inline(), Console(quiet=True))
-    with pytest.raises(InputError, match="suite 'tiny' has no `controlled`"):
-        STUDIES["interference"]().run(bench, [FULL])
 
 
 def test_angles_of_known_matrices():
@@ -239,7 +236,7 @@ def test_what_the_hooks_see_makes_the_gradient_and_leaves_padding_out():
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.title)
 def test_the_bound_holds_in_every_controlled_training(tmp_path, training):
     size = Size(batch=6, steps=(1, 4), held=5)
-    found = run_training(Controllable(tmp_path), training, seed=0, size=size, tell=untold)
+    found = run_training(Tiny(tmp_path), training, seed=0, size=size, tell=untold)
     assert list(found) == [1, 4]
     for layers in found.values():
         assert set(layers) == {"first", "second"}
@@ -253,7 +250,7 @@ def test_the_bound_holds_in_every_controlled_training(tmp_path, training):
 
 def test_trainings_differ_only_in_what_is_asked(tmp_path):
     size = Size(batch=6, steps=(2,), held=2)
-    run = partial(run_training, Controllable(tmp_path), seed=1, size=size, tell=untold)
+    run = partial(run_training, Tiny(tmp_path), seed=1, size=size, tell=untold)
     assert run(Training("SGD", 1e-2)) == run(Training("SGD", 1e-2))
     small, large = (run(Training("SGD", rate))[2]["second"] for rate in (1e-4, 0.3))
     assert small.identity != large.identity

@@ -6,10 +6,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from covmerge.evaluation.heads import classifier
 from covmerge.evaluation.suite import Variant
 from covmerge.evaluation.text import TextSuite, tasks
 from covmerge.evaluation.text.corpora import Example
-from covmerge.evaluation.text.suite import classifier
 
 # transformers' own, when PEFT wraps a model.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

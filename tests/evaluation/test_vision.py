@@ -9,7 +9,7 @@ from PIL import Image, ImageFont
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.evaluation.studies.controlled import Controlled, linear_layers
+from covmerge.evaluation.studies.controlled import Size, Training, run_training
 from covmerge.evaluation.suite import Variant
 from covmerge.evaluation.vision import VisionSuite, canvas, materials, pretraining, sources, tasks
 from covmerge.evaluation.vision.canvas import SIDE
@@ -164,11 +164,10 @@ def test_experts_are_trained_once_merged_and_scored(suite, kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_its_base_can_be_trained_under_control(suite, monkeypatch):
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_its_base_can_be_trained_under_control(suite, lora, monkeypatch):
     monkeypatch.setattr(VisionSuite, "controlled_task", "digits")
-    assert isinstance(suite, Controlled)
-    base, batches, loss = suite.controlled(4, seed=0)
-    batch = next(batches)
-    assert batch[0]["pixel_values"].shape == (4, 3, SIDE, SIDE)
-    assert 0 < loss(batch) == loss(batch)
-    assert len(linear_layers(base, suite.adapted)) == 6 * 6
+    training = Training("AdamW", 1e-3, lora)
+    found = run_training(suite, training, 0, Size(2, steps=(1,), held=1), untold)
+    assert len(found[1]) == 6 * 6

@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from covmerge.evaluation import code, splits
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+
+from covmerge.evaluation import code, splits, training
+from covmerge.evaluation.training import ALPHA, RANK, Settings, device, products
 from covmerge.evaluation.workers import Tell
+
+# Its annotations are partial.
+_Tokenizer: Any = transformers.AutoTokenizer
 
 Kind = Literal["full", "lora"]
 Part = Literal["train", "validation", "test"]
 Scores = list[float]  # of each example, in [0, 1]: whether it is right
+Batch = tuple[Mapping[str, Tensor], Tensor]  # inputs of the model, and what it is to answer
 
 
 @dataclass(frozen=True, order=True)
@@ -37,6 +48,21 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Lessons:
+    """What an expert learns from.
+
+    Attributes:
+        model: the base with a fresh head, where the task has one; without dropout.
+        batches: without end.
+        loss: the mean loss of a batch.
+    """
+
+    model: nn.Module
+    batches: Iterator[Batch]
+    loss: Callable[[Batch], Tensor]
+
+
+@dataclass(frozen=True)
 class Suite(ABC):
     """A base model and its tasks.
 
@@ -46,6 +72,9 @@ class Suite(ABC):
         name: what the command line calls it.
         kinds: how its experts can be trained.
         adapted: names of the linear layers that LoRA adapts.
+        lora: what else PEFT is told of it.
+        autocast: whether experts are trained with products in bfloat16.
+        controlled_task: of the trainings that studies watch.
     """
 
     cache: Path
@@ -53,6 +82,9 @@ class Suite(ABC):
     name: ClassVar[str]
     kinds: ClassVar[tuple[Kind, ...]] = ("full", "lora")
     adapted: ClassVar[tuple[str, ...]]
+    lora: ClassVar[Mapping[str, Any]] = {}
+    autocast: ClassVar[bool] = False
+    controlled_task: ClassVar[str]
 
     @property
     def folder(self) -> Path:
@@ -93,12 +125,61 @@ class Suite(ABC):
         """Return the base as a task's experts begin: with a fresh head, where the task has one."""
 
     @abstractmethod
+    def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
+        """Return what experts of a task learn from; the same seed gives the same batches."""
+
+    @abstractmethod
+    def settings(self, task: str, variant: Variant) -> Settings:
+        """Return how an expert is trained."""
+
+    @abstractmethod
+    def learnt_from(self, task: str) -> Mapping[str, str]:
+        """Return hashes of what else an expert depends on: its examples, a base of the suite's own."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Folder of the tokenizer that experts are saved with; None where there is no text."""
+        return None
+
     def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
         """Train an expert, unless it is there, trained alike on the same examples.
 
         Returns:
             Seconds per step, or None when the expert was there already.
         """
+        settings = self.settings(task, variant)
+        marker = training.marker(settings, variant=str(variant), **self.learnt_from(task))
+        out = self.expert(task, variant)
+        if training.is_trained(out, marker):
+            tell(settings.steps, settings.steps)
+            return None
+        # One of its own for each expert: with one for all, adapters would share their random `lora_A`,
+        # which adapters that meet in practice do not.
+        seed = 1000 * variant.seed + list(self.tasks).index(task)
+        torch.default_generator.manual_seed(seed)
+        lessons = self.lessons(task, settings.batch_size, seed)
+        model: Any = self.adapt(lessons.model) if variant.kind == "lora" else lessons.model
+        model.to(device()).train()
+
+        def loss(batch: Batch) -> Tensor:
+            inputs, wanted = batch
+            there = {name: tensor.to(device()) for name, tensor in inputs.items()}
+            with products() if self.autocast else nullcontext():
+                return lessons.loss((there, wanted.to(device())))
+
+        seconds = training.fit(model, lessons.batches, loss, settings, tell)
+        with training.finished(out, marker) as folder:
+            model.save_pretrained(str(folder))
+            if self.tokenizer is not None:
+                _Tokenizer.from_pretrained(self.tokenizer).save_pretrained(folder)
+        return seconds
+
+    def adapt(self, model: Any) -> Any:
+        """Return the model with fresh adapters by PEFT, which are put into the model itself."""
+        config = peft.LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=list(self.adapted), **self.lora
+        )
+        return peft.get_peft_model(model, config)
 
     @abstractmethod
     def score(

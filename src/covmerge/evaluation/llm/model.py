@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from covmerge.evaluation.llm.tasks import Question
-from covmerge.evaluation.training import device, products
+from covmerge.evaluation.training import device
 
 # Their annotations are partial.
 _LanguageModel: Any = transformers.AutoModelForCausalLM
@@ -97,8 +97,7 @@ class Encoder:
 
 def answer_loss(model: Any, inputs: Inputs, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the answers' tokens, given what stands before each."""
-    with products():
-        logits = model(**_at(model, inputs), logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
+    logits = model(**_at(model, inputs), logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
     wanted = targets.to(model.device).flatten()
     return cross_entropy(logits.flatten(0, 1).float(), wanted, ignore_index=IGNORED)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import peft
 import torch
 import transformers
-from torch import Tensor, nn
 
 from covmerge.evaluation import training
 from covmerge.evaluation.llm import base, corpora, definitions, tasks
@@ -23,8 +22,8 @@ from covmerge.evaluation.llm.model import (
     perplexity,
 )
 from covmerge.evaluation.llm.tasks import Question
-from covmerge.evaluation.suite import Part, Scores, Suite, Variant
-from covmerge.evaluation.training import ALPHA, RANK, Settings, device
+from covmerge.evaluation.suite import Lessons, Part, Scores, Suite, Variant
+from covmerge.evaluation.training import Settings
 from covmerge.evaluation.workers import Tell, untold
 
 # Its annotations are partial.
@@ -43,6 +42,8 @@ class LlmSuite(Suite):
 
     name: ClassVar[str] = "llm"
     controlled_task: ClassVar[str] = "verbs"
+    lora: ClassVar[Mapping[str, Any]] = {"task_type": peft.TaskType.CAUSAL_LM}
+    autocast: ClassVar[bool] = True
     adapted: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
@@ -79,53 +80,26 @@ class LlmSuite(Suite):
         """Return the language model: no task has a head."""
         return _LanguageModel.from_pretrained(self.base, dtype=torch.float32)
 
-    def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
-        """See `Suite.train`: a language model, or PEFT's adapter of one."""
-        file = self._file(task, "train")
-        settings = Settings(_STEPS, _LEARNING_RATES[variant.kind], batch_size=_BATCH)
-        if self.quick:
-            settings = Settings(5, _LEARNING_RATES[variant.kind], batch_size=_BATCH)
-        data = hashlib.sha256(file.read_bytes()).hexdigest()
-        marker = training.marker(settings, variant=str(variant), data=data)
-        out = self.expert(task, variant)
-        if training.is_trained(out, marker):
-            tell(settings.steps, settings.steps)
-            return None
-        torch.default_generator.manual_seed(_seed(variant, task))
+    def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
+        """See `Suite.lessons`."""
         model = self.fresh(task)
-        if variant.kind == "lora":
-            model = peft.get_peft_model(
-                model,
-                peft.LoraConfig(
-                    task_type=peft.TaskType.CAUSAL_LM,
-                    r=RANK,
-                    lora_alpha=ALPHA,
-                    target_modules=list(self.adapted),
-                ),
-            )
-        model.to(device()).train()
-        encoder = Encoder(self.base)
-
-        def loss(batch: tuple[Inputs, Tensor]) -> Tensor:
-            return answer_loss(model, *batch)
-
-        batches = encoder.answered(tasks.load(file), settings.batch_size, _seed(variant, task))
-        seconds = training.fit(model, batches, loss, settings, tell)
-        with training.finished(out, marker) as folder:
-            model.save_pretrained(str(folder))
-            encoder.tokenizer.save_pretrained(folder)
-        return seconds
-
-    def controlled(
-        self, batch_size: int, seed: int
-    ) -> tuple[
-        nn.Module, Iterator[tuple[Inputs, Tensor]], Callable[[tuple[Inputs, Tensor]], Tensor]
-    ]:
-        """See `covmerge.evaluation.studies.controlled.Controlled`."""
-        model = self.fresh(self.controlled_task)
-        questions = tasks.load(self._file(self.controlled_task, "train"))
+        questions = tasks.load(self._file(task, "train"))
         batches = Encoder(self.base).answered(questions, batch_size, seed)
-        return model, batches, lambda batch: answer_loss(model, *batch)
+        return Lessons(model, batches, lambda batch: answer_loss(model, *batch))
+
+    def settings(self, task: str, variant: Variant) -> Settings:
+        """See `Suite.settings`: all tasks alike."""
+        steps = 5 if self.quick else _STEPS
+        return Settings(steps, _LEARNING_RATES[variant.kind], batch_size=_BATCH)
+
+    def learnt_from(self, task: str) -> Mapping[str, str]:
+        """See `Suite.learnt_from`."""
+        return {"data": hashlib.sha256(self._file(task, "train").read_bytes()).hexdigest()}
+
+    @property
+    def tokenizer(self) -> Path:
+        """The base's."""
+        return self.base
 
     def score(
         self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
@@ -164,9 +138,3 @@ class LlmSuite(Suite):
 
     def _questions(self, task: str, part: Part) -> list[Question]:
         return tasks.load(self._file(task, part))[: _BATCH if self.quick else None]
-
-
-def _seed(variant: Variant, task: str) -> int:
-    # One of its own for each expert: with one for all, adapters would share their random `lora_A`,
-    # which adapters that meet in practice do not.
-    return 1000 * variant.seed + [spec.name for spec in tasks.SPECS].index(task)

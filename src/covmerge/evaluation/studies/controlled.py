@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any
 
-import peft
 import torch
 from torch import Tensor, nn
 
 from covmerge.evaluation.studies.angles import Angles, InputSums, StepSums, angles
-from covmerge.evaluation.training import ALPHA, RANK
+from covmerge.evaluation.suite import Batch, Suite
 from covmerge.evaluation.workers import Tell
 from covmerge.statistics.examples import masks_of
 
 # Its annotations are partial.
 _optim: Any = torch.optim
-
-Batch = tuple[Mapping[str, Tensor], Tensor]  # inputs of the model, and labels
-
-_HEADS = ("classifier", "score")  # trained beside LoRA's factors
-
-
-@runtime_checkable
-class Controlled(Protocol):
-    """What a suite has beside `Suite`'s own, so that its base can be trained under control.
-
-    Attributes:
-        controlled_task: the task that is trained.
-        adapted: names of the linear layers that are looked at, and that LoRA adapts.
-    """
-
-    name: ClassVar[str]
-    controlled_task: ClassVar[str]
-    adapted: ClassVar[tuple[str, ...]]
-
-    def controlled(
-        self, batch_size: int, seed: int
-    ) -> tuple[nn.Module, Iterator[Batch], Callable[[Batch], Tensor]]:
-        """Return the base with a fresh head and no dropout, batches without end, and the mean loss."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -122,14 +97,14 @@ def _rows(values: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 
 def run_training(
-    suite: Controlled, training: Training, seed: int, size: Size, tell: Tell
+    suite: Suite, training: Training, seed: int, size: Size, tell: Tell
 ) -> dict[int, dict[str, Angles]]:
     """Train once; return the angles of every layer after some of the steps."""
     torch.default_generator.manual_seed(seed)
-    model, batches, loss = suite.controlled(size.batch, seed)
+    lessons = suite.lessons(suite.controlled_task, size.batch, seed)
+    batches, loss = lessons.batches, lessons.loss
     held = list(islice(batches, size.held))
-    if training.lora:
-        model = _adapted(model, suite.adapted)
+    model = suite.adapt(lessons.model) if training.lora else lessons.model
     layers = linear_layers(model, suite.adapted)
     start = {name: _weight(layer).detach().clone() for name, layer in layers.items()}
     sums = {name: StepSums(*weight.shape) for name, weight in start.items()}
@@ -160,15 +135,6 @@ def linear_layers(model: Any, adapted: Sequence[str]) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if any(name == wanted or name.endswith(f".{wanted}") for wanted in adapted)
     }
-
-
-def _adapted(model: nn.Module, adapted: Sequence[str]) -> nn.Module:
-    heads = [name for name, _ in model.named_children() if name in _HEADS]
-    config = peft.LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=list(adapted), modules_to_save=heads
-    )
-    given: Any = model
-    return peft.get_peft_model(given, config)
 
 
 def _weight(layer: Any) -> Tensor:

@@ -10,10 +10,9 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from covmerge.errors import InputError
 from covmerge.evaluation.bench import Bench
 from covmerge.evaluation.studies.angles import Angles
-from covmerge.evaluation.studies.controlled import Controlled, Size, Training, run_training
+from covmerge.evaluation.studies.controlled import Size, Training, run_training
 from covmerge.evaluation.studies.study import Findings, Study
 from covmerge.evaluation.studies.tables import markdown
 from covmerge.evaluation.suite import Variant
@@ -68,17 +67,8 @@ class Interference(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`.
-
-        Raises:
-            InputError: the suite cannot be trained under control.
-        """
-        suite: object = bench.suite
-        if not isinstance(suite, Controlled):
-            raise InputError(
-                f"study '{self.name}' trains the base itself, which suite '{bench.suite.name}' has no "
-                "`controlled` for: choose another --suite, such as text"
-            )
+        """See `Study.run`."""
+        suite = bench.suite
         size = _QUICK if bench.suite.quick else _SIZE
         asked = [(t, v.seed) for v in variants for t in TRAININGS if t.lora == (v.kind == "lora")]
         jobs: dict[str, Job[dict[int, dict[str, Angles]]]] = {

@@ -11,13 +11,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from covmerge.evaluation.suite import Batch
 from covmerge.evaluation.text.tasks import Split
 
 # Its annotations are partial.
 _Tokenizer: Any = transformers.AutoTokenizer
 
 Inputs = Mapping[str, Tensor]  # of the encoder
-Batch = tuple[Inputs, Tensor]  # with the labels
 
 
 class Encoded:

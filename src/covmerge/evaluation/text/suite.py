@@ -5,32 +5,29 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import peft
-import safetensors.torch
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from covmerge.errors import InputError
-from covmerge.evaluation import training
-from covmerge.evaluation.suite import Part, Scores, Suite, Variant
+from covmerge.evaluation.heads import classifier, naming
+from covmerge.evaluation.suite import Batch, Lessons, Part, Scores, Suite, Variant
 from covmerge.evaluation.text import tasks
-from covmerge.evaluation.text.encode import Batch, Encoded, Inputs
+from covmerge.evaluation.text.encode import Encoded, Inputs
 from covmerge.evaluation.text.tasks import Task
-from covmerge.evaluation.training import ALPHA, RANK, Settings
+from covmerge.evaluation.training import Settings
 from covmerge.evaluation.workers import Tell, untold
 
 # Their annotations are partial.
 _Classifier: Any = transformers.AutoModelForSequenceClassification
 _Encoder: Any = transformers.AutoModel
-_Tokenizer: Any = transformers.AutoTokenizer
-_files: Any = safetensors.torch
 
 _BATCH = 32
 _QUICK = ("sentiment", "places")  # fewest labels: even a hardly trained expert gets some right
@@ -66,6 +63,7 @@ class TextSuite(Suite):
 
     name: ClassVar[str] = "text"
     controlled_task: ClassVar[str] = "places"
+    lora: ClassVar[Mapping[str, Any]] = {"task_type": peft.TaskType.SEQ_CLS}
     adapted: ClassVar[tuple[str, ...]] = (
         *("query", "key", "value"),
         *("intermediate.dense", "output.dense"),
@@ -95,65 +93,39 @@ class TextSuite(Suite):
 
     def fresh(self, task: str) -> Any:
         """Return a sequence classifier without dropout."""
-        labels = self._data(task).labels
         return _Classifier.from_pretrained(
             self.base,
-            num_labels=len(labels),
-            id2label=dict(enumerate(labels)),
-            label2id={label: i for i, label in enumerate(labels)},
+            **naming(self._data(task).labels),
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
 
-    def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
-        """See `Suite.train`: a sequence classifier, or PEFT's adapter of one."""
-        data = self._data(task)
-        settings = self._settings(task, variant)
-        marker = training.marker(settings, variant=str(variant), data=fingerprint(data))
-        out = self.expert(task, variant)
-        if training.is_trained(out, marker):
-            tell(settings.steps, settings.steps)
-            return None
-        torch.default_generator.manual_seed(_seed(variant, task))
+    def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
+        """See `Suite.lessons`."""
         model = self.fresh(task)
-        if variant.kind == "lora":
-            model = peft.get_peft_model(
-                model,
-                peft.LoraConfig(
-                    task_type=peft.TaskType.SEQ_CLS,
-                    r=RANK,
-                    lora_alpha=ALPHA,
-                    target_modules=list(self.adapted),
-                ),
-            )
-        model.train()
-
-        def loss(batch: tuple[Inputs, Tensor]) -> Tensor:
-            inputs, labels = batch
-            return cross_entropy(model(**inputs).logits, labels)
-
-        batches = Encoded(self.base, data.train, _TRAININGS[task].max_length).shuffled(
-            settings.batch_size, _seed(variant, task)
-        )
-        seconds = training.fit(model, batches, loss, settings, tell)
-        with training.finished(out, marker) as folder:
-            model.save_pretrained(str(folder))
-            _Tokenizer.from_pretrained(self.base).save_pretrained(folder)
-        return seconds
-
-    def controlled(
-        self, batch_size: int, seed: int
-    ) -> tuple[nn.Module, Iterator[Batch], Callable[[Batch], Tensor]]:
-        """See `covmerge.evaluation.studies.controlled.Controlled`."""
-        data = self._data(self.controlled_task)
-        model = self.fresh(self.controlled_task)
 
         def loss(batch: Batch) -> Tensor:
             inputs, labels = batch
             return cross_entropy(model(**inputs).logits, labels)
 
-        length = _TRAININGS[self.controlled_task].max_length
-        return model, Encoded(self.base, data.train, length).shuffled(batch_size, seed), loss
+        texts = Encoded(self.base, self._data(task).train, _TRAININGS[task].max_length)
+        return Lessons(model, texts.shuffled(batch_size, seed), loss)
+
+    def settings(self, task: str, variant: Variant) -> Settings:
+        """See `Suite.settings`: each task its own."""
+        each = _TRAININGS[task]
+        faster = _LORA_FASTER if variant.kind == "lora" else 1
+        settings = Settings(each.steps, faster * each.learning_rate)
+        return replace(settings, steps=5) if self.quick else settings
+
+    def learnt_from(self, task: str) -> Mapping[str, str]:
+        """See `Suite.learnt_from`."""
+        return {"data": fingerprint(self._data(task))}
+
+    @property
+    def tokenizer(self) -> Path:
+        """The base's."""
+        return self.base
 
     def score(
         self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
@@ -191,27 +163,6 @@ class TextSuite(Suite):
 
     def _data(self, task: str) -> Task:
         return tasks.load(self._file(task))
-
-    def _settings(self, task: str, variant: Variant) -> Settings:
-        each = _TRAININGS[task]
-        faster = _LORA_FASTER if variant.kind == "lora" else 1
-        settings = Settings(each.steps, faster * each.learning_rate)
-        return replace(settings, steps=5) if self.quick else settings
-
-
-def classifier(expert: Path) -> tuple[Tensor, Tensor]:
-    """Return weight `(labels, hidden)` and bias `(labels,)` of an expert, whole or adapter."""
-    (file,) = (path for path in expert.glob("*model.safetensors"))
-    tensors: dict[str, Tensor] = _files.load_file(file)
-    (weight,) = (tensor for name, tensor in tensors.items() if name.endswith("classifier.weight"))
-    (bias,) = (tensor for name, tensor in tensors.items() if name.endswith("classifier.bias"))
-    return weight, bias
-
-
-def _seed(variant: Variant, task: str) -> int:
-    # One of its own for each expert: with one for all, adapters would share their random `lora_A`,
-    # which adapters that meet in practice do not.
-    return 1000 * variant.seed + list(_TRAININGS).index(task)
 
 
 def fingerprint(task: Task) -> str:

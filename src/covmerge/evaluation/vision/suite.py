@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import peft
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from covmerge.evaluation import code, training
-from covmerge.evaluation.suite import Part, Scores, Suite, Variant
-from covmerge.evaluation.text.suite import classifier
-from covmerge.evaluation.training import ALPHA, RANK, Settings, device, products
+from covmerge.evaluation.heads import classifier, naming
+from covmerge.evaluation.suite import Batch, Lessons, Part, Scores, Suite, Variant
+from covmerge.evaluation.training import Settings
 from covmerge.evaluation.vision import canvas, materials, pretraining, tasks, views
 from covmerge.evaluation.vision.tasks import Split, Task
 from covmerge.evaluation.workers import Tell, untold
@@ -26,8 +25,6 @@ from covmerge.evaluation.workers import Tell, untold
 # Their annotations are partial.
 _Classifier: Any = transformers.ViTForImageClassification
 _Encoder: Any = transformers.ViTModel
-
-Batch = tuple[Mapping[str, Tensor], Tensor]  # what the model is given, and labels
 
 _BATCH = 32
 _QUICK = ("digits", "letters")
@@ -42,6 +39,8 @@ class VisionSuite(Suite):
 
     name: ClassVar[str] = "vision"
     controlled_task: ClassVar[str] = "clothes"
+    lora: ClassVar[Mapping[str, Any]] = {"modules_to_save": ["classifier"]}
+    autocast: ClassVar[bool] = True
     adapted: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
 
     @property
@@ -81,66 +80,32 @@ class VisionSuite(Suite):
 
     def fresh(self, task: str) -> Any:
         """Return an image classifier."""
-        labels = self._data(task).labels
         return _Classifier.from_pretrained(
             self.base,
-            num_labels=len(labels),
-            id2label=dict(enumerate(labels)),
-            label2id={label: i for i, label in enumerate(labels)},
+            **naming(self._data(task).labels),
         )
 
-    def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
-        """See `Suite.train`: an image classifier, or PEFT's adapter of one."""
-        data = self._data(task)
-        settings = self._few(_SETTINGS[variant.kind])
-        marker = training.marker(
-            settings,
-            variant=str(variant),
-            base=_sha256((self.base / "model.safetensors").read_bytes()),
-            data=_sha256(data.train.pixels.tobytes() + data.train.labels.tobytes()),
-        )
-        out = self.expert(task, variant)
-        if training.is_trained(out, marker):
-            tell(settings.steps, settings.steps)
-            return None
-        torch.default_generator.manual_seed(_seed(variant, task))
+    def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
+        """See `Suite.lessons`."""
         model = self.fresh(task)
-        if variant.kind == "lora":
-            model = peft.get_peft_model(
-                model,
-                peft.LoraConfig(
-                    r=RANK,
-                    lora_alpha=ALPHA,
-                    target_modules=list(self.adapted),
-                    modules_to_save=["classifier"],
-                ),
-            )
-        model.to(device()).train()
-
-        def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
-            pixels, labels = (each.to(device()) for each in batch)
-            with products():
-                logits = model(pixel_values=pixels).logits
-            return cross_entropy(logits.float(), labels)
-
-        batches = _shuffled(data.train, settings.batch_size, _seed(variant, task))
-        seconds = training.fit(model, batches, loss, settings, tell)
-        with training.finished(out, marker) as folder:
-            model.save_pretrained(str(folder))
-        return seconds
-
-    def controlled(
-        self, batch_size: int, seed: int
-    ) -> tuple[nn.Module, Iterator[Batch], Callable[[Batch], Tensor]]:
-        """See `covmerge.evaluation.studies.controlled.Controlled`."""
-        model = self.fresh(self.controlled_task)
-        pictures = _shuffled(self._data(self.controlled_task).train, batch_size, seed)
 
         def loss(batch: Batch) -> Tensor:
             inputs, labels = batch
-            return cross_entropy(model(**inputs).logits, labels)
+            return cross_entropy(model(**inputs).logits.float(), labels)
 
-        return model, (({"pixel_values": pixels}, labels) for pixels, labels in pictures), loss
+        return Lessons(model, _shuffled(self._data(task).train, batch_size, seed), loss)
+
+    def settings(self, task: str, variant: Variant) -> Settings:
+        """See `Suite.settings`: all tasks alike."""
+        return self._few(_SETTINGS[variant.kind])
+
+    def learnt_from(self, task: str) -> Mapping[str, str]:
+        """See `Suite.learnt_from`."""
+        seen = self._data(task).train
+        return {
+            "base": _sha256((self.base / "model.safetensors").read_bytes()),
+            "data": _sha256(seen.pixels.tobytes() + seen.labels.tobytes()),
+        }
 
     def score(
         self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
@@ -188,27 +153,20 @@ def _in_order(split: Split, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield _batch(split, list(indices[start : start + batch_size]))
 
 
-def _shuffled(split: Split, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _shuffled(split: Split, batch_size: int, seed: int) -> Iterator[Batch]:
     """Go over the pictures again and again, without end: in another order, shown another way."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     while True:
         order = draw.sample(range(len(split.labels)), len(split.labels))
         for start in range(0, len(order) - batch_size + 1, batch_size):
             pixels, labels = _batch(split, order[start : start + batch_size])
-            yield views.moved(pixels, generator, most=0.1), labels
+            yield {"pixel_values": views.moved(pixels, generator, most=0.1)}, labels
 
 
 def _batch(split: Split, indices: list[int]) -> tuple[Tensor, Tensor]:
     """Return pictures `(n, 3, SIDE, SIDE)` within [−1, 1], gray ones too, and labels."""
     pixels = torch.as_tensor(split.pixels[indices]).expand(-1, 3, -1, -1).float()
     return pixels / 127.5 - 1, torch.as_tensor(split.labels[indices])
-
-
-def _seed(variant: Variant, task: str) -> int:
-    # One of its own for each expert: with one for all, adapters would share their random `lora_A`,
-    # which adapters that meet in practice do not.
-    names = [spec.name for spec in tasks.SPECS]
-    return 1000 * variant.seed + names.index(task)
 
 
 def _sha256(content: bytes) -> str:
