@@ -27,6 +27,7 @@ from covmerge.engine import (
 from covmerge.errors import RecipeError
 from covmerge.export import write_manifest
 from covmerge.job import Silent, context_of, torch_threads, usable_device
+from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
 from covmerge.output import Fingerprints, ModelFolder, OpenCheckpoints
 from covmerge.plan import Plan, build_plans
@@ -35,9 +36,13 @@ from covmerge.statistics.file import StatisticsFile
 from covmerge.types import Json
 from covmerge.version import __version__
 
-# Methods that run together keep the spectrum of the sum of a layer's updates (`LinearGroup.once`): an
-# upper bound, in copies of what is read for the layer.
-_SHARED_COPIES = 4
+# Methods that run together keep the spectrum of the sum of a layer's updates (`LinearGroup.once`), and
+# the experts' Gram matrices for what is retained: an upper bound, in copies of what is read for the
+# layer.
+_SHARED_COPIES = 5
+# Methods that minimise what the prediction sums up, so that it is near 1 for them by construction:
+# as a measure it is spent on them.
+SPENT = ("actmat", "wudi")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,9 @@ class Row:
         norm: ‖W̄ − W_0‖_F over all merged tensors.
         cosines: cosine between the merged update and each expert's, over all merged tensors.
         stable_rank: ‖M‖²_F/σ₁² of the merged update's matrices, mean; None if there are none.
+        retention: by expert, the share of its contribution that is predicted to survive
+            (`covmerge.measures.retention`).
+        retention_by_layer: the same of every matrix; None where the expert did not change it.
         seconds: its own mathematics; reading, surveys and writing serve all.
         workspace: the most bytes it takes beside a tensor's inputs and result, by its cost model.
         folder: its model; None if none was written.
@@ -60,6 +68,8 @@ class Row:
     norm: float
     cosines: Mapping[str, float]
     stable_rank: float | None
+    retention: Mapping[str, float]
+    retention_by_layer: Mapping[str, Mapping[str, float | None]]
     seconds: float
     workspace: int
     folder: str | None
@@ -85,11 +95,25 @@ class Comparison:
     run: Mapping[str, Json]
     notes: tuple[str, ...]
 
+    @property
+    def recommended(self) -> str | None:
+        """The method whose worst served expert keeps most, by prediction; None where none is predicted.
+
+        Of equal ones that of the highest mean. Not one of `SPENT`.
+        """
+        served = {
+            row.method: (min(row.retention.values()), fmean(row.retention.values()))
+            for row in self.rows
+            if row.retention and row.method not in SPENT
+        }
+        return max(served, key=served.__getitem__) if served else None
+
     def as_json(self) -> dict[str, Json]:
         """All of it as plain JSON."""
         return {
             "path": None if self.path is None else str(self.path),
             "methods": [asdict(row) for row in self.rows],
+            "recommended": self.recommended,
             "update_norms": dict(self.update_norms),
             "left_out": dict(self.left_out),
             "run": dict(self.run),
@@ -175,7 +199,9 @@ class CompareJob:
             )
             for name in names
         ]
-        plans = build_plans(recipes, checkpoints.base, checkpoints.experts, checkpoints.statistics)
+        plans = build_plans(
+            recipes, checkpoints.base, checkpoints.experts, checkpoints.statistics, whole=True
+        )
         memory = plan_memory(plans, self.max_memory, shared=_SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()
@@ -283,16 +309,39 @@ def _row(plan: Plan, done: RunStats, out: Path | None) -> Row:
     dots = {name: sum(item["dots"].get(name, 0.0) for item in items) for name in sizes}
     ranks = [rank for item in items for rank in item.get("stable_ranks", ())]
     name = plan.recipe.method
+    layers = _retention_by_layer(plan, done.items)
     return Row(
         method=name,
         parameters=registry.get(name).resolve(plan.recipe.parameters, plan.family),
         norm=norm,
         cosines={e: dots[e] / (norm * sizes[e]) if norm * sizes[e] else 0.0 for e in sizes},
         stable_rank=fmean(ranks) if ranks else None,
+        retention={
+            expert: kept
+            for expert in sizes
+            if (kept := overall(layer[expert] for layer in layers.values())) is not None
+        },
+        retention_by_layer=layers,
         seconds=done.compute_seconds,
         workspace=max(item.workspace for item in plan.items),
         folder=None if out is None else str(out / name),
     )
+
+
+def _retention_by_layer(
+    plan: Plan, done: Sequence[Mapping[str, Json]]
+) -> dict[str, Mapping[str, float | None]]:
+    """What every matrix retains of each expert; of a tensor that holds several, each with its place."""
+    found: dict[str, list[Mapping[str, float | None]]] = {}
+    for item, stats in zip(plan.items, done, strict=True):
+        if "retention" in stats:
+            kept = cast("list[Mapping[str, float | None]]", stats["retention"])
+            found.setdefault(item.tensor.name, []).extend(kept)
+    return {
+        name if len(own) == 1 else f"{name}[{place}]": matrix
+        for name, own in found.items()
+        for place, matrix in enumerate(own)
+    }
 
 
 def _norms(items: Sequence[Mapping[str, Json]]) -> dict[str, float]:

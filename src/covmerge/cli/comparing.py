@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from covmerge.cli.console import print_json, printable, stderr, stdout
 from covmerge.cli.progress import progress_on
 from covmerge.cli.show import NOTE, facts, table
 from covmerge.cli.units import format_seconds
-from covmerge.comparison import CompareJob, Comparison
+from covmerge.comparison import SPENT, CompareJob, Comparison
 from covmerge.recipe import Recipe, format_size
 
 _WIDTH = 80
@@ -59,14 +59,14 @@ def compare(
 def show(console: Console, comparison: Comparison) -> None:
     """Print a table of sizes and costs, one of cosines, and what belongs to them."""
     console.print(_sizes(comparison))
-    console.print("Cosine between the merged update and each expert's")
-    console.print(_cosines(comparison))
+    _show_experts(console, comparison)
     run: Mapping[str, Any] = comparison.run
     console.print(
         facts(
             [
                 ("norm", "‖W̄ − W₀‖ over all merged tensors"),
                 ("stable rank", "mean of ‖·‖²/σ₁² over the merged update's matrices"),
+                *_advice(comparison),
                 ("seconds", "the method's own mathematics; reading and writing serve all"),
                 ("memory", "the method's workspace, by its cost model"),
                 (
@@ -90,6 +90,20 @@ def show(console: Console, comparison: Comparison) -> None:
     )
 
 
+def _advice(comparison: Comparison) -> list[tuple[str, str]]:
+    if comparison.recommended is None:
+        return []
+    spent = " and ".join(row.method for row in comparison.rows if row.method in SPENT)
+    aside = f" ({spent} left aside: they minimise what is predicted)" if spent else ""
+    return [
+        (
+            "recommended",
+            f"{comparison.recommended}: its worst served expert keeps most{aside}. A prediction: how "
+            "far it agrees with accuracy is measured in docs/report.md",
+        )
+    ]
+
+
 def _sizes(comparison: Comparison) -> Table:
     columns = ("norm", "stable rank", "seconds", "memory")
     rows = table("method", *columns, right=columns)
@@ -100,19 +114,38 @@ def _sizes(comparison: Comparison) -> Table:
     return rows
 
 
-def _cosines(comparison: Comparison) -> Table:
-    """A column for each expert; for many, a line each, so that 80 columns hold them."""
-    norms = {printable(name): norm for name, norm in comparison.update_norms.items()}
-    longest = max(len(row.method) for row in comparison.rows)
-    if longest + sum(max(len(name), 6) + 2 for name in norms) > _WIDTH - 2:
-        rows = table("method", "expert", "cosine", right=["cosine"])
-        for row in comparison.rows:
-            for expert, cosine in row.cosines.items():
-                rows.add_row(row.method, printable(expert), f"{cosine:.3f}")
-        return rows
-    rows = table("method", *norms, right=list(norms))
-    for row in comparison.rows:
-        rows.add_row(row.method, *(f"{cosine:.3f}" for cosine in row.cosines.values()))
-    rows.add_section()
-    rows.add_row("‖Δ_t‖", *(f"{norm:.4g}" for norm in norms.values()))
+def _show_experts(console: Console, comparison: Comparison) -> None:
+    """Print tables with a column for each expert; for many one of a line each, to fit 80 columns."""
+    rows, experts = comparison.rows, list(comparison.update_norms)
+    predicted = [row for row in rows if row.retention]
+    longest = max(len(row.method) for row in rows)
+    if longest + sum(max(len(name), 6) + 2 for name in experts) > _WIDTH - 2:
+        columns = ("cosine", "retention") if predicted else ("cosine",)
+        found = table("method", "expert", *columns, right=columns)
+        for row in rows:
+            for expert in experts:
+                kept = [_number(row.retention.get(expert))] if predicted else []
+                found.add_row(row.method, printable(expert), _number(row.cosines[expert]), *kept)
+        console.print("Cosine between the merged update and each expert's; predicted retention")
+        console.print(found)
+        return
+    cosines = _columns(experts, {row.method: row.cosines for row in rows})
+    cosines.add_section()
+    cosines.add_row("‖Δ_t‖", *(f"{norm:.4g}" for norm in comparison.update_norms.values()))
+    console.print("Cosine between the merged update and each expert's")
+    console.print(cosines)
+    if predicted:
+        console.print("Predicted retention: what each expert keeps on its own inputs, without data")
+        console.print(_columns(experts, {row.method: row.retention for row in predicted}))
+
+
+def _columns(experts: Sequence[str], values: Mapping[str, Mapping[str, float]]) -> Table:
+    names = [printable(name) for name in experts]
+    rows = table("method", *names, right=names)
+    for method, own in values.items():
+        rows.add_row(method, *(_number(own.get(expert)) for expert in experts))
     return rows
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

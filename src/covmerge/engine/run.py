@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Queue
@@ -17,6 +17,9 @@ from covmerge.engine.survey import run_surveys, survey_bytes
 from covmerge.engine.worker import Context, Result, compute
 from covmerge.plan import Plan, WorkItem
 from covmerge.types import Json
+
+# What is done with the rows of an item, or of one for each plan.
+Worker = Callable[[Sequence[WorkItem], Inputs, Context], Iterator[Result]]
 
 
 class Progress(Protocol):
@@ -39,7 +42,8 @@ class Progress(Protocol):
 class RunStats:
     """What a run did by one plan: statistics per item, in plan order, and its cost.
 
-    Reading and surveys serve all plans of a run; only `compute_seconds` are this plan's own.
+    Reading and surveys serve all plans of a run; only `compute_seconds`, and those of the items, are
+    this plan's own. An item that an earlier run finished has None.
     """
 
     items: tuple[Mapping[str, Json], ...]
@@ -49,6 +53,7 @@ class RunStats:
     compute_seconds: float
     write_seconds: float
     resumed_items: int
+    item_seconds: tuple[float | None, ...]
 
 
 class _Clock:
@@ -71,6 +76,7 @@ def run(
     *,
     in_flight: int,
     progress: Progress,
+    worker: Worker = compute,
 ) -> list[RunStats]:
     """Carry out every item of one or several plans, reading each tensor once for all of them.
 
@@ -82,6 +88,7 @@ def run(
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
         progress: hears of every finished item.
+        worker: what is done with each item.
 
     Raises:
         CovmergeError: as the stages raise; the first error stops all of them.
@@ -96,7 +103,7 @@ def run(
             thresholds = run_surveys(plans, sources, context, progress.advance)
         sinks = [sink for _, sink in work]
         informed = replace(context, thresholds=thresholds)
-        pipeline = _Pipeline(together, sinks, sources, informed, progress)
+        pipeline = _Pipeline(together, sinks, sources, informed, worker, progress)
         pipeline.run(in_flight)
     finally:
         progress.finish()
@@ -109,8 +116,11 @@ def run(
             compute_seconds=computing.seconds,
             write_seconds=pipeline.writing.seconds,
             resumed_items=pipeline.resumed,
+            item_seconds=tuple(seconds.get(index) for index in range(len(plans[0].items))),
         )
-        for collected, computing in zip(pipeline.collected, pipeline.computing, strict=True)
+        for collected, computing, seconds in zip(
+            pipeline.collected, pipeline.computing, pipeline.item_seconds, strict=True
+        )
     ]
 
 
@@ -128,12 +138,14 @@ class _Pipeline:
         sinks: Sequence[Sink],
         sources: Sources,
         context: Context,
+        worker: Worker,
         progress: Progress,
     ) -> None:
         self._together = together
         self._sinks = sinks
         self._sources = sources
         self._context = context
+        self._worker = worker
         self._progress = progress
         self._progress_lock = threading.Lock()
         self._to_compute: Queue[tuple[int, Inputs] | None] = Queue()
@@ -141,6 +153,7 @@ class _Pipeline:
         self._errors: list[BaseException] = []
         self.reading, self.writing = _Clock(), _Clock()
         self.computing = [_Clock() for _ in sinks]
+        self.item_seconds: list[dict[int, float]] = [{} for _ in sinks]
         self.collected: list[dict[int, Mapping[str, Json]]] = [{} for _ in sinks]
         self.resumed = 0
 
@@ -195,10 +208,12 @@ class _Pipeline:
             del inputs  # or the last item's inputs would outlive its turn
 
     def _compute(self, index: int, inputs: Inputs) -> None:
-        results = compute(self._together[index], inputs, self._context)
+        results = self._worker(self._together[index], inputs, self._context)
         for number, clock in enumerate(self.computing):
+            before = clock.seconds
             with clock:
                 result = next(results)
+            self.item_seconds[number][index] = clock.seconds - before
             self._to_write.put((index, number, result))
             del result
 

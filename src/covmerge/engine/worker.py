@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from covmerge.engine.inputs import Inputs, dense, take_updates
-from covmerge.engine.measures import measure
+from covmerge.engine.measures import Measures
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import norm
 from covmerge.methods import Method, registry
@@ -96,10 +96,8 @@ class Layer:
         self._inputs = inputs
         self._context = context
         merging = [item for item in items if isinstance(item.tensor.action, Merge)]
-        layouts = [a.layout for item in items if isinstance(a := item.tensor.action, Merge)]
-        # Methods that take any shape do not say how a tensor holds matrices, others do.
-        self._layout = next((layout for layout in layouts if layout is not None), None)
-        self._given, self.squares = take_updates(merging[0], inputs, context.dtype, context.device)
+        self._item = merging[0]
+        self._given, self.squares = take_updates(self._item, inputs, context.dtype, context.device)
         self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
 
     def merge(
@@ -124,7 +122,7 @@ class Layer:
             )
         stats: dict[str, Json] = {"updates": self.squares, "merged": square_merged}
         if self._context.compare:
-            stats |= measure(merged, self._updates, self._layout)
+            stats |= self._measures.of(merged)
         exact = merged.add_(self._base())
         result = exact.to(item.tensor.output.dtype)
         lossy = result.dtype != exact.dtype
@@ -205,6 +203,10 @@ class Layer:
             expert: dense(update, self._inputs.base, context.dtype, context.device)
             for expert, update in self._given.items()
         }
+
+    @cached_property
+    def _measures(self) -> Measures:
+        return Measures(self._updates, self._item.matrices)
 
     def _factors(self, action: Merge, method: Method) -> list[list[LowRank]] | None:
         """All updates of each matrix by their factors, oriented.

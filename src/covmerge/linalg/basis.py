@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from covmerge.linalg.lapack import eigh
+from covmerge.linalg.lapack import eigh, qr
 
-_linalg: Any = torch.linalg
 # λ_min/λ_max of the Gram matrix of unit columns from which its eigenvectors make a basis that is
 # orthonormal to 1e-16/1e-8.
 _WELL_POSED = 1e-8
@@ -64,6 +62,6 @@ def basis_of(blocks: Sequence[Tensor]) -> Basis:
         mix = (vectors / values.sqrt()) / units[:, None]
         found = mix.mT @ gram
     else:
-        columns, found = cast("tuple[Tensor, Tensor]", _linalg.qr(exact))
+        columns, found = qr(exact)
         mix = torch.eye(len(found), dtype=torch.float64, device=columns.device)
     return Basis(columns, mix, tuple(torch.split(found, sizes, dim=1)))

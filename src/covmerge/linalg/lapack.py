@@ -25,6 +25,11 @@ def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return cast("tuple[Tensor, Tensor, Tensor]", _linalg.svd(matrix, full_matrices=False))
 
 
+def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Thin QR factorisation."""
+    return cast("tuple[Tensor, Tensor]", _linalg.qr(matrix))
+
+
 def cholesky_in_place(matrix: Tensor) -> bool:
     """Replace a symmetric matrix by its lower factor; False if it is not positive definite."""
     failed = torch.empty((), dtype=torch.int32, device=matrix.device)

@@ -52,11 +52,13 @@ def build_plans(
     base: Checkpoint,
     experts: Mapping[str, Checkpoint],
     statistics: Statistics | None = None,
+    *,
+    whole: bool = False,
 ) -> list[Plan]:
     """Plan several recipes over the same checkpoints so that one reading serves all of them.
 
     Item by item their plans have the same rows of the same tensor: the most that any of them must
-    see at once.
+    see at once; with `whole`, at least one matrix, so that it can be measured.
     """
     base_model = Model(base, describe(base.headers, base.config))
     models = {
@@ -71,7 +73,7 @@ def build_plans(
     elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
     # The fewest ranges are those of whoever must see the most of the tensor at once.
     ranges = [
-        min((list(_row_ranges(tensor, elements)) for tensor in together), key=len)
+        min((list(_row_ranges(tensor, elements, whole)) for tensor in together), key=len)
         for together in zip(*(draft.tensors for draft in drafts), strict=True)
     ]
     return [_plan(draft, base_model, models, statistics or {}, ranges) for draft in drafts]
@@ -218,6 +220,7 @@ def _plan_tensors(
             action,
             rule,
             sources,
+            matrices=rules.matrices(header, info),
             parameter=info.parameter,
             takes_factors=info.takes_factors,
             ties=tuple(other for other, to in base.description.tied.items() if to == name),
@@ -230,13 +233,16 @@ def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
     return getattr(torch, recipe.output.dtype)
 
 
-def _row_ranges(tensor: TensorPlan, elements: int) -> Iterator[range | None]:
+def _row_ranges(tensor: TensorPlan, elements: int, whole: bool) -> Iterator[range | None]:
     """Ranges of rows that can be worked on by themselves."""
     action, shape = tensor.action, tensor.output.shape
     unit = "element"
     if isinstance(action, Merge):
         unit = registry.get(action.method).unit_for(action.parameters)
-        if action.layout is not None and action.layout.stacked:
+        layout = action.layout
+        if whole and layout is None and tensor.matrices is not None and unit != "tensor":
+            unit, layout = "matrix", tensor.matrices
+        if layout is not None and layout.stacked:
             yield from (range(index, index + 1) for index in range(shape[0]))
             return
     if unit == "element" or (unit == "row" and len(shape) > 1):

@@ -10,7 +10,7 @@ from covmerge.errors import RecipeError
 from covmerge.methods import Method, registry
 from covmerge.plan.types import Copy, Merge
 from covmerge.recipe import Recipe, Rule
-from covmerge.tensors import TensorInfo
+from covmerge.tensors import MatrixLayout, TensorInfo
 from covmerge.types import Role, TensorHeader
 
 _MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
@@ -58,6 +58,16 @@ class Rules:
         if value == "average":
             return self._average(setting)
         return self._merge(self._method, self._parameters, header, info, reason=setting)
+
+    def matrices(self, header: TensorHeader, info: TensorInfo) -> MatrixLayout | None:
+        """Return how a tensor holds the matrices of layers, oriented; None where it does not."""
+        kernels = self._recipe.tensors.convolutions == "method"
+        if info.role not in _MATRICES and not (info.role is Role.CONV and kernels):
+            return None
+        if len(header.shape) < 2 or not header.dtype.is_floating_point:
+            return None
+        split = self._recipe.tensors.fused == "split" and info.parts is not None
+        return replace(info.layout, parts=info.parts) if split else info.layout
 
     def _setting(self, role: Role) -> tuple[str, str]:
         """Name and value of what decides a role: a setting of the recipe, or the role itself."""

@@ -61,6 +61,8 @@ class TensorPlan:
             and counts as unchanged. Experts that take no part in this tensor are not in it.
         statistics: per expert, the name that its statistics file has for this tensor; empty where
             the method needs no data.
+        matrices: how it holds `(d_out, d_in)` matrices, whatever its method sees of them; None where
+            it holds none, or they are no layer's.
         parameter: its name in the model that transformers builds of config.json.
         takes_factors: whether it is the weight of a layer that PEFT has factors for.
         ties: the other parameters that the config ties to it, for which it stands too.
@@ -74,6 +76,7 @@ class TensorPlan:
     rule: str
     sources: Mapping[str, str | None]
     statistics: Mapping[str, str] = field(default_factory=dict[str, str])
+    matrices: MatrixLayout | None = None
     parameter: str = ""
     takes_factors: bool = False
     ties: tuple[str, ...] = ()
@@ -131,6 +134,14 @@ class WorkItem:
         """Shape of its rows."""
         whole = self.tensor.stored.shape
         return whole if self.rows is None else (len(self.rows), *whole[1:])
+
+    @property
+    def matrices(self) -> MatrixLayout | None:
+        """How its rows hold whole matrices; None where they hold none, or parts of them."""
+        layout, rows = self.tensor.matrices, self.rows
+        if layout is None or rows is None or layout.stacked:
+            return layout
+        return layout if len(rows) == self.tensor.stored.shape[0] else None
 
     @property
     def first_element(self) -> int:
