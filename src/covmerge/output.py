@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -35,8 +36,11 @@ from covmerge.engine import (
     totals,
 )
 from covmerge.export import (
+    Parents,
     copy_companions,
+    read_parents,
     rescalers_of,
+    write_card,
     write_heads,
     write_index,
     write_manifest,
@@ -64,6 +68,7 @@ class MergeResult:
         heads: per expert, its own task head; empty for a merge to disk, which has them as files.
         stats: per tensor and in total, as in `covmerge.json`.
         run: seconds and memory of this run.
+        seconds: of mathematics by tensor, of those that this run merged.
         notes: what the plan and the run want a reader to know.
         verification: result of re-reading the output, for a merge to disk.
     """
@@ -75,6 +80,7 @@ class MergeResult:
     run: Mapping[str, Json]
     notes: tuple[str, ...] = ()
     verification: VerifyReport | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     masks: Mapping[str, Mapping[str, Tensor]] = field(
         default_factory=dict[str, Mapping[str, Tensor]]
     )
@@ -103,6 +109,11 @@ class OpenCheckpoints:
         """Where they lie, for checks that nothing overwrites them; other sources do not exist."""
         files = [file.path for file in self.statistics.values()]
         return [*(Path(c.source).expanduser() for _, c in self.all()), *files]
+
+    @cached_property
+    def parents(self) -> Parents:
+        """Who they are, as the model card tells it; the cards of repositories are fetched."""
+        return read_parents(self.all())
 
     def identity(self) -> dict[str, Json]:
         """What tells these sources from others, for the digest of a plan."""
@@ -176,6 +187,7 @@ class ModelFolder:
         self._folder = folder
         self._plan = plan
         self._checkpoints = checkpoints
+        self._parents = checkpoints.parents  # before the work, while the Hub is there
         self._layout = plan_layout(
             plan.output_headers, plan.recipe.output.shard_size, metadata=plan.metadata
         )
@@ -198,9 +210,19 @@ class ModelFolder:
         if self._masks is not None:
             self._masks.flush()
             write_rescalers(folder, cast("Mapping[str, float]", stats["rescalers"]))
-        notes = (*plan.notes, *copied.notes)
-        write_manifest(folder, manifest(plan, fingerprints, notes, stats))
-        return MergeResult(folder, None, {}, stats, run_report(done, memory), notes)
+        notes = (*plan.notes, *copied.notes, *self._parents.notes)
+        told = manifest(plan, fingerprints, notes, stats)
+        write_manifest(folder, told)
+        write_card(folder, plan, self._parents, base.config, told)
+        return MergeResult(
+            folder,
+            None,
+            {},
+            stats,
+            run_report(done, memory),
+            notes,
+            seconds=tensor_seconds(plan, done),
+        )
 
 
 def manifest(
@@ -275,6 +297,15 @@ def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, Jso
     factors = rescalers_of(entries)
     rescaled = {"rescalers": factors} if factors else {}
     return {"totals": totals(entries), "heads": heads, **rescaled, "tensors": entries}
+
+
+def tensor_seconds(plan: Plan, done: RunStats) -> dict[str, float]:
+    """Seconds of mathematics by tensor; those that an earlier run merged are left out."""
+    found: dict[str, float] = {}
+    for item, seconds in zip(plan.items, done.item_seconds, strict=True):
+        if seconds is not None:
+            found[item.tensor.name] = found.get(item.tensor.name, 0.0) + seconds
+    return found
 
 
 def run_report(done: RunStats, memory: MemoryPlan) -> dict[str, Json]:

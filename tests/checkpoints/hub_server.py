@@ -1,7 +1,8 @@
-"""A Hugging Face Hub of one repository, over real HTTP on this machine."""
+"""A Hugging Face Hub of one repository, over real HTTP on this machine: read, and written to."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterator
@@ -12,9 +13,23 @@ from pathlib import Path
 from threading import Lock, Thread
 from urllib.parse import unquote, urlsplit
 
+import pytest
+import yaml
+from huggingface_hub import close_session, constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "org/name"
-REVISIONS = {"main", "v1", "refs/pr/1", COMMIT}
+REVISIONS = ("main", "v1", "refs/pr/1", COMMIT)
+WRITER, READER = "hf_writer", "hf_reader"  # tokens: one may write, the other not
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one commit brought."""
+
+    branch: str
+    message: str
+    files: dict[str, bytes]
 
 
 @dataclass
@@ -27,6 +42,12 @@ class Hub:
         gated: whether everything is refused as for a gated repository.
         sent: bytes of content sent, by file name.
         listed: sizes that the API announces where they are not the true ones.
+        exists: whether the repository is there.
+        private: whether it is private.
+        full: whether there is no room for large files.
+        revisions: branches, tags and commits that it has.
+        commits: what was committed, in order.
+        stored: content of large files by hash, uploaded but perhaps not committed.
         url: the endpoint.
     """
 
@@ -35,11 +56,30 @@ class Hub:
     gated: bool = False
     sent: dict[str, int] = field(default_factory=dict)
     listed: dict[str, int] = field(default_factory=dict)
+    exists: bool = True
+    private: bool = False
+    full: bool = False
+    revisions: set[str] = field(default_factory=lambda: set(REVISIONS))
+    commits: list[Commit] = field(default_factory=list)
+    stored: dict[str, bytes] = field(default_factory=dict)
     url: str = ""
     lock: Lock = field(default_factory=Lock)
 
     def size(self, name: str) -> int:
         return self.listed.get(name, len(self.files[name]))
+
+    def info(self) -> dict[str, object]:
+        siblings = [
+            {"rfilename": name, "size": self.size(name), "blobId": _etag(data)}
+            for name, data in self.files.items()
+        ]
+        return {
+            "id": REPOSITORY,
+            "sha": COMMIT,
+            "private": self.private,
+            "siblings": siblings,
+            "tags": [],
+        }
 
     def count(self, name: str, size: int) -> None:
         with self.lock:
@@ -63,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path).strip("/")
         if self.hub.gated:
             return self._refuse(403, "GatedRepo")
+        if not self.hub.exists:
+            return self._refuse(404, "RepoNotFound")
         if path.startswith(f"api/models/{REPOSITORY}"):
             return self._api(path.removeprefix(f"api/models/{REPOSITORY}").strip("/"))
         if path.startswith(f"{REPOSITORY}/resolve/"):
@@ -71,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _api(self, path: str) -> None:
         kind, _, revision = path.partition("/")
-        if kind and revision not in REVISIONS:
+        if kind and revision not in self.hub.revisions:
             return self._refuse(404, "RevisionNotFound")
         if kind == "tree":
             return self._json(
@@ -80,14 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
                     for name, data in self.hub.files.items()
                 ]
             )
-        siblings = [
-            {"rfilename": name, "size": self.hub.size(name), "blobId": _etag(data)}
-            for name, data in self.hub.files.items()
-        ]
-        return self._json({"id": REPOSITORY, "sha": COMMIT, "siblings": siblings, "tags": []})
+        return self._json(self.hub.info())
 
     def _resolve(self, path: str) -> None:
-        revision = next((r for r in REVISIONS if path.startswith(f"{r}/")), None)
+        revision = next((r for r in self.hub.revisions if path.startswith(f"{r}/")), None)
         if revision is None:
             return self._refuse(404, "RevisionNotFound")
         name = path.removeprefix(f"{revision}/")
@@ -103,11 +141,96 @@ class _Handler(BaseHTTPRequestHandler):
         head = {"ETag": f'"{_etag(self.hub.files[name])}"', "X-Repo-Commit": COMMIT, **extra}
         self._send(status, data, {"Accept-Ranges": "bytes", **head}, name)
 
-    def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"}, None)
+    def do_PUT(self) -> None:
+        """Take a large file; its address is its hash, as the answer to a batch says."""
+        oid = self.path.removeprefix("/lfs/")
+        content = self._body()
+        if self.hub.full:
+            return self._refuse(403, "", "over the quota")
+        if hashlib.sha256(content).hexdigest() != oid:
+            return self._refuse(400, "WrongHash")
+        self.hub.stored[oid] = content
+        return self._json({})
 
-    def _refuse(self, status: int, code: str) -> None:
-        self._send(status, b"{}", {"X-Error-Code": code, "Content-Type": "application/json"}, None)
+    def do_POST(self) -> None:
+        path, body = unquote(urlsplit(self.path).path).strip("/"), self._body()
+        if path == "api/validate-yaml":
+            return self._validate(json.loads(body)["content"])
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token not in (WRITER, READER):
+            return self._refuse(401, "", "Invalid username or password.")
+        if token == READER:
+            return self._refuse(403, "", "you have no write access to it")
+        if path == "api/repos/create":
+            return self._create(json.loads(body))
+        if path == f"{REPOSITORY}.git/info/lfs/objects/batch":
+            return self._json(self._batch(json.loads(body)))
+        kind, _, branch = path.removeprefix(f"api/models/{REPOSITORY}/").partition("/")
+        if kind == "branch":
+            self.hub.revisions.add(branch)
+            return self._json({})
+        if branch not in self.hub.revisions:
+            return self._refuse(404, "RevisionNotFound")
+        if kind == "preupload":
+            return self._json(_upload_modes(json.loads(body)))
+        assert kind == "commit", path
+        return self._commit(branch, [json.loads(line) for line in body.splitlines()])
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        content = b""
+        while size := int(self.rfile.readline(), 16):
+            content += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return content
+
+    def _validate(self, card: str) -> None:
+        metadata = yaml.safe_load(card.split("---")[1])
+        if metadata.get("license") == "nonsense":
+            errors = {"errors": [{"message": '"license" must be one of the known ones'}]}
+            return self._json(errors, 400)
+        return self._json({})
+
+    def _create(self, wanted: dict[str, str]) -> None:
+        if wanted["organization"] != "org":
+            return self._refuse(403, "", f"no rights in the namespace {wanted['organization']}")
+        if self.hub.exists:
+            return self._json({"url": f"{self.hub.url}/{REPOSITORY}"}, 409)
+        self.hub.exists = True
+        self.hub.private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        return self._json({"url": f"{self.hub.url}/{REPOSITORY}"})
+
+    def _batch(self, wanted: dict[str, list[dict[str, object]]]) -> dict[str, object]:
+        objects = [
+            {**each, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}}
+            for each in wanted["objects"]
+        ]
+        return {"transfer": "basic", "objects": objects}
+
+    def _commit(self, branch: str, lines: list[dict[str, dict[str, str]]]) -> None:
+        header, *entries = lines
+        files = {}
+        for entry in entries:
+            value = entry["value"]
+            if entry["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            else:
+                files[value["path"]] = self.hub.stored[value["oid"]]
+        self.hub.files.update(files)
+        self.hub.commits.append(Commit(branch, header["value"]["summary"], files))
+        oid = f"{len(self.hub.commits):040x}"
+        url = f"{self.hub.url}/{REPOSITORY}/commit/{oid}"
+        return self._json({"success": True, "commitOid": oid, "commitUrl": url})
+
+    def _json(self, value: object, status: int = 200) -> None:
+        self._send(status, json.dumps(value).encode(), {"Content-Type": "application/json"}, None)
+
+    def _refuse(self, status: int, code: str, message: str = "") -> None:
+        told = {"X-Error-Code": code, "X-Error-Message": message}
+        told = {key: value for key, value in told.items() if value}
+        self._send(status, b"{}", {**told, "Content-Type": "application/json"}, None)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], name: str | None) -> None:
         self.send_response(status)
@@ -130,6 +253,45 @@ def _etag(data: bytes) -> str:
     return hashlib.sha1(data).hexdigest()
 
 
+def _upload_modes(wanted: dict[str, list[dict[str, str]]]) -> dict[str, object]:
+    """Weights are stored as large files, the rest in the repository itself."""
+    return {
+        "files": [
+            {
+                "path": each["path"],
+                "uploadMode": "lfs" if each["path"].endswith(".safetensors") else "regular",
+                "shouldIgnore": False,
+                "oid": None,
+            }
+            for each in wanted["files"]
+        ]
+    }
+
+
+def connect(
+    monkeypatch: pytest.MonkeyPatch, hub: Hub, cache: Path, token: str | None = None
+) -> None:
+    """Have the real client talk to this Hub alone, and keep what it fetches in a folder.
+
+    Args:
+        monkeypatch: of the test.
+        hub: the Hub.
+        cache: the client's cache.
+        token: what it is logged in with; None: as nobody.
+    """
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # Its own store for large files speaks another protocol; without it they go over HTTP.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", token is None)
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+
+
 @contextmanager
 def serve(folder: Path) -> Iterator[Hub]:
     """Serve the files of a folder as the repository `org/name`."""
@@ -146,6 +308,7 @@ def serve(folder: Path) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        close_session()  # the client's connections
         server.shutdown()
         thread.join()
         server.server_close()

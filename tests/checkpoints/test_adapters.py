@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import close_session, constants
+from huggingface_hub import constants
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -33,7 +33,7 @@ from tests.checkpoints.adapters import (
     save,
     vit,
 )
-from tests.checkpoints.hub_server import COMMIT, serve
+from tests.checkpoints.hub_server import COMMIT, connect, serve
 
 ATTENTION = ["query", "value"]
 WEIGHTS = "adapter_model.safetensors"
@@ -378,15 +378,9 @@ def test_adapters_are_not_followed_out_of_their_folder(adapter: Path, tmp_path: 
 def test_adapters_of_the_hub(adapter: Path, tmp_path: Path, monkeypatch) -> None:
     (adapter / "README.md").write_text("not wanted")
     with serve(adapter) as hub:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+        connect(monkeypatch, hub, tmp_path / "cache")
         found = open_checkpoint("org/name")
         assert set(hub.sent) == {WEIGHTS, CONFIG}
-        close_session()
     assert found.identity() == {"kind": "hub", "repo": "org/name", "revision": COMMIT}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     local = open_checkpoint(adapter)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import close_session, constants
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from covmerge.checkpoints import open_checkpoint
+from covmerge.checkpoints import HubModel, open_checkpoint
 from covmerge.errors import CheckpointError
-from tests.checkpoints.hub_server import COMMIT, Hub, serve
+from tests.checkpoints.hub_server import COMMIT, Hub, connect, serve
 
 ROWS = 4000
 TENSORS = {
@@ -46,14 +46,8 @@ def upload(tmp_path: Path) -> Path:
 @pytest.fixture
 def hub(upload: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with serve(upload) as hub:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+        connect(monkeypatch, hub, tmp_path / "cache")
         yield hub
-        close_session()
 
 
 @pytest.fixture
@@ -103,6 +97,7 @@ def test_planning_transfers_headers_and_materialize_the_rest(
         assert torch.equal(checkpoint.read(name), tensor)
     assert torch.equal(checkpoint.read("a", range(17, 30)), TENSORS["a"][17:30])
     assert checkpoint.identity() == identity
+    assert checkpoint.hub == HubModel("org/name", COMMIT)
     assert checkpoint.folder is not None
     assert {
         path.relative_to(checkpoint.folder).as_posix()
@@ -225,6 +220,32 @@ def test_offline_the_cache_is_used_and_said_so(single: None, hub: Hub, monkeypat
     assert "HF_HUB_OFFLINE" in checkpoint.notes[0]
     assert checkpoint.identity() == {"kind": "hub", "repo": "org/name", "revision": COMMIT}
     assert hub.sent == {}
+
+
+def test_the_model_card_is_fetched_when_it_is_asked_for(
+    single: None, hub: Hub, monkeypatch
+) -> None:
+    checkpoint = open_checkpoint("org/name")
+    assert "README.md" not in hub.sent
+    card = checkpoint.readme()
+    assert card is not None and card.read_text() == "not wanted"
+    checkpoint.materialize()
+    sent = dict(hub.sent)
+    assert checkpoint.readme() == card
+    assert hub.sent == sent  # nothing was asked for twice
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    offline = open_checkpoint(f"org/name@{COMMIT}")
+    assert offline.readme() == card
+    # Its folder, opened as such or through a link, is known for what it is.
+    assert checkpoint.folder is not None
+    link = checkpoint.folder.parents[3] / "link"
+    link.symlink_to(checkpoint.folder)
+    for folder in (checkpoint.folder, link):
+        assert open_checkpoint(folder).hub == HubModel("org/name", COMMIT)
+        assert open_checkpoint(folder).readme() == folder / "README.md"
+    del hub.files["README.md"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert open_checkpoint("org/name").readme() is None
 
 
 def test_unknown_names_and_refusals_are_told_apart(single: None, hub: Hub, monkeypatch) -> None:

@@ -5,10 +5,13 @@ import shutil
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckFailed, InputError
+from tests.checkpoints.hub_server import COMMIT, connect, serve
+from tests.cli.runs import save_plain
 from tests.e2e.models import save_family
 
 
@@ -85,6 +88,29 @@ def test_without_the_base_recorded_norms_serve(output, tmp_path):
     assert found["differs from base"].ok
     assert "recorded norms" in found["differs from base"].detail
     assert "not compared" in found["copied"].detail
+
+
+def test_a_base_of_the_hub_is_taken_at_the_commit_that_was_merged_over(tmp_path, monkeypatch):
+    save_plain(tmp_path)
+    (tmp_path / "upload").mkdir()
+    (tmp_path / "base.safetensors").rename(tmp_path / "upload" / "model.safetensors")
+    rules = [{"match": "embed*", "use": "base"}]
+    with serve(tmp_path / "upload") as hub:
+        connect(monkeypatch, hub, tmp_path / "cache")
+        experts = [tmp_path / "a.safetensors"]
+        covmerge.merge("org/name@v1", experts, "average", tmp_path / "out", rules=rules)
+        hub.revisions.remove("v1")
+        report = covmerge.verify(tmp_path / "out")
+        assert report.ok
+        assert (
+            outcome(tmp_path / "out")["differs from base"].detail
+            == "3 of 4 tensors differ, by the base"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
+        hub.gated = True
+        found = outcome(tmp_path / "out")
+        assert "recorded norms" in found["differs from base"].detail
+        assert f"org/name@{COMMIT} is gated" in found["copied"].detail
 
 
 def test_a_lost_head(tmp_path):

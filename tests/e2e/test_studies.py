@@ -395,7 +395,7 @@ class TestCompare:
         cli("compare", *flags(folder), "--methods=average", "--out", out, "--overwrite")
         assert names_in(out) == ["average", "covmerge.json"]
         cli("merge", *flags(folder), out, "--overwrite")
-        assert names_in(out) == ["covmerge.json", "model.safetensors"]
+        assert names_in(out) == ["README.md", "covmerge.json", "model.safetensors"]
         foreign = tmp_path / "foreign"
         foreign.mkdir()
         (foreign / "mine.txt").write_text("kept")

@@ -29,7 +29,14 @@ from covmerge.engine import (
     survey_bytes,
 )
 from covmerge.errors import TensorError
-from covmerge.export import AdaptedTensor, AdapterWriter, WholeTensor, write_heads, write_manifest
+from covmerge.export import (
+    AdaptedTensor,
+    AdapterWriter,
+    WholeTensor,
+    write_card,
+    write_heads,
+    write_manifest,
+)
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.spectral import truncated_svd
 from covmerge.methods.factored import MergedFactors
@@ -79,6 +86,7 @@ def merge_to_adapter(
     # Without a journal a merge that is interrupted leaves nothing.
     with Staging(out, overwrite=overwrite) as staging:
         checkpoints.materialize()
+        parents = checkpoints.parents  # before the work, while the Hub is there
         # Of tensors that are held whole the base's weights decide the result.
         whole = any(isinstance(task.place, WholeTensor) for task in tasks)
         decisive = replace(checkpoints, base=given) if whole else checkpoints
@@ -102,10 +110,13 @@ def merge_to_adapter(
                 *filter(None, [naming.note]),
                 *_bases_that_differ(adapters),
                 *describe_left_out(plan, tasks, changed),
+                *parents.notes,
             ]
             writer.finish([adapter.adapter_config for adapter in adapters], checkpoints.base)
             write_heads(staging.folder, read_heads(plan, checkpoints))
-            write_manifest(staging.folder, manifest(plan, fingerprints, notes, stats))
+            told = manifest(plan, fingerprints, notes, stats)
+            write_manifest(staging.folder, told)
+            write_card(staging.folder, plan, parents, checkpoints.base.config, told)
         report = replace(verify_adapter(staging.folder), folder=out)
         report.raise_if_failed()
         staging.commit()

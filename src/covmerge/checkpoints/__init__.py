@@ -6,27 +6,31 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 
 from covmerge.checkpoints.adapted_base import AdaptedBase
 from covmerge.checkpoints.adapter import AdapterCheckpoint, FactorHeader
-from covmerge.checkpoints.base import Checkpoint
+from covmerge.checkpoints.base import CARD_NAME, Checkpoint
+from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.masks import MASKS_FOLDER, MaskWriter, unpack
 from covmerge.checkpoints.open import open_checkpoint
 from covmerge.checkpoints.paths import safe_child
-from covmerge.checkpoints.staging import Staging, check_not_input
+from covmerge.checkpoints.staging import Staging, check_not_input, find_unfinished
 from covmerge.checkpoints.writer import ShardWriter
 
 __all__ = [
+    "CARD_NAME",
     "MASKS_FOLDER",
     "AdaptedBase",
     "AdapterCheckpoint",
     "Checkpoint",
     "Entry",
     "FactorHeader",
+    "HubModel",
     "Journal",
     "MaskWriter",
     "ShardWriter",
     "Staging",
     "check_not_input",
+    "find_unfinished",
     "open_checkpoint",
     "plan_layout",
     "safe_child",

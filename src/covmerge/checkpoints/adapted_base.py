@@ -12,6 +12,7 @@ from torch import Tensor
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
 from covmerge.checkpoints.base import Checkpoint, find_header
+from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.errors import InputError
 from covmerge.types import Json, TensorHeader
 
@@ -57,6 +58,15 @@ class AdaptedBase:
     def folder(self) -> Path | None:
         """See `Checkpoint.folder`."""
         return self._stored.folder
+
+    @property
+    def hub(self) -> HubModel | None:
+        """See `Checkpoint.hub`."""
+        return self._stored.hub
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`."""
+        return self._stored.readme()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`.

@@ -32,6 +32,7 @@ from covmerge.checkpoints.base import Checkpoint, find_header
 from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.hub import HubCheckpoint
+from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
 from covmerge.checkpoints.paths import safe_child
@@ -127,6 +128,15 @@ class AdapterCheckpoint:
     def folder(self) -> Path | None:
         """See `Checkpoint.folder`."""
         return self._stored.folder
+
+    @property
+    def hub(self) -> HubModel | None:
+        """See `Checkpoint.hub`."""
+        return self._stored.hub
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`."""
+        return self._stored.readme()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`; the new value, not what was added to the base."""

@@ -11,9 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.errors import CheckpointError
 from covmerge.types import Json, TensorHeader
+
+CARD_NAME = "README.md"  # the model card
 
 _DISPATCH = "__torch_dispatch__"
 
@@ -47,8 +50,21 @@ class Checkpoint(Protocol):
         ...
 
     @property
+    def hub(self) -> HubModel | None:
+        """The model of the Hugging Face Hub that it is, where that is known."""
+        ...
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What a reader of the report should know about how the source was read."""
+        ...
+
+    def readme(self) -> Path | None:
+        """Return its model card, if it has one; of a repository of the Hub it is fetched.
+
+        Raises:
+            CheckpointError: it cannot be fetched, or is a link that leads out of its folder.
+        """
         ...
 
     def read(self, name: str, rows: range | None = None) -> Tensor:

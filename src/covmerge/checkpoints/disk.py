@@ -43,6 +43,22 @@ def disk_errors(path: Path, needed: int | None = None) -> Generator[None, None, 
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def replace_file(path: Path, content: str) -> None:
+    """Write a file whole, or leave it as it was.
+
+    Raises:
+        ResourceError: the disk is full.
+        InputError: the folder may not be written to.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with disk_errors(path):
+        try:
+            unfinished.write_bytes(content.encode())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
 def fsync_path(path: Path) -> None:
     """Have the kernel put a file, or the names in a folder, on the disk."""
     fd = os.open(path, os.O_RDONLY)

@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from covmerge.checkpoints.base import WeightFile, find_header, stamp_of
+from covmerge.checkpoints.base import CARD_NAME, WeightFile, find_header, stamp_of
+from covmerge.checkpoints.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.paths import safe_child
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
@@ -68,6 +69,17 @@ class FileCheckpoint:
         self._weights = tuple(weights)
         self._file_of = {name: file for file in weights for name in file.headers}
         self._paths = (*(file.path for file in weights), *beside)
+
+    @property
+    def hub(self) -> HubModel | None:
+        """See `Checkpoint.hub`."""
+        return cached_model(self.folder or self._paths[0])
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`; what lies beside a file by itself need not be about it."""
+        places = (self.folder, snapshot_of(self._paths[0]))
+        cards = (safe_child(folder, CARD_NAME) for folder in places if folder is not None)
+        return next((card for card in cards if card.is_file()), None)
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from covmerge.checkpoints.base import Checkpoint, find_header
+from covmerge.checkpoints.base import CARD_NAME, Checkpoint, find_header
 from covmerge.checkpoints.folder import (
     CONFIG,
     check_weight_map,
@@ -18,6 +18,7 @@ from covmerge.checkpoints.folder import (
     open_folder,
     read_weight_map,
 )
+from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.checkpoints.json_file import read_object
 from covmerge.errors import CheckpointError
@@ -60,6 +61,18 @@ class HubCheckpoint:
     def folder(self) -> Path | None:
         """The snapshot in the cache, once `materialize` has completed it."""
         return None if self._local is None else self._local.folder
+
+    @property
+    def hub(self) -> HubModel:
+        """See `Checkpoint.hub`."""
+        return HubModel(self._repository.name, self._repository.commit)
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`."""
+        if CARD_NAME in self._repository.sizes:
+            return self._repository.file(CARD_NAME)
+        # Offline the repository's files are not known.
+        return None if self._local is None else self._local.readme()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.base import copy_rows, find_header, header_of
+from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.errors import CheckpointError
 from covmerge.types import Json, TensorHeader
 
@@ -26,6 +27,7 @@ class MemoryCheckpoint:
 
     config: Mapping[str, Any] | None = None
     folder: Path | None = None
+    hub: HubModel | None = None
     notes: tuple[str, ...] = ()
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -34,6 +36,9 @@ class MemoryCheckpoint:
             {name: header_of(name, tensor, self.source) for name, tensor in tensors.items()}
         )
         self._tensors = dict(tensors)
+
+    def readme(self) -> Path | None:
+        """There is none."""
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from covmerge.checkpoints.hub_cache import snapshot_around
 from covmerge.errors import CheckpointError
 
 _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
@@ -52,13 +53,13 @@ def _is_cached_blob(folder: Path, target: Path) -> bool:
     which newer versions of the cache link on to a store of all repositories,
     `blobs/<2 digits>/<hash>` beside `models--org--name`.
     """
-    for snapshot in (folder, *folder.parents):
-        repository = snapshot.parent.parent
-        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
-            if target.parent == repository / "blobs":
-                return True
-            store = repository.parent / "blobs"
-            return target.is_relative_to(store) and bool(
-                _SHARED_BLOB.fullmatch(target.relative_to(store).as_posix())
-            )
-    return False
+    snapshot = snapshot_around(folder)
+    if snapshot is None:
+        return False
+    repository = snapshot.parent.parent
+    if target.parent == repository / "blobs":
+        return True
+    store = repository.parent / "blobs"
+    return target.is_relative_to(store) and bool(
+        _SHARED_BLOB.fullmatch(target.relative_to(store).as_posix())
+    )

@@ -24,6 +24,7 @@ from covmerge.errors import InputError
 
 MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
 
+_PARTIAL = ".covmerge-partial"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
@@ -62,7 +63,7 @@ class Staging:
 
     def __init__(self, out: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self.out = _resolve(out)
-        self._partial = self.out.with_name(f".{self.out.name}.covmerge-partial")
+        self._partial = _partial_of(self.out)
         self._replaced = self._partial / "replaced"
         self.folder = self._partial / "output"
         self.journal = self._partial / "journal.jsonl"
@@ -227,6 +228,13 @@ class Staging:
             raise
 
 
+def find_unfinished(out: Path) -> Path | None:
+    """Return the unfinished work on an output, or the one that a folder is part of; None if none."""
+    target = _resolve(out)
+    inside = (folder for folder in (target, *target.parents) if folder.name.endswith(_PARTIAL))
+    return next((folder for folder in (*inside, _partial_of(target)) if folder.exists()), None)
+
+
 def check_not_input(out: Path, inputs: Sequence[Path]) -> None:
     """Refuse an output that is an input, lies inside one, or would replace a folder holding one.
 
@@ -249,6 +257,10 @@ def check_not_input(out: Path, inputs: Sequence[Path]) -> None:
             raise InputError(
                 f"the output {out} and the input {given} overlap: choose an output elsewhere"
             )
+
+
+def _partial_of(out: Path) -> Path:
+    return out.with_name(f".{out.name}{_PARTIAL}")
 
 
 def _lies_in(inner: Path, outer: Path) -> bool:

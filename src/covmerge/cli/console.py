@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from covmerge.text import printable
+
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -33,13 +35,3 @@ def say(kind: str, message: str) -> None:
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print one JSON value to stdout, in ASCII, so that it survives every pipe."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
-
-
-def printable(text: str) -> str:
-    r"""Return text that a terminal shows and does not obey: names come from strangers' files.
-
-    Example:
-        >>> printable("layer\x1b[2J\nnext")
-        'layer�[2J\nnext'
-    """
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)

@@ -27,8 +27,9 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyRepor
 
     Args:
         folder: the output.
-        base: the base checkpoint; None opens the source that the manifest names. Where that is not
-            to be had, the comparison falls back on the recorded norms and says so.
+        base: the base checkpoint; None opens the source that the manifest names, and fetches it if
+            it is on the Hub. Where that is not to be had, the comparison falls back on the recorded
+            norms and says so.
 
     Raises:
         InputError: the folder is not an output of covmerge.
@@ -44,7 +45,9 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyRepor
         missing = ""
         if base is None:
             try:
-                base = opened = open_checkpoint(manifest["recipe"]["base"])
+                opened = open_checkpoint(_base_of(manifest))
+                opened.materialize()
+                base = opened
             except InputError as error:
                 missing = str(error)
         checks = [_coverage(entries, output.headers)]
@@ -58,6 +61,15 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyRepor
         output.close()
         if opened is not None:
             opened.close()
+
+
+def _base_of(manifest: Mapping[str, Any]) -> str:
+    """The base's source; on the Hub, where a branch moves on, at the commit that was merged over."""
+    source: str = manifest["recipe"]["base"]
+    commit: str | None = (
+        manifest.get("sources", {}).get("base", {}).get("content", {}).get("revision")
+    )
+    return source if commit is None else f"{source.partition('@')[0]}@{commit}"
 
 
 def _masks(folder: Path, experts: list[str]) -> Check:

@@ -10,10 +10,11 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 from yaml import YAMLError
 
+from covmerge.checkpoints import CARD_NAME
+from covmerge.checkpoints.disk import replace_file
 from covmerge.errors import InputError
-from covmerge.evaluation.record import LM_EVAL, PYTHON, Result, replace
+from covmerge.evaluation.record import LM_EVAL, PYTHON, Result
 
-FILE_NAME = "README.md"
 BEGIN = "<!-- results of `covmerge evaluate`: begin -->"
 END = "<!-- results of `covmerge evaluate`: end -->"
 
@@ -27,7 +28,7 @@ def read(folder: Path) -> ModelCard:
     Raises:
         InputError: its metadata cannot be read.
     """
-    path = folder / FILE_NAME
+    path = folder / CARD_NAME
     text = _content(path) if path.exists() else f"# {folder.resolve().name}\n"
     try:
         return ModelCard(text if text.lstrip().startswith("---") else _EMPTY + text)
@@ -53,7 +54,7 @@ def write(folder: Path, results: Sequence[Result]) -> None:
     data.model_name = data.model_name or folder.resolve().name
     data.eval_results = [*others, *(entry for result in results for entry in _entries(result))]
     card.text = _with_section(card.text, table(results))
-    replace(folder / FILE_NAME, str(card))
+    replace_file(folder / CARD_NAME, str(card))
 
 
 def table(results: Sequence[Result]) -> str:
@@ -77,7 +78,8 @@ def _content(path: Path) -> str:
 
 def _with_section(text: str, content: str) -> str:
     section = f"{BEGIN}\n## Results\n\n{content}\n{END}"
-    found = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL)
+    # A marker begins its line, which no name in a card does.
+    found = re.compile(f"^{re.escape(BEGIN)}.*?{re.escape(END)}", flags=re.DOTALL | re.MULTILINE)
     end = "\r\n" if "\r\n" in text else "\n"
     section = section.replace("\n", end)
     if found.search(text):

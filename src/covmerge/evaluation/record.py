@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from covmerge.checkpoints.disk import disk_errors
+from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.staging import MANIFEST_NAME
 from covmerge.checkpoints.strict_json import dumps
@@ -109,16 +109,8 @@ def write(folder: Path, measured: Sequence[Result]) -> list[Result]:
     kept = [result for result in read(folder) if (result.harness, result.task) not in again]
     results = [*kept, *measured]
     content = dumps({"results": [r.summary() for r in results]}, what=FILE_NAME, indent=1)
-    replace(folder / FILE_NAME, content + "\n")
+    replace_file(folder / FILE_NAME, content + "\n")
     return results
-
-
-def replace(path: Path, content: str) -> None:
-    """Write a file whole, or leave it as it was."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with disk_errors(path):
-        unfinished.write_bytes(content.encode())
-        unfinished.replace(path)
 
 
 def _result(entry: dict[str, Any]) -> Result:

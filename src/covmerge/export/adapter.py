@@ -201,10 +201,9 @@ def _pattern(module: str) -> str:
 
 def _named(base: Checkpoint) -> tuple[str | None, str | None]:
     """Return name and revision by which a base can be loaded, if it can."""
-    identity = base.identity()
-    if identity["kind"] == "hub":
-        return str(identity["repo"]), str(identity["revision"])
-    return (None if identity["kind"] == "memory" else base.source), None
+    if base.hub is not None:
+        return base.hub.name, base.hub.commit
+    return (None if base.identity()["kind"] == "memory" else base.source), None
 
 
 def _task_type(parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> Json:

@@ -1,0 +1,60 @@
+"""Which model of the Hugging Face Hub a path is, where it lies in the cache of the Hub's client.
+
+The cache holds a commit as `models--org--name/snapshots/<commit>`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_FOLDER = re.compile(r"models--(\w[\w.-]*)", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the Hub at one commit.
+
+    Attributes:
+        name: `org/name`; the oldest models have no `org`.
+        commit: the full hash.
+    """
+
+    name: str
+    commit: str
+
+
+def snapshot_around(path: Path) -> Path | None:
+    """Return the snapshot that a path is or lies in by its name alone, or None."""
+    for folder in (path, *path.parents):
+        repository = folder.parent.parent
+        if folder.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return folder
+    return None
+
+
+def snapshot_of(path: Path) -> Path | None:
+    """Return the snapshot of the cache that a path belongs to; None for any other path."""
+    # A file is a link out of its snapshot, and a snapshot may be linked to: both ways are looked at.
+    places = (path.parent.resolve() / path.name, path.resolve())
+    return next((found for place in places if (found := snapshot_around(place))), None)
+
+
+def cached_model(path: Path) -> HubModel | None:
+    """Return the model of the Hub that a path in the cache belongs to; None for any other path.
+
+    Example:
+        >>> commit = "0123456789abcdef0123456789abcdef01234567"
+        >>> cached_model(Path(f"/hub/models--org--my-name/snapshots/{commit}/config.json")).name
+        'org/my-name'
+        >>> cached_model(Path("/models/org/my-name"))
+    """
+    snapshot = snapshot_of(path)
+    if snapshot is None or not _COMMIT.fullmatch(snapshot.name):
+        return None
+    found = _FOLDER.fullmatch(snapshot.parent.parent.name)
+    # No name on the Hub has "--" in it.
+    parts = found[1].split("--") if found else []
+    return HubModel("/".join(parts), snapshot.name) if len(parts) in (1, 2) and all(parts) else None

@@ -1,0 +1,272 @@
+"""README.md: the model card, for those who meet the merged model and were not there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
+from covmerge.checkpoints.disk import disk_errors
+from covmerge.export.heads import HEADS_FOLDER
+from covmerge.export.library import how_to_load, library_of, pipeline_of
+from covmerge.export.licences import licence_notes, shared_licence
+from covmerge.export.markdown import fenced, inline, row
+from covmerge.export.parents import Parent, Parents
+from covmerge.methods import Method, registry
+from covmerge.plan import Plan
+from covmerge.types import Json
+from covmerge.version import __version__
+
+_MODEL_TYPE = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_STATISTICS = {"gram": "Gram matrices of their layers' inputs", "fisher": "Fisher information"}
+_HASH = 12  # digits of a hash that tell enough
+
+
+def write_card(
+    folder: Path,
+    plan: Plan,
+    parents: Parents,
+    config: Mapping[str, Any] | None,
+    manifest: Mapping[str, Json],
+) -> Path:
+    """Write README.md into a finished output and return its path: of one merge always the same.
+
+    Args:
+        folder: the output.
+        plan: of the merge.
+        parents: who was merged.
+        config: config.json of the base, if it has one.
+        manifest: what covmerge.json says.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    card = _Card(folder, plan, parents, config or {}, manifest)
+    path = folder / CARD_NAME
+    content = f"---\n{_yaml(card.metadata())}---\n\n{card.text()}".encode()
+    with disk_errors(path, len(content)):
+        path.write_bytes(content)
+    return path
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What `write_card` was given, and the parts of the card that follow from it."""
+
+    folder: Path
+    plan: Plan
+    parents: Parents
+    config: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+
+    @property
+    def adapter(self) -> bool:
+        return self.plan.recipe.output.format == "adapter"
+
+    @property
+    def library(self) -> str | None:
+        return library_of(self.folder, self.config, adapter=self.adapter)
+
+    @property
+    def base(self) -> Parent:
+        return self.parents.by_key["base"]
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The methods of the recipe, its own first."""
+        recipe = self.plan.recipe
+        names = (recipe.method, *(rule.method for rule in recipe.rules if rule.method))
+        return tuple(map(registry.get, dict.fromkeys(names)))
+
+    def metadata(self) -> dict[str, Any]:
+        """What the Hub reads of the card; only what is certain."""
+        named = [parent.hub.name for parent in self.parents.by_key.values() if parent.hub]
+        data: dict[str, Any] = {}
+        if named:
+            data |= {"base_model": list(dict.fromkeys(named)), "base_model_relation": "merge"}
+        if self.library is not None:
+            data["library_name"] = self.library
+        licence = shared_licence(self.parents.licences)
+        if licence is not None:
+            names = list(licence.names)
+            data["license"] = names if len(names) > 1 else names[0]
+            if licence.title:
+                data["license_name"] = licence.title
+            if licence.link:
+                data["license_link"] = licence.link
+        pipeline = pipeline_of(self.config)
+        if pipeline is not None:
+            data["pipeline_tag"] = pipeline
+        family = self.config.get("model_type")
+        known = isinstance(family, str) and _MODEL_TYPE.fullmatch(family)
+        method = self.plan.recipe.method
+        return {**data, "tags": ["merge", "covmerge", method, *([family] if known else [])]}
+
+    def text(self) -> str:
+        """Everything below the metadata."""
+        sections = {
+            "What was merged": self._parents(),
+            "Licence": self._licence(),
+            "Method": self._method(),
+            "Recipe": self._recipe(),
+            "What became of the tensors": self._tensors(),
+            "How to load it": self._loading(),
+        }
+        parts = ["\n".join(self._head())]
+        parts += [f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items()]
+        return "\n\n".join(parts) + "\n"
+
+    def _head(self) -> Iterator[str]:
+        recipe = self.plan.recipe
+        names = [inline(name) for name in recipe.experts]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        yield f"# Merge of {', '.join(names[:4])}{more} by {inline(recipe.method)}"
+        yield ""
+        merged = f"{len(names)} fine-tuned models" if len(names) > 1 else "One fine-tuned model"
+        yield (
+            f"{merged} of {inline(self.base.title)}, made into one "
+            f"{'LoRA adapter' if self.adapter else 'model'} by covmerge {__version__} with the method "
+            f"`{recipe.method}`. {self._data()}"
+        )
+
+    def _data(self) -> str:
+        kinds = dict.fromkeys(_STATISTICS[m.data] for m in self.methods if m.data != "none")
+        if not kinds:
+            return "No data was used: the weights alone decide."
+        files = [e.statistics for e in self.plan.recipe.experts.values() if e.statistics]
+        return (
+            f"Of the experts' data it used {' and '.join(kinds)}, collected beforehand: "
+            f"{', '.join(inline(Path(file).name) for file in files)}."
+        )
+
+    def _parents(self) -> Iterator[str]:
+        yield row("", "source", "version", "weight", "licence")
+        yield "|---|---|---|---|---|"
+        weights = ["", *(f"{e.weight:g}" for e in self.plan.recipe.experts.values())]
+        for (key, parent), weight in zip(self.parents.by_key.items(), weights, strict=True):
+            source = inline(parent.title)
+            if parent.hub is not None:
+                source = (
+                    f"[{source}](https://huggingface.co/{parent.hub.name}/tree/{parent.hub.commit})"
+                )
+            licence = "unknown" if parent.licence is None else inline(str(parent.licence))
+            yield row(inline(key), source, self._version(key, parent), weight, licence)
+        yield from ("", "`covmerge.json` has the hashes of all files.")
+
+    def _version(self, key: str, parent: Parent) -> str:
+        if parent.hub is not None:
+            return f"`{parent.hub.commit[:_HASH]}`"
+        content: Mapping[str, str] = self.manifest["sources"][key]["content"]
+        name, digest = next(iter(content.items()))
+        return f"sha256 `{digest.removeprefix('sha256:')[:_HASH]}` ({inline(name)})"
+
+    def _licence(self) -> Iterator[str]:
+        shared = shared_licence(self.parents.licences)
+        if shared is not None:
+            yield f"All of them are under {inline(str(shared))}, and so is what was made of them."
+        notes = list(licence_notes(self.parents.licences))
+        if shared is not None and notes:
+            yield ""
+        yield from (f"- {inline(note)}" for note in notes)
+
+    def _method(self) -> Iterator[str]:
+        recipe = self.plan.recipe
+        for method in self.methods:
+            yield from (f"`{method.name}`: {method.summary}", "")
+            yield from (fenced(method.equation, "text"), "")
+        parameters = self.methods[0].resolve(recipe.parameters, self.plan.family)
+        if parameters:
+            given = ", ".join(f"`{k}` {inline(_value(v))}" for k, v in parameters.items())
+            yield from (f"Parameters of `{recipe.method}`: {given}.", "")
+        yield fenced("\n".join(map(_citation, self.methods)), "bibtex")
+
+    def _recipe(self) -> Iterator[str]:
+        yield fenced(_yaml(self._public_recipe()), "yaml")
+        yield ""
+        yield (
+            "`covmerge merge recipe.yml OUT` carries it out where the sources are; `covmerge.json` has "
+            "all settings."
+        )
+
+    def _public_recipe(self) -> dict[str, Any]:
+        """The recipe, but for its defaults, and with no path of this machine."""
+        recipe = self.plan.recipe
+        given = recipe.model_dump(mode="json", exclude_defaults=True)
+        for name, expert in given["experts"].items():
+            expert["source"] = self.parents.by_key[f"expert {name}"].source
+            if "statistics" in expert:
+                expert["statistics"] = Path(expert["statistics"]).name
+        # First what is always there, in the order in which one thinks of it.
+        first = {"base": self.base.source, "experts": given["experts"], "method": recipe.method}
+        return {**first, **{key: value for key, value in given.items() if key not in first}}
+
+    def _tensors(self) -> Iterator[str]:
+        totals = self.manifest["totals"]
+        yield row("role", "rule", "tensors")
+        yield "|---|---|---|"
+        for entry in totals["by_rule"]:
+            yield row(inline(entry["role"]), inline(entry["rule"]), str(entry["tensors"]))
+        yield ""
+        if self.adapter:
+            yield (
+                f"Of the energy of the merged update, {totals['discarded_energy']:.2%} is lost to the "
+                f"rank of the adapter, and {totals['left_out_energy']:.2%} lies in tensors that it "
+                "leaves out."
+            )
+        yield (
+            f"Storing the result loses {totals['rounding_loss']:.2%} of the merged update's norm. "
+            "`covmerge.json` says what became of every tensor."
+        )
+
+    def _loading(self) -> Iterator[str]:
+        lines = how_to_load(self.folder, self.library, self.config, self.base.hub)
+        yield fenced("\n".join(lines), "python")
+        if self.config.get("auto_map"):
+            yield from (
+                "",
+                "It needs code of its base (`auto_map` in config.json), which is not here.",
+            )
+        heads: Mapping[str, list[str]] = self.manifest["heads"]
+        if heads:
+            yield ""
+            yield "Task heads are not merged; each expert's own is beside the model:"
+            yield ""
+            for expert, names in heads.items():
+                listed = ", ".join(map(inline, names[:4])) + (" ..." if len(names) > 4 else "")
+                yield f"- `{HEADS_FOLDER}/{expert}.safetensors`: {listed}"
+        if "rescalers" in self.manifest:
+            yield ""
+            yield (
+                f"Each expert has masks of its own under `{MASKS_FOLDER}/`: "
+                "`covmerge.load_expert(folder, expert, base)` returns the weights it runs with."
+            )
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _citation(method: Method) -> str:
+    paper = method.reference
+    year = re.search(r"\d{4}", paper.venue)
+    fields = {
+        "title": paper.title,
+        **({"year": year[0]} if year else {}),
+        "note": f"{paper.venue}. {paper.equations}",
+        "eprint": paper.arxiv,
+        "archivePrefix": "arXiv",
+        "url": f"https://arxiv.org/abs/{paper.arxiv}",
+    }
+    listed = "".join(f"  {key} = {{{value}}},\n" for key, value in fields.items())
+    return f"@misc{{{method.name.replace('+', 'p')},\n{listed}}}"
+
+
+def _yaml(data: Mapping[str, Any]) -> str:
+    """YAML with its keys in order and a line for each text."""
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=float("inf"))

@@ -1,0 +1,90 @@
+"""Which library loads an output, and how."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from covmerge.checkpoints import HubModel
+
+PEFT, TRANSFORMERS, OPEN_CLIP = "peft", "transformers", "open_clip"
+SENTENCES = "sentence-transformers"
+
+_CLASS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_FOLDER = 'folder = "."  # this folder, or the name of this repository'
+# Of a model that takes more than text its class alone does not say what it is for.
+_MORE_THAN_TEXT = ("vision_config", "audio_config", "auto_map")
+
+
+def library_of(folder: Path, config: Mapping[str, Any], *, adapter: bool) -> str | None:
+    """Return what the Hub calls the library of an output, where it is certain.
+
+    Args:
+        folder: the output.
+        config: config.json of the base; empty if it has none.
+        adapter: whether the output is an adapter.
+    """
+    if adapter:
+        return PEFT
+    if (folder / "modules.json").is_file():
+        return SENTENCES
+    if architecture(config):
+        return TRANSFORMERS
+    return OPEN_CLIP if (folder / "open_clip_config.json").is_file() else None
+
+
+def architecture(config: Mapping[str, Any]) -> str | None:
+    """Return the class of transformers that a config names first, if it names any."""
+    named: object = config.get("architectures")
+    first = next(iter(cast("list[object]", named)), None) if isinstance(named, list) else None
+    return first if isinstance(first, str) and _CLASS.fullmatch(first) else None
+
+
+def pipeline_of(config: Mapping[str, Any]) -> str | None:
+    """Return the Hub's name of what the model does, where it is certain.
+
+    Example:
+        >>> pipeline_of({"architectures": ["LlamaForCausalLM"]})
+        'text-generation'
+        >>> pipeline_of({"architectures": ["BertModel"]})
+    """
+    causal = (architecture(config) or "").endswith("ForCausalLM")
+    return "text-generation" if causal and not any(map(config.get, _MORE_THAN_TEXT)) else None
+
+
+def how_to_load(
+    folder: Path, library: str | None, config: Mapping[str, Any], base: HubModel | None
+) -> Iterator[str]:
+    """The lines of a program that loads an output.
+
+    Args:
+        folder: the output.
+        library: what `library_of` returns for it.
+        config: config.json of the base; empty if it has none.
+        base: the base, if it is known on the Hub.
+    """
+    loader = architecture(config) or "AutoModel"
+    if library == PEFT:
+        source = '"BASE"'
+        if base is not None:
+            source = f"{json.dumps(base.name)}, revision={json.dumps(base.commit)}"
+        yield from ("from peft import PeftModel", f"from transformers import {loader}", "", _FOLDER)
+        yield f"base = {loader}.from_pretrained({source})"
+        yield "model = PeftModel.from_pretrained(base, folder)"
+    elif library == SENTENCES:
+        yield from ("from sentence_transformers import SentenceTransformer", "", _FOLDER)
+        yield "model = SentenceTransformer(folder)"
+    elif library == TRANSFORMERS:
+        tokenizer = (folder / "tokenizer_config.json").is_file()
+        yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{loader}"
+        yield from ("", _FOLDER, f"model = {loader}.from_pretrained(folder)")
+        if tokenizer:
+            yield "tokenizer = AutoTokenizer.from_pretrained(folder)"
+    else:
+        yield from ("from pathlib import Path", "", "from safetensors.torch import load_file", "")
+        yield "weights = {}"
+        yield 'for file in sorted(Path(".").glob("*.safetensors")):'
+        yield "    weights |= load_file(file)"
