@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from covmerge import api
+from covmerge.checkpoints import open_checkpoint
 from covmerge.covariance.gate import gate
 from covmerge.errors import InputError
 from covmerge.evaluation.alone import Cost, Order, run_alone
@@ -30,7 +32,8 @@ from covmerge.evaluation.studies.entries import BINS, WIDTH, histogram, moments
 from covmerge.evaluation.studies.entries import text as entries_text
 from covmerge.evaluation.studies.heterogeneity import choose, growth_of, update_norms
 from covmerge.evaluation.studies.interference import TRAININGS
-from covmerge.evaluation.studies.layers import by_depth, open_layers
+from covmerge.evaluation.studies.layers import open_layers
+from covmerge.evaluation.studies.retention import Pair, agreement, without
 from covmerge.evaluation.studies.spectra import find_spectra, overlap_of, spectrum_of, top_energy
 from covmerge.evaluation.suite import Lessons, Suite, Variant
 from covmerge.evaluation.workers import untold
@@ -64,6 +67,11 @@ def tokens(count, seed):
     mask[0, 2] = 0
     inputs = {"x": random(count, 3, 5, seed=seed), "attention_mask": mask}
     return inputs, random(count, 4, seed=seed + 1)
+
+
+def read_all(path):
+    with closing(open_checkpoint(path)) as checkpoint:
+        return torch.cat([checkpoint.read(name).flatten() for name in LAYERS])
 
 
 class Tiny(Suite):
@@ -122,7 +130,11 @@ class Tiny(Suite):
         save_file(weights, self.expert(task, variant))
 
     def score(self, task, part, model, expert, tell=None):
-        raise NotImplementedError
+        """The nearer a model is to the expert, the more examples it gets right."""
+        found, wanted, start = map(read_all, (model, expert, self.base))
+        away = (found - wanted).norm() / (wanted - start).norm()
+        right = round(20 * float(1 / (1 + away)))
+        return right * [1.0] + (20 - right) * [0.0]
 
     def inputs(self, task, examples):
         raise NotImplementedError
@@ -148,7 +160,9 @@ def experts(bench):
     return {task: bench.suite.expert(task, FULL) for task in bench.suite.tasks}
 
 
-@pytest.mark.parametrize("name", ["interference", "heterogeneity", "spectra", "entries", "cost"])
+@pytest.mark.parametrize(
+    "name", ["interference", "heterogeneity", "spectra", "entries", "cost", "ridge", "retention"]
+)
 def test_every_study_runs_and_is_saved(bench, name, monkeypatch, tmp_path):
     taken = Cost(mathematics=0.5, merge=1.0, process=3.0, memory=2**24, device_memory=None)
     monkeypatch.setattr(cost, "run_alone", lambda order: taken)
@@ -263,7 +277,6 @@ def test_layers_are_read_in_order_as_differences(bench, experts):
     torch.testing.assert_close(
         layers[1].updates["far"], 3e-2 * random(12, 10, seed=103), rtol=1e-3, atol=1e-6
     )
-    assert by_depth(reversed(LAYERS)) == list(LAYERS)
 
 
 def test_gamma_of_the_norms_is_that_of_the_merge(bench, experts):
@@ -330,6 +343,31 @@ def test_entries_say_plainly_what_they_are():
     uniform = {"a": {"t": moments(torch.rand(100, 100))}}
     assert "Zero-centred: no" in entries_text(uniform)
     assert "Gaussian: no" in entries_text(uniform)
+
+
+def test_prediction_is_held_against_what_was_measured(bench):
+    found = STUDIES["retention"]().run(bench, [FULL, Variant("full", 1)]).numbers["kinds"]["full"]
+    models = {pair["model"] for pair in found["pairs"]}
+    assert {"average", "ace", "ace eps=0.01", "actmat", "wudi"} <= models
+    assert "regmean" not in models and "emr" not in models
+    everything, fair = found["agreement"].values()
+    assert everything["kept"] != fair["kept"]
+    # What Tiny measures is the distance to the expert, which is what Ĉ = I predicts.
+    assert fair["unweighted"]["methods"] > fair["kept"]["methods"]
+
+
+def test_agreement_of_what_agrees():
+    pairs = [
+        Pair(model, task, kept, -kept, measured)
+        for model, task, kept, measured in (
+            ("one", "a", 0.1, 0.2), ("one", "b", 0.2, 0.1),
+            ("two", "a", 0.8, 0.9), ("two", "b", 0.9, 0.8),
+        )
+    ]  # fmt: skip
+    found, opposite = agreement(pairs, "kept"), agreement(pairs, "unweighted")
+    assert (found.methods, found.means, found.tasks) == (1.0, 1.0, -1.0)
+    assert (opposite.methods, opposite.means, opposite.tasks) == (-1.0, -1.0, 1.0)
+    assert without(pairs, ["two"]) == pairs[:2]
 
 
 @pytest.mark.slow

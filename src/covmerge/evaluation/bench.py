@@ -178,7 +178,7 @@ def _work_folder(parent: Path) -> Path:
     """Return this process's own folder; those of runs that were killed are removed."""
     parent.mkdir(exist_ok=True)
     for left in parent.iterdir():
-        if not psutil.pid_exists(int(left.name)):
+        if not (left.name.isdigit() and psutil.pid_exists(int(left.name))):
             shutil.rmtree(left, ignore_errors=True)
     work = parent / str(os.getpid())
     work.mkdir()

@@ -6,6 +6,7 @@ from covmerge.evaluation.studies.covariance import CovarianceReplaced
 from covmerge.evaluation.studies.entries import EntriesOfUpdates
 from covmerge.evaluation.studies.heterogeneity import Heterogeneity
 from covmerge.evaluation.studies.interference import Interference
+from covmerge.evaluation.studies.retention import Retention
 from covmerge.evaluation.studies.spectra import SpectraBeforeAndAfter
 from covmerge.evaluation.studies.study import Findings, Study, save
 
@@ -22,6 +23,7 @@ STUDIES: dict[str, type[Study]] = {
         Heterogeneity,
         SpectraBeforeAndAfter,
         EntriesOfUpdates,
+        Retention,
         CostOfMethods,
     )
 }

@@ -67,6 +67,11 @@ def _update(layer: _Layer) -> Tensor:
     return layer.update.T @ layer.update
 
 
+def _of_norm_one(layer: _Layer) -> Tensor:
+    # A layer that LoRA left alone says nothing: it has no norm to be divided by.
+    return _update(layer) / (float(layer.update.square().sum()) or 1.0)
+
+
 def _rotation(layer: _Layer, of: int) -> Tensor:
     """Return a random orthogonal matrix: the same for the same layer and number."""
     side = layer.update.shape[1]
@@ -98,7 +103,7 @@ ESTIMATES: Mapping[str, Estimate] = {
     "measured E[z zᵀ]": lambda layer: layer.measured,
     "measured, diagonal": lambda layer: layer.measured.diag().diag(),
     "ΔᵀΔ (ACTMat)": _update,
-    "ΔᵀΔ / ‖Δ‖² (WUDI)": lambda layer: _update(layer) / layer.update.square().sum(),
+    "ΔᵀΔ / ‖Δ‖² (WUDI)": _of_norm_one,
     "ΔᵀΔ, diagonal": lambda layer: _update(layer).diag().diag(),
     "ΔᵀΔ, each turned at random": _rotated,
     "ΔᵀΔ, all turned alike": _rotated_alike,

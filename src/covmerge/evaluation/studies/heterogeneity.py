@@ -17,11 +17,12 @@ import matplotlib.pyplot as plt
 from covmerge import api
 from covmerge.covariance.gate import DEFAULT_TAU, Statistic, gate
 from covmerge.evaluation.bench import Bench
-from covmerge.evaluation.studies.layers import METHOD, by_depth, short, train
+from covmerge.evaluation.studies.layers import METHOD, short, train
 from covmerge.evaluation.studies.study import Findings, Study
 from covmerge.evaluation.studies.tables import markdown
 from covmerge.evaluation.suite import Variant
 from covmerge.evaluation.workers import MergeSteps, Tell
+from covmerge.inspection.names import by_depth
 
 # Its annotations are partial.
 _plt: Any = plt

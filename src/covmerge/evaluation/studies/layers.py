@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from covmerge.engine import Sources, read_inputs
 from covmerge.engine.inputs import dense, take_updates
 from covmerge.evaluation.bench import Bench
 from covmerge.evaluation.suite import Variant
+from covmerge.inspection.names import by_depth
 from covmerge.output import open_checkpoints
 from covmerge.plan import Merge, WorkItem, build_plan
 from covmerge.recipe import parse_recipe
@@ -101,16 +101,6 @@ def train(bench: Bench, variant: Variant) -> dict[str, Path]:
     tasks = tuple(bench.suite.tasks)
     bench.train(variant, tasks)
     return {task: bench.suite.expert(task, variant) for task in tasks}
-
-
-def by_depth(names: Iterable[str]) -> list[str]:
-    """Sort names so that layer 10 comes after layer 9.
-
-    Example:
-        >>> by_depth(["h.10.fc", "h.9.fc"])
-        ['h.9.fc', 'h.10.fc']
-    """
-    return sorted(names, key=lambda name: [p.zfill(6) for p in re.split(r"(\d+)", name)])
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:

@@ -1,0 +1,23 @@
+"""A look at experts before they are merged, and at what a merge made of them.
+
+compatibility  headers, configs, tokenizers
+job            one streaming pass over all tensors
+result         what it measured, by layer
+verdicts       what the numbers give away
+findings       what a reader must not miss, in words
+names          blocks and layers for people
+"""
+
+from covmerge.inspection.findings import Finding, Severity
+from covmerge.inspection.job import InspectJob, SpectraOf
+from covmerge.inspection.result import Inspection, LayerView, SpectrumView
+
+__all__ = [
+    "Finding",
+    "InspectJob",
+    "Inspection",
+    "LayerView",
+    "Severity",
+    "SpectraOf",
+    "SpectrumView",
+]

@@ -1,0 +1,239 @@
+"""What an inspection found: of every matrix, and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+from statistics import fmean
+from typing import Any
+
+from covmerge.covariance.gate import DEFAULT_TAU, Gate, Statistic, gate
+from covmerge.inspection.findings import Finding, Severity
+from covmerge.measures.retention import overall
+from covmerge.measures.sums import Sums
+from covmerge.types import Json
+
+
+@dataclass(frozen=True)
+class SpectrumView:
+    """Singular values of one update.
+
+    Attributes:
+        stable_rank: ‖Δ‖²_F / σ₁².
+        effective_rank: exp of the entropy of σ/Σσ.
+        rank: singular values above what rounding the stored weights makes.
+        top_energy: share of Σσ² in the leading 5 % of singular values.
+        places: indices of the values that are kept, from 0.
+        sigma: these values.
+    """
+
+    stable_rank: float
+    effective_rank: float
+    rank: int
+    top_energy: float
+    places: Sequence[int]
+    sigma: Sequence[float]
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One matrix of all experts, or a whole tensor that holds none.
+
+    Attributes:
+        tensor: its name in the base.
+        name: the same, with the place of the matrix where the tensor holds several.
+        role: what the tensor is.
+        shape: `(d_out, d_in)` of the matrix; of another tensor as it is stored.
+        is_matrix: whether it is a layer that has inputs.
+        experts: their names, in the order of `sums`; the merged model, if there is one, is the last
+            and not among them.
+        sums: over the elements.
+        spectra: by expert; `merged` apart. Empty where none were taken.
+        overlap: by pair of experts, how far the same inputs matter to both: ‖V_kᵀV'_k‖²/k.
+        merged: spectrum of the merged update.
+        before: the same before spectral refinement, where the method refined it.
+        retention: by expert, the share of its contribution that the merged update keeps; None where
+            it has none.
+        merged_cosines: by expert, between its update and the merged one.
+        merged_norm: ‖W̄ − W_0‖_F.
+    """
+
+    tensor: str
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    is_matrix: bool
+    experts: tuple[str, ...]
+    sums: Sums
+    spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
+    overlap: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    merged: SpectrumView | None = None
+    before: SpectrumView | None = None
+    retention: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    merged_cosines: Mapping[str, float] = field(default_factory=dict[str, float])
+    merged_norm: float | None = None
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """‖Δ_t‖_F."""
+        return self._by_expert(self.sums.norms)
+
+    @property
+    def relative(self) -> dict[str, float]:
+        """‖Δ_t‖ / ‖W_0‖; 0 where the base is zero."""
+        base = self.sums.base_norm
+        return {name: norm / base if base else 0.0 for name, norm in self.norms.items()}
+
+    @property
+    def cosines_with_base(self) -> dict[str, float]:
+        """Cosine between W_t and W_0."""
+        return self._by_expert(self.sums.cosines_with_base)
+
+    @property
+    def untouched(self) -> dict[str, float]:
+        """Share of the elements that an expert left as they were."""
+        return self._by_expert(self.sums.untouched)
+
+    def gate(self, statistic: Statistic) -> Gate:
+        """γ of the experts that changed the layer, and whether ACE's gate would fire."""
+        norms = [norm for norm in self.norms.values() if norm]
+        return gate(norms, tau=DEFAULT_TAU[statistic], statistic=statistic)
+
+    def pairs(self, matrix: Sequence[Sequence[float]]) -> dict[tuple[str, str], float]:
+        """What a `(T, T)` matrix of `sums` says of each two experts."""
+        return {
+            (one, other): matrix[i][j]
+            for i, one in enumerate(self.experts)
+            for j, other in enumerate(self.experts)
+            if i < j
+        }
+
+    def as_json(self) -> dict[str, Json]:
+        """Plain JSON."""
+        entry: dict[str, Json] = {
+            "tensor": self.tensor,
+            "role": self.role,
+            "shape": list(self.shape),
+            "base_norm": self.sums.base_norm,
+            "update_norm": self.norms,
+            "relative_norm": self.relative,
+            "cosine_with_base": self.cosines_with_base,
+            "untouched": self.untouched,
+            "rounding_of_updates": self._by_expert(self.sums.rounding_of_updates),
+            "rounding_of_weights": self._by_expert(self.sums.rounding_of_weights),
+            "cosine": _joined(self.pairs(self.sums.cosines)),
+            "sign_conflict": _joined(self.pairs(self.sums.sign_conflict)),
+        }
+        if self.is_matrix:
+            entry["gamma"] = {
+                statistic: vars(self.gate(statistic)) for statistic in ("paper", "scale_free")
+            }
+        if self.spectra:
+            entry["spectra"] = {name: _plain(s) for name, s in self.spectra.items()}
+            entry["overlap"] = _joined(self.overlap)
+        if self.merged_norm is not None:
+            entry["merged"] = {
+                "norm": self.merged_norm,
+                "cosine": dict(self.merged_cosines),
+                "retention": dict(self.retention),
+                "spectrum": None if self.merged is None else _plain(self.merged),
+                "spectrum_before_refinement": None if self.before is None else _plain(self.before),
+            }
+        return entry
+
+    def _by_expert(self, values: Sequence[float]) -> dict[str, float]:
+        return dict(zip(self.experts, values, strict=False))
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found of a base and its experts, and of a merged model where there is one.
+
+    Attributes:
+        base: the base's source.
+        experts: sources by name; all that were given.
+        family: model family, which decides ACE's ε.
+        findings: what must not be missed, the worst first.
+        layers: every matrix and every other tensor, from input to output.
+        run: seconds and memory.
+    """
+
+    base: str
+    experts: Mapping[str, str]
+    family: str | None
+    findings: tuple[Finding, ...]
+    layers: tuple[LayerView, ...]
+    run: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """What a merge would fail on."""
+        return tuple(f for f in self.findings if f.severity is Severity.FAULT)
+
+    @property
+    def matrices(self) -> tuple[LayerView, ...]:
+        """The layers that have inputs, from input to output."""
+        return tuple(layer for layer in self.layers if layer.is_matrix)
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The experts whose tensors were read."""
+        return self.layers[0].experts if self.layers else ()
+
+    def total(self, layers: Iterable[LayerView] | None = None) -> Sums | None:
+        """The sums over all layers, or some; None where nothing was read."""
+        found: Sums | None = None
+        for layer in self.layers if layers is None else layers:
+            found = layer.sums if found is None else found + layer.sums
+        return found
+
+    def by_expert(self, value: Callable[[LayerView], Mapping[str, Any]]) -> dict[str, list[Any]]:
+        """Collect what every matrix says of each expert, from input to output."""
+        return {e: [value(layer).get(e) for layer in self.matrices] for e in self.compared}
+
+    def retention(self) -> dict[str, float]:
+        """What the merged update is predicted to keep of each expert, over all matrices."""
+        layers = self.by_expert(lambda layer: layer.retention)
+        return {e: kept for e, of in layers.items() if (kept := overall(of)) is not None}
+
+    def as_json(self) -> dict[str, Json]:
+        """All of it as plain JSON."""
+        total = self.total()
+        summary: dict[str, Json] = {}
+        if total is not None:
+            names = self.compared
+            summary = {
+                "update_norm": dict(zip(names, total.norms, strict=False)),
+                "relative_norm": {
+                    name: norm / total.base_norm if total.base_norm else 0.0
+                    for name, norm in zip(names, total.norms, strict=False)
+                },
+                "untouched": dict(zip(names, total.untouched, strict=False)),
+                "rounding_of_weights": dict(zip(names, total.rounding_of_weights, strict=False)),
+                "retention": self.retention(),
+            }
+        return {
+            "base": self.base,
+            "experts": dict(self.experts),
+            "family": self.family,
+            "findings": [finding.as_json() for finding in self.findings],
+            "summary": summary,
+            "layers": {layer.name: layer.as_json() for layer in self.layers},
+            "run": dict(self.run),
+        }
+
+
+def root_mean_square(values: Iterable[float]) -> float:
+    """√ of the mean of squares; 0 of none."""
+    squares = [value**2 for value in values]
+    return sqrt(fmean(squares)) if squares else 0.0
+
+
+def _joined(pairs: Mapping[tuple[str, str], float]) -> dict[str, Json]:
+    # No expert's name has a space.
+    return {f"{one} {other}": value for (one, other), value in pairs.items()}
+
+
+def _plain(spectrum: SpectrumView) -> dict[str, Json]:
+    return {**vars(spectrum), "places": list(spectrum.places), "sigma": list(spectrum.sigma)}

@@ -1,0 +1,265 @@
+"""What an inspection finds in real model files, faults planted in them included."""
+
+import copy
+import json
+import shutil
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import covmerge
+from covmerge.inspection import Severity, job
+from tests.cli.runs import covmerge as command
+from tests.cli.runs import words
+from tests.e2e.models import build, fine_tuned
+
+# transformers' own, when PEFT wraps a model.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture(params=["llama", "gpt2"])
+def family(request, tmp_path):
+    return save(request.param, tmp_path)
+
+
+@pytest.fixture
+def bert(tmp_path):
+    return save("bert", tmp_path)
+
+
+def save(name, folder):
+    base = build(name)
+    base.save_pretrained(folder / "base")
+    for seed, expert in enumerate(NAMES, start=1):
+        fine_tuned(base, seed, scale=0.002).save_pretrained(folder / expert)
+    return folder
+
+
+def inspect(folder, names=NAMES, **options):
+    return covmerge.inspect(folder / "base", {name: folder / name for name in names}, **options)
+
+
+def change(folder, edit):
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def faults(found):
+    return {(f.expert, f.text) for f in found.faults}
+
+
+def only_fault(found, expert):
+    assert {f.expert for f in found.faults} == {expert}, faults(found)
+    return " ".join(f.text for f in found.faults)
+
+
+def test_experts_that_fit_have_no_faults(family):
+    found = inspect(family)
+    assert not found.faults
+    assert [f for f in found.findings if f.severity is Severity.WARNING] == [
+        f for f in found.findings if "bfloat16" in f.text
+    ]
+    assert found.compared == NAMES
+    names = load_file(family / "base" / "model.safetensors")
+    assert {layer.tensor for layer in found.layers} == set(names)
+    json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_numbers_are_those_of_the_tensors(bert):
+    found = inspect(bert)
+    base, expert = (load_file(bert / n / "model.safetensors") for n in ("base", "b"))
+    name = "encoder.layer.1.intermediate.dense.weight"
+    (layer,) = (layer for layer in found.layers if layer.name == name)
+    update = expert[name].double() - base[name].double()
+    assert layer.norms["b"] == pytest.approx(float(update.norm()), rel=1e-5)
+    assert layer.relative["b"] == pytest.approx(float(update.norm() / base[name].double().norm()))
+    sigma = torch.linalg.svdvals(update)
+    assert layer.spectra["b"].sigma[0] == pytest.approx(float(sigma[0]), rel=1e-4)
+    assert layer.spectra["b"].places[-1] == len(sigma) - 1
+    merged = covmerge.merge(bert / "base", {n: bert / n for n in NAMES}, "ace").stats
+    noticed = merged["tensors"][name]["matrices"][0]
+    assert layer.gate("paper").gamma == pytest.approx(noticed["gamma"], rel=1e-4)
+
+
+def test_an_expert_of_another_base(family):
+    name = json.loads((family / "base" / "config.json").read_text())["model_type"]
+    fine_tuned(build(name, seed=99), 1, scale=0.002).save_pretrained(family / "b")
+    assert "is not a fine-tune of this base" in only_fault(inspect(family), "b")
+
+
+def test_an_expert_of_another_architecture(family, tmp_path):
+    other = "gpt2" if "llama" in (family / "base" / "config.json").read_text() else "llama"
+    shutil.rmtree(family / "b")
+    build(other).save_pretrained(family / "b")
+    found = inspect(family)
+    assert "they cannot be merged" in only_fault(found, "b")
+    assert found.compared == ("a", "c")
+
+
+def test_a_frozen_block(family):
+    base = load_file(family / "base" / "model.safetensors")
+
+    def freeze(tensors):
+        tensors.update({n: base[n] for n in tensors if ".1." in n})
+
+    change(family / "b", freeze)
+    found = inspect(family)
+    (warning,) = (f for f in found.findings if "block" in f.text)
+    assert (warning.expert, warning.severity) == ("b", Severity.WARNING)
+    assert "did not change block 1 of 2" in warning.text
+    assert all(".1." in name for name in warning.tensors)
+    assert not found.faults
+
+
+def test_a_tensor_with_nan(family):
+    def spoil(tensors):
+        name = next(n for n in tensors if tensors[n].dim() == 2 and ".0." in n)
+        tensors[name][1, 2] = float("nan")
+
+    change(family / "b", spoil)
+    text = only_fault(inspect(family), "b")
+    assert "1 NaN or Inf values, the first at [1, 2]" in text
+
+
+def test_swapped_query_and_key_in_one_tensor(tmp_path):
+    folder = save("gpt2", tmp_path)
+
+    def swap(tensors):
+        weight = tensors["transformer.h.1.attn.c_attn.weight"]
+        query, key, value = weight.chunk(3, dim=1)
+        tensors["transformer.h.1.attn.c_attn.weight"] = torch.cat([key, query, value], 1)
+
+    change(folder / "b", swap)
+    text = only_fault(inspect(folder), "b")
+    assert "'transformer.h.1.attn.c_attn.weight' is not the base's" in text
+    assert text.count("Swapped") == 1
+
+
+def test_swapped_query_and_key(bert):
+    names = [f"encoder.layer.0.attention.self.{part}.weight" for part in ("query", "key")]
+
+    def swap(tensors):
+        tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+
+    change(bert / "b", swap)
+    found = inspect(bert)
+    text = only_fault(found, "b")
+    for one, other in (names, reversed(names)):
+        assert f"'{one}' is not the base's" in text
+        assert f"it is the base's '{other}'" in text
+
+
+def test_a_resized_vocabulary(family):
+    name = next(
+        n
+        for n in load_file(family / "b" / "model.safetensors")
+        if "embed_tokens" in n or "wte" in n
+    )
+
+    def grow(tensors):
+        tensors.update(
+            {
+                n: torch.cat([t, torch.zeros(3, t.shape[1])])
+                for n, t in tensors.items()
+                if n == name or "lm_head" in n
+            }
+        )
+
+    change(family / "b", grow)
+    text = only_fault(inspect(family), "b")
+    assert f"its vocabulary was resized: '{name}' has 67 rows, the base 64" in text
+    assert "vocabulary: base" in text
+    allowed = inspect(family, tensors={"vocabulary": "base"})
+    assert not allowed.faults
+    assert any("rows of the base are merged" in f.text for f in allowed.findings)
+
+
+def test_missing_and_extra_tensors(bert):
+    def edit(tensors):
+        del tensors["encoder.layer.0.output.dense.bias"]
+        tensors["encoder.layer.0.output.gate.weight"] = torch.ones(4, 4)
+
+    change(bert / "b", edit)
+    text = only_fault(inspect(bert), "b")
+    assert "lacks 1 of the base's tensors (encoder.layer.0.output.dense.bias)" in text
+    assert "has 1 tensors that the base lacks (encoder.layer.0.output.gate.weight)" in text
+
+
+def test_the_same_expert_twice_and_one_that_was_never_trained(bert):
+    shutil.copytree(bert / "a", bert / "again")
+    found = inspect(bert, ("a", "again", "base"))
+    assert any("'a' and 'again' changed the base alike" in f.text for f in found.findings)
+    assert "equals the base in every tensor" in only_fault(found, "base")
+
+
+def test_tokenizers(bert):
+    tokens = {"model": {"vocab": {"[PAD]": 0, "cat": 1, "dog": 2}}, "added_tokens": []}
+    other = copy.deepcopy(tokens)
+    other["model"]["vocab"] = {"[PAD]": 0, "cat": 2, "dog": 1}
+    other["added_tokens"] = [{"id": 3, "content": "<think>"}]
+    for name, content in (("base", tokens), ("a", tokens), ("b", other)):
+        (bert / name / "tokenizer.json").write_text(json.dumps(content))
+    (warning,) = (f for f in inspect(bert).findings if "tokenizer" in f.text)
+    assert warning.expert == "b"
+    assert "1 tokens added (such as '<think>'), 2 tokens with another number" in warning.text
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_adapters_are_known_by_their_rank(bert, whole):
+    model = peft.get_peft_model(
+        build("bert"), peft.LoraConfig(r=2, target_modules=["query", "value", "key", "dense"])
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    shutil.rmtree(bert / "b")
+    (model.merge_and_unload() if whole else model).save_pretrained(bert / "b")
+    found = inspect(bert)
+    (note,) = (f for f in found.findings if "low rank" in f.text)
+    assert note.expert == "b" and "(2 to 2 of 16)" in note.text
+    assert found.total().untouched[1] > 0.05
+
+
+def test_memory_is_that_of_the_largest_tensors_not_of_the_model(bert):
+    seen = inspect(bert, spectra="none")
+    assert not any(layer.spectra for layer in seen.layers)
+    with pytest.raises(covmerge.errors.ResourceError, match="needs"):
+        inspect(bert, max_memory="1MB")
+
+
+def test_where_all_spectra_would_be_long_some_are_taken(bert, monkeypatch):
+    everything = {layer.name for layer in inspect(bert, spectra="all").matrices if layer.spectra}
+    monkeypatch.setattr(job, "_SPECTRAL_FLOPS", 2e6)
+    found = inspect(bert)
+    some = [layer.name for layer in found.matrices if layer.spectra]
+    assert 1 < len(some) < len(everything)
+    assert f"taken of {len(some)} of {len(everything)} tensors" in str(found.findings)
+    assert some[0] == found.matrices[0].name and "layer.1" in some[-1]
+    with pytest.raises(covmerge.errors.InputError, match="not of 'most'"):
+        inspect(bert, spectra="most")
+
+
+def test_sources_that_cannot_be_opened_are_errors(bert, tmp_path):
+    with pytest.raises(covmerge.errors.InputError, match="no such file or folder"):
+        covmerge.inspect(bert / "base", {"a": tmp_path / "nothing"})
+
+
+def test_from_the_command_line(bert):
+    flags = ["--base", bert / "base", *(f"--expert={n}={bert / n}" for n in NAMES)]
+    shown = command("inspect", *flags).stdout
+    assert max(map(len, shown.splitlines()[1:])) <= 80
+    assert "attention.self.query" in shown and "▁" in shown and "\x1b" not in shown
+    found = command("inspect", *flags, "--json", "--spectra=none").json
+    assert found["summary"]["update_norm"].keys() == set(NAMES)
+    page = bert / "look.html"
+    command("inspect", *flags, "--html", page)
+    assert "Before a merge: a, b, c" in page.read_text() and "<svg" in page.read_text()
+    shutil.rmtree(bert / "c")
+    shutil.copytree(bert / "base", bert / "c")
+    assert "'c' equals the base" in words(command("inspect", *flags, code=1).stdout)
