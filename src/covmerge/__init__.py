@@ -15,12 +15,23 @@ from covmerge.version import __version__
 
 if TYPE_CHECKING:
     from covmerge import methods
-    from covmerge.api import MergeResult, compare, extract, merge, plan_recipe, run_recipe
+    from covmerge.api import (
+        MergeResult,
+        compare,
+        extract,
+        inspect,
+        merge,
+        plan_recipe,
+        report,
+        run_recipe,
+    )
     from covmerge.comparison import Comparison
     from covmerge.diagnostics import verify
     from covmerge.export import load_expert
     from covmerge.layer import merge_layer
+    from covmerge.publish import push
     from covmerge.recipe import Recipe, load_recipe
+    from covmerge.reporting import figures as figures
     from covmerge.statistics import collect
     from covmerge.types import LowRank
 
@@ -31,15 +42,21 @@ _HOMES = {
     "collect": "covmerge.statistics",
     "compare": "covmerge.api",
     "extract": "covmerge.api",
+    "inspect": "covmerge.api",
     "load_expert": "covmerge.export",
     "merge": "covmerge.api",
     "merge_layer": "covmerge.layer",
     "plan_recipe": "covmerge.api",
+    "push": "covmerge.publish",
+    "report": "covmerge.api",
     "run_recipe": "covmerge.api",
     "verify": "covmerge.diagnostics",
     "Recipe": "covmerge.recipe",
     "load_recipe": "covmerge.recipe",
 }
+
+# Subpackages: `covmerge.methods.names()`. Figures are not in __all__, as they need an extra.
+_PACKAGES = {"figures": "covmerge.reporting.figures", "methods": "covmerge.methods"}
 
 __all__ = [
     "Comparison",
@@ -50,24 +67,27 @@ __all__ = [
     "collect",
     "compare",
     "extract",
+    "inspect",
     "load_expert",
     "load_recipe",
     "merge",
     "merge_layer",
     "methods",
     "plan_recipe",
+    "push",
+    "report",
     "run_recipe",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name == "methods":  # the subpackage: `covmerge.methods.names()`
-        return import_module("covmerge.methods")
+    if name in _PACKAGES:
+        return import_module(_PACKAGES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'covmerge' has no attribute '{name}'")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*__all__, *_PACKAGES})

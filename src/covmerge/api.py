@@ -10,6 +10,7 @@ from typing import Any, Literal
 from covmerge.comparison import CompareJob, Comparison
 from covmerge.engine import MemoryPlan, Progress, plan_memory
 from covmerge.errors import RecipeError, did_you_mean
+from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
 from covmerge.output import (
     MergeResult,
@@ -20,6 +21,7 @@ from covmerge.output import (
 )
 from covmerge.plan import Plan, build_plan
 from covmerge.recipe import Recipe, parse_recipe, parse_size
+from covmerge.reporting import Report, ReportJob
 
 
 def merge(
@@ -265,6 +267,117 @@ def compare(
         progress=progress,
     )
     with open_checkpoints(base, named, statistics or {}) as checkpoints:
+        return job.run(checkpoints)
+
+
+def inspect(
+    base: Source,
+    experts: Mapping[str, Source] | Sequence[Source],
+    *,
+    spectra: SpectraOf = "some",
+    tensors: Mapping[str, str] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    dtype: str = "float32",
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Look at experts before they are merged: do they fit, what did they change, where do they clash?
+
+    Reads every tensor once, in bounded memory, and merges nothing. What cannot be merged is a
+    finding of the result and not an error.
+
+    Args:
+        base: folder, file, hub id `org/name@revision`, or a state dict.
+        experts: sources by name, or a sequence.
+        spectra: whose singular values are taken, for ranks and overlaps, which is most of the work:
+            of all matrices, of some, evenly, where all would be long, or of none.
+        tensors: what a merge would do with tensors by kind.
+        rules: exceptions by tensor name or role.
+        dtype: compute dtype.
+        device: where the mathematics runs.
+        threads: CPU threads of the mathematics.
+        max_memory: bytes the process may take.
+        progress: hears of every finished piece of work.
+
+    Raises:
+        InputError: a source that cannot be opened.
+
+    Departs from the paper: nowhere by itself; γ is that of ACE (Eq. 7).
+
+    Example:
+        >>> import torch
+        >>> base = {"fc.weight": torch.eye(4)}
+        >>> found = inspect(base, {"a": {"fc.weight": 1.5 * torch.eye(4)}, "b": base})
+        >>> found.matrices[0].relative, [finding.text[:15] for finding in found.faults]
+        ({'a': 0.5, 'b': 0.0}, ['equals the base'])
+    """
+    named = _named(experts)
+    recipe = _recipe(
+        base,
+        named,
+        weights=None,
+        statistics={},
+        tensors=tensors or {},
+        rules=rules,
+        dtype=dtype,
+        output={},
+    )
+    job = InspectJob(
+        recipe=recipe,
+        spectra=spectra,
+        device=device,
+        threads=threads,
+        max_memory=None if max_memory is None else parse_size(max_memory),
+        progress=progress,
+    )
+    with open_checkpoints(base, named, {}) as checkpoints:
+        return job.run(checkpoints)
+
+
+def report(
+    out: str | Path,
+    *,
+    spectra: SpectraOf = "some",
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int | str | None = None,
+    progress: Progress | None = None,
+    merged: MergeResult | None = None,
+) -> Report:
+    """Say what a merge did, layer by layer: reads the output, its base and its experts again.
+
+    Args:
+        out: an output of covmerge; its sources are where its manifest says.
+        spectra: whose singular values are taken; see `inspect`.
+        device: where the mathematics runs.
+        threads: CPU threads of the mathematics.
+        max_memory: bytes the process may take.
+        progress: hears of every finished piece of work.
+        merged: the merge that wrote it, whose times are shown too.
+
+    Raises:
+        InputError: not an output of covmerge, or a source that is no longer there.
+
+    Departs from the paper: nowhere by itself.
+    """
+    job = ReportJob(
+        folder=Path(out),
+        spectra=spectra,
+        device=device,
+        threads=threads,
+        max_memory=None if max_memory is None else parse_size(max_memory),
+        progress=progress,
+        seconds={} if merged is None else merged.seconds,
+        measured={} if merged is None else merged.run,
+    )
+    return job.run()
+
+
+def run_inspection(job: InspectJob) -> Inspection:
+    """Carry out an inspection whose sources are those of its recipe."""
+    with _open_recipe(job.recipe) as checkpoints:
         return job.run(checkpoints)
 
 

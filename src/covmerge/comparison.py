@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from covmerge.checkpoints import Staging, check_not_input
+from covmerge.checkpoints import AdapterCheckpoint, Staging, check_not_input
 from covmerge.diagnostics import DIFFERS, verify
 from covmerge.engine import (
     MemoryPlan,
@@ -86,6 +86,7 @@ class Comparison:
         left_out: methods that were asked for by `all` and cannot run here, and why.
         run: seconds and memory of the whole.
         notes: what a reader should know.
+        adapters: whether some experts are adapters, of which predictions do not agree with accuracy.
     """
 
     path: Path | None
@@ -94,13 +95,17 @@ class Comparison:
     left_out: Mapping[str, str]
     run: Mapping[str, Json]
     notes: tuple[str, ...]
+    adapters: bool
 
     @property
     def recommended(self) -> str | None:
-        """The method whose worst served expert keeps most, by prediction; None where none is predicted.
+        """The method whose worst served expert keeps most, by prediction.
 
-        Of equal ones that of the highest mean. Not one of `SPENT`.
+        Of equal ones that of the highest mean. Not one of `SPENT`. None where nothing is predicted,
+        and for adapters, where predictions did not agree with accuracy (docs/report.md).
         """
+        if self.adapters:
+            return None
         served = {
             row.method: (min(row.retention.values()), fmean(row.retention.values()))
             for row in self.rows
@@ -206,7 +211,7 @@ class CompareJob:
         if self.out is None:
             checkpoints.materialize()
             done = self._execute(plans, [NoSink() for _ in plans], checkpoints, memory, device)
-            return self._comparison(plans, done, memory, left_out)
+            return self._comparison(plans, done, checkpoints, memory, left_out)
         return self._to_disk(self.out, plans, checkpoints, memory, device, left_out)
 
     def _to_disk(
@@ -243,7 +248,7 @@ class CompareJob:
                     notes.append(f"method '{plan.recipe.method}' gives the base")
                 else:
                     replace(report, folder=out / plan.recipe.method).raise_if_failed()
-            comparison = self._comparison(plans, done, memory, left_out)
+            comparison = self._comparison(plans, done, checkpoints, memory, left_out)
             comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(
                 staging.folder,
@@ -279,6 +284,7 @@ class CompareJob:
         self,
         plans: Sequence[Plan],
         done: Sequence[RunStats],
+        checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
         left_out: Mapping[str, str],
     ) -> Comparison:
@@ -299,6 +305,7 @@ class CompareJob:
                 "expected_peak_memory": memory.peak,
             },
             notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+            adapters=any(isinstance(e, AdapterCheckpoint) for e in checkpoints.experts.values()),
         )
 
 

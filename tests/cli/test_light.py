@@ -14,7 +14,8 @@ sys.argv = ["covmerge", *{arguments!r}]
 try:
     main()
 finally:
-    heavy = [name for name in ("torch", "transformers", "numpy") if name in sys.modules]
+    names = ("torch", "transformers", "numpy", "huggingface_hub", "matplotlib", "jinja2")
+    heavy = [name for name in names if name in sys.modules]
     print(heavy, file=sys.stderr)
 """
 
@@ -27,6 +28,8 @@ finally:
         (["merge", "--help"], "--max-memory"),
         (["methods", "--help"], "--json"),
         (["verify", "--help"], "OUT"),
+        (["push", "--help"], "ORG/NAME"),
+        (["report", "--help"], "--html"),
         (["schema", "--help"], "JSON Schema"),
     ],
 )

@@ -126,6 +126,32 @@ def test_a_tensor_with_nan(family):
     assert "1 NaN or Inf values, the first at [1, 2]" in text
 
 
+def test_a_merged_model_with_nan(bert):
+    covmerge.merge(bert / "base", {n: bert / n for n in NAMES}, "average", bert / "out")
+
+    def spoil(tensors):
+        tensors["encoder.layer.0.output.dense.weight"][0, 0] = float("inf")
+
+    change(bert / "out", spoil)
+    found = covmerge.report(bert / "out")
+    (fault,) = found.inspection.faults
+    assert "of the merged model holds 1 NaN or Inf" in fault.text and fault.expert is None
+    assert not found.verification.ok
+
+
+def test_gamma_at_its_pole():
+    # The mean of log‖Δ‖² is 0 for norms of 0.5 and 2.
+    experts = {
+        name: {"fc.weight": torch.full((2, 2), size / 2)} for name, size in (("a", 0.5), ("b", 2.0))
+    }
+    base = {"fc.weight": torch.zeros(2, 2)}
+    found = covmerge.inspect(base, experts)
+    assert found.matrices[0].gate("paper").fired
+    assert found.as_json()["layers"]["fc.weight"]["gamma"]["paper"]["gamma"] is None
+    merged = covmerge.merge(base, experts, "ace").stats["tensors"]["fc.weight"]["matrices"][0]
+    assert merged["gamma"] is None and merged["gate_fired"]
+
+
 def test_swapped_query_and_key_in_one_tensor(tmp_path):
     folder = save("gpt2", tmp_path)
 

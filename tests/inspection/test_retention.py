@@ -66,5 +66,7 @@ def test_adapters(form, tmp_path):
         model.save_pretrained(tmp_path / name)
     experts = {name: tmp_path / name for name in ("a", "b")}
     covmerge.merge(tmp_path / "base", experts, "actmat", tmp_path / "out", form=form)
+    compared = covmerge.compare(tmp_path / "base", experts, ["average", "tsv_m"])
+    assert compared.recommended is None and compared.adapters
     kept = api.report(tmp_path / "out").inspection.retention()
     assert kept == pytest.approx({"a": 1.0, "b": 1.0}, abs=0.02)

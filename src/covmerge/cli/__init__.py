@@ -16,9 +16,12 @@ from covmerge.cli.collect import collect
 from covmerge.cli.compare import compare
 from covmerge.cli.evaluate import evaluate
 from covmerge.cli.extract import extract
+from covmerge.cli.inspect import inspect
 from covmerge.cli.merge import merge
 from covmerge.cli.methods import methods
 from covmerge.cli.outcome import ReportingGroup
+from covmerge.cli.push import push
+from covmerge.cli.report import report
 from covmerge.cli.reproduce import convert, reproduce
 from covmerge.cli.schema import schema
 from covmerge.cli.study import study
@@ -37,7 +40,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
 )
 for command in (
-    *(merge, extract, compare, collect, methods, verify, schema),
+    *(merge, inspect, extract, compare, collect, methods, verify, report, push, schema),
     *(bench, study, evaluate, reproduce, convert),
 ):
     app.command()(command)

@@ -91,6 +91,14 @@ def show(console: Console, comparison: Comparison) -> None:
 
 
 def _advice(comparison: Comparison) -> list[tuple[str, str]]:
+    if comparison.adapters and any(row.retention for row in comparison.rows):
+        return [
+            (
+                "recommended",
+                "nothing: of adapters, what is predicted does not agree with accuracy "
+                "(docs/report.md)",
+            )
+        ]
     if comparison.recommended is None:
         return []
     spent = " and ".join(row.method for row in comparison.rows if row.method in SPENT)

@@ -63,6 +63,7 @@ def extract(
             max_memory=None,
             resume=False,
             overwrite=overwrite,
+            report=False,
             as_json=as_json,
         ),
     )

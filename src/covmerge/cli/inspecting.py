@@ -24,7 +24,7 @@ from covmerge.inspection import Inspection, InspectJob, LayerView, Severity, Spe
 from covmerge.inspection.names import block_of, kind_of
 from covmerge.inspection.result import root_mean_square
 from covmerge.recipe import Recipe, format_size
-from covmerge.report import Report, check_page, write_html
+from covmerge.reporting import Report, check_page, write_html
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _STYLES = {Severity.FAULT: "red", Severity.WARNING: "yellow", Severity.NOTE: None}

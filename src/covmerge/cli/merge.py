@@ -85,6 +85,14 @@ def merge(
         ),
     ] = False,
     overwrite: options.Overwrite = False,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            rich_help_panel=options.OUTPUT,
+            help="Write OUT/report.html: pictures of what the merge did, and its time and memory.",
+        ),
+    ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     max_memory: options.MaxMemory = None,
@@ -132,6 +140,7 @@ def merge(
         max_memory=None if max_memory is None else parse_size(max_memory),
         resume=resume,
         overwrite=overwrite,
+        report=report,
         as_json=as_json,
     )
     if out is None or dry_run:

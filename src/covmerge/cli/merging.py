@@ -11,13 +11,14 @@ import torch
 
 from covmerge import api
 from covmerge.api import MergeResult
-from covmerge.cli.console import print_json, say, stderr, stdout
+from covmerge.cli.console import print_json, printable, say, stderr, stdout
 from covmerge.cli.machine import measure_speed
 from covmerge.cli.progress import progress_on
 from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
 from covmerge.engine import room_for
 from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
+from covmerge.reporting import FILE_NAME, check_packages, write_html
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class RunFlags:
     max_memory: int | None
     resume: bool
     overwrite: bool
+    report: bool
     as_json: bool
 
 
@@ -64,6 +66,8 @@ def merge_to(recipe: Recipe, out: Path, flags: RunFlags) -> None:
         CheckFailed: the output failed its verification.
         KeyboardInterrupt: with how to go on.
     """
+    if flags.report:
+        check_packages()
     start = time.perf_counter()
     try:
         result = api.run_recipe(
@@ -82,12 +86,28 @@ def merge_to(recipe: Recipe, out: Path, flags: RunFlags) -> None:
         again = "interrupted; run again with --resume" if resumable else "interrupted"
         raise KeyboardInterrupt(again) from None
     run = _cost(result, flags, wall_seconds=time.perf_counter() - start)
-    if flags.as_json:
-        print_json(_summary(result, run))
-    else:
+    if not flags.as_json:
         show = show_adapter if recipe.output.format == "adapter" else show_result
         show(stdout(), recipe, result, run)
+    page = _write_page(result, out, flags) if flags.report else None
+    if flags.as_json:
+        print_json({**_summary(result, run), **({} if page is None else {"report": str(page)})})
+    elif page is not None:
+        stdout().print(printable(f"\nReport: {page}"), soft_wrap=True)
     _warn_of_memory(run["peak_memory"], flags.max_memory)
+
+
+def _write_page(result: MergeResult, out: Path, flags: RunFlags) -> Path:
+    report = api.report(
+        out,
+        device=flags.device,
+        threads=flags.threads,
+        max_memory=flags.max_memory,
+        progress=progress_on(stderr()),
+        merged=result,
+    )
+    write_html(report, out / FILE_NAME)
+    return out / FILE_NAME
 
 
 def _cost(result: MergeResult, flags: RunFlags, *, wall_seconds: float) -> dict[str, Any]:

@@ -87,6 +87,15 @@ MaxMemory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print one JSON object.")]
+Spectra = Annotated[
+    str,
+    typer.Option(
+        metavar="all|some|none",
+        rich_help_panel=HOW,
+        help="Whose singular values are taken, for ranks and overlaps: of all matrices, of some where "
+        "all would be long, or of none.",
+    ),
+]
 Cache = Annotated[
     Path | None,
     typer.Option(

@@ -21,6 +21,7 @@ from covmerge.diagnostics import VerifyReport
 from covmerge.engine import MemoryPlan, Room
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
+from covmerge.text import some
 
 NOTE = "note"  # label of what a reader should not miss
 
@@ -45,17 +46,6 @@ def facts(pairs: Iterable[tuple[str, str]]) -> Table:
     for label, text in pairs:
         grid.add_row(label, printable(text), style="yellow" if label == NOTE else None)
     return grid
-
-
-def some(names: Sequence[str], limit: int = 4) -> str:
-    """Name the first few.
-
-    Example:
-        >>> some(["a", "b", "c"], limit=2)
-        'a, b and 1 more'
-    """
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def show_plan(

@@ -57,7 +57,8 @@ def inspect_rows(
     try:
         given, _ = take_updates(item, inputs, context.dtype, context.device)
     except TensorError as error:
-        yield Result(nothing, {"fault": str(error)})
+        text = str(error).replace(f"expert '{MERGED}'", "the merged model")
+        yield Result(nothing, {"fault": text})
         return
     base = inputs.base.to(context.device).to(context.dtype)
     updates = {

@@ -56,7 +56,7 @@ def check_headers(
     """
     rules = Rules(lenient(recipe), base.description.family)
     notes = (*base.description.notes, *base.checkpoint.notes)
-    findings = [Finding(Severity.NOTE, f"base: {note}") for note in notes]
+    findings = [Finding(Severity.NOTE, note) for note in notes]
     fitting: list[str] = []
     for name, model in experts.items():
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isfinite, sqrt
 from statistics import fmean
 from typing import Any
 
@@ -126,8 +126,11 @@ class LayerView:
             "sign_conflict": _joined(self.pairs(self.sums.sign_conflict)),
         }
         if self.is_matrix:
+            gates = {"paper": self.gate("paper"), "scale_free": self.gate("scale_free")}
+            # At its pole γ is no number that JSON has.
             entry["gamma"] = {
-                statistic: vars(self.gate(statistic)) for statistic in ("paper", "scale_free")
+                name: {**vars(gate), "gamma": gate.gamma if isfinite(gate.gamma) else None}
+                for name, gate in gates.items()
             }
         if self.spectra:
             entry["spectra"] = {name: _plain(s) for name, s in self.spectra.items()}

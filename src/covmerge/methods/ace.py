@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from statistics import fmean
 from typing import Annotated, Literal
 
@@ -157,7 +158,8 @@ def ace(
     stats: dict[str, Json] = {
         "route": normal.route,
         "unchanged": active.unchanged,
-        "gamma": gamma.gamma,
+        # At its pole γ is no number that JSON has.
+        "gamma": gamma.gamma if isfinite(gamma.gamma) else None,
         "gate_fired": fired,
         "ridge_share": _ridge_share(covariances, group.shape[1]),
         "rcond": factor.rcond,

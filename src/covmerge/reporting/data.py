@@ -1,0 +1,58 @@
+"""What a report shows, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from covmerge.diagnostics import VerifyReport
+from covmerge.inspection import Inspection
+from covmerge.types import Json
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What merging one tensor cost.
+
+    Attributes:
+        seconds: of mathematics; None where it was not measured.
+        memory: bytes alive while it is merged, by the plan.
+        flops: by the method's cost model.
+    """
+
+    seconds: float | None
+    memory: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A look at experts, and at what a merge made of them.
+
+    Attributes:
+        title: a name for people: the output folder's, or the base's.
+        inspection: what was measured, layer by layer.
+        manifest: covmerge.json of the merged model; None before a merge.
+        verification: outcome of re-reading it.
+        costs: by tensor of the merge; empty before one.
+        run: seconds and memory of the whole merge, where it was just run; as in `MergeResult.run`.
+    """
+
+    title: str
+    inspection: Inspection
+    manifest: Mapping[str, Any] | None = None
+    verification: VerifyReport | None = None
+    costs: Mapping[str, LayerCost] = field(default_factory=dict[str, LayerCost])
+    run: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    def as_json(self) -> dict[str, Json]:
+        """All of it as plain JSON."""
+        return {
+            "title": self.title,
+            "inspection": self.inspection.as_json(),
+            "manifest": None if self.manifest is None else dict(self.manifest),
+            "verification": None if self.verification is None else self.verification.summary(),
+            "costs": {name: vars(cost) for name, cost in self.costs.items()},
+            "run": dict(self.run),
+        }

@@ -1,0 +1,106 @@
+"""Read base, experts and output again, and say what the merge did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from covmerge.checkpoints import open_checkpoint
+from covmerge.diagnostics import verify
+from covmerge.diagnostics.report import read_manifest
+from covmerge.engine import Progress
+from covmerge.engine.inspect import Redo
+from covmerge.inspection import InspectJob, SpectraOf
+from covmerge.methods import registry
+from covmerge.output import open_checkpoints, statistics_of
+from covmerge.plan import Plan, build_plan
+from covmerge.recipe import Recipe, parse_recipe
+from covmerge.reporting.data import LayerCost, Report
+from covmerge.types import Json, LinearGroup
+
+
+@dataclass(frozen=True)
+class ReportJob:
+    """An output of covmerge to report on, and the options of one run.
+
+    Attributes:
+        folder: the output.
+        spectra: whose singular values are taken; see `InspectJob`.
+        seconds: of the merge's mathematics by tensor, where it was just run.
+        measured: what else that run measured, as in `MergeResult.run`.
+    """
+
+    folder: Path
+    spectra: SpectraOf = "some"
+    device: str = "cpu"
+    threads: int | None = None
+    max_memory: int | None = None
+    progress: Progress | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    measured: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+    def run(self) -> Report:
+        """Verify the output, and read it with the base and experts that its manifest names.
+
+        Raises:
+            InputError: not an output of covmerge, or a source that is no longer there.
+        """
+        manifest = read_manifest(self.folder)
+        recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / "covmerge.json"))
+        sources = {name: expert.source for name, expert in recipe.experts.items()}
+        with open_checkpoints(recipe.base, sources, statistics_of(recipe.experts)) as checkpoints:
+            job = InspectJob(
+                recipe=recipe,
+                spectra=self.spectra,
+                device=self.device,
+                threads=self.threads,
+                max_memory=self.max_memory,
+                progress=self.progress,
+            )
+            output = open_checkpoint(self.folder)
+            try:
+                inspection = job.run(
+                    checkpoints, merged=output, before=unrefined(recipe, manifest["family"])
+                )
+            finally:
+                output.close()
+            plan = build_plan(recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics)
+            verification = verify(self.folder, base=checkpoints.base)
+        return Report(
+            title=self.folder.resolve().name,
+            inspection=inspection,
+            manifest=manifest,
+            verification=verification,
+            costs=_costs(plan, self.seconds),
+            run=self.measured,
+        )
+
+
+def unrefined(recipe: Recipe, family: str | None) -> Redo | None:
+    """Return the recipe's merge of a matrix without spectral refinement, if it has that."""
+    method = registry.get(recipe.method)
+    parameters = method.resolve(recipe.parameters, family)
+    if not parameters.get("refine"):
+        return None
+
+    def redo(updates: Mapping[str, Tensor]) -> Tensor | None:
+        weights = tuple(recipe.experts[name].weight for name in updates)
+        group = LinearGroup(tuple(updates.values()), weights)
+        merged = method(group, **{**parameters, "refine": False})
+        return merged.delta if merged.stats.get("gate_fired") else None
+
+    return redo
+
+
+def _costs(plan: Plan, seconds: Mapping[str, float]) -> dict[str, LayerCost]:
+    costs: dict[str, LayerCost] = {}
+    for item in plan.items:
+        name = item.tensor.name
+        before = costs.get(name, LayerCost(seconds.get(name), 0, 0.0))
+        costs[name] = LayerCost(
+            before.seconds, max(before.memory, item.memory), before.flops + item.flops
+        )
+    return costs
