@@ -28,6 +28,21 @@ class TensorError(InputError):
     """Tensors of the inputs do not fit together, or hold values that cannot be merged."""
 
 
+class NotFiniteError(TensorError):
+    """A tensor of an input holds NaN or Inf, or gives it.
+
+    Attributes:
+        tensor: its name in the base.
+        expert: whose it is; None: the base's.
+        problem: what is wrong with it, and what to do next.
+    """
+
+    def __init__(self, tensor: str, expert: str | None, problem: str) -> None:
+        source = "the base" if expert is None else f"expert '{expert}'"
+        super().__init__(f"'{tensor}' of {source} {problem}")
+        self.tensor, self.expert, self.problem = tensor, expert, problem
+
+
 class RecipeError(InputError):
     """A recipe, an option or a parameter is unknown or out of range."""
 

@@ -7,13 +7,15 @@ import shutil
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import covmerge
 from covmerge.inspection import Severity, job
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned
+from tests.inspection import faults
+from tests.inspection.faults import change
 
 # transformers' own, when PEFT wraps a model.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -43,18 +45,8 @@ def inspect(folder, names=NAMES, **options):
     return covmerge.inspect(folder / "base", {name: folder / name for name in names}, **options)
 
 
-def change(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def faults(found):
-    return {(f.expert, f.text) for f in found.faults}
-
-
 def only_fault(found, expert):
-    assert {f.expert for f in found.faults} == {expert}, faults(found)
+    assert {f.expert for f in found.faults} == {expert}, found.faults
     return " ".join(f.text for f in found.faults)
 
 
@@ -87,8 +79,7 @@ def test_numbers_are_those_of_the_tensors(bert):
 
 
 def test_an_expert_of_another_base(family):
-    name = json.loads((family / "base" / "config.json").read_text())["model_type"]
-    fine_tuned(build(name, seed=99), 1, scale=0.002).save_pretrained(family / "b")
+    faults.of_another_base(family / "base", family / "b")
     assert "is not a fine-tune of this base" in only_fault(inspect(family), "b")
 
 
@@ -102,12 +93,7 @@ def test_an_expert_of_another_architecture(family, tmp_path):
 
 
 def test_a_frozen_block(family):
-    base = load_file(family / "base" / "model.safetensors")
-
-    def freeze(tensors):
-        tensors.update({n: base[n] for n in tensors if ".1." in n})
-
-    change(family / "b", freeze)
+    faults.one_frozen_block(family / "base", family / "b")
     found = inspect(family)
     (warning,) = (f for f in found.findings if "block" in f.text)
     assert (warning.expert, warning.severity) == ("b", Severity.WARNING)
@@ -117,11 +103,7 @@ def test_a_frozen_block(family):
 
 
 def test_a_tensor_with_nan(family):
-    def spoil(tensors):
-        name = next(n for n in tensors if tensors[n].dim() == 2 and ".0." in n)
-        tensors[name][1, 2] = float("nan")
-
-    change(family / "b", spoil)
+    faults.one_nan(family / "base", family / "b")
     text = only_fault(inspect(family), "b")
     assert "1 NaN or Inf values, the first at [1, 2]" in text
 
@@ -154,25 +136,15 @@ def test_gamma_at_its_pole():
 
 def test_swapped_query_and_key_in_one_tensor(tmp_path):
     folder = save("gpt2", tmp_path)
-
-    def swap(tensors):
-        weight = tensors["transformer.h.1.attn.c_attn.weight"]
-        query, key, value = weight.chunk(3, dim=1)
-        tensors["transformer.h.1.attn.c_attn.weight"] = torch.cat([key, query, value], 1)
-
-    change(folder / "b", swap)
+    faults.swapped_query_and_key(folder / "base", folder / "b")
     text = only_fault(inspect(folder), "b")
-    assert "'transformer.h.1.attn.c_attn.weight' is not the base's" in text
+    assert "'transformer.h.0.attn.c_attn.weight' is not the base's" in text
     assert text.count("Swapped") == 1
 
 
 def test_swapped_query_and_key(bert):
     names = [f"encoder.layer.0.attention.self.{part}.weight" for part in ("query", "key")]
-
-    def swap(tensors):
-        tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
-
-    change(bert / "b", swap)
+    faults.swapped_query_and_key(bert / "base", bert / "b")
     found = inspect(bert)
     text = only_fault(found, "b")
     for one, other in (names, reversed(names)):
@@ -181,22 +153,9 @@ def test_swapped_query_and_key(bert):
 
 
 def test_a_resized_vocabulary(family):
-    name = next(
-        n
-        for n in load_file(family / "b" / "model.safetensors")
-        if "embed_tokens" in n or "wte" in n
-    )
-
-    def grow(tensors):
-        tensors.update(
-            {
-                n: torch.cat([t, torch.zeros(3, t.shape[1])])
-                for n, t in tensors.items()
-                if n == name or "lm_head" in n
-            }
-        )
-
-    change(family / "b", grow)
+    tensors = load_file(family / "b" / "model.safetensors")
+    name = next(n for n in tensors if "embed_tokens" in n or "wte" in n)
+    faults.a_resized_vocabulary(family / "base", family / "b")
     text = only_fault(inspect(family), "b")
     assert f"its vocabulary was resized: '{name}' has 67 rows, the base 64" in text
     assert "vocabulary: base" in text

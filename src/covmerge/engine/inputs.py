@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.errors import TensorError
+from covmerge.errors import NotFiniteError
 from covmerge.linalg.lapack import norm
 from covmerge.methods import registry
 from covmerge.plan import Merge, Statistics, WorkItem
@@ -112,7 +112,7 @@ def take_updates(
     """Turn the stored rows of the experts into updates, with their squared norms.
 
     Raises:
-        TensorError: NaN or Inf in them.
+        NotFiniteError: NaN or Inf in them.
     """
     base = inputs.base if inputs.base.is_meta else inputs.base.to(device).to(dtype)
     updates: dict[str, Update] = {}
@@ -170,18 +170,22 @@ def _name_what_is_not_finite(item: WorkItem, base: Tensor, expert: str, stored: 
     """Raise for the first NaN or Inf; a norm has told that there is one."""
     start = 0 if item.rows is None else item.rows.start
     own = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
-    read = [] if base.is_meta else [("the base", base)]
-    for source, values in (*read, (f"expert '{expert}'", own)):
+    read: list[tuple[str | None, Tensor]] = [] if base.is_meta else [(None, base)]
+    name = item.tensor.name
+    for source, values in (*read, (expert, own)):
         bad = ~torch.isfinite(values.float())
         if bad.any():
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start
-            raise TensorError(
-                f"'{item.tensor.name}' of {source} holds {int(bad.sum())} NaN or Inf values, the "
-                f"first at {where}. Fetch the checkpoint again, or leave the tensor to the base with "
-                f"the rule {{match: '{item.tensor.name}', use: base}}."
+            raise NotFiniteError(
+                name,
+                source,
+                f"holds {int(bad.sum())} NaN or Inf values, the first at {where}. Fetch the "
+                "checkpoint again, or leave the tensor to the base with the rule "
+                f"{{match: '{name}', use: base}}.",
             )
-    raise TensorError(
-        f"'{item.tensor.name}': the update of expert '{expert}' overflows the compute dtype; compute "
-        "in float64 (--dtype float64)."
+    raise NotFiniteError(
+        name,
+        expert,
+        "gives an update that overflows the compute dtype; compute in float64 (--dtype float64).",
     )

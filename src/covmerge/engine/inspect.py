@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covmerge.engine.inputs import Inputs, Stored, Update, dense, take_updates
 from covmerge.engine.worker import Context, Result
-from covmerge.errors import TensorError
+from covmerge.errors import NotFiniteError
 from covmerge.linalg.auto import Cost, svd_cost
 from covmerge.linalg.spectral import rank_tolerance
 from covmerge.measures.retention import retention
@@ -56,9 +56,8 @@ def inspect_rows(
     stored = {name: _dtype(rows) for name, rows in inputs.experts.items() if rows is not None}
     try:
         given, _ = take_updates(item, inputs, context.dtype, context.device)
-    except TensorError as error:
-        text = str(error).replace(f"expert '{MERGED}'", "the merged model")
-        yield Result(nothing, {"fault": text})
+    except NotFiniteError as error:
+        yield Result(nothing, {"fault": error.problem, "of": error.expert})
         return
     base = inputs.base.to(context.device).to(context.dtype)
     updates = {

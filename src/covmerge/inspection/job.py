@@ -204,8 +204,7 @@ def _layers(plan: Plan, done: RunStats, findings: list[Finding]) -> Iterator[Lay
     rows: defaultdict[str, list[tuple[WorkItem, Mapping[str, Any]]]] = defaultdict(list)
     for item, stats in zip(plan.items, done.items, strict=True):
         if "fault" in stats:
-            text = str(stats["fault"])
-            findings.append(Finding(Severity.FAULT, text, _named_in(text), (item.tensor.name,)))
+            findings.append(_not_finite(item.tensor.name, cast("Mapping[str, Any]", stats)))
         elif stats:
             rows[item.tensor.name].append((item, cast("Mapping[str, Any]", stats)))
     for name in by_depth(rows):
@@ -216,6 +215,13 @@ def _layers(plan: Plan, done: RunStats, findings: list[Finding]) -> Iterator[Lay
         pieces = [(item, stats, piece) for item, stats in own for piece in stats["pieces"]]
         for place, (item, stats, piece) in enumerate(pieces):
             yield _layer(item, stats, piece, f"{name}[{place}]" if len(pieces) > 1 else name)
+
+
+def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
+    whose: str | None = stats["of"]
+    source = {None: " of the base", MERGED: " of the merged model"}.get(whose, "")
+    text = f"'{tensor}'{source} {stats['fault']}"
+    return Finding(Severity.FAULT, text, whose or None, (tensor,))
 
 
 def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
@@ -332,9 +338,3 @@ def _parts(model: Model, name: str) -> dict[str, Tensor]:
         return {"": tensor}
     split = replace(layout, parts=info.parts)
     return dict(zip(info.parts.names, matrices(tensor, split), strict=True))
-
-
-def _named_in(text: str) -> str | None:
-    """The expert that an error of the engine names."""
-    _, _, rest = text.partition("expert '")
-    return rest.partition("'")[0] or None
