@@ -31,7 +31,8 @@ def test_sums(count, rows, columns, scale):
     cosines = [
         float((base.double() * w).sum() / (base.double().norm() * w.norm())) for w in weights
     ]
-    assert found.cosines_with_base == pytest.approx(cosines, abs=1e-5)
+    # Sums of float32 products: where W_t is far smaller than W_0 and Δ_t, digits cancel.
+    assert found.cosines_with_base == pytest.approx(cosines, abs=1e-4)
     assert found.untouched == pytest.approx([float((u == 0).double().mean()) for u in exact])
     for i, j in combinations(range(count), 2):
         a, b = exact[i], exact[j]

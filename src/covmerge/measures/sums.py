@@ -64,15 +64,14 @@ class Sums:
     def cosines(self) -> list[list[float]]:
         """Cosine between the updates of each two experts; 0 where one has none."""
         size = self.dots.diagonal().clamp_min(0.0).sqrt()
-        return _numbers(_over(self.dots, torch.outer(size, size)))
+        return _numbers(_over(self.dots, torch.outer(size, size)).clamp(-1.0, 1.0))
 
     @property
     def cosines_with_base(self) -> list[float]:
         """Cosine between the weights W_t and W_0: near 1 for a fine-tune, 0 for a stranger."""
         whole = self.base + 2.0 * self.along_base + self.dots.diagonal()
-        return _numbers(
-            _over(self.base + self.along_base, (self.base * whole.clamp_min(0.0)).sqrt())
-        )
+        cosine = _over(self.base + self.along_base, (self.base * whole.clamp_min(0.0)).sqrt())
+        return _numbers(cosine.clamp(-1.0, 1.0))
 
     @property
     def untouched(self) -> list[float]:
