@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -30,11 +29,11 @@ from covmerge.evaluation.suite import Variant
 from covmerge.evaluation.workers import Tell
 from covmerge.layer import merge_layer
 from covmerge.linalg.lapack import norm, svd
+from covmerge.measures.spectrum import TOP, leading
 
 # Its annotations are partial.
 _plt: Any = plt
 
-TOP = 0.05  # the paper's share of singular values
 LEADING = 5  # directions that are compared one by one
 _LAYERS, _QUICK_LAYERS, _SHOWN = 24, 3, 4
 _FLOOR = 1e-4  # of the pictures; below lies what float32 leaves of an adapter's zeros
@@ -159,7 +158,7 @@ def cosines_of(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> list[float
 
 def overlap_of(one: Tensor, other: Tensor) -> float:
     """Return ‖U_kᵀU'_k‖² / k of the top 5 % of two sets of orthonormal columns."""
-    k = _top(one.shape[1])
+    k = leading(one.shape[1])
     return norm(one[:, :k].mT @ other[:, :k]) ** 2 / k
 
 
@@ -171,11 +170,7 @@ def top_energy(sigma: Sequence[float]) -> float:
         0.5
     """
     squares = [value**2 for value in sigma]
-    return sum(squares[: _top(len(squares))]) / (sum(squares) or 1.0)
-
-
-def _top(count: int) -> int:
-    return ceil(TOP * count)
+    return sum(squares[: leading(len(squares))]) / (sum(squares) or 1.0)
 
 
 def _fires(layer: Layer) -> bool:
