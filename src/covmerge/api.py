@@ -11,7 +11,7 @@ from covmerge.comparison import CompareJob, Comparison
 from covmerge.engine import MemoryPlan, Progress, plan_memory
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
-from covmerge.job import Job
+from covmerge.job import Job, usable_device
 from covmerge.output import (
     MergeResult,
     OpenCheckpoints,
@@ -407,15 +407,22 @@ def run_recipe(
         return job.run(checkpoints)
 
 
-def plan_recipe(recipe: Recipe, *, max_memory: int | None = None) -> tuple[Plan, MemoryPlan]:
-    """Plan a recipe without reading a tensor: the dry run.
+def plan_recipe(
+    recipe: Recipe,
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+    max_memory: int | None = None,
+) -> tuple[Plan, MemoryPlan]:
+    """Plan a recipe without reading a tensor: the dry run. See `merge` for the options.
 
     Raises:
         InputError: everything that would stop the merge before its first tensor.
     """
     with _open_recipe(recipe) as checkpoints:
         plan = build_plan(recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics)
-        return plan, plan_memory([plan], max_memory)
+        target = usable_device(device)
+        return plan, plan_memory([plan], max_memory, device=target, threads=threads)
 
 
 def run_comparison(job: CompareJob) -> Comparison:

@@ -207,7 +207,13 @@ class CompareJob:
         plans = build_plans(
             recipes, checkpoints.base, checkpoints.experts, checkpoints.statistics, whole=True
         )
-        memory = plan_memory(plans, self.max_memory, shared=_SHARED_COPIES)
+        memory = plan_memory(
+            plans,
+            self.max_memory,
+            device=device,
+            threads=self.threads,
+            shared=_SHARED_COPIES,
+        )
         if self.out is None:
             checkpoints.materialize()
             done = self._execute(plans, [NoSink() for _ in plans], checkpoints, memory, device)
@@ -277,6 +283,7 @@ class CompareJob:
                 checkpoints.sources(),
                 context_of(plans[0], device, compare=True),
                 in_flight=memory.in_flight,
+                lanes=memory.lanes,
                 progress=self.progress or Silent(),
             )
 

@@ -78,7 +78,9 @@ class Job:
         )
         # A merge in memory holds its whole output beside the work.
         held = plan.write_bytes if self.out is None else 0
-        memory = plan_memory([plan], self.max_memory, held=held)
+        memory = plan_memory(
+            [plan], self.max_memory, device=device, threads=self.threads, held=held
+        )
         work = _Work(plan, checkpoints, memory, device)
         return self._to_memory(work) if self.out is None else self._to_disk(work, self.out)
 
@@ -115,6 +117,7 @@ class Job:
             heads=read_heads(work.plan, work.checkpoints),
             stats=merge_stats(work.plan, done.items),
             run=run_report(done, work.memory),
+            timeline=done.spans,
             notes=work.plan.notes,
             masks=sink.masks,
         )
@@ -156,6 +159,7 @@ class Job:
                 work.checkpoints.sources(),
                 context_of(work.plan, work.device),
                 in_flight=work.memory.in_flight,
+                lanes=work.memory.lanes,
                 progress=self.progress or Silent(),
             )
         return done

@@ -30,6 +30,7 @@ from covmerge.engine import (
     MemoryPlan,
     RunStats,
     Sources,
+    Span,
     check_ties,
     peak_memory,
     tensor_stats,
@@ -69,6 +70,7 @@ class MergeResult:
         stats: per tensor and in total, as in `covmerge.json`.
         run: seconds and memory of this run.
         seconds: of mathematics by tensor, of those that this run merged.
+        timeline: when this run surveyed, read, computed and wrote.
         notes: what the plan and the run want a reader to know.
         verification: result of re-reading the output, for a merge to disk.
     """
@@ -81,6 +83,7 @@ class MergeResult:
     notes: tuple[str, ...] = ()
     verification: VerifyReport | None = None
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    timeline: tuple[Span, ...] = ()
     masks: Mapping[str, Mapping[str, Tensor]] = field(
         default_factory=dict[str, Mapping[str, Tensor]]
     )
@@ -222,6 +225,7 @@ class ModelFolder:
             run_report(done, memory),
             notes,
             seconds=tensor_seconds(plan, done),
+            timeline=done.spans,
         )
 
 

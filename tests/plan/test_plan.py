@@ -14,6 +14,8 @@ from covmerge.plan import Copy, Merge, build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.types import Role
 
+CPU = torch.device("cpu")
+
 
 def state(**changes):
     """A small encoder with embedding, two layers, norm, bias, kernel, buffer and output head."""
@@ -266,12 +268,12 @@ class TestWork:
         with pytest.raises(
             ResourceError, match=r"needs .* allowed \(--max-memory\).*largest tensor"
         ):
-            plan_memory([plan], 10**6)
+            plan_memory([plan], 10**6, device=CPU)
 
     def test_less_memory_means_less_in_flight(self):
         plan = plan_for(state(), {"a": state()})
-        free = plan_memory([plan], None)
-        tight = plan_memory([plan], free.peak - 2**20)
+        free = plan_memory([plan], None, device=CPU)
+        tight = plan_memory([plan], free.peak - 2**20, device=CPU)
         assert tight.in_flight < free.in_flight
         assert (
             tight.peak <= free.peak - 2**20 + 2**22

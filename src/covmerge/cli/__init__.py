@@ -15,6 +15,7 @@ from covmerge.cli.bench import bench
 from covmerge.cli.collect import collect
 from covmerge.cli.compare import compare
 from covmerge.cli.evaluate import evaluate
+from covmerge.cli.explain import explain
 from covmerge.cli.extract import extract
 from covmerge.cli.inspect import inspect
 from covmerge.cli.merge import merge
@@ -40,7 +41,8 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
 )
 for command in (
-    *(merge, inspect, extract, compare, collect, methods, verify, report, push, schema),
+    *(merge, inspect, extract, compare, collect, methods, explain),
+    *(verify, report, push, schema),
     *(bench, study, evaluate, reproduce, convert),
 ):
     app.command()(command)

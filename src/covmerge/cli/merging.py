@@ -46,7 +46,9 @@ def dry_run(recipe: Recipe, out: Path | None, flags: RunFlags) -> None:
             "there is no dry run of a merge to an adapter: it reads nothing of the base, and leaves "
             "nothing behind if it fails"
         )
-    plan, memory = api.plan_recipe(recipe, max_memory=flags.max_memory)
+    plan, memory = api.plan_recipe(
+        recipe, device=flags.device, threads=flags.threads, max_memory=flags.max_memory
+    )
     speed = measure_speed(recipe, plan.compute_dtype, flags.device, flags.threads)
     room = None if out is None else room_for([plan], out)
     if flags.as_json:

@@ -21,6 +21,7 @@ from covmerge.types import Frame
 
 # As in the published code: an update of norm below 1e-6 is not blown up to the weight of the others.
 TRACE_FLOOR = 1e-12
+_NOT_ROUNDING = 0.1
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Covariance:
         ones: 𝟏 `(d_out,)` in the coordinates of Δ; None where it is literally that.
         scale: factor of the Gram matrix.
         ridge: multiple of the identity.
+        exact: whether the root is made in float64, whatever the update's dtype.
     """
 
     update: Tensor
@@ -40,18 +42,31 @@ class Covariance:
     ones: Tensor | None = None
     scale: float = 1.0
     ridge: float = 0.0
+    exact: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the root."""
+        return torch.float64 if self.exact else self.update.dtype
 
     def root(self) -> Tensor:
         """R `(d_out, d_in)`: made when asked for, so that no second copy of all experts is held."""
+        update = self.update.to(self.dtype)
         if self.mean is None:
-            return self.update
+            return update
         if self.ones is None:
-            return self.update - self.mean
-        return torch.addr(self.update, self.ones, self.mean, alpha=-1.0)
+            return update - self.mean
+        return torch.addr(update, self.ones.to(self.dtype), self.mean.to(self.dtype), alpha=-1.0)
 
     def energy(self) -> float:
         """Tr RᵀR = ‖R‖²_F."""
-        return norm(self.root()) ** 2
+        whole = norm(self.update) ** 2
+        if self.mean is None:
+            return whole
+        rows = len(self.update) if self.ones is None else norm(self.ones) ** 2
+        rest = whole - rows * norm(self.mean) ** 2
+        # Without making the root, unless the difference is of the rounding of what it is taken from.
+        return rest if rest > _NOT_ROUNDING * whole else norm(self.root()) ** 2
 
     def times(self, factor: float) -> Covariance:
         """Return factor · C."""

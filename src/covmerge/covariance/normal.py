@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from covmerge.covariance.estimate import Covariance
-from covmerge.linalg.auto import use_dual, use_outer_gram
+from covmerge.linalg.auto import cube_choice, system_choice
+from covmerge.linalg.symmetric import add_gram_, gram, mirror_
 
 
 @dataclass(frozen=True)
@@ -65,37 +66,42 @@ class NormalEquations:
 def normal_equations(covariances: Sequence[Covariance]) -> NormalEquations:
     """Form Σ R_t C_t and Σ C_t for covariances of one shape and dtype."""
     d_out, d_in = covariances[0].update.shape
-    if use_dual(d_out, d_in, len(covariances)):
+    itemsize = covariances[0].dtype.itemsize
+    if system_choice(d_out, d_in, len(covariances), itemsize).taken == "dual":
         return _dual(covariances)
     return _primal(covariances)
 
 
 def _primal(covariances: Sequence[Covariance]) -> NormalEquations:
-    d_out, d_in = covariances[0].update.shape
-    gram = covariances[0].update.new_zeros(d_in, d_in)
-    numerator = covariances[0].update.new_zeros(d_out, d_in)
+    update, dtype = covariances[0].update, covariances[0].dtype
+    d_out, d_in = update.shape
+    outer = cube_choice(d_out, d_in, dtype.itemsize).taken == "outer"
+    total = update.new_zeros(d_in, d_in, dtype=dtype)
+    numerator = update.new_zeros(d_out, d_in, dtype=dtype)
     for covariance in covariances:
         root, scale = covariance.root(), covariance.scale
-        if use_outer_gram(d_out, d_in):
-            gram.addmm_(root.mT, root, alpha=scale)
-            numerator.addmm_(root @ root.mT, root, alpha=scale)
+        if outer:
+            add_gram_(total, root, scale)
+            numerator.addmm_(gram(root.mT), root, alpha=scale)
         else:
-            own = root.mT @ root
-            gram.add_(own, alpha=scale)
+            own = gram(root)
+            total.add_(own, alpha=scale)
             numerator.addmm_(root, own, alpha=scale)
-        numerator.add_(root, alpha=covariance.ridge)
-    return NormalEquations(gram, numerator, sum(c.ridge for c in covariances))
+        if covariance.ridge:
+            numerator.add_(root, alpha=covariance.ridge)
+    return NormalEquations(mirror_(total), numerator, sum(c.ridge for c in covariances))
 
 
 def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
-    d_out, d_in = covariances[0].update.shape
-    basis = covariances[0].update.new_empty(len(covariances) * d_out, d_in)
+    update = covariances[0].update
+    d_out, d_in = update.shape
+    basis = update.new_empty(len(covariances) * d_out, d_in, dtype=covariances[0].dtype)
     blocks = [slice(t * d_out, (t + 1) * d_out) for t in range(len(covariances))]
     for block, covariance in zip(blocks, covariances, strict=True):
         torch.mul(covariance.root(), sqrt(covariance.scale), out=basis[block])
-    gram = basis @ basis.mT
-    numerator = gram.new_empty(d_out, len(basis))
+    total = gram(basis.mT)
+    numerator = total.new_empty(d_out, len(basis))
     for block, covariance in zip(blocks, covariances, strict=True):
-        numerator[:, block] = gram[block, block] / sqrt(covariance.scale)
+        numerator[:, block] = total[block, block] / sqrt(covariance.scale)
         numerator[:, block].diagonal().add_(covariance.ridge / sqrt(covariance.scale))
-    return NormalEquations(gram, numerator, sum(c.ridge for c in covariances), basis)
+    return NormalEquations(total, numerator, sum(c.ridge for c in covariances), basis)

@@ -15,7 +15,7 @@ ties     tied tensors that are stored twice
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
 from covmerge.engine.inputs import Sources, read_inputs
 from covmerge.engine.room import Room, room_for
-from covmerge.engine.run import Progress, RunStats, run
+from covmerge.engine.run import Progress, RunStats, Span, run
 from covmerge.engine.sinks import DiskSink, MemorySink, NoSink, Sink
 from covmerge.engine.stats import tensor_stats, totals
 from covmerge.engine.survey import run_surveys, survey_bytes
@@ -35,6 +35,7 @@ __all__ = [
     "RunStats",
     "Sink",
     "Sources",
+    "Span",
     "check_ties",
     "peak_memory",
     "plan_memory",

@@ -6,9 +6,11 @@ import resource
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import psutil
+import torch
 
 from covmerge.errors import ResourceError
 from covmerge.plan import Plan, WorkItem
@@ -16,8 +18,13 @@ from covmerge.recipe import format_size
 
 # What the process holds beside tensors of the plan: BLAS packing buffers, allocator slack.
 _OVERHEAD = 192 * 2**20
-# Small items are read this far ahead.
+# Small items are read this far ahead, and further where several are computed at once.
 _READ_AHEAD = 128 * 2**20
+_MOST_AHEAD = 2**30
+# What items that are computed at once may take together, unless one of them takes more.
+_LANES_WORKSPACE = 2 * 2**30
+# Items of at most so many elements are computed on one core each.
+_NARROW_ELEMENTS = 4 * 2**20
 
 
 class Budget:
@@ -54,6 +61,16 @@ class Budget:
             self._changed.notify_all()
 
 
+def is_narrow(item: WorkItem, device: torch.device) -> bool:
+    """Whether an item is computed on one core, beside others, rather than on all cores, alone.
+
+    Small factorisations and sums over a few rows gain little from a second core, and on one each
+    lose nothing. It follows from the shape, never from what else is going on: the number of threads
+    decides how sums are rounded.
+    """
+    return device.type == "cpu" and prod(item.shape) <= _NARROW_ELEMENTS
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """How the memory of a run is divided.
@@ -62,11 +79,13 @@ class MemoryPlan:
         resident: what the process holds before the run, BLAS buffers and allocator slack included.
         workspace: the most that computing an item takes beside its inputs and result.
         in_flight: inputs read ahead plus results not yet written, at most.
+        lanes: items that are computed at once, where they are small.
     """
 
     resident: int
     workspace: int
     in_flight: int
+    lanes: int
 
     @property
     def peak(self) -> int:
@@ -93,38 +112,54 @@ def read_together(items: Sequence[WorkItem]) -> int:
 
 
 def plan_memory(
-    plans: Sequence[Plan], max_memory: int | None, *, held: int = 0, shared: int = 0
+    plans: Sequence[Plan],
+    max_memory: int | None,
+    *,
+    device: torch.device,
+    threads: int | None = None,
+    held: int = 0,
+    shared: int = 0,
 ) -> MemoryPlan:
     """Divide the memory, or refuse before any work.
 
     Args:
         plans: one plan, or several that run together over the same reading.
         max_memory: bytes that the process may take; None: what the machine has free.
+        device: where the work is done.
+        threads: cores of the CPU; None: torch's setting.
         held: bytes that stay taken throughout.
         shared: copies of a layer's updates that methods running together may keep.
 
     Without `max_memory` two of the largest items may be in flight, so that reading and writing
-    overlap computing, and the peak follows the largest tensor, not the model.
+    overlap computing, and the peak follows the largest tensor, not the model. Small items are
+    computed on one core each as far as their workspaces fit together.
 
     Raises:
         ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
     """
     resident = psutil.Process().memory_info().rss + _OVERHEAD + held
     together = list(zip(*(plan.items for plan in plans), strict=True))
-    largest = max(read_together(items) + sum(i.write_bytes for i in items) for items in together)
-    workspace = max(
+    moved = [read_together(items) + sum(i.write_bytes for i in items) for items in together]
+    spaces = [
         max(item.workspace for item in items) + shared * items[0].read_bytes for items in together
-    )
-    least = MemoryPlan(resident, workspace, largest)
-    wanted = MemoryPlan(resident, workspace, max(2 * largest, _READ_AHEAD))
+    ]
+    narrow = [is_narrow(items[0], device) for items in together]
+    largest, workspace = max(moved), max(spaces)
+    beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
+    ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
     free = resident - held + psutil.virtual_memory().available
     limit = free if max_memory is None else max_memory
-    if least.peak > limit:
+    if resident + workspace + largest > limit:
         given = "of memory are free" if max_memory is None else "are allowed (--max-memory)"
         raise ResourceError(
-            f"the merge needs {format_size(least.peak)} and {format_size(limit)} {given}: "
-            f"{format_size(resident)} for the process, {format_size(workspace + largest)} for the "
-            f"largest tensor, '{plans[0].peak_item.tensor.name}'. Allow more, or merge that tensor by "
-            "`average` with a rule."
+            f"the merge needs {format_size(resident + workspace + largest)} and "
+            f"{format_size(limit)} {given}: {format_size(resident)} for the process, "
+            f"{format_size(workspace + largest)} for the largest tensor, "
+            f"'{plans[0].peak_item.tensor.name}'. Allow more, or merge that tensor by `average` with "
+            "a rule."
         )
-    return MemoryPlan(resident, workspace, min(wanted.in_flight, limit - resident - workspace))
+    room = min(max(workspace, _LANES_WORKSPACE), limit - resident - largest)
+    lanes = max(1, min(threads or torch.get_num_threads(), room // max(1, beside)))
+    workspace = max(workspace, lanes * beside)
+    wanted = max(2 * largest, min((lanes + 1) * ahead, _MOST_AHEAD), _READ_AHEAD)
+    return MemoryPlan(resident, workspace, min(wanted, limit - resident - workspace), lanes)

@@ -1,16 +1,19 @@
-"""The pipeline: one thread reads ahead, one computes, one writes behind."""
+"""The pipeline: one thread reads ahead, some compute, one writes behind."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from queue import Queue
 from typing import Protocol
 
-from covmerge.engine.budget import Budget, read_together
+import torch
+
+from covmerge.engine.budget import Budget, is_narrow, read_together
 from covmerge.engine.inputs import Inputs, Sources, read_inputs
 from covmerge.engine.sinks import Sink
 from covmerge.engine.survey import run_surveys, survey_bytes
@@ -39,11 +42,22 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
+class Span:
+    """What one thread did for one item, in seconds from the start of the run."""
+
+    stage: str
+    thread: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
 class RunStats:
     """What a run did by one plan: statistics per item, in plan order, and its cost.
 
     Reading and surveys serve all plans of a run; only `compute_seconds`, and those of the items, are
-    this plan's own. An item that an earlier run finished has None.
+    this plan's own; where several items were computed at once, their seconds add up. An item that an
+    earlier run finished has None. `spans` say when all of it happened.
     """
 
     items: tuple[Mapping[str, Json], ...]
@@ -54,19 +68,33 @@ class RunStats:
     write_seconds: float
     resumed_items: int
     item_seconds: tuple[float | None, ...]
+    spans: tuple[Span, ...] = ()
 
 
 class _Clock:
-    """Adds up the time one stage spends working."""
+    """When the threads of one stage were working."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, stage: str, begun: float) -> None:
+        self.spans: list[Span] = []
+        self._stage = stage
+        self._begun = begun
 
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
+    @property
+    def seconds(self) -> float:
+        """All of it, over all threads."""
+        return sum(span.stop - span.start for span in self.spans)
 
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._start
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Note what is done meanwhile."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            stop = time.perf_counter()
+            begun = self._begun
+            span = Span(self._stage, threading.get_ident(), start - begun, stop - begun)
+            self.spans.append(span)
 
 
 def run(
@@ -75,6 +103,7 @@ def run(
     context: Context,
     *,
     in_flight: int,
+    lanes: int,
     progress: Progress,
     worker: Worker = compute,
 ) -> list[RunStats]:
@@ -87,6 +116,7 @@ def run(
         context: what the work needs to know; the surveys' thresholds are found here.
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
+        lanes: small items that are computed at once, a core each (see `plan_memory`).
         progress: hears of every finished item.
         worker: what is done with each item.
 
@@ -97,14 +127,14 @@ def run(
     plans = [plan for plan, _ in work]
     together = list(zip(*(plan.items for plan in plans), strict=True))
     progress.start(survey_bytes(plans) + sum(map(_moved, together)))
-    surveying = _Clock()
+    surveying = _Clock("survey", start)
     try:
-        with surveying:
+        with surveying.running():
             thresholds = run_surveys(plans, sources, context, progress.advance)
         sinks = [sink for _, sink in work]
         informed = replace(context, thresholds=thresholds)
-        pipeline = _Pipeline(together, sinks, sources, informed, worker, progress)
-        pipeline.run(in_flight)
+        pipeline = _Pipeline(together, sinks, sources, informed, worker, progress, start)
+        pipeline.run(in_flight, lanes)
     finally:
         progress.finish()
     return [
@@ -117,6 +147,12 @@ def run(
             write_seconds=pipeline.writing.seconds,
             resumed_items=pipeline.resumed,
             item_seconds=tuple(seconds.get(index) for index in range(len(plans[0].items))),
+            spans=(
+                *surveying.spans,
+                *pipeline.reading.spans,
+                *computing.spans,
+                *pipeline.writing.spans,
+            ),
         )
         for collected, computing, seconds in zip(
             pipeline.collected, pipeline.computing, pipeline.item_seconds, strict=True
@@ -130,7 +166,7 @@ def _moved(items: Sequence[WorkItem]) -> int:
 
 
 class _Pipeline:
-    """Three threads and the queues between them."""
+    """Threads that read, compute and write, and the queues between them."""
 
     def __init__(
         self,
@@ -140,6 +176,7 @@ class _Pipeline:
         context: Context,
         worker: Worker,
         progress: Progress,
+        begun: float,
     ) -> None:
         self._together = together
         self._sinks = sinks
@@ -151,32 +188,65 @@ class _Pipeline:
         self._to_compute: Queue[tuple[int, Inputs] | None] = Queue()
         self._to_write: Queue[tuple[int, int, Result] | None] = Queue()
         self._errors: list[BaseException] = []
-        self.reading, self.writing = _Clock(), _Clock()
-        self.computing = [_Clock() for _ in sinks]
+        self.reading, self.writing = _Clock("read", begun), _Clock("write", begun)
+        self.computing = [_Clock("compute", begun) for _ in sinks]
         self.item_seconds: list[dict[int, float]] = [{} for _ in sinks]
         self.collected: list[dict[int, Mapping[str, Json]]] = [{} for _ in sinks]
         self.resumed = 0
 
-    def run(self, in_flight: int) -> None:
-        """Start reader and writer, compute in this thread, wait for all."""
-        budget = Budget(in_flight)
+    def run(self, in_flight: int, lanes: int) -> None:
+        """Start reader and writer, hand out the work in this thread, wait for all."""
+        budget, free = Budget(in_flight), Budget(lanes)
         with ThreadPoolExecutor(2, thread_name_prefix="covmerge") as pool:
             try:
                 # Within the `try`: Ctrl-C may come while the threads start, and a thread that is
                 # still in torch when Python exits aborts the process.
                 for stage in (self._read, self._write):
                     pool.submit(self._guarded, stage, budget)
-                while not self._errors and (task := self._to_compute.get()) is not None:
-                    index, inputs = task
-                    del task
-                    self._compute(index, inputs)
-                    del inputs
-                    budget.release(read_together(self._together[index]))
+                with ThreadPoolExecutor(
+                    lanes, "covmerge-lane", initializer=torch.set_num_threads, initargs=(1,)
+                ) as narrow:
+                    while not self._errors and (task := self._to_compute.get()) is not None:
+                        self._hand_out(*task, narrow, budget, free, lanes)
+                        del task
             finally:
                 budget.close()
                 self._to_write.put(None)
         if self._errors:
             raise self._errors[0]
+
+    def _hand_out(
+        self,
+        index: int,
+        inputs: Inputs,
+        narrow: ThreadPoolExecutor,
+        budget: Budget,
+        free: Budget,
+        lanes: int,
+    ) -> None:
+        """Compute an item on one core, beside others; or on all of them, alone."""
+        one_core = is_narrow(self._together[index][0], self._context.device)
+        free.acquire(1 if one_core else lanes)
+        if not one_core:
+            self._compute(index, inputs)
+            budget.release(read_together(self._together[index]))
+            free.release(lanes)
+            return
+
+        def on_one_core(held: list[Inputs]) -> None:
+            try:
+                if not self._errors:
+                    self._compute(index, held.pop())
+                    budget.release(read_together(self._together[index]))
+            except BaseException as error:
+                self._errors.append(error)
+                budget.close()
+                self._to_compute.put(None)
+            finally:
+                free.release(1)
+
+        # In a list that is emptied: the pool would hold the inputs until it has another task.
+        narrow.submit(on_one_core, [inputs])
 
     def _guarded(self, stage: Callable[[Budget], None], budget: Budget) -> None:
         try:
@@ -190,7 +260,7 @@ class _Pipeline:
 
     def _read(self, budget: Budget) -> None:
         for index, items in enumerate(self._together):
-            with self.reading:
+            with self.reading.running():
                 earlier = [
                     sink.finished(item) for sink, item in zip(self._sinks, items, strict=True)
                 ]
@@ -202,7 +272,7 @@ class _Pipeline:
                 continue
             if not budget.acquire(_moved(items)):
                 return
-            with self.reading:
+            with self.reading.running():
                 inputs = read_inputs(items, self._sources)
             self._to_compute.put((index, inputs))
             del inputs  # or the last item's inputs would outlive its turn
@@ -210,10 +280,10 @@ class _Pipeline:
     def _compute(self, index: int, inputs: Inputs) -> None:
         results = self._worker(self._together[index], inputs, self._context)
         for number, clock in enumerate(self.computing):
-            before = clock.seconds
-            with clock:
+            before = time.perf_counter()
+            with clock.running():
                 result = next(results)
-            self.item_seconds[number][index] = clock.seconds - before
+            self.item_seconds[number][index] = time.perf_counter() - before
             self._to_write.put((index, number, result))
             del result
 
@@ -222,7 +292,7 @@ class _Pipeline:
             index, number, result = task
             items = self._together[index]
             item = items[number]
-            with self.writing:
+            with self.writing.running():
                 self._sinks[number].write(item, result)
             self.collected[number][index] = result.stats
             del task, result

@@ -88,7 +88,7 @@ class InspectJob:
             plan = replace(
                 plan, items=tuple(self._measured(i, i.tensor.name in taken) for i in plan.items)
             )
-            memory = plan_memory([plan], self.max_memory)
+            memory = plan_memory([plan], self.max_memory, device=device, threads=self.threads)
             worker = partial(inspect_rows, spectra=taken, before=before)
             done = self._execute(plan, checkpoints, merged, memory, device, worker)
             layers = tuple(_layers(plan, done, findings))
@@ -189,6 +189,7 @@ class InspectJob:
                 sources,
                 context,
                 in_flight=memory.in_flight,
+                lanes=memory.lanes,
                 progress=self.progress or Silent(),
                 worker=worker,
             )

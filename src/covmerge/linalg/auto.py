@@ -1,23 +1,32 @@
 """Which route a layer takes, and what it costs: the one dispatch table.
 
-| question                       | rule                             | why                           |
-|--------------------------------|----------------------------------|-------------------------------|
-| system of the closed form      | dual when T·d_out < d_in         | its side is T·d_out; primal,  |
-|                                |                                  | only the ridge gives it rank  |
-| R(RᵀR) of one root R (n, d_in) | (RRᵀ)R when 2n < d_in            | 4n²·d_in < 2n·d_in² FLOPs     |
-| spectrum of F (d_out, d_in)    | float64: SVD; float32: float64   | the small eigenproblem is the |
-|                                | eigenproblem of the smaller Gram | cheaper, and resolves σ to    |
-|                                |                                  | 1e-8 of the largest           |
+Every question below is a function that returns a `Choice`: the routes there are, the cost of each,
+and the one that is taken. Kernels ask it, plans add its costs up, and `covmerge explain` prints it.
+
+| question           | routes                | taken                                                  |
+|--------------------|-----------------------|--------------------------------------------------------|
+| `system_choice`    | primal, dual          | the fewer FLOPs; dual only while T·d_out < d_in: beyond |
+|                    |                       | that only the ridge gives its Gram matrix full rank     |
+| `cube_choice`      | inner, outer          | the fewer FLOPs                                         |
+| `symmetric_choice` | whole, strips         | strips, unless the matrix is one strip                  |
+| `spectrum_choice`  | svd, gram             | float64: SVD; float32: the float64 eigenproblem of the  |
+|                    |                       | smaller Gram matrix, cheaper, and exact to 1e-8 of σ₁   |
+| `inverse_choice`   | cholesky32, cholesky64, | the first that is exact: the data decide (see `pinv`) |
+|                    | eigen64               |                                                         |
+| `factored_choice`  | dense, factored       | factored, where all experts are adapters                |
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 # A float64 operation takes the time of two in float32, the unit in which costs are estimated.
 FLOAT64 = 2.0
+# Strips of a symmetric product: few enough that each is a large product, many enough to save.
+_STRIPS, _LEAST_STRIP, _LARGEST_STRIP = 6, 128, 384
 
 
 @dataclass(frozen=True)
@@ -31,45 +40,159 @@ class Cost:
         return Cost(self.flops + other.flops, self.workspace + other.workspace)
 
 
-def use_dual(d_out: int, d_in: int, count: int) -> bool:
-    """Whether `count` roots `(d_out, d_in)` are cheaper in their row space than in d_in axes."""
-    return count * d_out < d_in
+@dataclass(frozen=True)
+class Choice:
+    """The routes that answer one question on a layer.
+
+    Attributes:
+        question: what is to be computed.
+        routes: name -> cost.
+        taken: the route that is taken, or tried first where the data decide.
+        why: the rule.
+    """
+
+    question: str
+    routes: Mapping[str, Cost]
+    taken: str
+    why: str
+
+    @property
+    def cost(self) -> Cost:
+        """Cost of the route that is taken."""
+        return self.routes[self.taken]
 
 
-def use_outer_gram(n: int, d_in: int) -> bool:
-    """Whether R(RᵀR), R `(n, d_in)`, is cheaper as (RRᵀ)R."""
-    return 2 * n < d_in
+def system_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
+    """The coordinates of the closed form's system (see `covmerge.covariance.normal`)."""
+    routes = {
+        name: sums_cost(name, d_out, d_in, count, itemsize)
+        + solve_cost(name, d_out, d_in, count, itemsize)
+        for name in ("primal", "dual")
+    }
+    small = count * d_out < d_in
+    return Choice(
+        "(ΣRC)(ΣC)⁻¹",
+        routes,
+        "dual" if small and routes["dual"].flops < routes["primal"].flops else "primal",
+        "fewer FLOPs; dual only while T·d_out < d_in",
+    )
 
 
-def use_svd(dtype: torch.dtype) -> bool:
-    """Whether a spectrum is taken by SVD (float64) rather than through the smaller Gram."""
-    return dtype == torch.float64
+def cube_choice(n: int, d_in: int, itemsize: int) -> Choice:
+    """The order of products in RᵀR and R(RᵀR), R `(n, d_in)`; both are wanted."""
+    own = symmetric_cost(n, d_in)
+    routes = {
+        "inner": Cost(own + 2.0 * n * d_in * d_in, d_in * d_in * itemsize),
+        "outer": Cost(own + symmetric_cost(d_in, n) + 2.0 * n * n * d_in, n * n * itemsize),
+    }
+    return Choice("RᵀR and R(RᵀR)", routes, _cheapest(routes), "fewer FLOPs")
 
 
-def normal_equations_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+def symmetric_choice(m: int, n: int) -> Choice:
+    """How RᵀR, R `(m, n)`, is multiplied (see `covmerge.linalg.symmetric`)."""
+    routes = {"whole": Cost(2.0 * m * n * n, 0), "strips": Cost(symmetric_cost(m, n), 0)}
+    return Choice("RᵀR", routes, _cheapest(routes), "fewer FLOPs")
+
+
+def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int) -> Choice:
+    """How the k leading singular triplets are found (see `covmerge.linalg.spectral`)."""
+    short, long = sorted((d_out, d_in))
+    kept = k * (d_out + d_in) * itemsize
+    products = FLOAT64 * (symmetric_cost(long, short) + 2.0 * short * long * k)
+    blocks = 2 * short * min(long, 1024) * 8
+    svd = FLOAT64 * (6.0 * short * short * long + 20.0 * short**3)
+    routes = {
+        "svd": Cost(svd, (3 * short * long + 6 * short * short) * 8 + kept),
+        "gram": eigh_cost(short) + Cost(products, blocks + kept),
+    }
+    taken = "svd" if itemsize == torch.float64.itemsize else "gram"
+    return Choice("k singular triplets", routes, taken, "float64: svd; float32: gram")
+
+
+def inverse_choice(side: int, rows: int) -> Choice:
+    """How rows `(rows, side)` are divided by a semi-definite system (see `covmerge.linalg.pinv`).
+
+    Each Cholesky route factorises twice: once to see that no eigenvalue is cut off.
+    """
+    cholesky = 2.0 * side**3 / 3 + 2.0 * rows * side * side
+    held = (side * side + 2 * rows * side) * 8
+    eigen = FLOAT64 * 4.0 * rows * side * side
+    routes = {
+        "cholesky32": Cost(cholesky, held // 2),
+        "cholesky64": Cost(FLOAT64 * cholesky, held),
+        "eigen64": eigh_cost(side) + Cost(eigen, 2 * rows * side * 8),
+    }
+    why = "the first that is exact: Cholesky where no eigenvalue is cut off"
+    return Choice("B A†", routes, "cholesky32", why)
+
+
+def factored_choice(d_out: int, d_in: int, ranks: Sequence[int], itemsize: int) -> Choice:
+    """What the updates of adapters are written in (see `covmerge.methods.factored`)."""
+    total = sum(ranks)
+    p, q = min(d_out, total + 1), min(d_in, total)
+    dense = system_choice(d_out, d_in, len(ranks), itemsize).cost
+    core = system_choice(p, q, len(ranks), 8).cost
+    bases = 2.0 * (d_out * (total + 1) ** 2 + d_in * total**2) + 30.0 * total**3
+    factors = (d_out + d_in) * total * 8
+    routes = {
+        "dense": dense + Cost(2.0 * d_out * d_in * total, len(ranks) * d_out * d_in * itemsize),
+        "factored": Cost(FLOAT64 * (core.flops + bases), core.workspace + 2 * factors),
+    }
+    return Choice("updates of adapters", routes, "factored", "always, where all are adapters")
+
+
+def routes(
+    d_out: int, d_in: int, count: int, itemsize: int, rank: int | None = None
+) -> list[Choice]:
+    """Every question that a layer of this shape raises; with `rank`, of adapters of that rank."""
+    system = system_choice(d_out, d_in, count, itemsize)
+    side = count * d_out if system.taken == "dual" else d_in
+    found = [] if rank is None else [factored_choice(d_out, d_in, [rank] * count, itemsize)]
+    if system.taken == "primal":
+        found += [system, cube_choice(d_out, d_in, itemsize), symmetric_choice(d_out, d_in)]
+    else:
+        found += [system, symmetric_choice(d_in, side)]
+    spectrum = spectrum_choice(d_out, d_in, min(d_out, d_in), itemsize)
+    return [*found, inverse_choice(side, d_out), spectrum]
+
+
+def triangle_block(n: int) -> int:
+    """Rows of a strip of a symmetric product `(n, n)`."""
+    return min(n, max(_LEAST_STRIP, min(_LARGEST_STRIP, n // _STRIPS)))
+
+
+def symmetric_cost(m: int, n: int) -> float:
+    """FLOPs of RᵀR by strips, R `(m, n)`."""
+    return 1.0 * m * n * (n + triangle_block(n))
+
+
+def sums_cost(route: str, d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     """Cost of forming ΣR_tC_t and ΣC_t (see `covmerge.covariance.normal`)."""
     root = d_out * d_in * itemsize
-    if use_dual(d_out, d_in, count):
+    if route == "dual":
         m = count * d_out
-        return Cost(2.0 * m * m * d_in, (m * d_in + m * m + d_out * m) * itemsize + root)
+        return Cost(symmetric_cost(d_in, m), (m * d_in + m * m + d_out * m) * itemsize + root)
+    cube = cube_choice(d_out, d_in, itemsize).cost
     gram = d_in * d_in * itemsize
-    products = 2.0 * d_out * d_in * d_in
-    if use_outer_gram(d_out, d_in):
-        products += 4.0 * d_out * d_out * d_in
-        temporary = d_out * d_out * itemsize
-    else:
-        products *= 2
-        temporary = gram
-    return Cost(count * products, gram + temporary + 2 * root)
+    return Cost(count * cube.flops, gram + cube.workspace + 2 * root)
 
 
-def solve_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+def solve_cost(route: str, d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     """Cost of a Cholesky solve of the system for d_out right-hand sides."""
-    side = min(count * d_out, d_in) if use_dual(d_out, d_in, count) else d_in
+    side = count * d_out if route == "dual" else d_in
     flops = side**3 / 3 + 2.0 * d_out * side * side
-    if side < d_in:
+    if route == "dual":
         flops += 2.0 * d_out * side * d_in  # back from the row space
     return Cost(flops, (side * side + 2 * d_out * side) * itemsize)
+
+
+def pinv_cost(d_out: int, d_in: int, count: int) -> Cost:
+    """Cost of (ΣRC)(ΣC)† where eigenvalues are cut off: sums and eigenproblem in float64."""
+    choice = system_choice(d_out, d_in, count, 8)
+    side = count * d_out if choice.taken == "dual" else d_in
+    sums = sums_cost(choice.taken, d_out, d_in, count, 8)
+    eigen = inverse_choice(side, d_out).routes["eigen64"]
+    return Cost(FLOAT64 * sums.flops, sums.workspace) + eigen
 
 
 def eigh_cost(side: int) -> Cost:
@@ -79,14 +202,7 @@ def eigh_cost(side: int) -> Cost:
 
 def svd_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
     """Cost of the k leading singular triplets (see `covmerge.linalg.spectral`)."""
-    short, long = sorted((d_out, d_in))
-    kept = k * (d_out + d_in) * itemsize
-    if itemsize == torch.float64.itemsize:
-        flops = FLOAT64 * (6.0 * short * short * long + 20.0 * short**3)
-        return Cost(flops, (3 * short * long + 6 * short * short) * 8 + kept)
-    products = FLOAT64 * 2.0 * short * long * (short + k)
-    blocks = 2 * short * min(long, 1024) * 8
-    return eigh_cost(short) + Cost(products, blocks + kept)
+    return spectrum_choice(d_out, d_in, k, itemsize).cost
 
 
 def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:
@@ -95,7 +211,7 @@ def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:
     if itemsize == torch.float64.itemsize:
         flops = FLOAT64 * (2.0 * d * d * wide + 20.0 * d**3)
         return Cost(flops, (2 * d * wide + 6 * d * d) * 8)
-    gram = Cost(FLOAT64 * 2.0 * d * d * wide, d * columns * 8)
+    gram = Cost(FLOAT64 * symmetric_cost(wide, d), d * columns * 8)
     return gram + eigh_cost(d)
 
 
@@ -107,3 +223,7 @@ def polar_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
     # The vectors, their stack, and its polar factor.
     held = 3 * k * (d_out + d_in) * itemsize
     return Cost(left.flops + right.flops + products, max(left.workspace, right.workspace) + held)
+
+
+def _cheapest(routes: Mapping[str, Cost]) -> str:
+    return min(routes, key=lambda name: routes[name].flops)

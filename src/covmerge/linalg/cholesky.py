@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from covmerge.errors import TensorError
-from covmerge.linalg.lapack import cholesky_in_place
+from covmerge.linalg.lapack import cholesky, solve_triangular
 
+# Columns that LAPACK factorises at once; the rest of the work is products, which run twice as fast as
+# its own blocked factorisation. Devices that are not the CPU have a good one.
+_BLOCK = 256
 # Jitter steps, relative to the mean diagonal; the first is "none".
 _LADDER = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 
@@ -19,7 +22,8 @@ class Cholesky:
     """A + (ridge + jitter)·I = L Lᵀ.
 
     Attributes:
-        factor: L `(n, n)`; float64 when the float32 factorisation broke down.
+        factor: L `(n, n)`, above the diagonal arbitrary; float64 when the float32 factorisation broke
+            down.
         jitter: what was added to the diagonal beyond the ridge asked for; 0 in the normal case.
         rcond: squared ratio of the smallest to the largest pivot, an upper bound on the reciprocal
             condition number.
@@ -51,10 +55,55 @@ def factorize(system: Tensor, *, ridge: float) -> Cholesky:
         for step in _LADDER if dtype == torch.float64 else _LADDER[:1]:
             jitter = step * mean_diagonal
             factor.copy_(system).diagonal().add_(ridge + jitter)
-            if cholesky_in_place(factor):
-                pivots = factor.diagonal()
-                return Cholesky(factor, jitter, float((pivots.min() / pivots.max()) ** 2))
+            if _factor_in_place(factor):
+                return Cholesky(factor, jitter, _rcond(factor))
     raise TensorError(
         f"the {list(system.shape)} system of this layer stays indefinite with a ridge of "
         f"{ridge:g} and a jitter of {_LADDER[-1]:g} of its mean diagonal; raise `eps`"
     )
+
+
+def factorize_above(system: Tensor, *, floor: float) -> Cholesky | None:
+    """Factorise A if all its eigenvalues are above `floor`, in its own dtype; None if they are not.
+
+    They are if A − floor·I has a Cholesky factor: by inertia, to the rounding of the dtype, and
+    at a small part of the price of the eigenvalues.
+
+    Example:
+        >>> a = torch.diag(torch.tensor([4.0, 1.0]))
+        >>> factorize_above(a, floor=0.5).factor.diagonal().tolist(), factorize_above(a, floor=2.0)
+        ([2.0, 1.0], None)
+    """
+    factor = torch.empty_like(system)
+    for shift in (floor, 0.0):
+        factor.copy_(system).diagonal().sub_(shift)
+        if not _factor_in_place(factor):
+            return None
+    return Cholesky(factor, 0.0, _rcond(factor))
+
+
+def _factor_in_place(matrix: Tensor) -> bool:
+    """Replace the lower triangle by L; False if the matrix is not positive definite.
+
+    Column block by column block, left-looking: what the earlier blocks say of this one is taken off
+    by one product.
+    """
+    n = len(matrix)
+    step = _BLOCK if matrix.device.type == "cpu" else n
+    for start in range(0, n, step):
+        block, below = slice(start, start + step), slice(start + step, n)
+        if start:
+            known = matrix[block, :start]
+            matrix[start:, block].addmm_(matrix[start:, :start], known.mT, alpha=-1.0)
+        corner = cholesky(matrix[block, block])
+        if corner is None:
+            return False
+        matrix[block, block] = corner
+        if start + step < n:
+            matrix[below, block] = solve_triangular(corner, matrix[below, block].mT).mT
+    return True
+
+
+def _rcond(factor: Tensor) -> float:
+    pivots = factor.diagonal()
+    return float((pivots.min() / pivots.max()) ** 2)

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from covmerge.linalg.auto import use_svd
+from covmerge.linalg.auto import spectrum_choice
 from covmerge.linalg.lapack import eigh, svd
+from covmerge.linalg.symmetric import add_gram_, mirror_
 
 _linalg: Any = torch.linalg
 
@@ -44,7 +45,8 @@ def joint_directions(blocks: Sequence[Tensor], *, rtol: float) -> JointDirection
         >>> found.left.abs().tolist(), found.sigma.tolist()
         ([[1.0], [0.0]], [5.0])
     """
-    if use_svd(blocks[0].dtype):
+    d, columns = blocks[0].shape
+    if spectrum_choice(d, columns, d, blocks[0].dtype.itemsize).taken == "svd":
         triangle = cast("tuple[Tensor, Tensor]", _linalg.qr(torch.cat(tuple(blocks), 1).mT, "r"))[1]
         left, sigma, _ = svd(triangle.mT)
     else:
@@ -60,6 +62,5 @@ def _float64_gram(blocks: Sequence[Tensor]) -> Tensor:
     rows = len(blocks[0])
     gram = blocks[0].new_zeros(rows, rows, dtype=torch.float64)
     for block in blocks:
-        exact = block.to(torch.float64)
-        gram.addmm_(exact, exact.mT)
-    return gram
+        add_gram_(gram, block.to(torch.float64).mT)
+    return mirror_(gram)

@@ -30,8 +30,12 @@ def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return cast("tuple[Tensor, Tensor]", _linalg.qr(matrix))
 
 
-def cholesky_in_place(matrix: Tensor) -> bool:
-    """Replace a symmetric matrix by its lower factor; False if it is not positive definite."""
-    failed = torch.empty((), dtype=torch.int32, device=matrix.device)
-    _linalg.cholesky_ex(matrix, out=(matrix, failed))
-    return not int(failed)
+def cholesky(matrix: Tensor) -> Tensor | None:
+    """Lower factor of a symmetric matrix; None if it is not positive definite."""
+    factor, failed = cast("tuple[Tensor, Tensor]", _linalg.cholesky_ex(matrix))
+    return None if int(failed) else factor
+
+
+def solve_triangular(lower: Tensor, columns: Tensor) -> Tensor:
+    """Return L⁻¹ · columns for a lower triangular L."""
+    return cast("Tensor", _linalg.solve_triangular(lower, columns, upper=False))

@@ -9,8 +9,9 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from covmerge.linalg.auto import use_svd
+from covmerge.linalg.auto import spectrum_choice
 from covmerge.linalg.lapack import eigh, svd
+from covmerge.linalg.symmetric import add_gram_, mirror_
 
 _BLOCK = 1024  # columns that are alive in float64 at once
 
@@ -86,7 +87,8 @@ def truncated_svd(
         >>> top.kept.tolist(), top.rank
         ([3.0, 2.0], 2)
     """
-    if use_svd(matrix.dtype):
+    d_out, d_in = matrix.shape
+    if spectrum_choice(d_out, d_in, k, matrix.dtype.itemsize).taken == "svd":
         left, sigma, right = svd(matrix)
         rank = _rank(sigma, rtol, scale)
         k = min(k, rank)
@@ -119,8 +121,8 @@ def _float64_gram(wide: Tensor) -> Tensor:
     """FFᵀ in float64, without a float64 copy of F."""
     gram = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
     for _, block in _float64_blocks(wide):
-        gram.addmm_(block, block.mT)
-    return gram
+        add_gram_(gram, block.mT)
+    return mirror_(gram)
 
 
 def _float64_blocks(wide: Tensor) -> Iterator[tuple[slice, Tensor]]:

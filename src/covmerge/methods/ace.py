@@ -20,7 +20,13 @@ from covmerge.covariance.estimate import (
 from covmerge.covariance.gate import gate as heterogeneity_gate
 from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.covariance.prior import collective_prior
-from covmerge.linalg.auto import Cost, eigh_cost, normal_equations_cost, solve_cost
+from covmerge.linalg.auto import (
+    Cost,
+    eigh_cost,
+    solve_cost,
+    sums_cost,
+    system_choice,
+)
 from covmerge.linalg.spectral import LeadingDirections, leading_directions
 from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
@@ -31,8 +37,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # The refinement is counted in full, though only layers whose gate fires pay for it.
     side = min(d_out, d_in)
     matrix = d_out * d_in * itemsize
-    sums = normal_equations_cost(d_out, d_in, count, itemsize)
-    solve = solve_cost(d_out, d_in, count, itemsize)
+    route = system_choice(d_out, d_in, count, itemsize).taken
+    sums = sums_cost(route, d_out, d_in, count, itemsize)
+    solve = solve_cost(route, d_out, d_in, count, itemsize)
     spectrum = eigh_cost(side)
     residual_flops = 2.0 * d_out * d_in * d_in
     spectrum_flops = 4.0 * side * d_out * d_in

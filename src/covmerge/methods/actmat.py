@@ -8,19 +8,16 @@ import torch
 from pydantic import Field
 
 from covmerge.covariance.estimate import gram
-from covmerge.covariance.normal import normal_equations
-from covmerge.linalg.auto import FLOAT64, Cost, eigh_cost, normal_equations_cost, use_dual
-from covmerge.methods.closed_form import active_experts, solve_pinv
+from covmerge.linalg.auto import Cost, pinv_cost
+from covmerge.methods.closed_form import active_experts, solve_cut_off
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import LinearGroup, Merged
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    del itemsize  # float64 throughout
-    side = count * d_out if use_dual(d_out, d_in, count) else d_in
-    sums = normal_equations_cost(d_out, d_in, count, 8)
-    copies = count * d_out * d_in * 8
-    return Cost(FLOAT64 * sums.flops, sums.workspace + copies) + eigh_cost(side)
+    # Of layers where the cut-off takes something off; the others take a part of it.
+    del itemsize  # float64 there
+    return pinv_cost(d_out, d_in, count)
 
 
 @register(
@@ -65,8 +62,8 @@ def actmat(
             decides the answer: directions of tiny joint energy are divided by their eigenvalue.
 
     Departs from the paper: Eq. 3 has W_t in the numerator, which loses W₀ outside the span of the
-    updates; as in the published code, differences are merged and added to W₀. The sums and the
-    eigenproblem are computed in float64.
+    updates; as in the published code, differences are merged and added to W₀. Where the cut-off takes
+    something off, sums and eigenproblem are computed in float64.
 
     Example:
         >>> import torch
@@ -82,11 +79,9 @@ def actmat(
         return Merged(torch.zeros_like(group.updates[0]), {"unchanged": active.unchanged})
 
     covariances = [
-        gram(update.to(torch.float64)).times(weight)
+        gram(update).times(weight)
         for update, weight in zip(active.updates, active.weights, strict=True)
     ]
-    normal = normal_equations(covariances)
     cutoff = d_in * torch.finfo(torch.float32).eps if rtol is None else rtol
-    merged, rank = solve_pinv(normal, rtol=cutoff)
-    stats = {"route": normal.route, "rank": rank, "rtol": cutoff, "unchanged": active.unchanged}
-    return Merged(merged.to(dtype), stats)
+    merged, stats = solve_cut_off(covariances, rtol=cutoff)
+    return Merged(merged.to(dtype), stats | {"unchanged": active.unchanged})

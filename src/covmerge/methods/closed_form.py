@@ -10,17 +10,19 @@ when Σ C_t is singular.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
+import torch
 from torch import Tensor
 
-from covmerge.covariance.normal import NormalEquations
+from covmerge.covariance.estimate import Covariance
+from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.linalg.cholesky import Cholesky, factorize
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.pinv import pinv_right
+from covmerge.linalg.pinv import pinv_right, solve_full_rank
 from covmerge.linalg.rank_one import add_rank_one_
-from covmerge.types import LinearGroup
+from covmerge.types import Json, LinearGroup
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,28 @@ def solve_pinv(normal: NormalEquations, *, rtol: float) -> tuple[Tensor, int]:
     """(Σ R_tC_t)(Σ C_t)† and the rank of Σ C_t at the cut-off `rtol`."""
     solved, rank = pinv_right(normal.gram, normal.numerator, rtol=rtol)
     return normal.lift(solved), rank
+
+
+def solve_cut_off(
+    covariances: Sequence[Covariance], *, rtol: float
+) -> tuple[Tensor, dict[str, Json]]:
+    """(Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, and what to say of it.
+
+    Where the cut-off takes nothing off, as on most layers, a Cholesky factorisation is exact; in
+    float32 unless Σ C_t is badly conditioned. Otherwise the cut-off decides the answer, and sums and
+    eigenproblem are computed in float64.
+    """
+    normal = normal_equations(covariances)
+    solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol)
+    if solved is None and normal.gram.dtype != torch.float64:
+        normal = normal_equations([replace(covariance, exact=True) for covariance in covariances])
+        solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol)
+    stats: dict[str, Json] = {"route": normal.route, "rtol": rtol}
+    if solved is None:
+        lifted, rank = solve_pinv(normal, rtol=rtol)
+        return lifted, stats | {"rank": rank, "solver": "eigen64"}
+    bits = torch.finfo(solved.dtype).bits
+    return normal.lift(solved), stats | {"rank": len(normal.gram), "solver": f"cholesky{bits}"}
 
 
 def stack_weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

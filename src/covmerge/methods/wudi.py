@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -10,24 +11,17 @@ from torch import Tensor
 
 from covmerge.covariance.estimate import gram
 from covmerge.covariance.normal import NormalEquations, normal_equations
-from covmerge.linalg.auto import FLOAT64, Cost, eigh_cost, normal_equations_cost, use_dual
-from covmerge.linalg.lapack import norm
-from covmerge.methods.closed_form import active_experts, solve_pinv, stack_weighted
+from covmerge.linalg.auto import Cost, pinv_cost
+from covmerge.methods.closed_form import active_experts, solve_cut_off, stack_weighted
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.types import Json, LinearGroup, Merged
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # The work of the default solver; Adam holds, beside the sums, W with its gradient and its moments.
-    del itemsize  # float64 throughout
-    side = count * d_out if use_dual(d_out, d_in, count) else d_in
-    sums = normal_equations_cost(d_out, d_in, count, 8)
-    matrix = d_out * d_in * 8
-    solve = eigh_cost(side)
-    return Cost(
-        FLOAT64 * sums.flops + solve.flops,
-        sums.workspace + count * matrix + max(solve.workspace, 7 * matrix),
-    )
+    del itemsize  # float64 there
+    solve = pinv_cost(d_out, d_in, count)
+    return Cost(solve.flops, solve.workspace + 7 * d_out * d_in * 8)
 
 
 def _sides(parameters: Parameters) -> Sides:
@@ -107,7 +101,7 @@ def wudi(
 
     Departs from the paper: the default is the minimiser, not the 300 steps. An expert that did not
     change the layer leaves the sums (published: 0/0, the whole tensor NaN). Adam's gradient is
-    taken through ΣĈ_t, one product a step in place of 2T; all is computed in float64.
+    taken through ΣĈ_t, one product a step in place of 2T, in float64.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
@@ -121,23 +115,21 @@ def wudi(
     if not active.updates:
         return Merged(torch.zeros_like(first), {"unchanged": active.unchanged})
 
-    updates = [update.to(torch.float64) for update in active.updates]
-    normal = normal_equations(
-        [
-            gram(update).times(weight / norm(update) ** 2)
-            for update, weight in zip(updates, active.weights, strict=True)
-        ]
-    )
-    stats: dict[str, Json] = {"route": normal.route, "unchanged": active.unchanged}
+    covariances = [
+        gram(update).times(weight / size**2)
+        for update, weight, size in zip(active.updates, active.weights, active.norms, strict=True)
+    ]
     if solver == "adam":
+        normal = normal_equations([replace(each, exact=True) for each in covariances])
         # One expert alone is its own minimum; Adam would blow up the rounding of its gradient.
-        steps = iterations if len(updates) > 1 else 0
-        merged = _adam(normal, stack_weighted(updates, active.weights), steps, learning_rate)
+        steps = iterations if len(covariances) > 1 else 0
+        start = stack_weighted([each.to(torch.float64) for each in active.updates], active.weights)
+        merged = _adam(normal, start, steps, learning_rate)
+        stats: dict[str, Json] = {"route": normal.route}
     else:
         cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
-        merged, rank = solve_pinv(normal, rtol=cutoff)
-        stats |= {"rank": rank, "rtol": cutoff}
-    return Merged(merged.to(first.dtype), stats)
+        merged, stats = solve_cut_off(covariances, rtol=cutoff)
+    return Merged(merged.to(first.dtype), stats | {"unchanged": active.unchanged})
 
 
 def _adam(normal: NormalEquations, start: Tensor, steps: int, learning_rate: float) -> Tensor:

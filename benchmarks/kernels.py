@@ -1,0 +1,295 @@
+"""Layer by layer: ACE, ACTMat, TSV-M, Iso-C, Iso-CTS and WUDI beside the authors' own code.
+
+    python -m benchmarks.kernels [--peers DIR] [--rounds 3] [--out FILE.json]
+
+The four matrices of a ViT-B/16 block with 8 experts, and of a GPT-2 block with 7 (as Conv1D stores
+them, which is how the published code merges them), in float32. Three kinds of updates, because they
+decide which routes are taken:
+
+homogeneous    rank 16 and noise in equal parts, every norm 0.35
+heterogeneous  the same with norms from 0.02 to 1.2: ACE's gate fires, and its refinement runs
+decaying       singular values as 1/i, as those of trained layers: ACTMat's cut-off drops directions
+
+The authors' functions are taken by name from their files, so that nothing else of their
+repositories need be installed; `DIR` holds checkouts named as on GitHub: unravel-xu/ACE-Merging,
+marawangamal/actmat, AntoAndGar/task_singular_vectors, danielm1405/iso-merging,
+nathanielyvo/WUDI-Merging. WUDI's 300 equal iterations are timed by a few of them; its call of
+`.cuda()` does nothing here.
+
+Every layer is merged by both in turn, round by round, in one process; wall-clock and CPU time of
+all threads. The efficiency is the least work known for the layer, over the time times the machine's
+own rate of matrix products, which is measured in every round. `difference` is
+‖covmerge − theirs‖ / ‖theirs‖.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import machine, spread
+from covmerge import merge_layer
+
+RESULTS = Path(__file__).parent / "results"
+BLOCKS: Mapping[str, tuple[int, Mapping[str, tuple[int, int]]]] = {
+    "vit-b16": (
+        8,
+        {
+            "attn.in_proj": (2304, 768),
+            "attn.out_proj": (768, 768),
+            "mlp.c_fc": (3072, 768),
+            "mlp.c_proj": (768, 3072),
+        },
+    ),
+    "gpt2": (
+        7,
+        {
+            "attn.c_attn": (768, 2304),
+            "attn.c_proj": (768, 768),
+            "mlp.c_fc": (768, 3072),
+            "mlp.c_proj": (3072, 768),
+        },
+    ),
+}
+KINDS = ("homogeneous", "heterogeneous", "decaying")
+METHODS = ("ace", "actmat", "iso_c", "tsv_m", "iso_cts", "wudi")
+EPS = 1e-5
+WUDI_ITERATIONS, WUDI_TIMED = 300, 3
+Merge = Callable[[Sequence[Tensor]], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--blocks", nargs="+", default=list(BLOCKS), choices=BLOCKS)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "kernels.json")
+    arguments = parser.parse_args()
+    theirs = {} if arguments.peers is None else published(arguments.peers)
+    rows = []
+    for block in arguments.blocks:
+        count, shapes = BLOCKS[block]
+        for kind in arguments.kinds:
+            for layer, shape in shapes.items():
+                updates = experts(kind, shape, count)
+                for method in arguments.methods:
+                    row = {"block": block, "kind": kind, "layer": layer, "shape": shape}
+                    row |= {"experts": count, "method": method}
+                    row |= compared(method, updates, theirs.get(method), arguments.rounds)
+                    rows.append(row)
+                    print(line(row), flush=True)
+    result = {
+        "command": "python -m benchmarks.kernels --peers DIR",
+        "machine": machine(),
+        "blocks": totals(rows),
+        "layers": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    for total in result["blocks"]:
+        print(total)
+
+
+def experts(kind: str, shape: tuple[int, int], count: int) -> list[Tensor]:
+    """Updates of one layer, the same for the same arguments."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    found = []
+    for number in range(count):
+        if kind == "decaying":
+            sigma = 1.0 / torch.arange(1.0, min(shape) + 1)
+            left, _ = torch.linalg.qr(noise(shape[0], len(sigma)))
+            right, _ = torch.linalg.qr(noise(shape[1], len(sigma)))
+            update = (left * sigma) @ right.mT
+        else:
+            low = noise(shape[0], 16) @ noise(16, shape[1])
+            rest = noise(*shape)
+            update = low / low.norm() + rest / rest.norm()
+        size = 0.35
+        if kind == "heterogeneous":
+            size = 0.02 * 60 ** (number / (count - 1))
+        found.append(update * (size / update.norm()))
+    return found
+
+
+def published(folder: Path) -> dict[str, Merge]:
+    """The authors' functions, each as one from a layer's updates to the merged update."""
+    ace = source(folder / "ACE-Merging/src/merge/strategy.py", "MergeStrategy")["MergeStrategy"]
+    actmat = source(folder / "actmat/src/merging.py", "merge_actmat")
+    actmat["pinv"] = torch.linalg.pinv
+    tsv = source(
+        folder / "task_singular_vectors/src/utils/TSVM_utils.py",
+        "compute_and_sum_svd_mem_reduction",
+    )
+    iso = source(folder / "iso-merging/src/utils/iso.py", "iso_c", "iso_cts")
+    wudi = source(folder / "WUDI-Merging/vit/wudi_main.py", "get_redundant_task_vector")
+    wudi["tqdm"] = lambda steps: steps
+
+    def as_dicts(updates: Sequence[Tensor]) -> tuple[list[Any], Any]:
+        vectors = [
+            SimpleNamespace(vector={"w": u}, task_vector_param_dict={"w": u}) for u in updates
+        ]
+        config = SimpleNamespace(
+            device="cpu",
+            DATASETS=list(range(len(updates))),
+            method=SimpleNamespace(common_space_fraction=0.8),
+        )
+        return vectors, config
+
+    def by_config(function: Callable[..., Any]) -> Merge:
+        return lambda updates: function(*as_dicts(updates))["w"]
+
+    def wudi_once(updates: Sequence[Tensor]) -> Tensor:
+        return wudi["get_redundant_task_vector"]("w", torch.stack(list(updates)), WUDI_TIMED)
+
+    return {
+        "ace": lambda updates: ace(["w"], as_dicts(updates)[0], "cpu").ace_merging(eps=EPS)["w"],
+        "actmat": lambda updates: actmat["merge_actmat"](torch.stack(list(updates))),
+        "iso_c": by_config(iso["iso_c"]),
+        "iso_cts": by_config(iso["iso_cts"]),
+        "tsv_m": by_config(tsv["compute_and_sum_svd_mem_reduction"]),
+        "wudi": wudi_once,
+    }
+
+
+def source(path: Path, *names: str) -> dict[str, Any]:
+    """Run the definitions of these names in a file, and nothing else of it."""
+    tree = ast.parse(path.read_text("utf-8"))
+    wanted = (ast.FunctionDef, ast.ClassDef)
+    body = [node for node in tree.body if isinstance(node, wanted) and node.name in names]
+    if {node.name for node in body} != set(names):
+        raise SystemExit(
+            f"{path} has no {', '.join(names)}: check out the repository it belongs to"
+        )
+    # Their progress reports are of no interest here.
+    found: dict[str, Any] = {"torch": torch, "print": lambda *_: None}
+    exec(compile(ast.Module(body, []), str(path), "exec"), found)
+    return found
+
+
+def compared(
+    method: str, updates: Sequence[Tensor], theirs: Merge | None, rounds: int
+) -> dict[str, Any]:
+    """Merge one layer by covmerge and by the authors' code, in turn."""
+    parameters = {"eps": EPS} if method == "ace" else {}
+    ours: list[dict[str, float]] = []
+    others: list[dict[str, float]] = []
+    rates: list[float] = []
+    torch.Tensor.cuda = lambda tensor: tensor  # pyright: ignore - there is none; WUDI asks for it
+    merged = published_result = None
+    for _ in range(rounds):
+        rates.append(product_rate())
+        merged, timing = timed(lambda: merge_layer(updates, method, **parameters))
+        ours.append(timing)
+        if theirs is not None:
+            published_result, timing = timed(lambda: theirs(updates))
+            if method == "wudi":
+                timing = {
+                    key: value * WUDI_ITERATIONS / WUDI_TIMED for key, value in timing.items()
+                }
+            others.append(timing)
+    row: dict[str, Any] = {"covmerge": spread(ours)}
+    if method in ("ace", "actmat"):
+        work = least_work(tuple(updates[0].shape), len(updates))
+        row["efficiency"] = work / median(rates) / median(run["seconds"] for run in ours)
+    if theirs is not None:
+        row["published"] = spread(others)
+        row["cpu_seconds, published / covmerge"] = (
+            row["published"]["cpu_seconds"]["median"] / row["covmerge"]["cpu_seconds"]["median"]
+        )
+        if method != "wudi":
+            row["difference"] = float((merged - published_result).norm() / published_result.norm())
+    return row
+
+
+def timed(work: Callable[[], Tensor]) -> tuple[Tensor, dict[str, float]]:
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = work()
+    return result, {
+        "seconds": time.perf_counter() - wall,
+        "cpu_seconds": time.process_time() - cpu,
+    }
+
+
+def product_rate() -> float:
+    """FLOPs a second of a large float32 product: the machine's own limit, now."""
+    side = 2048
+    left, right = torch.randn(side, side), torch.randn(side, side)
+    out = torch.empty(side, side)
+    return max(
+        2.0 * side**3 / timed(lambda: torch.mm(left, right, out=out))[1]["seconds"]
+        for _ in range(3)
+    )
+
+
+def least_work(shape: tuple[int, int], count: int) -> float:
+    """FLOPs of ΣRC, ΣC and one solve by the best order of products, symmetric ones at half cost."""
+    d_out, d_in = shape
+    inner = 3.0 * d_out * d_in**2
+    outer = d_out * d_in**2 + 3.0 * d_out**2 * d_in
+    solve = d_in**3 / 3 + 2.0 * d_out * d_in**2
+    primal = count * min(inner, outer) + solve
+    m = count * d_out
+    dual = 1.0 * m**2 * d_in + m**3 / 3 + 2.0 * d_out * m**2 + 2.0 * d_out * m * d_in
+    return min(primal, dual) if m < d_in else primal
+
+
+def totals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Sums over the layers of each block, by kind and method."""
+    found: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault((row["block"], row["kind"], row["method"]), []).append(row)
+    return [total(*key, layers) for key, layers in found.items()]
+
+
+def total(
+    block: str, kind: str, method: str, layers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    def summed(tool: str, key: str) -> float:
+        return sum(layer[tool][key]["median"] for layer in layers)
+
+    row: dict[str, Any] = {"block": block, "kind": kind, "method": method}
+    tools = ["covmerge", "published"] if "published" in layers[0] else ["covmerge"]
+    for tool in tools:
+        row[tool] = {key: round(summed(tool, key), 3) for key in ("seconds", "cpu_seconds")}
+    if "published" in row:
+        for key in ("seconds", "cpu_seconds"):
+            row[f"{key}, published / covmerge"] = round(
+                row["published"][key] / row["covmerge"][key], 2
+            )
+    return row
+
+
+def line(row: Mapping[str, Any]) -> str:
+    def figures() -> Iterator[str]:
+        for tool in ("covmerge", "published"):
+            if tool in row:
+                wall, cpu = row[tool]["seconds"]["median"], row[tool]["cpu_seconds"]["median"]
+                yield f"{tool} {wall:.3f} s, cpu {cpu:.3f} s"
+        for key in ("efficiency", "cpu_seconds, published / covmerge", "difference"):
+            if key in row and not math.isnan(row[key]):
+                yield f"{key} {row[key]:.3g}"
+
+    names = (row["block"], row["kind"], row["layer"], row["method"])
+    return " ".join(names) + ": " + "; ".join(figures())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What every benchmark says of its machine, and how it times a process."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+
+def machine() -> dict[str, object]:
+    """The machine and the versions that decide speed."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+
+
+def spawn(
+    argv: Sequence[str], *, log: Path | None = None, env: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """Run a command the way a user starts it; what the operating system says of it.
+
+    The peak of a child begins at its parent's: whoever measures memory stays small.
+    """
+    sink = os.devnull if log is None else str(log)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    # Its own output is of no interest, and must not be mixed into this one's.
+    quiet = [(os.POSIX_SPAWN_OPEN, stream, sink, flags, 0o644) for stream in (1, 2)]
+    started = time.perf_counter()
+    pid = os.posix_spawnp(argv[0], list(argv), dict(env or os.environ), file_actions=quiet)
+    _, status, usage = os.wait4(pid, 0)
+    seconds = time.perf_counter() - started
+    if status:
+        raise SystemExit(f"failed: {subprocess.list2cmdline(argv)}; its output: {sink}")
+    return {
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        "peak_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+    }
+
+
+def spread(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Median, least and most of each figure over the rounds."""
+    return {
+        key: {
+            "median": median(run[key] for run in runs),
+            "min": min(run[key] for run in runs),
+            "max": max(run[key] for run in runs),
+        }
+        for key in runs[0]
+    }

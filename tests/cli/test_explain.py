@@ -1,0 +1,45 @@
+import pytest
+
+from covmerge.linalg.auto import routes
+from tests.cli.runs import covmerge, words
+
+
+def test_the_table_is_the_dispatch_table():
+    shown = covmerge("explain", "768x3072", "--experts", "8", "--json").json
+    choices = routes(768, 3072, 8, 4)
+    assert [question["taken"] for question in shown["questions"]] == [c.taken for c in choices]
+    for question, choice in zip(shown["questions"], choices, strict=True):
+        assert {name: cost["flops"] for name, cost in question["routes"].items()} == {
+            name: cost.flops for name, cost in choice.routes.items()
+        }
+    assert shown["methods"]["ace"]["flops"] > shown["methods"]["average"]["flops"]
+
+
+def test_it_fits_a_terminal():
+    ran = covmerge("explain", "768x3072")
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+    assert "primal" in ran.stdout and "taken" in ran.stdout
+
+
+def test_one_method():
+    shown = covmerge("explain", "64 x 64", "--method", "ace", "--json").json
+    assert list(shown["methods"]) == ["ace"]
+
+
+def test_adapters_have_a_question_more():
+    shown = covmerge("explain", "4096x4096", "--rank", "16", "--json").json
+    assert shown["questions"][0]["taken"] == "factored"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["768"], "must be d_out x d_in"),
+        (["0x4"], "must be d_out x d_in"),
+        (["4x4", "--dtype", "float16"], "must be float32 or float64"),
+        (["4x4", "--method", "acee"], "Did you mean"),
+    ],
+)
+def test_bad_input(arguments, said):
+    ran = covmerge("explain", *arguments, code=2)
+    assert said in words(ran.stderr)

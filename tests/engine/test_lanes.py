@@ -1,0 +1,89 @@
+"""Small items on one core each, several at once: the same bytes, the same errors, within memory."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.engine import plan_memory, run
+from covmerge.engine.budget import is_narrow
+from covmerge.engine.worker import compute
+from covmerge.errors import TensorError
+from covmerge.output import open_checkpoints
+from covmerge.plan import build_plan
+from covmerge.recipe import parse_recipe
+
+CPU = torch.device("cpu")
+
+
+def models(layers=12, width=48, experts=3):
+    generator = torch.Generator().manual_seed(0)
+    names = [f"layers.{n}.mlp.up_proj.weight" for n in range(layers)]
+    base = {name: torch.randn(width, width, generator=generator) for name in names}
+    moved = {
+        f"e{number}": {
+            name: weight + 0.01 * torch.randn(width, width, generator=generator)
+            for name, weight in base.items()
+        }
+        for number in range(experts)
+    }
+    return base, moved
+
+
+def plan_of(base, experts):
+    recipe = parse_recipe({"base": "base", "experts": {e: e for e in experts}, "method": "ace"})
+    with open_checkpoints(base, experts, {}) as opened:
+        return build_plan(recipe, opened.base, opened.experts, {})
+
+
+@pytest.mark.parametrize("method", ["ace", "tsv_m", "ties", "average"])
+def test_the_number_of_lanes_changes_no_byte(method):
+    base, experts = models()
+    merged = [covmerge.merge(base, experts, method, threads=threads).tensors for threads in (1, 4)]
+    for name, tensor in merged[0].items():
+        assert torch.equal(tensor, merged[1][name])
+
+
+def test_items_really_run_beside_each_other(monkeypatch):
+    running, most, lock = 0, 0, threading.Lock()
+
+    def watched(items, inputs, context):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        assert torch.get_num_threads() == 1
+        try:
+            yield from compute(items, inputs, context)
+        finally:
+            with lock:
+                running -= 1
+
+    base, experts = models()
+    before = torch.get_num_threads()
+    monkeypatch.setattr("covmerge.job.run", lambda *a, **k: run(*a, **k, worker=watched))
+    covmerge.merge(base, experts, "average", threads=3)
+    assert most == 3
+    assert torch.get_num_threads() == before
+
+
+def test_an_error_in_one_lane_ends_the_merge():
+    base, experts = models()
+    experts["e1"]["layers.5.mlp.up_proj.weight"][3, 4] = float("nan")
+    with pytest.raises(TensorError, match=r"layers\.5.*first at \[3, 4\]"):
+        covmerge.merge(base, experts, "ace", threads=3)
+
+
+def test_lanes_are_bounded_by_memory():
+    base, experts = models(width=512)
+    plan = plan_of(base, experts)
+    assert all(is_narrow(item, CPU) for item in plan.items)
+    many = plan_memory([plan], None, device=CPU, threads=10_000)
+    assert 1 < many.lanes < 10_000
+    assert many.workspace <= 2**31
+    one = plan_memory([plan], None, device=CPU, threads=1)
+    tight = plan_memory([plan], one.peak, device=CPU, threads=8)
+    assert tight.peak <= one.peak + 2**22  # the process itself may have grown meanwhile
