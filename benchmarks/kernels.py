@@ -18,7 +18,8 @@ nathanielyvo/WUDI-Merging. WUDI's 300 equal iterations are timed by a few of the
 
 Every layer is merged by both in turn, round by round, in one process; wall-clock and CPU time of
 all threads. The efficiency is the least work known for the layer, over the time times the machine's
-own rate of matrix products, which is measured in every round. `difference` is
+own rate of matrix products; of averages, the bytes of updates and result, over the time times its
+rate of sums over memory. Both rates are measured in every round. `difference` is
 ‖covmerge − theirs‖ / ‖theirs‖.
 """
 
@@ -64,7 +65,7 @@ BLOCKS: Mapping[str, tuple[int, Mapping[str, tuple[int, int]]]] = {
     ),
 }
 KINDS = ("homogeneous", "heterogeneous", "decaying")
-METHODS = ("ace", "actmat", "iso_c", "tsv_m", "iso_cts", "wudi")
+METHODS = ("average", "ace", "actmat", "iso_c", "tsv_m", "iso_cts", "wudi")
 EPS = 1e-5
 WUDI_ITERATIONS, WUDI_TIMED = 300, 3
 Merge = Callable[[Sequence[Tensor]], Tensor]
@@ -192,10 +193,12 @@ def compared(
     ours: list[dict[str, float]] = []
     others: list[dict[str, float]] = []
     rates: list[float] = []
+    streams: list[float] = []
     torch.Tensor.cuda = lambda tensor: tensor  # pyright: ignore - there is none; WUDI asks for it
     merged = published_result = None
     for _ in range(rounds):
         rates.append(product_rate())
+        streams.append(stream_rate())
         merged, timing = timed(lambda: merge_layer(updates, method, **parameters))
         ours.append(timing)
         if theirs is not None:
@@ -206,9 +209,19 @@ def compared(
                 }
             others.append(timing)
     row: dict[str, Any] = {"covmerge": spread(ours)}
-    if method in ("ace", "actmat"):
-        work = least_work(tuple(updates[0].shape), len(updates))
-        row["efficiency"] = work / median(rates) / median(run["seconds"] for run in ours)
+    row["machine's FLOPs a second"] = median(rates)
+    row["machine's bytes a second"] = median(streams)
+    if method in ("average", "ace", "actmat"):
+        d_out, d_in = updates[0].shape
+        count, seconds = len(updates), median(run["seconds"] for run in ours)
+        # Every update is read once, the result written once.
+        row["least bytes"] = 4 * (count + 1) * d_out * d_in
+        if method == "average":
+            row["least FLOPs"] = 2.0 * count * d_out * d_in
+            row["efficiency"] = row["least bytes"] / median(streams) / seconds
+        else:
+            row["least FLOPs"] = least_work((d_out, d_in), count)
+            row["efficiency"] = row["least FLOPs"] / median(rates) / seconds
     if theirs is not None:
         row["published"] = spread(others)
         row["cpu_seconds, published / covmerge"] = (
@@ -237,6 +250,14 @@ def product_rate() -> float:
         2.0 * side**3 / timed(lambda: torch.mm(left, right, out=out))[1]["seconds"]
         for _ in range(3)
     )
+
+
+def stream_rate() -> float:
+    """Bytes a second, read and written, of a sum that no cache holds."""
+    values = torch.ones(2**25)
+    out = torch.empty_like(values)
+    runs = [timed(lambda: torch.add(values, values, out=out))[1] for _ in range(3)]
+    return max(2.0 * values.nbytes / run["seconds"] for run in runs)
 
 
 def least_work(shape: tuple[int, int], count: int) -> float:

@@ -1,28 +1,28 @@
-"""Merge three Llama-shaped experts from disk: peak memory, and time beside a bare read-and-sum.
+"""Peak memory against the size of the model, at one largest tensor; and merges within --max-memory.
 
-    python -m benchmarks.streaming [--layers 22] [--methods ace average] [--out FILE.json]
+    python -m benchmarks.streaming [--methods average ace] [--layers 2 8 22] [--out FILE.json]
 
-Everything is measured in one run, each merge in a process of its own, the way a user starts it:
-wall-clock time and peak resident memory come from the operating system. The floor reads the same
-four checkpoints tensor by tensor, sums them in float32, and writes nothing.
+Three bfloat16 experts of Llama-shaped bases of more and more layers, every merge in a process of its
+own, the way a user starts it. The floor reads the same four checkpoints tensor by tensor, sums them in
+float32, and writes nothing. ACE is left out of models of more than eight layers: its work grows with
+them, its memory does not. The last rows give `--max-memory`, and the bytes read over it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
-import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from benchmarks.measure import machine, spawn
 
 WORK = Path(__file__).parent / "work"
 RESULTS = Path(__file__).parent / "results"
@@ -104,71 +104,54 @@ def make_checkpoints(folder: Path, config: dict, experts: int) -> list[Path]:
     return paths
 
 
-def measured(command: list[str], log: Path) -> dict[str, float]:
-    """Run a command; return its wall-clock seconds, CPU seconds and peak resident memory."""
-    start = time.perf_counter()
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-    if os.waitstatus_to_exitcode(status) != 0:
-        raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
-    return {
-        "wall_s": time.perf_counter() - start,
-        "cpu_s": usage.ru_utime + usage.ru_stime,
-        "peak_memory_gb": usage.ru_maxrss * 1024 / 1e9,
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
-    parser.add_argument("--experts", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", default=["ace", "average"])
-    parser.add_argument("--repeats", type=int, default=1)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", default=["average", "ace"])
+    parser.add_argument("--layers", nargs="+", type=int, default=[2, 8, 22])
+    parser.add_argument("--max-memory", type=int, default=800, help="MB, of the largest model")
     parser.add_argument("--out", type=Path, default=RESULTS / "streaming.json")
-    args = parser.parse_args()
+    arguments = parser.parse_args()
+    rows = []
+    for layers in arguments.layers:
+        paths = made(layers)
+        files = [str(path / "model.safetensors") for path in paths]
+        size = sum(Path(file).stat().st_size for file in files)
+        floor = spawn([sys.executable, "-c", FLOOR, *files], log=WORK / "floor.log")
+        shown = {"layers": layers, "bytes_read": size}
+        rows.append({**shown, "what": "read and sum", **floor})
+        limit = f"{arguments.max_memory}MB"
+        merges = [(method, []) for method in arguments.methods if method != "ace" or layers <= 8]
+        if layers == max(arguments.layers):
+            merges.append(("average", ["--max-memory", limit]))
+        for method, options in merges:
+            row = {**shown, "what": " ".join([method, *options]), **merged(method, paths, options)}
+            row["seconds / read and sum"] = round(row["seconds"] / floor["seconds"], 2)
+            if options:
+                row["bytes_read / max_memory"] = round(size / (arguments.max_memory * 1e6), 1)
+            rows.append(row)
+        print(*rows[-len(merges) - 1 :], sep="\n", flush=True)
+    result = {"command": "python -m benchmarks.streaming", "machine": machine(), "rows": rows}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    config = {**CONFIG, "num_hidden_layers": args.layers}
-    folder = WORK / f"llama-{args.layers}x{args.experts}"
+
+def made(layers: int) -> list[Path]:
+    """The checkpoints of a model with so many layers."""
+    config = {**CONFIG, "num_hidden_layers": layers}
     # In a process of its own: a child inherits its parent's peak memory as its own.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        paths = pool.submit(make_checkpoints, folder, config, args.experts).result()
-    files = [str(path / "model.safetensors") for path in paths]
-    size = sum(Path(file).stat().st_size for file in files)
-    rows: dict[str, list[dict[str, float]]] = {"read_and_sum": []}
-    for _ in range(args.repeats):
-        floor = [sys.executable, "-c", FLOOR, *files]
-        rows["read_and_sum"].append(measured(floor, WORK / "floor.log"))
-        for method in args.methods:
-            command = [sys.executable, "-m", "covmerge", "merge", "--base", str(paths[0])]
-            for path in paths[1:]:
-                command += ["--expert", f"{path.name}={path}"]
-            command += ["--method", method, "--overwrite", str(WORK / f"out-{method}")]
-            rows.setdefault(method, []).append(measured(command, WORK / f"{method}.log"))
-            shutil.rmtree(WORK / f"out-{method}")
-    for name, runs in rows.items():
-        best = min(runs, key=lambda run: run["wall_s"])
-        print(name, {key: round(value, 2) for key, value in best.items()}, file=sys.stderr)
-    result = {
-        "command": "python -m benchmarks.streaming " + " ".join(sys.argv[1:]),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-        },
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-        "checkpoints": {"experts": args.experts, "dtype": "bfloat16", "bytes_read": size},
-        "runs": rows,
-        "ratio_to_read_and_sum": {
-            name: min(r["wall_s"] for r in runs) / min(r["wall_s"] for r in rows["read_and_sum"])
-            for name, runs in rows.items()
-        },
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"wrote {args.out}", file=sys.stderr)
+        return pool.submit(make_checkpoints, WORK / f"llama-{layers}x3", config, 3).result()
+
+
+def merged(method: str, paths: Sequence[Path], options: Sequence[str]) -> dict[str, float]:
+    out = WORK / f"out-{method}"
+    command = [sys.executable, "-m", "covmerge", "merge", "--base", str(paths[0])]
+    for path in paths[1:]:
+        command += ["--expert", f"{path.name}={path}"]
+    command += ["--method", method, *options, "--overwrite", str(out)]
+    timing = spawn(command, log=WORK / f"{method}.log")
+    shutil.rmtree(out)
+    return timing
 
 
 if __name__ == "__main__":

@@ -183,7 +183,13 @@ class _Work:
         self._progress.start(survey_bytes(plans) + sum(task.item.read_bytes for task in tasks))
         try:
             updates = replace(self._sources, updates_only=True)
-            found = run_surveys(plans, updates, self._context, self._progress.advance)
+            found = run_surveys(
+                plans,
+                updates,
+                self._context,
+                self._progress.advance,
+                lanes=torch.get_num_threads(),
+            )
             self._context = replace(self._context, thresholds=found)
             thin = [task for task in tasks if task.thin]
             # Factors are too thin to share a product among cores: each core has tensors of its own.

@@ -130,7 +130,7 @@ def run(
     surveying = _Clock("survey", start)
     try:
         with surveying.running():
-            thresholds = run_surveys(plans, sources, context, progress.advance)
+            thresholds = run_surveys(plans, sources, context, progress.advance, lanes=lanes)
         sinks = [sink for _, sink in work]
         informed = replace(context, thresholds=thresholds)
         pipeline = _Pipeline(together, sinks, sources, informed, worker, progress, start)

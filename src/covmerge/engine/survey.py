@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+
+import torch
 
 from covmerge.engine.inputs import Inputs, Sources, read_inputs
 from covmerge.engine.worker import Context, Layer
 from covmerge.linalg.select import MagnitudeSelect, threshold_rank
 from covmerge.plan import SURVEY_PASSES, Merge, Plan, WorkItem
 
+_Numbered = Sequence[tuple[int, WorkItem]]  # plans, by number, with their item of the same rows
 Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> threshold
 
 
@@ -19,17 +23,20 @@ def run_surveys(
     sources: Sources,
     context: Context,
     advance: Callable[[str, int], None],
+    *,
+    lanes: int,
 ) -> list[Thresholds]:
     """Find the exact threshold of every expert under every survey, for each of the plans.
 
-    Each pass reads the tensors once for all surveys, one item ahead of the counting; memory is that
-    of two items and of 2¹⁶ counters per survey and expert.
+    Each pass reads the tensors once for all surveys, ahead of the counting; memory is that of
+    `lanes` + 2 items and of 2¹⁶ counters per survey and expert.
 
     Args:
         plans: plans whose items are the same rows of the same tensors.
         sources: the checkpoints.
         context: what the work needs to know.
         advance: hears of every item of every pass, and how many bytes were read.
+        lanes: items that are counted at once, on a core each.
 
     Raises:
         TensorError: NaN or Inf in the inputs.
@@ -46,18 +53,19 @@ def run_surveys(
     ]
     together = list(_together(plans))
     unsettled = [s for own in selects for experts in own.values() for s in experts.values()]
+
+    def count(numbered: _Numbered, inputs: Future[Inputs]) -> None:
+        layer = Layer([item for _, item in numbered], inputs.result(), context)
+        for number, item in numbered:
+            action = item.tensor.action
+            assert isinstance(action, Merge)
+            for expert, vector in layer.survey_vectors(item, action):
+                select = selects[number][action.key][expert]
+                if not select.settled:
+                    select.add(vector)
+
     while any(not select.settled for select in unsettled):
-        for numbered, inputs in _read_ahead(together, sources):
-            layer = Layer([item for _, item in numbered], inputs, context)
-            for number, item in numbered:
-                action = item.tensor.action
-                assert isinstance(action, Merge)
-                for expert, vector in layer.survey_vectors(item, action):
-                    select = selects[number][action.key][expert]
-                    if not select.settled:
-                        select.add(vector)
-            first = numbered[0][1]
-            advance(f"thresholds, {first.tensor.name}", first.read_bytes)
+        _each(together, sources, count, advance, lanes)
         for select in unsettled:
             if not select.settled:
                 select.end_pass()
@@ -86,18 +94,35 @@ def _together(plans: Sequence[Plan]) -> Iterator[list[tuple[int, WorkItem]]]:
     yield from by_rows.values()
 
 
-def _read_ahead(
-    together: Sequence[Sequence[tuple[int, WorkItem]]], sources: Sources
-) -> Iterator[tuple[Sequence[tuple[int, WorkItem]], Inputs]]:
-    with ThreadPoolExecutor(1, thread_name_prefix="covmerge-survey") as reader:
+def _each(
+    together: Sequence[_Numbered],
+    sources: Sources,
+    count: Callable[[_Numbered, Future[Inputs]], None],
+    advance: Callable[[str, int], None],
+    lanes: int,
+) -> None:
+    """Read every item in turn, and count several at once."""
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="covmerge-survey") as reader,
+        ThreadPoolExecutor(lanes, initializer=torch.set_num_threads, initargs=(1,)) as counters,
+    ):
+        running: deque[tuple[_Numbered, Future[None]]] = deque()
+        try:
+            for numbered in together:
+                if len(running) > lanes + 1:
+                    _finish(*running.popleft(), advance)
+                inputs = reader.submit(read_inputs, [item for _, item in numbered], sources)
+                running.append((numbered, counters.submit(count, numbered, inputs)))
+            while running:
+                _finish(*running.popleft(), advance)
+        finally:
+            for _, counting in running:
+                counting.cancel()
 
-        def begin(place: int) -> Future[Inputs]:
-            return reader.submit(read_inputs, [item for _, item in together[place]], sources)
 
-        coming = begin(0) if together else None
-        for place, numbered in enumerate(together, start=1):
-            assert coming is not None
-            inputs = coming.result()
-            if place < len(together):
-                coming = begin(place)
-            yield numbered, inputs
+def _finish(
+    numbered: _Numbered, counting: Future[None], advance: Callable[[str, int], None]
+) -> None:
+    counting.result()
+    first = numbered[0][1]
+    advance(f"thresholds, {first.tensor.name}", first.read_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -42,6 +43,7 @@ class MagnitudeSelect:
         self._shift = self._width if self._rank > 0 else 0
         self._prefix = 0
         self._counts = torch.zeros(2**_DIGIT, dtype=torch.int64)
+        self._adding = threading.Lock()
 
     @property
     def settled(self) -> bool:
@@ -56,18 +58,21 @@ class MagnitudeSelect:
         return float(torch.tensor(self._prefix, dtype=self._int).view(self._float))
 
     def add(self, block: Tensor) -> None:
-        """Count the values of one block in this pass.
+        """Count the values of one block in this pass; several threads may.
 
         Values of another dtype are rounded towards zero: those of at least `value` stay so.
         """
         shift = max(0, self._shift - _DIGIT)
         values = block.reshape(-1)
+        counts = torch.zeros_like(self._counts)
         for start in range(0, len(values), _PART):
             bits = _rounded_down(values[start : start + _PART].abs(), self._float).view(self._int)
             if self._shift < self._width:
                 bits = bits[(bits >> self._shift) == self._prefix]
             digits = (bits >> shift) & (2 ** (self._shift - shift) - 1)
-            self._counts += torch.bincount(digits, minlength=2**_DIGIT).cpu()
+            counts += torch.bincount(digits, minlength=2**_DIGIT).cpu()
+        with self._adding:
+            self._counts += counts
 
     def end_pass(self) -> None:
         """Settle the next bits.

@@ -8,15 +8,16 @@ import torch
 from pydantic import Field
 
 from covmerge.linalg.auto import Cost
+from covmerge.linalg.masks import at_least
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.registry import Laws, Parameters, Reference, register
 from covmerge.types import LinearGroup, Merged
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # The plain sum, two temporaries, the votes and two masks.
+    # The plain sum, three temporaries, and the votes.
     size = d_out * d_in
-    return Cost(8.0 * count * size, size * (3 * itemsize + 2 + 2))
+    return Cost(8.0 * count * size, 5 * size * itemsize)
 
 
 def _replicas(parameters: Parameters, count: int) -> float:
@@ -83,10 +84,10 @@ def consensus(
     """
     count = len(group.updates)
     total = stack_weighted(group.updates, [1.0] * count)
-    votes = torch.zeros_like(total, dtype=torch.int16)
+    votes = torch.zeros_like(total)
     for update in group.updates:
         others = (total - update).abs_().mul_(mask_lambda)
-        votes.add_(update.abs() > others)
+        votes.add_(update.abs().sub_(others).clamp_min_(0.0).sign_())
     needed = min(k, count)
     merged = stack_weighted(group.updates, group.weights).mul_(scale)
-    return Merged(merged.masked_fill_(votes < needed, 0.0), {"k": needed})
+    return Merged(merged.mul_(at_least(votes, needed)), {"k": needed})

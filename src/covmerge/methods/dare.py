@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.linalg.auto import Cost
+from covmerge.linalg.masks import at_least
 from covmerge.methods.elect import (
     CombineParameter,
     Density,
@@ -48,14 +49,14 @@ def sparsified(group: LinearGroup, *, drop: float, rescale: bool, seed: int) -> 
     """Δ̃_t = (1 − m_t) ⊙ Δ_t [/ (1 − p)], m_t ~ Bernoulli(p), one expert after the other."""
     factor = 1.0 / (1.0 - drop) if rescale else 1.0
     for update, stream in zip(group.updates, group.streams, strict=True):
-        dropped = stream.uniform(seed, tuple(update.shape)) < drop
-        yield update.masked_fill(dropped.to(update.device), 0.0).mul_(factor)
+        kept = at_least(stream.uniform(seed, tuple(update.shape)), drop)
+        yield kept.to(update.device, update.dtype).mul_(factor).mul_(update)
 
 
 def _draw_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Random numbers, mask and sparsified update of one expert."""
+    """Random numbers, what they keep, and the sparsified update of one expert."""
     size = d_out * d_in
-    return Cost(40.0 * count * size, size * (4 + 1 + itemsize))
+    return Cost(40.0 * count * size, size * (4 + 4 + itemsize))
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

@@ -102,7 +102,8 @@ def della(
     for update, stream in zip(group.updates, group.streams, strict=True):
         probability = keep_probability(update, density=density, window=window)
         numbers = stream.uniform(seed, tuple(update.shape)).to(update.device)
-        vectors.append(update.masked_fill(numbers >= probability, 0.0).div_(probability))
+        kept = (probability - numbers).clamp_min_(0.0).sign_()
+        vectors.append(kept.mul_(update).div_(probability))
     return Merged(merge_agreeing(vectors, group.weights).mul_(scale))
 
 

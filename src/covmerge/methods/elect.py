@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.linalg.auto import Cost
+from covmerge.linalg.masks import drop_below
 from covmerge.linalg.select import kth_magnitude, threshold_rank
 from covmerge.methods.registry import Parameters, Unit
 
@@ -78,17 +79,13 @@ def merge_agreeing(
     elected = torch.zeros_like(vectors[0])
     for vector, limit, weight in experts:
         # Not add_(alpha=weight): its fused product leaves a residue where opposite experts cancel.
-        elected.add_(_trimmed(vector, limit) * weight)
+        elected.add_(drop_below(vector, limit) * weight)
     elected.sign_()
     total, share = torch.zeros_like(elected), torch.zeros_like(elected)
     for vector, limit, weight in experts:
-        agreeing = (_trimmed(vector, limit) * elected).clamp_min_(0.0)
-        share.add_(agreeing > 0, alpha=weight)
+        agreeing = (drop_below(vector, limit) * elected).clamp_min_(0.0)
+        share.add_(agreeing.sign(), alpha=weight)
         total.add_(agreeing.mul_(weight))
     if combine == "mean":
         total.div_(share.clamp_min_(min(weights)))
     return total.mul_(elected)
-
-
-def _trimmed(vector: Tensor, threshold: float) -> Tensor:
-    return vector.masked_fill(vector.abs() < threshold, 0.0) if threshold > 0 else vector

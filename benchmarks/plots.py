@@ -1,0 +1,134 @@
+"""Pictures for docs/performance.md, of the committed results.
+
+    python -m benchmarks.plots
+
+roofline   each layer merge: work per byte, and the FLOPs a second that it reached
+growth     time against experts, width, layers and rank
+timeline   when one merge from disk read, computed and wrote (`timeline.json`)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+RESULTS = Path(__file__).parent / "results"
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+COLOURS = {
+    "average": "#7f7f7f",
+    "ties": "#bcbd22",
+    "ace": "#1f77b4",
+    "actmat": "#d62728",
+    "iso_c": "#2ca02c",
+    "tsv_m": "#9467bd",
+}
+STAGES = {"survey": "#bcbd22", "read": "#7f7f7f", "compute": "#1f77b4", "write": "#2ca02c"}
+
+
+def main() -> None:
+    plt.rcParams.update({"svg.hashsalt": "covmerge", "font.size": 9})
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    roofline(_read("kernels"))
+    growth(_read("growth"))
+    timeline(_read("timeline"))
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def roofline(results: Mapping[str, Any]) -> None:
+    rows = [row for row in results["layers"] if "least FLOPs" in row and row["block"] == "vit-b16"]
+    flops = median(row["machine's FLOPs a second"] for row in rows)
+    stream = median(row["machine's bytes a second"] for row in rows)
+    figure, axes = plt.subplots(figsize=(6, 4))
+    intensities = [0.1, flops / stream, 3000]
+    axes.plot(intensities, [min(flops, i * stream) / 1e9 for i in intensities], "k-", lw=1)
+    axes.annotate("matrix products", (3000, flops / 1e9), ha="right", va="bottom")
+    axes.annotate("memory", (0.12, 0.12 * stream / 1e9), ha="left", va="bottom", rotation=35)
+    for method in ("average", "ace", "actmat"):
+        own = [row for row in rows if row["method"] == method]
+        x = [row["least FLOPs"] / row["least bytes"] for row in own]
+        y = [row["least FLOPs"] / row["covmerge"]["seconds"]["median"] / 1e9 for row in own]
+        axes.scatter(x, y, s=18, color=COLOURS[method], label=method, zorder=3)
+        theirs = [row for row in own if "published" in row]
+        if theirs:
+            x = [row["least FLOPs"] / row["least bytes"] for row in theirs]
+            y = [row["least FLOPs"] / row["published"]["seconds"]["median"] / 1e9 for row in theirs]
+            axes.scatter(
+                x, y, s=18, marker="x", color=COLOURS[method], label=f"{method}, published"
+            )
+    axes.set(xscale="log", yscale="log", xlabel="least FLOPs per least byte")
+    axes.set_ylabel("least GFLOPs a second")
+    axes.legend(frameon=False, loc="lower right")
+    _save(figure, "roofline")
+
+
+def growth(results: Mapping[str, Any]) -> None:
+    names = list(dict.fromkeys(curve["varied"] for curve in results["curves"]))
+    figure, grid = plt.subplots(1, len(names), figsize=(3 * len(names), 3.4), sharey=True)
+    for axes, name in zip(grid, names, strict=True):
+        for curve in results["curves"]:
+            if curve["varied"] == name:
+                label = f"{curve['method']} {curve['exponent']} ({curve['theory']})"
+                axes.plot(
+                    curve["sizes"],
+                    curve["seconds"],
+                    "o-",
+                    ms=3,
+                    lw=1,
+                    color=COLOURS[curve["method"]],
+                    label=label,
+                )
+        axes.set(xscale="log", yscale="log", title=name)
+        axes.set_xticks(
+            results_sizes(results, name), [str(s) for s in results_sizes(results, name)]
+        )
+        axes.minorticks_off()
+        axes.legend(frameon=False, fontsize=7, title="exponent (theory)", title_fontsize=7)
+    grid[0].set_ylabel("seconds")
+    _save(figure, "growth")
+
+
+def results_sizes(results: Mapping[str, Any], name: str) -> list[int]:
+    return next(curve["sizes"] for curve in results["curves"] if curve["varied"] == name)
+
+
+def timeline(results: Mapping[str, Any]) -> None:
+    figure, grid = plt.subplots(len(results["merges"]), 1, figsize=(8, 2 * len(results["merges"])))
+    for axes, merge in zip(grid, results["merges"], strict=True):
+        lanes = sorted({(span["stage"], span["thread"]) for span in merge["spans"]}, key=_order)
+        for height, lane in enumerate(reversed(lanes)):
+            spans = [s for s in merge["spans"] if (s["stage"], s["thread"]) == lane]
+            axes.broken_barh(
+                [(s["start"], s["stop"] - s["start"]) for s in spans],
+                (height - 0.4, 0.8),
+                color=STAGES[lane[0]],
+                lw=0,
+            )
+        axes.set_yticks(range(len(lanes)), [stage for stage, _ in reversed(lanes)])
+        axes.set_title(merge["title"], fontsize=9, loc="left")
+    grid[-1].set_xlabel("seconds")
+    _save(figure, "timeline")
+
+
+def _order(lane: tuple[str, int]) -> tuple[int, int]:
+    return list(STAGES).index(lane[0]), lane[1]
+
+
+def _save(figure: Any, name: str) -> None:
+    figure.tight_layout()
+    figure.savefig(IMAGES / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Is the route that the dispatch table chooses the faster one?
+
+    python -m benchmarks.routes [--rounds 3] [--out FILE.json]
+
+Every question of `covmerge explain` on a range of shapes: all routes are run, interleaved, and the
+least time of each is kept. `regret` is the time of the chosen route over the fastest one's. Routes
+that the data decide between (`inverse_choice`) are timed on a system where all of them are exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import machine
+from covmerge.covariance import normal
+from covmerge.covariance.estimate import gram as gram_of
+from covmerge.linalg import auto
+from covmerge.linalg.lapack import svd
+from covmerge.linalg.pinv import pinv_right, solve_full_rank
+from covmerge.linalg.spectral import truncated_svd
+from covmerge.linalg.symmetric import gram
+from covmerge.methods import registry
+from covmerge.methods.closed_form import solve_ridge
+from covmerge.methods.factored import merge_factors
+from covmerge.types import LinearGroup, LowRank
+
+RESULTS = Path(__file__).parent / "results"
+Routes = Mapping[str, Callable[[], object]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS / "routes.json")
+    arguments = parser.parse_args()
+    rows = []
+    for shape, choice, routes in questions():
+        seconds = timed(routes, arguments.rounds)
+        fastest = min(seconds, key=seconds.__getitem__)
+        row = {
+            "question": choice.question,
+            "shape": shape,
+            "taken": choice.taken,
+            "fastest": fastest,
+            "regret": round(seconds[choice.taken] / seconds[fastest], 2),
+            "seconds": {name: round(value, 5) for name, value in seconds.items()},
+            "flops": {name: choice.routes[name].flops for name in seconds},
+        }
+        rows.append(row)
+        print(
+            {key: row[key] for key in ("question", "shape", "taken", "fastest", "regret")},
+            flush=True,
+        )
+    agreed = sum(row["taken"] == row["fastest"] for row in rows)
+    result = {
+        "command": "python -m benchmarks.routes",
+        "machine": machine(),
+        "the choice was the fastest": f"{agreed} of {len(rows)}",
+        "largest regret": max(row["regret"] for row in rows),
+        "rows": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
+    """Shapes with the choice that is made for them, and all of its routes, ready to run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for count, d_out, d_in in ((2, 128, 1024), (3, 512, 2048), (4, 384, 1536), (8, 768, 768)):
+        covariances = [gram_of(noise(d_out, d_in)) for _ in range(count)]
+        yield (
+            [count, d_out, d_in],
+            auto.system_choice(d_out, d_in, count, 4),
+            {
+                "primal": lambda c=covariances: _solved(normal._primal(c)),
+                "dual": lambda c=covariances: _solved(normal._dual(c)),
+            },
+        )
+    for n, d_in in ((256, 1024), (768, 3072), (640, 1024), (768, 768), (3072, 768)):
+        root = noise(n, d_in)
+        yield (
+            [n, d_in],
+            auto.cube_choice(n, d_in, 4),
+            {
+                "inner": lambda r=root: r @ gram(r),
+                "outer": lambda r=root: (gram(r), gram(r.mT) @ r),
+            },
+        )
+    for m, n in ((256, 96), (768, 768), (3072, 768), (768, 3072)):
+        rows = noise(m, n)
+        routes: dict[str, Callable[[], object]] = {"whole": lambda r=rows: r.mT @ r}
+        routes["strips"] = lambda r=rows: gram(r)
+        yield [m, n], auto.symmetric_choice(m, n), routes
+    for d_out, d_in, k in ((768, 768, 96), (384, 1536, 384), (2304, 768, 96), (768, 3072, 768)):
+        matrix = noise(d_out, d_in)
+        yield (
+            [d_out, d_in, k],
+            auto.spectrum_choice(d_out, d_in, k, 4),
+            {
+                # As exact as the other: in float64.
+                "svd": lambda a=matrix: svd(a.double()),
+                "gram": lambda a=matrix, k=k: truncated_svd(a, k, rtol=1e-6),
+            },
+        )
+    for side, count in ((384, 1536), (768, 768), (2048, 768)):
+        root = noise(4 * side, side)
+        system, right = gram(root), noise(count, side)
+        exact = system.double(), right.double()
+        yield (
+            [side, count],
+            auto.inverse_choice(side, count),
+            {
+                "cholesky32": lambda a=system, b=right: solve_full_rank(a, b, rtol=1e-6),
+                "cholesky64": lambda ab=exact: solve_full_rank(*ab, rtol=1e-6),
+                "eigen64": lambda a=system, b=right: pinv_right(a, b, rtol=1e-6),
+            },
+        )
+    ace = registry.get("ace")
+    for width, rank, count in ((768, 16, 8), (2048, 16, 4)):
+        factors = [LowRank(noise(width, rank), noise(rank, width)) for _ in range(count)]
+        weights = [1.0] * count
+        yield (
+            [width, rank, count],
+            auto.factored_choice(width, width, [rank] * count, 4),
+            {
+                "dense": lambda f=factors, w=weights: ace(
+                    LinearGroup(tuple(u.dense() for u in f), tuple(w)), **ace.resolve({})
+                ),
+                "factored": lambda f=factors, w=weights: merge_factors(ace, f, w, ace.resolve({})),
+            },
+        )
+
+
+def _solved(equations: normal.NormalEquations) -> Tensor:
+    return solve_ridge(replace(equations, ridge=1e-2))[0]
+
+
+def timed(routes: Routes, rounds: int) -> dict[str, float]:
+    least = dict.fromkeys(routes, float("inf"))
+    for _ in range(rounds + 1):  # the first starts threads and fills caches
+        for name, run in routes.items():
+            start = time.perf_counter()
+            run()
+            least[name] = min(least[name], time.perf_counter() - start)
+    return least
+
+
+if __name__ == "__main__":
+    main()
