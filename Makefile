@@ -29,10 +29,18 @@ unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow"
 	$(BIN)/python -m pytest -m slow
 
-bench: $(VENV)/.ready  ## memory and time, results in benchmarks/results/; comparison needs `make demo` before
+# With PEERS, the authors' repositories checked out there, and PEERS_PYTHON, a Python that has mergekit and
+# fusion-bench, both are measured beside covmerge (see the modules). `comparison` needs `make demo` before.
+bench: $(VENV)/.ready  ## time and memory: benchmarks/results/*.json, and from them docs/performance.md
+	$(BIN)/python -m benchmarks.kernels $(if $(PEERS),--peers $(PEERS))
+	$(BIN)/python -m benchmarks.checkpoints $(if $(PEERS_PYTHON),--peers-python $(PEERS_PYTHON))
 	$(BIN)/python -m benchmarks.streaming
+	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.routes
+	$(BIN)/python -m benchmarks.timeline
 	$(BIN)/python -m benchmarks.adapters
 	$(BIN)/python -m benchmarks.comparison
+	$(BIN)/python -m benchmarks.performance
 
 clean:
 	rm -rf $(VENV) demo-output benchmarks/work

@@ -1,6 +1,6 @@
 """Layer by layer: ACE, ACTMat, TSV-M, Iso-C, Iso-CTS and WUDI beside the authors' own code.
 
-    python -m benchmarks.kernels [--peers DIR] [--rounds 3] [--out FILE.json]
+    python -m benchmarks.kernels [--peers DIR] [--rounds 2] [--out FILE.json]
 
 The four matrices of a ViT-B/16 block with 8 experts, and of a GPT-2 block with 7 (as Conv1D stores
 them, which is how the published code merges them), in float32. Three kinds of updates, because they
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", default=list(BLOCKS), choices=BLOCKS)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "kernels.json")
     arguments = parser.parse_args()
     theirs = {} if arguments.peers is None else published(arguments.peers)

@@ -1,16 +1,16 @@
-"""Pictures for docs/performance.md, of the committed results.
+"""Pictures and tables of docs/performance.md, of the committed results.
 
-    python -m benchmarks.plots
+    python -m benchmarks.performance
 
 roofline   each layer merge: work per byte, and the FLOPs a second that it reached
 growth     time against experts, width, layers and rank
-timeline   when one merge from disk read, computed and wrote (`timeline.json`)
+timeline   when a merge from disk read, computed and wrote
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +33,30 @@ COLOURS = {
 STAGES = {"survey": "#bcbd22", "read": "#7f7f7f", "compute": "#1f77b4", "write": "#2ca02c"}
 
 
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+
+
 def main() -> None:
+    draw()
+    PAGE.write_text(written(PAGE.read_text("utf-8")), "utf-8")
+
+
+def written(text: str) -> str:
+    """The page with its tables made anew."""
+    for name, table in (
+        ("kernels", kernels(_read("kernels"))),
+        ("checkpoints", checkpoints(_read("checkpoints"))),
+        ("memory", memory(_read("streaming"))),
+        ("routes", routes(_read("routes"))),
+        ("overlap", overlap(_read("timeline"))),
+    ):
+        before, rest = text.split(f"<!-- {name} -->\n")
+        _, after = rest.split(f"<!-- end of {name} -->")
+        text = f"{before}<!-- {name} -->\n{table}\n<!-- end of {name} -->{after}"
+    return text
+
+
+def draw() -> None:
     plt.rcParams.update({"svg.hashsalt": "covmerge", "font.size": 9})
     IMAGES.mkdir(parents=True, exist_ok=True)
     roofline(_read("kernels"))
@@ -43,6 +66,92 @@ def main() -> None:
 
 def _read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def kernels(results: Mapping[str, Any]) -> str:
+    rows = []
+    for total in results["blocks"]:
+        own, theirs = total["covmerge"], total.get("published")
+        rows.append(
+            [
+                f"{total['block']}, {total['kind']}, {total['method']}",
+                f"{own['seconds']:.2f}",
+                f"{own['cpu_seconds']:.2f}",
+                *(
+                    [
+                        f"{theirs['seconds']:.2f}",
+                        f"{theirs['cpu_seconds']:.2f}",
+                        f"**{total['cpu_seconds, published / covmerge']:.1f}**",
+                    ]
+                    if theirs
+                    else ["", "", ""]
+                ),
+                _efficiency(results["layers"], total),
+            ]
+        )
+    head = ["block", "seconds", "CPU seconds", "published, seconds", "CPU seconds", "ratio"]
+    return _table([*head, "efficiency"], rows)
+
+
+def _efficiency(layers: Sequence[Mapping[str, Any]], total: Mapping[str, Any]) -> str:
+    keys = ("block", "kind", "method")
+    own = [row for row in layers if all(row[key] == total[key] for key in keys)]
+    found = [row["efficiency"] for row in own if "efficiency" in row]
+    return f"{min(found):.2f} to {max(found):.2f}" if found else ""
+
+
+def checkpoints(results: Mapping[str, Any]) -> str:
+    rows = []
+    for case, found in results["cases"].items():
+        for name, run in found["runs"].items():
+            seconds, cpu, peak = (
+                run[key]["median"] for key in ("seconds", "cpu_seconds", "peak_bytes")
+            )
+            rows.append([f"{case}, {name}", f"{seconds:.1f}", f"{cpu:.1f}", f"{peak / 1e9:.2f}"])
+        rows += [[f"{case}, {name}", "failed", "", ""] for name in found["failures"]]
+    return _table(["case, what: tool", "seconds", "CPU seconds", "peak GB"], rows)
+
+
+def memory(results: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            f"{row['layers']} layers, {row['what']}",
+            f"{row['bytes_read'] / 1e9:.1f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
+            f"{row['seconds']:.0f}",
+            row.get("seconds / read and sum", ""),
+        ]
+        for row in results["rows"]
+    ]
+    return _table(["model", "GB read", "peak GB", "seconds", "over reading and summing"], rows)
+
+
+def routes(results: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            row["question"],
+            " × ".join(map(str, row["shape"])),
+            row["taken"],
+            row["fastest"],
+            row["regret"],
+        ]
+        for row in results["rows"]
+    ]
+    return _table(["question", "shape", "taken", "fastest", "time over the fastest"], rows)
+
+
+def overlap(results: Mapping[str, Any]) -> str:
+    rows = [
+        [merge["title"], *merge["seconds"].values(), *merge["overlap"].values()]
+        for merge in results["merges"]
+    ]
+    first = results["merges"][0]
+    return _table(["merge", *(f"{s}, s" for s in first["seconds"]), *first["overlap"]], rows)
 
 
 def roofline(results: Mapping[str, Any]) -> None:
