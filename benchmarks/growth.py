@@ -1,6 +1,6 @@
 """How the time of a merge grows: with experts, width, layers and rank, beside what theory says.
 
-    python -m benchmarks.growth [--rounds 3] [--out FILE.json]
+    python -m benchmarks.growth [--rounds 2] [--out FILE.json]
 
 One thing is varied at a time; every point is the least of a few rounds, interleaved. The exponent is
 the slope of log time over log size between the two ends of the upper half of the range, where fixed
@@ -35,7 +35,7 @@ EXPERTS, WIDTH, LAYERS = 8, 768, 12
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "growth.json")
     arguments = parser.parse_args()
     methods, rounds = arguments.methods, arguments.rounds

@@ -1,6 +1,6 @@
 """Is the route that the dispatch table chooses the faster one?
 
-    python -m benchmarks.routes [--rounds 3] [--out FILE.json]
+    python -m benchmarks.routes [--rounds 2] [--out FILE.json]
 
 Every question of `covmerge explain` on a range of shapes: all routes are run, interleaved, and the
 least time of each is kept. `regret` is the time of the chosen route over the fastest one's. Routes
@@ -38,7 +38,7 @@ Routes = Mapping[str, Callable[[], object]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "routes.json")
     arguments = parser.parse_args()
     rows = []

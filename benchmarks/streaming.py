@@ -1,10 +1,10 @@
 """Peak memory against the size of the model, at one largest tensor; and merges within --max-memory.
 
-    python -m benchmarks.streaming [--methods average ace] [--layers 2 8 22] [--out FILE.json]
+    python -m benchmarks.streaming [--methods average ace] [--layers 2 4] [--out FILE.json]
 
 Three bfloat16 experts of Llama-shaped bases of more and more layers, every merge in a process of its
 own, the way a user starts it. The floor reads the same four checkpoints tensor by tensor, sums them in
-float32, and writes nothing. ACE is left out of models of more than eight layers: its work grows with
+float32, and writes nothing. ACE is left out of models of more than four layers: its work grows with
 them, its memory does not. The last rows give `--max-memory`, and the bytes read over it.
 """
 
@@ -107,7 +107,7 @@ def make_checkpoints(folder: Path, config: dict, experts: int) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=["average", "ace"])
-    parser.add_argument("--layers", nargs="+", type=int, default=[2, 8, 22])
+    parser.add_argument("--layers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--max-memory", type=int, default=800, help="MB, of the largest model")
     parser.add_argument("--out", type=Path, default=RESULTS / "streaming.json")
     arguments = parser.parse_args()
@@ -120,7 +120,7 @@ def main() -> None:
         shown = {"layers": layers, "bytes_read": size}
         rows.append({**shown, "what": "read and sum", **floor})
         limit = f"{arguments.max_memory}MB"
-        merges = [(method, []) for method in arguments.methods if method != "ace" or layers <= 8]
+        merges = [(method, []) for method in arguments.methods if method != "ace" or layers <= 4]
         if layers == max(arguments.layers):
             merges.append(("average", ["--max-memory", limit]))
         for method, options in merges:

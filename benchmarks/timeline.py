@@ -1,6 +1,6 @@
 """When a merge from disk reads, computes and writes: do they overlap?
 
-    python -m benchmarks.timeline [--layers 4] [--out FILE.json]
+    python -m benchmarks.timeline [--layers 2] [--out FILE.json]
 
 Three bfloat16 experts of a Llama-shaped base (`benchmarks.streaming` makes them), by `average` and by
 `ace`. `overlap` is the share of the shorter of two stages during which the other is at work too.
@@ -27,7 +27,7 @@ Intervals = list[tuple[float, float]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "timeline.json")
     arguments = parser.parse_args()
     config = {**CONFIG, "num_hidden_layers": arguments.layers}
