@@ -50,7 +50,7 @@ from covmerge.export import (
 from covmerge.plan import Plan
 from covmerge.recipe import Expert, dump_recipe
 from covmerge.statistics.file import StatisticsFile
-from covmerge.tensors import conv1d_names, describe
+from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.types import Json
 from covmerge.version import __version__
 
@@ -162,7 +162,7 @@ def open_checkpoints(
         models = {name: opened(source) for name, source in experts.items()}
         adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
         if adapters:
-            conv1d = conv1d_names(describe(start.headers, start.config))
+            conv1d = conv1d_names(describe_checkpoint(start))
             models |= {
                 n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()
             }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from covmerge.cache import user_cache
 
 WHAT, HOW, OUTPUT, RUN = "What to merge", "How to merge", "Output", "Run"
 
@@ -101,13 +102,11 @@ Cache = Annotated[
     typer.Option(
         metavar="DIR",
         rich_help_panel=RUN,
-        help="Folder of what is fetched and trained; by default ~/.cache/covmerge.",
+        help="Folder of what is fetched and trained; by default COVMERGE_CACHE or ~/.cache/covmerge.",
     ),
 ]
 
 
 def cache_folder(given: Path | None) -> Path:
-    """Return the folder of what is fetched and trained, of the freedesktop.org standard by default."""
-    if given is not None:
-        return given
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covmerge"
+    """Return the folder of what is fetched and trained."""
+    return user_cache() if given is None else given

@@ -29,7 +29,7 @@ from covmerge.output import OpenCheckpoints
 from covmerge.plan import Plan, WorkItem, build_plans
 from covmerge.plan.align import Model
 from covmerge.recipe import Expert, Recipe
-from covmerge.tensors import MatrixLayout, describe, matrices, matrix_shapes
+from covmerge.tensors import MatrixLayout, describe_checkpoint, matrices, matrix_shapes
 from covmerge.types import Json
 
 SpectraOf = Literal["all", "some", "none"]
@@ -197,7 +197,7 @@ class InspectJob:
 
 
 def _model(checkpoint: Checkpoint) -> Model:
-    return Model(checkpoint, describe(checkpoint.headers, checkpoint.config))
+    return Model(checkpoint, describe_checkpoint(checkpoint))
 
 
 def _layers(plan: Plan, done: RunStats, findings: list[Finding]) -> Iterator[LayerView]:

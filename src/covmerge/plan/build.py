@@ -16,7 +16,7 @@ from covmerge.plan.data import Statistics, check_statistics, find_statistics
 from covmerge.plan.rules import Rules
 from covmerge.plan.types import Copy, Merge, Plan, Survey, TensorPlan, WorkItem
 from covmerge.recipe import Recipe
-from covmerge.tensors import describe, matrix_shapes
+from covmerge.tensors import describe_checkpoint, matrix_shapes
 from covmerge.types import Role, TensorHeader
 from covmerge.version import __version__
 
@@ -60,11 +60,8 @@ def build_plans(
     Item by item their plans have the same rows of the same tensor: the most that any of them must
     see at once; with `whole`, at least one matrix, so that it can be measured.
     """
-    base_model = Model(base, describe(base.headers, base.config))
-    models = {
-        name: Model(expert, describe(expert.headers, expert.config))
-        for name, expert in experts.items()
-    }
+    base_model = Model(base, describe_checkpoint(base))
+    models = {name: Model(expert, describe_checkpoint(expert)) for name, expert in experts.items()}
     for name, model in models.items():
         check_same_architecture(base_model, name, model)
     drafts = [_draft(recipe, base_model, models, statistics or {}) for recipe in recipes]

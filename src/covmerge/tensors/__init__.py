@@ -5,6 +5,7 @@ from covmerge.tensors.describe import (
     TensorInfo,
     conv1d_names,
     describe,
+    describe_checkpoint,
     family_of,
 )
 from covmerge.tensors.views import (
@@ -22,6 +23,7 @@ __all__ = [
     "TensorInfo",
     "conv1d_names",
     "describe",
+    "describe_checkpoint",
     "family_of",
     "matrices",
     "matrix_shapes",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from covmerge.checkpoints.base import Checkpoint
 from covmerge.tensors.modules import Kind
 from covmerge.tensors.names import is_head_by_name, kind_by_name, parts_by_name
+from covmerge.tensors.remembered import remembered_skeleton
 from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, architecture_of, build_skeleton
 from covmerge.tensors.views import FusedParts, MatrixLayout
 from covmerge.types import Role, TensorHeader
 
+_Build = Callable[[Mapping[str, TensorHeader], Mapping[str, Any]], Skeleton]
 _MATRICES = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
 
 
@@ -85,8 +88,26 @@ def family_of(config: Mapping[str, Any] | None) -> str | None:
     return model_type
 
 
+def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
+    """Say what every stored tensor of a checkpoint is, by what earlier runs remember if they do.
+
+    Args:
+        checkpoint: an open one; no tensor is read.
+
+    Example:
+        >>> import torch
+        >>> from covmerge.checkpoints.open import open_checkpoint
+        >>> describe_checkpoint(open_checkpoint({"fc.weight": torch.zeros(3, 2)})).source
+        'names'
+    """
+    return describe(checkpoint.headers, checkpoint.config, build=remembered_skeleton)
+
+
 def describe(
-    headers: Mapping[str, TensorHeader], config: Mapping[str, Any] | None
+    headers: Mapping[str, TensorHeader],
+    config: Mapping[str, Any] | None,
+    *,
+    build: _Build = build_skeleton,
 ) -> ModelDescription:
     """Say what every stored tensor is.
 
@@ -97,6 +118,7 @@ def describe(
     Args:
         headers: the stored tensors.
         config: parsed config.json, if there is one.
+        build: what makes the skeleton.
 
     Example:
         >>> import torch
@@ -105,7 +127,7 @@ def describe(
         >>> str(info.role), info.why
         ('linear', "name rule '2-D weight'")
     """
-    skeleton, notes = _skeleton(headers, config)
+    skeleton, notes = _skeleton(headers, config, build)
     found = {name: _identify(header, headers, skeleton) for name, header in headers.items()}
     unsure = [name for name, (kind, _) in found.items() if kind.unsure]
     if unsure:
@@ -170,13 +192,15 @@ def _takes_factors_by_name(name: str, kind: Kind, headers: Mapping[str, TensorHe
 
 
 def _skeleton(
-    headers: Mapping[str, TensorHeader], config: Mapping[str, Any] | None
+    headers: Mapping[str, TensorHeader],
+    config: Mapping[str, Any] | None,
+    build: _Build,
 ) -> tuple[Skeleton | None, list[str]]:
     """Return the skeleton that knows these tensors, or None, and notes."""
     if config is None:
         return None, ["there is no config.json: roles come from name rules"]
     try:
-        skeleton = build_skeleton(headers, config)
+        skeleton = build(headers, config)
     except SkeletonUnavailable as reason:
         return None, [f"{reason}: roles come from name rules"]
     if headers and not skeleton.places:

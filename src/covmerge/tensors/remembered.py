@@ -1,0 +1,81 @@
+"""Skeletons of earlier runs: to import transformers takes longer than many a merge.
+
+A skeleton follows from config.json, the stored names and shapes, transformers' release and this
+folder's code. It is kept under a hash of all these in the user's cache folder, which may be deleted
+at any time. Where it cannot be kept it is built anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from covmerge.cache import user_cache
+from covmerge.tensors.skeleton import Skeleton, build_skeleton
+from covmerge.types import TensorHeader
+
+_KEPT = 200  # files, the latest used
+_STORED = TypeAdapter(Skeleton)
+
+
+def remembered_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Skeleton:
+    """Return what `build_skeleton` returns, without transformers if that was asked before.
+
+    Raises:
+        SkeletonUnavailable: as `build_skeleton`; a failure is not remembered.
+    """
+    try:
+        file = _file(headers, config)
+    except (OSError, RuntimeError):  # no home, no source files
+        file = None
+    if file is None:
+        return build_skeleton(headers, config)
+    with suppress(OSError, ValidationError):  # not there, or not whole
+        skeleton = _STORED.validate_json(file.read_bytes())
+        os.utime(file)
+        return skeleton
+    skeleton = build_skeleton(headers, config)
+    with suppress(OSError):
+        _keep(_STORED.dump_json(skeleton), file)
+    return skeleton
+
+
+def _file(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Path | None:
+    """The file of a skeleton; None where transformers is not there, or between two releases."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    try:
+        release = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if "dev" in release:
+        return None
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    shapes = sorted((name, header.shape) for name, header in headers.items())
+    known = [release, torch.__version__, config, shapes]
+    digest.update(json.dumps(known, sort_keys=True, default=repr).encode())
+    return user_cache() / "skeletons" / f"{digest.hexdigest()}.json"
+
+
+def _keep(content: bytes, file: Path) -> None:
+    """Write a file whole or not at all, and delete what has not been used for longest."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".partial", delete=False) as partial:
+        partial.write(content)
+    Path(partial.name).replace(file)
+    by_age = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)
+    for old in by_age[:-_KEPT]:
+        old.unlink()
