@@ -36,33 +36,18 @@ import resource
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from benchmarks.measure import machine, spawn, spread
-from benchmarks.streaming import CONFIG as LLAMA
-from benchmarks.streaming import shapes as llama_shapes
+from benchmarks.models import GPT2, LLAMA, apart, write_checkpoints
 
 WORK = Path(__file__).parent / "work" / "checkpoints"
 RESULTS = Path(__file__).parent / "results"
 
-GPT2 = {
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-    "dtype": "float32",
-}
 EXPERTS = {"gpt2": 7, "llama": 3}
 PEERS = ("mergekit", "fusion_bench")
 COMPARED = ("average", "task_arithmetic")
@@ -183,56 +168,6 @@ def make(case: str, layers: int | None) -> list[Path]:
     config = {**config, depth: layers or config[depth]}
     folder = WORK / (f"{case}-{layers}" if layers else case)
     return apart(write_checkpoints, folder, config, EXPERTS[case])
-
-
-def apart(function, *arguments):
-    """Call it in a process of its own: a child inherits its parent's peak memory."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def write_checkpoints(folder: Path, config: dict, experts: int) -> list[Path]:
-    """Write a random base and experts whose updates differ sixfold in norm, as transformers does."""
-    marker = folder / "complete.json"
-    paths = [folder / name for name in ("base", *(f"expert{t}" for t in range(1, experts + 1)))]
-    if marker.exists() and json.loads(marker.read_text()) == config:
-        return paths
-    shutil.rmtree(folder, ignore_errors=True)
-    shapes = gpt2_shapes(config) if config["model_type"] == "gpt2" else llama_shapes(config)
-    for number, path in enumerate(paths):
-        tensors = {}
-        # The base is drawn again for each expert, so that there is never a second model in memory.
-        base, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(number)
-        for name, shape in shapes.items():
-            weight = torch.randn(shape, generator=base).mul_(0.02)
-            if len(shape) == 1 and name.endswith("weight"):  # norms
-                weight.add_(1)
-            if number:
-                scale = 4e-4 * 6 ** ((number - 1) / (experts - 1))
-                weight.add_(torch.randn(shape, generator=own), alpha=scale)
-            tensors[name] = weight.to(getattr(torch, config["dtype"]))
-        path.mkdir(parents=True)
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(config, indent=1))
-        print(f"wrote {path}", file=sys.stderr)
-    marker.write_text(json.dumps(config))
-    return paths
-
-
-def gpt2_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a GPT-2 checkpoint; weights are (in, out), and the head is tied."""
-    d = config["n_embd"]
-    layers = {"ln_1": (d,), "attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d)}
-    layers |= {"ln_2": (d,), "mlp.c_fc": (d, 4 * d), "mlp.c_proj": (4 * d, d)}
-    modules = {
-        f"h.{block}.{name}": shape
-        for block in range(config["n_layer"])
-        for name, shape in layers.items()
-    }
-    found = {"wte.weight": (config["vocab_size"], d), "wpe.weight": (config["n_positions"], d)}
-    for name, shape in {**modules, "ln_f": (d,)}.items():
-        found |= {f"{name}.weight": shape, f"{name}.bias": shape[-1:]}
-    return {f"transformer.{name}": shape for name, shape in found.items()}
 
 
 def versions(python: Path) -> dict[str, str]:

@@ -16,8 +16,6 @@ from statistics import median
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("svg")
 from matplotlib import pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
@@ -57,6 +55,7 @@ def written(text: str) -> str:
 
 
 def draw() -> None:
+    matplotlib.use("svg")
     plt.rcParams.update({"svg.hashsalt": "covmerge", "font.size": 9})
     IMAGES.mkdir(parents=True, exist_ok=True)
     roofline(_read("kernels"))

@@ -15,33 +15,13 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-
 from benchmarks.measure import machine, spawn
+from benchmarks.models import LLAMA, apart, write_checkpoints
 
 WORK = Path(__file__).parent / "work"
 RESULTS = Path(__file__).parent / "results"
-
-# TinyLlama-1.1B.
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 22,
-    "vocab_size": 32000,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
 
 FLOOR = """
 import sys
@@ -55,53 +35,6 @@ for name in files[0].keys():
     total += float(summed.sum())
 print(total)
 """
-
-
-def shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Llama checkpoint."""
-    d, ff = config["hidden_size"], config["intermediate_size"]
-    kv = d // config["num_attention_heads"] * config["num_key_value_heads"]
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        found |= {
-            f"{prefix}input_layernorm.weight": (d,),
-            f"{prefix}mlp.down_proj.weight": (d, ff),
-            f"{prefix}mlp.gate_proj.weight": (ff, d),
-            f"{prefix}mlp.up_proj.weight": (ff, d),
-            f"{prefix}post_attention_layernorm.weight": (d,),
-            f"{prefix}self_attn.k_proj.weight": (kv, d),
-            f"{prefix}self_attn.o_proj.weight": (d, d),
-            f"{prefix}self_attn.q_proj.weight": (d, d),
-            f"{prefix}self_attn.v_proj.weight": (kv, d),
-        }
-    return found | {"model.norm.weight": (d,), "lm_head.weight": (config["vocab_size"], d)}
-
-
-def make_checkpoints(folder: Path, config: dict, experts: int) -> list[Path]:
-    """Write a random base and experts whose updates differ sixfold in norm, in bfloat16."""
-    marker = folder / "complete.json"
-    paths = [folder / name for name in ("base", *(f"expert{t}" for t in range(1, experts + 1)))]
-    if marker.exists() and json.loads(marker.read_text()) == config:
-        return paths
-    shutil.rmtree(folder, ignore_errors=True)
-    generator = torch.Generator().manual_seed(0)
-    for number, path in enumerate(paths):
-        tensors = {}
-        # The base is drawn again for each expert: four float copies would not fit small machines.
-        base = torch.Generator().manual_seed(1)
-        for name, shape in shapes(config).items():
-            weight = torch.randn(shape, generator=base).mul_(0.02)
-            if number:
-                scale = 4e-4 * 6 ** ((number - 1) / max(1, experts - 1))
-                weight.add_(torch.randn(shape, generator=generator), alpha=scale)
-            tensors[name] = weight.to(torch.bfloat16)
-        path.mkdir(parents=True)
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(config, indent=1))
-        print(f"wrote {path}", file=sys.stderr)
-    marker.write_text(json.dumps(config))
-    return paths
 
 
 def main() -> None:
@@ -137,10 +70,8 @@ def main() -> None:
 
 def made(layers: int) -> list[Path]:
     """The checkpoints of a model with so many layers."""
-    config = {**CONFIG, "num_hidden_layers": layers}
-    # In a process of its own: a child inherits its parent's peak memory as its own.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(make_checkpoints, WORK / f"llama-{layers}x3", config, 3).result()
+    config = {**LLAMA, "num_hidden_layers": layers}
+    return apart(write_checkpoints, WORK / f"llama-{layers}x3", config, 3)
 
 
 def merged(method: str, paths: Sequence[Path], options: Sequence[str]) -> dict[str, float]:

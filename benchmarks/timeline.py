@@ -2,7 +2,7 @@
 
     python -m benchmarks.timeline [--layers 2] [--out FILE.json]
 
-Three bfloat16 experts of a Llama-shaped base (`benchmarks.streaming` makes them), by `average` and by
+Three bfloat16 experts of a Llama-shaped base (`benchmarks.models`), by `average` and by
 `ace`. `overlap` is the share of the shorter of two stages during which the other is at work too.
 """
 
@@ -12,13 +12,12 @@ import argparse
 import json
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import covmerge
 from benchmarks.measure import machine
-from benchmarks.streaming import CONFIG, WORK, make_checkpoints
+from benchmarks.models import LLAMA, apart, write_checkpoints
+from benchmarks.streaming import WORK
 from covmerge.engine import Span
 
 RESULTS = Path(__file__).parent / "results"
@@ -30,10 +29,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "timeline.json")
     arguments = parser.parse_args()
-    config = {**CONFIG, "num_hidden_layers": arguments.layers}
+    config = {**LLAMA, "num_hidden_layers": arguments.layers}
     folder = WORK / f"llama-{arguments.layers}x3"
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        base, *experts = pool.submit(make_checkpoints, folder, config, 3).result()
+    base, *experts = apart(write_checkpoints, folder, config, 3)
     merges = []
     for method in ("average", "ace"):
         out = WORK / "timeline"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import plan_memory, run
+from covmerge.engine import plan_memory, read_inputs, run
 from covmerge.engine.budget import is_narrow
 from covmerge.engine.worker import compute
 from covmerge.errors import TensorError
@@ -44,6 +44,27 @@ def test_the_number_of_lanes_changes_no_byte(method):
     merged = [covmerge.merge(base, experts, method, threads=threads).tensors for threads in (1, 4)]
     for name, tensor in merged[0].items():
         assert torch.equal(tensor, merged[1][name])
+
+
+def test_large_items_are_surveyed_alone(monkeypatch):
+    base, experts = models()
+    expected = covmerge.merge(base, experts, "ties", threads=3).tensors
+    monkeypatch.setattr("covmerge.engine.budget._NARROW_ELEMENTS", 0)
+    running, lock = 0, threading.Lock()
+
+    def watched(items, sources):
+        nonlocal running
+        with lock:
+            running += 1
+            assert running == 1
+        time.sleep(0.005)
+        with lock:
+            running -= 1
+        return read_inputs(items, sources)
+
+    monkeypatch.setattr("covmerge.engine.survey.read_inputs", watched)
+    merged = covmerge.merge(base, experts, "ties", threads=3).tensors
+    assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 
 
 def test_items_really_run_beside_each_other(monkeypatch):

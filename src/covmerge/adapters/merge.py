@@ -189,6 +189,7 @@ class _Work:
                 self._context,
                 self._progress.advance,
                 lanes=torch.get_num_threads(),
+                in_flight=2 * max(task.item.read_bytes for task in tasks),
             )
             self._context = replace(self._context, thresholds=found)
             thin = [task for task in tasks if task.thin]

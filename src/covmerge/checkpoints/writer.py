@@ -21,8 +21,6 @@ from covmerge.checkpoints.layout import Layout, Shard, Slot
 from covmerge.errors import CheckpointError, TensorError
 
 _CHUNK = 8 << 20  # bytes read back at a time
-# A checksum is there for writes that a crash tore, not against an adversary: CRC-32 takes a quarter of a
-# hash's time.
 
 
 class ShardWriter:
@@ -71,6 +69,7 @@ class ShardWriter:
         data = _bytes_of(tensor)
         with disk_errors(path, nbytes), _opened(path, os.O_WRONLY) as fd:
             _write_all(fd, data, offset)
+        # For writes that a crash tore, not against an adversary: a hash would take much longer.
         return f"{zlib.crc32(data):08x}"
 
     def read_back(self, name: str, rows: range | None = None) -> str:

@@ -64,7 +64,7 @@ def explain(
     console = stdout()
     console.print(
         "A float64 operation counts as two; workspace is beside the experts' updates and\n"
-        "the result.\n"
+        "the result. Methods as on updates that are not adapters:\n"
     )
     _show_methods(costs)
 

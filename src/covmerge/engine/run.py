@@ -130,7 +130,9 @@ def run(
     surveying = _Clock("survey", start)
     try:
         with surveying.running():
-            thresholds = run_surveys(plans, sources, context, progress.advance, lanes=lanes)
+            thresholds = run_surveys(
+                plans, sources, context, progress.advance, lanes=lanes, in_flight=in_flight
+            )
         sinks = [sink for _, sink in work]
         informed = replace(context, thresholds=thresholds)
         pipeline = _Pipeline(together, sinks, sources, informed, worker, progress, start)

@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from covmerge.engine.inputs import Inputs, Sources, read_inputs
+from covmerge.engine.budget import is_narrow
+from covmerge.engine.inputs import Sources, read_inputs
 from covmerge.engine.worker import Context, Layer
 from covmerge.linalg.select import MagnitudeSelect, threshold_rank
 from covmerge.plan import SURVEY_PASSES, Merge, Plan, WorkItem
@@ -25,18 +26,20 @@ def run_surveys(
     advance: Callable[[str, int], None],
     *,
     lanes: int,
+    in_flight: int,
 ) -> list[Thresholds]:
     """Find the exact threshold of every expert under every survey, for each of the plans.
 
-    Each pass reads the tensors once for all surveys, ahead of the counting; memory is that of
-    `lanes` + 2 items and of 2¹⁶ counters per survey and expert.
+    Each pass reads the tensors once for all surveys, ahead of the counting; memory is that of the
+    items in flight and of 2¹⁶ counters per survey and expert.
 
     Args:
         plans: plans whose items are the same rows of the same tensors.
         sources: the checkpoints.
         context: what the work needs to know.
         advance: hears of every item of every pass, and how many bytes were read.
-        lanes: items that are counted at once, on a core each.
+        lanes: small items that are counted at once, on a core each.
+        in_flight: bytes of inputs that may be held, at least those of one item.
 
     Raises:
         TensorError: NaN or Inf in the inputs.
@@ -54,8 +57,9 @@ def run_surveys(
     together = list(_together(plans))
     unsettled = [s for own in selects for experts in own.values() for s in experts.values()]
 
-    def count(numbered: _Numbered, inputs: Future[Inputs]) -> None:
-        layer = Layer([item for _, item in numbered], inputs.result(), context)
+    def count(numbered: _Numbered) -> None:
+        items = [item for _, item in numbered]
+        layer = Layer(items, read_inputs(items, sources), context)
         for number, item in numbered:
             action = item.tensor.action
             assert isinstance(action, Merge)
@@ -65,7 +69,7 @@ def run_surveys(
                     select.add(vector)
 
     while any(not select.settled for select in unsettled):
-        _each(together, sources, count, advance, lanes)
+        _each(together, count, context.device, advance, lanes, in_flight)
         for select in unsettled:
             if not select.settled:
                 select.end_pass()
@@ -96,33 +100,39 @@ def _together(plans: Sequence[Plan]) -> Iterator[list[tuple[int, WorkItem]]]:
 
 def _each(
     together: Sequence[_Numbered],
-    sources: Sources,
-    count: Callable[[_Numbered, Future[Inputs]], None],
+    count: Callable[[_Numbered], None],
+    device: torch.device,
     advance: Callable[[str, int], None],
     lanes: int,
+    in_flight: int,
 ) -> None:
-    """Read every item in turn, and count several at once."""
-    with (
-        ThreadPoolExecutor(1, thread_name_prefix="covmerge-survey") as reader,
-        ThreadPoolExecutor(lanes, initializer=torch.set_num_threads, initargs=(1,)) as counters,
-    ):
-        running: deque[tuple[_Numbered, Future[None]]] = deque()
+    """Read and count every item: small ones beside each other, large ones alone on all cores."""
+    with ThreadPoolExecutor(
+        lanes, "covmerge-survey", initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        running: deque[tuple[WorkItem, Future[None]]] = deque()
+
+        def finish(item: WorkItem, counting: Future[None]) -> None:
+            counting.result()
+            advance(f"thresholds, {item.tensor.name}", item.read_bytes)
+
         try:
             for numbered in together:
-                if len(running) > lanes + 1:
-                    _finish(*running.popleft(), advance)
-                inputs = reader.submit(read_inputs, [item for _, item in numbered], sources)
-                running.append((numbered, counters.submit(count, numbered, inputs)))
+                first = numbered[0][1]
+                narrow = is_narrow(first, device)
+                while running and not (
+                    narrow
+                    and len(running) < lanes
+                    and sum(item.read_bytes for item, _ in running) + first.read_bytes <= in_flight
+                ):
+                    finish(*running.popleft())
+                if narrow:
+                    running.append((first, pool.submit(count, numbered)))
+                else:
+                    count(numbered)
+                    advance(f"thresholds, {first.tensor.name}", first.read_bytes)
             while running:
-                _finish(*running.popleft(), advance)
+                finish(*running.popleft())
         finally:
             for _, counting in running:
                 counting.cancel()
-
-
-def _finish(
-    numbered: _Numbered, counting: Future[None], advance: Callable[[str, int], None]
-) -> None:
-    counting.result()
-    first = numbered[0][1]
-    advance(f"thresholds, {first.tensor.name}", first.read_bytes)

@@ -1,7 +1,8 @@
 """Which route a layer takes, and what it costs: the one dispatch table.
 
 Every question below is a function that returns a `Choice`: the routes there are, the cost of each,
-and the one that is taken. Kernels ask it, plans add its costs up, and `covmerge explain` prints it.
+and the one that is taken. Kernels ask where a shape decides, plans add costs up, and `covmerge
+explain` prints all of it.
 
 | question           | routes                | taken                                                  |
 |--------------------|-----------------------|--------------------------------------------------------|

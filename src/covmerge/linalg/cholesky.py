@@ -10,7 +10,7 @@ from torch import Tensor
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import cholesky, solve_triangular
 
-# Columns that LAPACK factorises at once; the rest of the work is products, which run twice as fast as
+# Columns that LAPACK factorises at once; the rest of the work is products, which run faster than
 # its own blocked factorisation. Devices that are not the CPU have a good one.
 _BLOCK = 256
 # Jitter steps, relative to the mean diagonal; the first is "none".

@@ -88,6 +88,7 @@ def solve_cut_off(
     normal = normal_equations(covariances)
     solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol)
     if solved is None and normal.gram.dtype != torch.float64:
+        del normal
         normal = normal_equations([replace(covariance, exact=True) for covariance in covariances])
         solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol)
     stats: dict[str, Json] = {"route": normal.route, "rtol": rtol}

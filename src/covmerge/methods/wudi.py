@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covmerge.covariance.estimate import gram
 from covmerge.covariance.normal import NormalEquations, normal_equations
-from covmerge.linalg.auto import Cost, pinv_cost
+from covmerge.linalg.auto import Cost, pinv_cost, sums_cost, system_choice
 from covmerge.methods.closed_form import active_experts, solve_cut_off, stack_weighted
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.types import Json, LinearGroup, Merged
@@ -21,7 +21,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # The work of the default solver; Adam holds, beside the sums, W with its gradient and its moments.
     del itemsize  # float64 there
     solve = pinv_cost(d_out, d_in, count)
-    return Cost(solve.flops, solve.workspace + 7 * d_out * d_in * 8)
+    sums = sums_cost(system_choice(d_out, d_in, count, 8).taken, d_out, d_in, count, 8)
+    return Cost(solve.flops, max(solve.workspace, sums.workspace + 7 * d_out * d_in * 8))
 
 
 def _sides(parameters: Parameters) -> Sides:
@@ -101,7 +102,7 @@ def wudi(
 
     Departs from the paper: the default is the minimiser, not the 300 steps. An expert that did not
     change the layer leaves the sums (published: 0/0, the whole tensor NaN). Adam's gradient is
-    taken through ΣĈ_t, one product a step in place of 2T, in float64.
+    taken through ΣĈ_t, one product a step in place of 2T, in float64; `closed` is solved as `actmat` is.
 
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
