@@ -19,7 +19,8 @@ tried again. Nothing else should run meanwhile: threads that wait for a core spi
 - `mergekit` computes in the checkpoints' dtype, where it is fastest, without tokenizer or model card.
 - `fusion_bench`: its algorithm classes on its pool of models, which transformers loads one by one.
 - `startup` is what comes before a merge: a dry run of covmerge, mergekit's `--help`, FusionBench's
-  imports; `version` is `covmerge --version`, which needs no torch.
+  imports; `first` is covmerge's of an architecture that it has not met before, so that it asks
+  transformers; `version` is `covmerge --version`, which needs no torch.
 
 Averages and Task Arithmetic are compared with covmerge's, tensor by tensor; computed in bfloat16 they
 are more than one rounding off. TIES is not: mergekit trims each tensor, covmerge and FusionBench the
@@ -187,10 +188,13 @@ def commands(
     covmerge = [sys.executable, "-m", "covmerge"]
     sources = [f"--base={base}", *(f"--expert={Path(path).name}={path}" for path in experts)]
     files = [str(path / "model.safetensors") for path in paths]
+    dry = [*covmerge, "merge", *sources, "--dry-run"]
     found = {
         ("floor", "bytes"): [sys.executable, "-c", FLOOR, dtype, *files],
         ("covmerge", "version"): [*covmerge, "--version"],
-        ("covmerge", "startup"): [*covmerge, "merge", *sources, "--dry-run"],
+        # Where nothing can be remembered, every merge is the first.
+        ("covmerge", "first"): ["env", f"COVMERGE_CACHE={os.devnull}/none", *dry],
+        ("covmerge", "startup"): dry,
     }
     if peers:
         mergekit = [str(peers.parent / "mergekit-yaml")]
@@ -223,7 +227,13 @@ def measure(
     distances: dict[str, float] = {}
     reference, out, log = WORK / "reference", WORK / "out", WORK / "log"
     # Nobody waits for a hub, and an error message is one line.
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "1000"}
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "1000",
+        "COVMERGE_CACHE": str(WORK / "cache"),
+    }
+    spawn([*processes["covmerge", "startup"], str(out)], log=log, env=env)
     for number in range(rounds):
         for (tool, what), argv in processes.items():
             label = f"{what}: {tool}"
