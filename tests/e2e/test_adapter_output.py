@@ -103,6 +103,18 @@ def test_at_full_rank_every_method_is_its_full_merge(family, method):  # noqa: F
     same_weights(own.state_dict(), merged)
 
 
+def test_the_survey_may_look_at_a_sample_first(family, monkeypatch):  # noqa: F811
+    def merged(out):
+        given = {"form": "adapter", "rank": 999}
+        covmerge.merge(family / "base", experts(family, "adapter"), "ties", out, **given)
+        return (out / "adapter_model.safetensors").read_bytes()
+
+    usual = merged(family / "usual")
+    monkeypatch.setattr("covmerge.plan.types._LEAST_SAMPLED", 0)
+    monkeypatch.setattr("covmerge.plan.types._SAMPLED", 0.5)
+    assert merged(family / "sampled") == usual
+
+
 def same_weights(found, expected, tolerance=1e-5):
     for name, value in expected.items():
         own = found.get(name, found.get(f"transformer.{name}"))

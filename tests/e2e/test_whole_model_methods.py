@@ -1,14 +1,20 @@
 """Methods that look beyond one tensor or one block of it, through the real engine."""
 
+from collections import Counter
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
+from covmerge.engine import read_inputs
 from covmerge.errors import RecipeError, TensorError
+from covmerge.job import Silent
 from covmerge.linalg.select import kth_magnitude
 from covmerge.methods.emr import rescalers
-from covmerge.plan import build
+from covmerge.output import open_checkpoints
+from covmerge.plan import build, build_plan, types
+from covmerge.recipe import parse_recipe
 from tests.cli.runs import save_plain, statistics_for
 
 SHAPES = {
@@ -36,11 +42,16 @@ def updates_of(states):
     return {e: {n: w - base[n] for n, w in state.items()} for e, state in experts.items()}
 
 
-@pytest.fixture(params=[1 << 20, 64, 7], ids=lambda n: f"blocks of {n}")
+@pytest.fixture(
+    params=[(1 << 20, 1 << 17), (1 << 20, 30), (64, 1 << 17), (7, 7)],
+    ids=lambda sizes: "blocks of {} by {}".format(*sizes),
+)
 def blocks(request, monkeypatch):
-    """Row blocks of several sizes: what is merged must not depend on them."""
-    monkeypatch.setattr(build, "BLOCK_ELEMENTS", request.param)
-    return request.param
+    """Row blocks, and parts of them, of several sizes: what is merged must not depend on them."""
+    block, part = request.param
+    monkeypatch.setattr(build, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(build, "_PART_ELEMENTS", part)
+    return block
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -85,12 +96,85 @@ def test_masks_depend_on_seed_and_names_alone(states, blocks, method):
     assert any(not torch.equal(other_seed[name], merged[name]) for name in base)
 
 
-@pytest.mark.parametrize("method", ["dare_task_arithmetic", "dare_ties", "della", "ties", "emr"])
-def test_blocks_change_nothing(states, monkeypatch, method):
-    whole = covmerge.merge(*states, method=method).tensors
-    monkeypatch.setattr(build, "BLOCK_ELEMENTS", 16)
-    by_blocks = covmerge.merge(*states, method=method).tensors
-    assert all(torch.equal(whole[name], by_blocks[name]) for name in whole)
+@pytest.mark.parametrize("size", ["BLOCK_ELEMENTS", "_PART_ELEMENTS"])
+@pytest.mark.parametrize(
+    "method",
+    ["average", "dare_task_arithmetic", "dare_ties", "della", "ties", "emr", "consensus"],
+)
+def test_blocks_change_nothing(states, monkeypatch, method, size):
+    whole = covmerge.merge(*states, method=method)
+    monkeypatch.setattr(build, size, 16)
+    by_blocks = covmerge.merge(*states, method=method)
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(tensor, by_blocks.tensors[name])
+    for name, stats in whole.stats["tensors"].items():
+        other = by_blocks.stats["tensors"][name]
+        assert other["merged_norm"] == pytest.approx(stats["merged_norm"], rel=1e-6)
+        assert other["update_norm"] == pytest.approx(stats["update_norm"], rel=1e-6)
+
+
+class TestTheSample:
+    """The survey's guess saves a pass, and decides nothing."""
+
+    @pytest.fixture
+    def passes(self, monkeypatch):
+        """How often each whole item is read by the surveys."""
+        read = Counter()
+
+        def counted(items, sources):
+            read[items[0].key] += 1
+            return read_inputs(items, sources)
+
+        monkeypatch.setattr("covmerge.engine.survey.read_inputs", counted)
+        return read
+
+    @pytest.mark.parametrize(("dtype", "expected"), [("float32", 1), ("float64", 3)])
+    def test_a_good_guess_saves_a_pass(self, states, monkeypatch, passes, dtype, expected):
+        merged = covmerge.merge(*states, method="ties", dtype=dtype).tensors
+        assert set(passes.values()) == {expected + 1}
+        passes.clear()
+        monkeypatch.setattr(types, "_LEAST_SAMPLED", 0)
+        monkeypatch.setattr(types, "_SAMPLED", 1.0)  # of so few entries, all of them
+        moved = Moved()
+        sampled = covmerge.merge(*states, method="ties", dtype=dtype, progress=moved).tensors
+        assert all(torch.equal(tensor, sampled[name]) for name, tensor in merged.items())
+        assert set(passes.values()) == {2 * expected + 1}
+        assert moved.total == moved.done
+
+    def test_a_bad_guess_costs_one(self, states, monkeypatch, passes):
+        merged = covmerge.merge(*states, method="ties").tensors
+        passes.clear()
+        monkeypatch.setattr(types, "_LEAST_SAMPLED", 0)
+        monkeypatch.setattr(types, "_SAMPLED", 1e-9)  # one row of each
+        sampled = covmerge.merge(*states, method="ties").tensors
+        assert all(torch.equal(tensor, sampled[name]) for name, tensor in merged.items())
+        up = passes["layers.0.mlp.up_proj.weight", (0, 24)]
+        assert up == 3
+        assert passes["layers.0.mlp.up_proj.weight", (0, 1)] == 2
+
+    def test_methods_that_see_matrices_have_none(self, states):
+        base = {n: w for n, w in states[0].items() if "mlp" in n}
+        recipe = parse_recipe(
+            {"base": "b", "experts": {e: e for e in states[1]}, "method": "knots"}
+        )
+        experts = {e: {n: state[n] for n in base} for e, state in states[1].items()}
+        with open_checkpoints(base, experts, {}) as opened:
+            plan = build_plan(recipe, opened.base, opened.experts, {})
+        assert all(survey.sample == () for survey in plan.surveys)
+        assert plan.surveys
+
+
+class Moved(Silent):
+    """Adds up what a merge says of its advance."""
+
+    def __init__(self):
+        self.total = self.done = 0
+
+    def start(self, total):
+        self.total = total
+
+    def advance(self, what, size, *, resumed=False):
+        self.done += size
 
 
 def test_two_surveys_of_one_recipe_have_their_own_tensors(states):

@@ -62,6 +62,39 @@ def test_blocks_in_any_order_find_the_same(dtype, size, block, seed, data):
     assert passes == {torch.float32: 2, torch.float64: 4}[dtype]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 300), seed=st.integers(0, 100), off=st.floats(-1, 1), data=st.data())
+def test_a_guess_changes_passes_alone(dtype, size, seed, off, data):
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+    rank = data.draw(st.integers(1, size))
+    expected = sorted_magnitude(vector, rank)
+    search = MagnitudeSelect(rank, dtype, near=abs(expected * (1 + off)))
+    passes = 0
+    while not search.settled:
+        passes += 1
+        search.add(vector)
+        search.end_pass()
+    assert search.value == expected
+    usual, guessed = {torch.float32: (2, 1), torch.float64: (4, 3)}[dtype]
+    assert passes in (guessed, usual + 1)
+    if abs(off) < 2**-8:
+        assert passes == guessed
+
+
+@pytest.mark.parametrize("near", [0.0, 1e-45, 3.4e38])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_may_be_guessed(dtype, near):
+    vector = torch.tensor([0.0, -0.0, 1e-45, 2.0, -3.4e38, 3.4e38], dtype=dtype)
+    for rank in range(1, 7):
+        search = MagnitudeSelect(rank, dtype, near=near)
+        while not search.settled:
+            search.add(vector)
+            search.end_pass()
+        assert search.value == sorted_magnitude(vector, rank)
+
+
 @pytest.mark.parametrize("density", [1e-9, 0.2, 0.999, 1.0])
 def test_the_rank_may_follow_from_the_count(density):
     vector = torch.randn(1000, generator=torch.Generator().manual_seed(0))

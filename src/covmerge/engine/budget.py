@@ -16,8 +16,9 @@ from covmerge.errors import ResourceError
 from covmerge.plan import Plan, WorkItem
 from covmerge.recipe import format_size
 
-# What the process holds beside tensors of the plan: BLAS packing buffers, allocator slack.
-_OVERHEAD = 192 * 2**20
+# What the process holds beside tensors of the plan: BLAS packing buffers, blocks that malloc keeps
+# for each thread.
+_OVERHEAD = 224 * 2**20
 # Small items are read this far ahead, and further where several are computed at once.
 _READ_AHEAD = 128 * 2**20
 _MOST_AHEAD = 2**30

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -86,6 +86,25 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
                 for expert, name in item.tensor.statistics.items()
             }
     return Inputs(own, rows, measured)
+
+
+def in_parts(item: WorkItem, inputs: Inputs) -> Iterator[tuple[WorkItem, Inputs]]:
+    """Divide an item and its inputs into the rows that are merged at once."""
+    rows, step = item.rows, item.at_once
+    if rows is None or step is None or step >= len(rows):
+        yield item, inputs
+        return
+    for start in range(0, len(rows), step):
+        part = slice(start, start + step)
+        experts: dict[str, Update] = {}
+        for expert, stored in inputs.experts.items():
+            assert stored is None or isinstance(stored, Tensor), "the plan divides tensors only"
+            experts[expert] = None if stored is None else stored[part]
+        measured = {
+            kind: {expert: replace(own, value=own.value[part]) for expert, own in found.items()}
+            for kind, found in inputs.measured.items()
+        }
+        yield replace(item, rows=rows[part]), Inputs(inputs.base[part], experts, measured)
 
 
 def _read_rows(expert: Checkpoint, name: str, rows: range | None) -> Stored:

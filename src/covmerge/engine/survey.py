@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from covmerge.engine.budget import is_narrow
-from covmerge.engine.inputs import Sources, read_inputs
+from covmerge.engine.inputs import Inputs, Sources, in_parts, read_inputs
 from covmerge.engine.worker import Context, Layer
 from covmerge.linalg.select import MagnitudeSelect, threshold_rank
-from covmerge.plan import SURVEY_PASSES, Merge, Plan, WorkItem
+from covmerge.plan import Merge, Plan, Survey, WorkItem
 
+_ItemsOf = Callable[[Survey], Sequence[WorkItem]]
 _Numbered = Sequence[tuple[int, WorkItem]]  # plans, by number, with their item of the same rows
 Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> threshold
+_Selects = Mapping[str, Mapping[str, MagnitudeSelect]]
 
 
 def run_surveys(
@@ -30,8 +32,9 @@ def run_surveys(
 ) -> list[Thresholds]:
     """Find the exact threshold of every expert under every survey, for each of the plans.
 
-    Each pass reads the tensors once for all surveys, ahead of the counting; memory is that of the
-    items in flight and of 2¹⁶ counters per survey and expert.
+    A sample of the rows tells nearly what each threshold is; with that guess one pass over all
+    rows settles a float32. Each pass reads the tensors once for all surveys, ahead of the counting;
+    memory is that of the items in flight and of 2¹⁷ counters per survey and expert.
 
     Args:
         plans: plans whose items are the same rows of the same tensors.
@@ -44,23 +47,60 @@ def run_surveys(
     Raises:
         TensorError: NaN or Inf in the inputs.
     """
-    selects = [
+    found: list[Thresholds] = [{} for _ in plans]
+    for items_of in (_sample_of, _items_of):
+        selects = _selects(plans, items_of, found, context.dtype)
+        unsettled = [s for own in selects for experts in own.values() for s in experts.values()]
+        together = list(_together(plans, items_of))
+        count = partial(_count, selects=selects, sources=sources, context=context)
+        while any(not select.settled for select in unsettled):
+            _each(together, count, context.device, advance, lanes, in_flight)
+            for select in unsettled:
+                if not select.settled:
+                    select.end_pass()
+        found = [
+            {
+                key: {expert: select.value for expert, select in experts.items()}
+                for key, experts in own.items()
+            }
+            for own in selects
+        ]
+    return found
+
+
+def _selects(
+    plans: Sequence[Plan], items_of: _ItemsOf, guesses: Sequence[Thresholds], dtype: torch.dtype
+) -> list[_Selects]:
+    """One selection for each expert of each survey, near the threshold that is guessed."""
+    return [
         {
             survey.merge.key: {
-                expert: MagnitudeSelect(partial(threshold_rank, survey.density), context.dtype)
+                expert: MagnitudeSelect(
+                    partial(threshold_rank, survey.density),
+                    dtype,
+                    near=guessed.get(survey.merge.key, {}).get(expert),
+                )
                 for expert in {e: None for item in survey.items for e in item.tensor.sources}
             }
             for survey in plan.surveys
+            if items_of(survey)
         }
-        for plan in plans
+        for plan, guessed in zip(plans, guesses, strict=True)
     ]
-    together = list(_together(plans))
-    unsettled = [s for own in selects for experts in own.values() for s in experts.values()]
 
-    def count(numbered: _Numbered) -> None:
-        items = [item for _, item in numbered]
-        layer = Layer(items, read_inputs(items, sources), context)
-        for number, item in numbered:
+
+def _count(
+    numbered: _Numbered, *, selects: Sequence[_Selects], sources: Sources, context: Context
+) -> None:
+    """Read some rows, and add them to the selections of every plan."""
+    inputs = read_inputs([item for _, item in numbered], sources)
+    parts: Iterable[tuple[_Numbered, Inputs]] = [(numbered, inputs)]
+    if len(numbered) == 1:
+        ((number, item),) = numbered
+        parts = (([(number, part)], own) for part, own in in_parts(item, inputs))
+    for part, own in parts:
+        layer = Layer([item for _, item in part], own, context)
+        for number, item in part:
             action = item.tensor.action
             assert isinstance(action, Merge)
             for expert, vector in layer.survey_vectors(item, action):
@@ -68,32 +108,35 @@ def run_surveys(
                 if not select.settled:
                     select.add(vector)
 
-    while any(not select.settled for select in unsettled):
-        _each(together, count, context.device, advance, lanes, in_flight)
-        for select in unsettled:
-            if not select.settled:
-                select.end_pass()
-    return [
-        {
-            key: {expert: select.value for expert, select in experts.items()}
-            for key, experts in own.items()
-        }
-        for own in selects
-    ]
-
 
 def survey_bytes(plans: Sequence[Plan]) -> int:
-    """Bytes that the surveys of all plans read together."""
-    read = sum(numbered[0][1].read_bytes for numbered in _together(plans))
-    return SURVEY_PASSES[plans[0].recipe.dtype] * read
+    """Bytes that the surveys of all plans read together, if all guesses are good."""
+    dtype = plans[0].recipe.dtype
+    each = [survey.passes(dtype) for plan in plans for survey in plan.surveys]
+    if not each:
+        return 0
+    sampling, counting = (max(passes) for passes in zip(*each, strict=True))
+    return sum(
+        passes * numbered[0][1].read_bytes
+        for passes, items_of in ((sampling, _sample_of), (counting, _items_of))
+        for numbered in _together(plans, items_of)
+    )
 
 
-def _together(plans: Sequence[Plan]) -> Iterator[list[tuple[int, WorkItem]]]:
+def _sample_of(survey: Survey) -> Sequence[WorkItem]:
+    return survey.sample
+
+
+def _items_of(survey: Survey) -> Sequence[WorkItem]:
+    return survey.items
+
+
+def _together(plans: Sequence[Plan], items_of: _ItemsOf) -> Iterator[list[tuple[int, WorkItem]]]:
     """The surveyed items of all plans, those of the same rows together: rows are read once."""
     by_rows: dict[tuple[str, tuple[int, int]], list[tuple[int, WorkItem]]] = {}
     for number, plan in enumerate(plans):
         for survey in plan.surveys:
-            for item in survey.items:
+            for item in items_of(survey):
                 by_rows.setdefault(item.key, []).append((number, item))
     yield from by_rows.values()
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.engine.inputs import Inputs, dense, take_updates
+from covmerge.engine.inputs import Inputs, dense, in_parts, take_updates
 from covmerge.engine.measures import Measures
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import norm
@@ -80,12 +80,40 @@ def compute(items: Sequence[WorkItem], inputs: Inputs, context: Context) -> Iter
         for item in items:
             yield Result(inputs.base.to(item.tensor.output.dtype), {})
         return
+    if len(items) == 1:
+        yield _merged(items[0], inputs, context)
+        return
     layer = Layer(items, inputs, context)
     for number, item in enumerate(items):
         if isinstance(item.tensor.action, Merge):
             yield layer.merge(item, item.tensor.action, context.thresholds[number])
         else:
             yield Result(inputs.base.to(item.tensor.output.dtype), {})
+
+
+def _merged(item: WorkItem, inputs: Inputs, context: Context) -> Result:
+    """Merge the rows of one item, part by part where its plan says so."""
+    action = item.tensor.action
+    assert isinstance(action, Merge)
+    (thresholds,) = context.thresholds
+    rows: Tensor | None = None
+    parts: list[Mapping[str, Any]] = []
+    done = 0
+    for part, own in in_parts(item, inputs):
+        result = Layer([part], own, context).merge(part, action, thresholds)
+        if part is item:
+            return result
+        if rows is None:
+            rows = result.rows.new_empty(item.shape)
+        rows[done : done + len(result.rows)] = result.rows
+        done += len(result.rows)
+        parts.append(result.stats)
+    assert rows is not None
+    squares: dict[str, Json] = {
+        expert: sum(part["updates"][expert] for part in parts) for expert in parts[0]["updates"]
+    }
+    merged, rounding = (sum(part[key] for part in parts) for key in ("merged", "rounding"))
+    return Result(rows, {"updates": squares, "merged": merged, "rounding": rounding})
 
 
 class Layer:

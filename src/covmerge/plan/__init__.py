@@ -8,10 +8,9 @@ build    the plan: tensors, work items with bytes and FLOPs, totals
 
 from covmerge.plan.build import build_plan, build_plans
 from covmerge.plan.data import Statistics
-from covmerge.plan.types import SURVEY_PASSES, Copy, Merge, Plan, Survey, TensorPlan, WorkItem
+from covmerge.plan.types import Copy, Merge, Plan, Survey, TensorPlan, WorkItem
 
 __all__ = [
-    "SURVEY_PASSES",
     "Copy",
     "Merge",
     "Plan",

@@ -23,6 +23,8 @@ from covmerge.version import __version__
 # Elementwise work goes by row blocks of about this many elements: large enough that a read is
 # sequential, small enough that an embedding of any size costs little memory.
 BLOCK_ELEMENTS = 1 * 2**20
+# Of these as many are merged at once as stay in the cache, with all their temporaries.
+_PART_ELEMENTS = 2**17
 _FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
 
 
@@ -73,7 +75,8 @@ def build_plans(
         min((list(_row_ranges(tensor, elements, whole)) for tensor in together), key=len)
         for together in zip(*(draft.tensors for draft in drafts), strict=True)
     ]
-    return [_plan(draft, base_model, models, statistics or {}, ranges) for draft in drafts]
+    alone = len(recipes) == 1 and not whole
+    return [_plan(draft, base_model, models, statistics or {}, ranges, alone) for draft in drafts]
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ def _plan(
     models: Mapping[str, Model],
     statistics: Statistics,
     ranges: Sequence[Sequence[range | None]],
+    alone: bool,
 ) -> Plan:
     items = tuple(
-        _work_item(draft.recipe, tensor, rows, models, statistics)
+        _work_item(draft.recipe, tensor, rows, models, statistics, alone)
         for tensor, tensor_ranges in zip(draft.tensors, ranges, strict=True)
         for rows in tensor_ranges
     )
@@ -254,7 +258,9 @@ def _work_item(
     rows: range | None,
     models: Mapping[str, Model],
     statistics: Statistics,
+    alone: bool,
 ) -> WorkItem:
+    """The work on some rows; `alone`: by this plan and no other."""
     shape = tensor.output.shape if rows is None else (len(rows), *tensor.output.shape[1:])
     numel = prod(shape)
     stored = numel * tensor.stored.dtype.itemsize
@@ -268,13 +274,16 @@ def _work_item(
     count = max(1, len(tensor.sources))
     method = registry.get(tensor.action.method)
     layout = tensor.action.layout
+    dense = not any(name in models[expert].low_rank for expert, name in present)
+    at_once = _rows_at_once(tensor.action, shape) if alone and dense else None
+    part = shape if at_once is None else (min(at_once, shape[0]), *shape[1:])
     if layout is None:
-        shapes = [(shape[0] if len(shape) > 1 else 1, prod(shape[1:]) if len(shape) > 1 else numel)]
+        shapes = [(part[0] if len(part) > 1 else 1, prod(part[1:] if len(part) > 1 else part))]
     else:
         shapes = list(matrix_shapes(shape, layout))
     costs = [method.cost(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
-    held = (count + 2) * numel * itemsize
+    held = (count + 2) * prod(part) * itemsize
     # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
     measured = sum(
         numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
@@ -286,9 +295,21 @@ def _work_item(
         read_bytes=raw,
         write_bytes=write,
         workspace=held + measured * itemsize + max(cost.workspace for cost in costs),
-        flops=sum(cost.flops for cost in costs),
+        flops=sum(cost.flops for cost in costs) * (numel / max(1, prod(part))),
         statistics_bytes=measured * torch.float32.itemsize,
+        at_once=at_once,
     )
+
+
+def _rows_at_once(action: Merge, shape: tuple[int, ...]) -> int | None:
+    """Rows of an elementwise merge that are worked on together; None: all of them."""
+    method = registry.get(action.method)
+    unit = method.unit_for(action.parameters)
+    by_rows = unit == "element" or (unit == "row" and len(shape) > 1)
+    # What a method says of its masks is of a whole item.
+    if not by_rows or not shape or method.writes_masks:
+        return None
+    return max(1, _PART_ELEMENTS // max(1, prod(shape[1:])))
 
 
 def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -19,8 +19,11 @@ from covmerge.recipe import Recipe, dump_recipe
 from covmerge.tensors import MatrixLayout
 from covmerge.types import Json, Role, TensorHeader
 
-# Passes that an exact selection takes (`covmerge.linalg.select`), by compute dtype.
-SURVEY_PASSES = {"float32": 2, "float64": 4}
+# Passes that an exact selection takes (`covmerge.linalg.select`), and with a good guess, by compute
+# dtype.
+_PASSES = {"float32": (2, 1), "float64": (4, 3)}
+# A guess comes from this share of the entries, of surveys of so many that passes take time.
+_SAMPLED, _LEAST_SAMPLED = 1 / 16, 2**22
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ class WorkItem:
         read_bytes: stored bytes of base and experts.
         write_bytes: bytes of the result.
         statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
+        at_once: rows that are merged at once, where what a row becomes does not depend on others;
+            None: all of them.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.
     """
@@ -117,6 +122,7 @@ class WorkItem:
     workspace: int
     flops: float
     statistics_bytes: int = 0
+    at_once: int | None = None
 
     @property
     def memory(self) -> int:
@@ -143,6 +149,13 @@ class WorkItem:
             return layout
         return layout if len(rows) == self.tensor.stored.shape[0] else None
 
+    def leading(self, share: float) -> WorkItem:
+        """Return the first of its rows, one at least."""
+        if not self.rows:
+            return self
+        rows = self.rows[: max(1, int(share * len(self.rows)))]
+        return replace(self, rows=rows, read_bytes=self.read_bytes * len(rows) // len(self.rows))
+
     @property
     def first_element(self) -> int:
         """Place of the item's first element in its tensor."""
@@ -162,6 +175,22 @@ class Survey:
     merge: Merge
     density: float
     items: tuple[WorkItem, ...]
+
+    @cached_property
+    def sample(self) -> tuple[WorkItem, ...]:
+        """Leading rows of every item, which tell nearly what all of them will tell.
+
+        None where the method must see whole matrices, or all of them are soon read.
+        """
+        elements = sum(prod(item.shape) for item in self.items)
+        if self.merge.layout is not None or elements < _LEAST_SAMPLED:
+            return ()
+        return tuple(item.leading(_SAMPLED) for item in self.items)
+
+    def passes(self, dtype: str) -> tuple[int, int]:
+        """Return how often the sample is read, and then the items, if the guess is good."""
+        usual, guessed = _PASSES[dtype]
+        return (usual, guessed) if self.sample else (0, usual)
 
 
 @dataclass(frozen=True)
@@ -202,8 +231,14 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes read from all checkpoints and statistics, the surveys' passes included."""
         merging = sum(item.read_bytes + item.statistics_bytes for item in self.items)
-        surveyed = sum(item.read_bytes for survey in self.surveys for item in survey.items)
-        return merging + SURVEY_PASSES[self.recipe.dtype] * surveyed
+        return merging + sum(
+            passes * item.read_bytes
+            for survey in self.surveys
+            for passes, items in zip(
+                survey.passes(self.recipe.dtype), (survey.sample, survey.items), strict=True
+            )
+            for item in items
+        )
 
     @property
     def write_bytes(self) -> int:
