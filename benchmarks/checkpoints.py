@@ -44,12 +44,12 @@ import psutil
 from safetensors import safe_open
 
 from benchmarks.measure import machine, spawn, spread
-from benchmarks.models import GPT2, LLAMA, apart, write_checkpoints
+from benchmarks.models import GPT2, LLAMA, apart, checkpoints
 
 WORK = Path(__file__).parent / "work" / "checkpoints"
 RESULTS = Path(__file__).parent / "results"
 
-EXPERTS = {"gpt2": 7, "llama": 3}
+CASES = {"gpt2": (GPT2, 7), "llama": (LLAMA, 3)}
 PEERS = ("mergekit", "fusion_bench")
 COMPARED = ("average", "task_arithmetic")
 
@@ -132,7 +132,7 @@ algorithm.run(CausalLMPool(models, tokenizer=None)).save_pretrained(out)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers-python", type=Path, help="the python that has the peers")
-    parser.add_argument("--cases", nargs="+", choices=EXPERTS, default=list(EXPERTS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--methods", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, help="smaller models, to try the benchmark itself")
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "checkpoints.json")
     args = parser.parse_args()
 
-    sources = {case: make(case, args.layers) for case in args.cases}
+    sources = {case: checkpoints(*CASES[case], layers=args.layers) for case in args.cases}
     # Without a limit a peer that needs more than there is would take other processes with it.
     limit = int(1e9 * args.max_memory or 0.9 * psutil.virtual_memory().available)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -161,14 +161,6 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps({case: found["ratios"] for case, found in results["cases"].items()}, indent=1))
-
-
-def make(case: str, layers: int | None) -> list[Path]:
-    """Folders of a base and its experts, written unless they are there."""
-    config, depth = (GPT2, "n_layer") if case == "gpt2" else (LLAMA, "num_hidden_layers")
-    config = {**config, depth: layers or config[depth]}
-    folder = WORK / (f"{case}-{layers}" if layers else case)
-    return apart(write_checkpoints, folder, config, EXPERTS[case])
 
 
 def versions(python: Path) -> dict[str, str]:

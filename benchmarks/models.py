@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+WORK = Path(__file__).parent / "work"
+
 # TinyLlama-1.1B.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,7 +47,15 @@ def apart(function, *arguments):
         return pool.submit(function, *arguments).result()
 
 
-def write_checkpoints(folder: Path, config: dict, experts: int) -> list[Path]:
+def checkpoints(config: dict, experts: int, *, layers: int | None = None) -> list[Path]:
+    """Folders of a base and its experts, written unless they are there."""
+    depth = "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
+    config = {**config, depth: layers or config[depth]}
+    folder = WORK / f"{config['model_type']}-{config[depth]}x{experts}"
+    return apart(_write_checkpoints, folder, config, experts)
+
+
+def _write_checkpoints(folder: Path, config: dict, experts: int) -> list[Path]:
     """Write a random base and experts whose updates differ sixfold in norm, as transformers does."""
     marker = folder / "complete.json"
     paths = [folder / name for name in ("base", *(f"expert{t}" for t in range(1, experts + 1)))]

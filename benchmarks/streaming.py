@@ -1,11 +1,14 @@
 """Peak memory against the size of the model, at one largest tensor; and merges within --max-memory.
 
-    python -m benchmarks.streaming [--methods average ace] [--layers 2 4] [--out FILE.json]
+    python -m benchmarks.streaming [--methods average ace] [--layers 2 4 22] [--max-memory 800]
+    python -m benchmarks.streaming --methods average --layers 58 --experts 2 --max-memory 520 \
+        --out benchmarks/results/streaming-tenfold.json
 
-Three bfloat16 experts of Llama-shaped bases of more and more layers, every merge in a process of its
+bfloat16 experts of Llama-shaped bases of more and more layers, every merge in a process of its
 own, the way a user starts it. The floor reads the same four checkpoints tensor by tensor, sums them in
 float32, and writes nothing. ACE is left out of models of more than four layers: its work grows with
-them, its memory does not. The last rows give `--max-memory`, and the bytes read over it.
+them, its memory does not. The last row gives `--max-memory`, and the
+bytes of one model over it: in the second command, whose files take 21 GB, more than ten.
 """
 
 from __future__ import annotations
@@ -18,9 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import machine, spawn
-from benchmarks.models import LLAMA, apart, write_checkpoints
+from benchmarks.models import LLAMA, WORK, checkpoints
 
-WORK = Path(__file__).parent / "work"
 RESULTS = Path(__file__).parent / "results"
 
 FLOOR = """
@@ -40,13 +42,14 @@ print(total)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=["average", "ace"])
-    parser.add_argument("--layers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--layers", nargs="+", type=int, default=[2, 4, 22])
+    parser.add_argument("--experts", type=int, default=3)
     parser.add_argument("--max-memory", type=int, default=800, help="MB, of the largest model")
     parser.add_argument("--out", type=Path, default=RESULTS / "streaming.json")
     arguments = parser.parse_args()
     rows = []
     for layers in arguments.layers:
-        paths = made(layers)
+        paths = checkpoints(LLAMA, arguments.experts, layers=layers)
         files = [str(path / "model.safetensors") for path in paths]
         size = sum(Path(file).stat().st_size for file in files)
         floor = spawn([sys.executable, "-c", FLOOR, *files], log=WORK / "floor.log")
@@ -60,18 +63,15 @@ def main() -> None:
             row = {**shown, "what": " ".join([method, *options]), **merged(method, paths, options)}
             row["seconds / read and sum"] = round(row["seconds"] / floor["seconds"], 2)
             if options:
-                row["bytes_read / max_memory"] = round(size / (arguments.max_memory * 1e6), 1)
+                row["model / max_memory"] = round(
+                    size / len(paths) / (arguments.max_memory * 1e6), 1
+                )
             rows.append(row)
         print(*rows[-len(merges) - 1 :], sep="\n", flush=True)
-    result = {"command": "python -m benchmarks.streaming", "machine": machine(), "rows": rows}
+    command = " ".join(["python -m benchmarks.streaming", *sys.argv[1:]])
+    result = {"command": command, "machine": machine(), "rows": rows}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def made(layers: int) -> list[Path]:
-    """The checkpoints of a model with so many layers."""
-    config = {**LLAMA, "num_hidden_layers": layers}
-    return apart(write_checkpoints, WORK / f"llama-{layers}x3", config, 3)
 
 
 def merged(method: str, paths: Sequence[Path], options: Sequence[str]) -> dict[str, float]:
@@ -79,8 +79,9 @@ def merged(method: str, paths: Sequence[Path], options: Sequence[str]) -> dict[s
     command = [sys.executable, "-m", "covmerge", "merge", "--base", str(paths[0])]
     for path in paths[1:]:
         command += ["--expert", f"{path.name}={path}"]
-    command += ["--method", method, *options, "--overwrite", str(out)]
-    timing = spawn(command, log=WORK / f"{method}.log")
+    log = WORK / f"{method}.log"
+    spawn([*command, "--dry-run"], log=log)  # the first of an architecture imports transformers
+    timing = spawn([*command, "--method", method, *options, "--overwrite", str(out)], log=log)
     shutil.rmtree(out)
     return timing
 

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import covmerge
 from benchmarks.measure import machine
-from benchmarks.models import LLAMA, apart, write_checkpoints
-from benchmarks.streaming import WORK
+from benchmarks.models import LLAMA, WORK, checkpoints
 from covmerge.engine import Span
 
 RESULTS = Path(__file__).parent / "results"
@@ -29,9 +28,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "timeline.json")
     arguments = parser.parse_args()
-    config = {**LLAMA, "num_hidden_layers": arguments.layers}
-    folder = WORK / f"llama-{arguments.layers}x3"
-    base, *experts = apart(write_checkpoints, folder, config, 3)
+    base, *experts = checkpoints(LLAMA, 3, layers=arguments.layers)
     merges = []
     for method in ("average", "ace"):
         out = WORK / "timeline"
