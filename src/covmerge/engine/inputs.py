@@ -88,10 +88,15 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     return Inputs(own, rows, measured)
 
 
-def in_parts(item: WorkItem, inputs: Inputs) -> Iterator[tuple[WorkItem, Inputs]]:
-    """Divide an item and its inputs into the rows that are merged at once."""
+def in_parts(
+    item: WorkItem, inputs: Inputs, device: torch.device
+) -> Iterator[tuple[WorkItem, Inputs]]:
+    """Divide an item and its inputs into the rows that are merged at once.
+
+    An accelerator gets the item whole: it has no cache to stay in, and every call costs it time.
+    """
     rows, step = item.rows, item.at_once
-    if rows is None or step is None or step >= len(rows):
+    if device.type != "cpu" or rows is None or step is None or step >= len(rows):
         yield item, inputs
         return
     for start in range(0, len(rows), step):

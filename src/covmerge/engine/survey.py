@@ -97,7 +97,7 @@ def _count(
     parts: Iterable[tuple[_Numbered, Inputs]] = [(numbered, inputs)]
     if len(numbered) == 1:
         ((number, item),) = numbered
-        parts = (([(number, part)], own) for part, own in in_parts(item, inputs))
+        parts = (([(number, part)], own) for part, own in in_parts(item, inputs, context.device))
     for part, own in parts:
         layer = Layer([item for _, item in part], own, context)
         for number, item in part:

@@ -99,7 +99,7 @@ def _merged(item: WorkItem, inputs: Inputs, context: Context) -> Result:
     rows: Tensor | None = None
     parts: list[Mapping[str, Any]] = []
     done = 0
-    for part, own in in_parts(item, inputs):
+    for part, own in in_parts(item, inputs, context.device):
         result = Layer([part], own, context).merge(part, action, thresholds)
         if part is item:
             return result
