@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, help="smaller models, to try the benchmark itself")
     parser.add_argument("--max-memory", type=float, default=0, metavar="GB", help="of each process")
-    parser.add_argument("--out", type=Path, default=RESULTS / "checkpoints.json")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
 
     sources = {case: checkpoints(*CASES[case], layers=args.layers) for case in args.cases}
@@ -153,14 +153,13 @@ def main() -> None:
         "page_cache": "all inputs are read before each process",
         "memory_limit_bytes": limit,
         "settings": {method: SETTINGS[method] for method in args.methods},
-        "cases": {
-            case: measure(commands(paths, args.methods, args.peers_python), paths, args.rounds)
-            for case, paths in sources.items()
-        },
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps({case: found["ratios"] for case, found in results["cases"].items()}, indent=1))
+    args.out.mkdir(parents=True, exist_ok=True)
+    for case, paths in sources.items():
+        found = measure(commands(paths, args.methods, args.peers_python), paths, args.rounds)
+        content = json.dumps(results | {"case": case} | found, indent=1)
+        (args.out / f"checkpoints-{case}.json").write_text(content + "\n")
+        print(json.dumps({case: found["ratios"]}, indent=1), flush=True)
 
 
 def versions(python: Path) -> dict[str, str]:

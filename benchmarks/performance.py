@@ -43,8 +43,8 @@ def written(text: str) -> str:
     """The page with its tables made anew."""
     for name, table in (
         ("kernels", kernels(_read("kernels"))),
-        ("checkpoints", checkpoints(_read("checkpoints"))),
-        ("memory", memory(_read("streaming"))),
+        ("checkpoints", checkpoints(_read("checkpoints-gpt2"), _read("checkpoints-llama"))),
+        ("memory", memory(_read("streaming"), _read("streaming-tenfold"))),
         ("routes", routes(_read("routes"))),
         ("overlap", overlap(_read("timeline"))),
     ):
@@ -104,19 +104,31 @@ def _efficiency(layers: Sequence[Mapping[str, Any]], total: Mapping[str, Any]) -
     return f"{min(found):.2f} to {max(found):.2f}" if found else ""
 
 
-def checkpoints(results: Mapping[str, Any]) -> str:
+def checkpoints(*results: Mapping[str, Any]) -> str:
     rows = []
-    for case, found in results["cases"].items():
+    for found in results:
         for name, run in found["runs"].items():
-            seconds, cpu, peak = (
-                run[key]["median"] for key in ("seconds", "cpu_seconds", "peak_bytes")
+            seconds, cpu, peak = (run[key] for key in ("seconds", "cpu_seconds", "peak_bytes"))
+            against = found["ratios"].get(f"{name} / covmerge", {})
+            rows.append(
+                [
+                    f"{found['case']}, {name}",
+                    f"{seconds['median']:.1f}",
+                    f"{seconds['min']:.1f} to {seconds['max']:.1f}",
+                    f"{cpu['median']:.1f}",
+                    f"{peak['median'] / 1e9:.2f}",
+                    f"**{against['seconds']:.1f}**" if against else "",
+                    f"{against['peak_bytes']:.1f}" if against else "",
+                ]
             )
-            rows.append([f"{case}, {name}", f"{seconds:.1f}", f"{cpu:.1f}", f"{peak / 1e9:.2f}"])
-        rows += [[f"{case}, {name}", "failed", "", ""] for name in found["failures"]]
-    return _table(["case, what: tool", "seconds", "CPU seconds", "peak GB"], rows)
+        rows += [
+            [f"{found['case']}, {name}", "failed", "", "", "", "", ""] for name in found["failures"]
+        ]
+    head = ["case, what: tool", "seconds", "least to most", "CPU seconds", "peak GB"]
+    return _table([*head, "seconds / covmerge's", "memory / covmerge's"], rows)
 
 
-def memory(results: Mapping[str, Any]) -> str:
+def memory(*results: Mapping[str, Any]) -> str:
     rows = [
         [
             f"{row['layers']} layers, {row['what']}",
@@ -124,10 +136,13 @@ def memory(results: Mapping[str, Any]) -> str:
             f"{row['peak_bytes'] / 1e9:.2f}",
             f"{row['seconds']:.0f}",
             row.get("seconds / read and sum", ""),
+            row.get("model / max_memory", ""),
         ]
-        for row in results["rows"]
+        for found in results
+        for row in found["rows"]
     ]
-    return _table(["model", "GB read", "peak GB", "seconds", "over reading and summing"], rows)
+    head = ["model", "GB read", "peak GB", "seconds", "over reading and summing"]
+    return _table([*head, "model / max-memory"], rows)
 
 
 def routes(results: Mapping[str, Any]) -> str:
