@@ -26,6 +26,15 @@ def test_a_folder_of_something_else_is_not_written_to(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize("command", [("bench", "text"), ("study", "ablation")])
+def test_a_cache_that_cannot_be(command, tmp_path):
+    (tmp_path / "file").touch()
+    given = ("--cache", tmp_path / "file" / "cache", "--out", tmp_path / "out")
+    ran = covmerge(*command, *given, code=2)
+    assert f"{tmp_path / 'file'} is not a folder" in ran.stderr.replace("\n", " ")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_studies_are_listed():
     ran = covmerge("study")
     for name in ("ablation", "sensitivity", "ridge", "covariance"):

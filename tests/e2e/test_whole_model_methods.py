@@ -152,16 +152,16 @@ class TestTheSample:
         assert up == 3
         assert passes["layers.0.mlp.up_proj.weight", (0, 1)] == 2
 
-    def test_methods_that_see_matrices_have_none(self, states):
+    def test_methods_that_see_matrices_have_none(self, states, monkeypatch):
+        monkeypatch.setattr(types, "_LEAST_SAMPLED", 0)
         base = {n: w for n, w in states[0].items() if "mlp" in n}
-        recipe = parse_recipe(
-            {"base": "b", "experts": {e: e for e in states[1]}, "method": "knots"}
-        )
         experts = {e: {n: state[n] for n in base} for e, state in states[1].items()}
-        with open_checkpoints(base, experts, {}) as opened:
-            plan = build_plan(recipe, opened.base, opened.experts, {})
-        assert all(survey.sample == () for survey in plan.surveys)
-        assert plan.surveys
+        for method, sampled in (("ties", True), ("knots", False)):
+            given = {"base": "b", "experts": {e: e for e in experts}, "method": method}
+            with open_checkpoints(base, experts, {}) as opened:
+                plan = build_plan(parse_recipe(given), opened.base, opened.experts, {})
+            (survey,) = plan.surveys
+            assert bool(survey.sample) == sampled
 
 
 class Moved(Silent):

@@ -89,6 +89,30 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(builds: list[str], cach
     assert builds == ["BertModel"]
 
 
+def test_a_cache_that_cannot_be_written_may_be_read(
+    builds: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    model = saved("bert")
+    first = remembered_skeleton(model.headers, model.config)
+
+    def refused(*args: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert remembered_skeleton(model.headers, model.config) == first
+    assert len(builds) == 1
+
+
+def test_a_write_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    model = saved("bert")
+    assert remembered_skeleton(model.headers, model.config).architecture == "BertModel"
+    assert list(cache.iterdir()) == []
+
+
 def test_a_failure_is_not_remembered(cache: Path):
     for _ in range(2):
         with pytest.raises(SkeletonUnavailable, match="unknown to transformers"):

@@ -33,8 +33,8 @@ def run_surveys(
     """Find the exact threshold of every expert under every survey, for each of the plans.
 
     A sample of the rows tells nearly what each threshold is; with that guess one pass over all
-    rows settles a float32. Each pass reads the tensors once for all surveys, ahead of the counting;
-    memory is that of the items in flight and of 2¹⁷ counters per survey and expert.
+    rows settles a float32. Each pass reads the tensors once for all surveys; memory is
+    that of the items in flight and of 2¹⁷ counters per survey and expert.
 
     Args:
         plans: plans whose items are the same rows of the same tensors.

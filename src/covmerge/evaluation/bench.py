@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 
 import covmerge
-from covmerge.evaluation import code, collecting, merging
+from covmerge import code
+from covmerge.evaluation import collecting, merging
 from covmerge.evaluation.merging import Experts
 from covmerge.evaluation.models import Merge, Model, Section
 from covmerge.evaluation.suite import Scores, Suite, Variant

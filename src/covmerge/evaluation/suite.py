@@ -18,7 +18,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from covmerge.evaluation import code, splits, training
+from covmerge import code
+from covmerge.evaluation import splits, training
 from covmerge.evaluation.training import ALPHA, RANK, Settings, device, products
 from covmerge.evaluation.workers import Tell
 

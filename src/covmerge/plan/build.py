@@ -11,6 +11,7 @@ import torch
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import InputError
 from covmerge.methods import registry
+from covmerge.methods.registry import Unit
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
 from covmerge.plan.data import Statistics, check_statistics, find_statistics
 from covmerge.plan.rules import Rules
@@ -237,7 +238,7 @@ def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
 def _row_ranges(tensor: TensorPlan, elements: int, whole: bool) -> Iterator[range | None]:
     """Ranges of rows that can be worked on by themselves."""
     action, shape = tensor.action, tensor.output.shape
-    unit = "element"
+    unit: Unit = "element"
     if isinstance(action, Merge):
         unit = registry.get(action.method).unit_for(action.parameters)
         layout = action.layout
@@ -246,7 +247,7 @@ def _row_ranges(tensor: TensorPlan, elements: int, whole: bool) -> Iterator[rang
         if layout is not None and layout.stacked:
             yield from (range(index, index + 1) for index in range(shape[0]))
             return
-    if unit == "element" or (unit == "row" and len(shape) > 1):
+    if _goes_by_rows(unit, shape):
         yield from tensor.output.row_blocks(elements)
     else:
         yield range(shape[0]) if shape else None
@@ -304,12 +305,16 @@ def _work_item(
 def _rows_at_once(action: Merge, shape: tuple[int, ...]) -> int | None:
     """Rows of an elementwise merge that are worked on together; None: all of them."""
     method = registry.get(action.method)
-    unit = method.unit_for(action.parameters)
-    by_rows = unit == "element" or (unit == "row" and len(shape) > 1)
+    by_rows = _goes_by_rows(method.unit_for(action.parameters), shape)
     # What a method says of its masks is of a whole item.
     if not by_rows or not shape or method.writes_masks:
         return None
     return max(1, _PART_ELEMENTS // max(1, prod(shape[1:])))
+
+
+def _goes_by_rows(unit: Unit, shape: tuple[int, ...]) -> bool:
+    """Whether what becomes of a row depends on no other; a vector is one row."""
+    return unit == "element" or (unit == "row" and len(shape) > 1)
 
 
 def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:

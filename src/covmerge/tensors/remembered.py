@@ -8,6 +8,7 @@ at any time. Where it cannot be kept it is built anew.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -15,12 +16,14 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from covmerge import code
 from covmerge.cache import user_cache
 from covmerge.tensors.skeleton import Skeleton, build_skeleton
 from covmerge.types import TensorHeader
@@ -43,7 +46,8 @@ def remembered_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str
         return build_skeleton(headers, config)
     with suppress(OSError, ValidationError):  # not there, or not whole
         skeleton = _STORED.validate_json(file.read_bytes())
-        os.utime(file)
+        with suppress(OSError):  # a cache that may be read and not written
+            os.utime(file)
         return skeleton
     skeleton = build_skeleton(headers, config)
     with suppress(OSError):
@@ -61,21 +65,28 @@ def _file(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Pat
         return None
     if "dev" in release:
         return None
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
     shapes = sorted((name, header.shape) for name, header in headers.items())
-    known = [release, torch.__version__, config, shapes]
-    digest.update(json.dumps(known, sort_keys=True, default=repr).encode())
-    return user_cache() / "skeletons" / f"{digest.hexdigest()}.json"
+    known = [_own_code(), release, torch.__version__, config, shapes]
+    key = hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode())
+    return user_cache() / "skeletons" / f"{key.hexdigest()}.json"
+
+
+@cache
+def _own_code() -> str:
+    return code.digest(importlib.import_module("covmerge.tensors"))
 
 
 def _keep(content: bytes, file: Path) -> None:
     """Write a file whole or not at all, and delete what has not been used for longest."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".partial", delete=False) as partial:
-        partial.write(content)
-    Path(partial.name).replace(file)
+        try:
+            partial.write(content)
+            partial.close()
+            Path(partial.name).replace(file)
+        except BaseException:
+            Path(partial.name).unlink()
+            raise
     by_age = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)
     for old in by_age[:-_KEPT]:
         old.unlink()

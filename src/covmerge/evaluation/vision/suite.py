@@ -14,7 +14,8 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from covmerge.evaluation import code, training
+from covmerge import code
+from covmerge.evaluation import training
 from covmerge.evaluation.heads import classifier, naming
 from covmerge.evaluation.suite import Batch, Lessons, Part, Scores, Suite, Variant
 from covmerge.evaluation.training import Settings
