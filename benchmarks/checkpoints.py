@@ -24,8 +24,9 @@ tried again. Nothing else should run meanwhile: threads that wait for a core spi
 
 Averages and Task Arithmetic are compared with covmerge's, tensor by tensor; computed in bfloat16 they
 are more than one rounding off. TIES is not: mergekit trims each tensor, covmerge and FusionBench the
-whole model, and FusionBench counts tied weights twice. Nor is DARE-TIES, whose masks are random; there
-mergekit does not trim, so that it has less to do.
+whole model, and FusionBench counts tied weights twice. Nor is DARE-TIES, whose masks are random: with
+mergekit, which does not trim what is left, beside covmerge's at density 1, and with FusionBench, which
+trims it, beside covmerge's at the same density.
 """
 
 from __future__ import annotations
@@ -78,11 +79,14 @@ SETTINGS = {
         "fusion_bench": f"TiesMergingAlgorithm({_TIES})",
     },
     "dare_ties": {
-        "covmerge": ["--set=drop=0.5", "--set=density=0.2", "--set=scale=1"],
+        "covmerge": ["--set=drop=0.5", "--set=density=1", "--set=scale=1"],
         "mergekit": {
             "merge_method": "dare_ties",
             "parameters": {"weight": 1, "density": 0.5, "lambda": 1, "normalize": True},
         },
+    },
+    "dare_ties, trimmed": {
+        "covmerge": ["--set=drop=0.5", "--set=density=0.2", "--set=scale=1"],
         "fusion_bench": "DareTiesMerging(sparsity_ratio=0.5, only_on_linear_weights=False, "
         f"rescale=True, {_TIES})",
     },
@@ -194,15 +198,16 @@ def commands(
         found["fusion_bench", "startup"] = [str(peers), "-c", FUSION_BENCH_IMPORTS]
     for method in methods:
         settings = SETTINGS[method]
-        sets = [f"--method={method}", *settings["covmerge"]]
+        sets = [f"--method={method.split(',')[0]}", *settings["covmerge"]]
         found["covmerge", method] = [*covmerge, "merge", *sources, *sets]
-        if peers:
+        if peers and "mergekit" in settings:
             recipe = {"models": [{"model": path} for path in experts], "dtype": dtype}
             if method != "average":
                 recipe["base_model"] = base
             path = paths[0].parent / f"{method}.yml"
             path.write_text(json.dumps(recipe | settings["mergekit"], indent=1))
             found["mergekit", method] = [*mergekit, str(path)]
+        if peers and "fusion_bench" in settings:
             code = f"{FUSION_BENCH_IMPORTS}algorithm = {settings['fusion_bench']}{FUSION_BENCH}"
             found["fusion_bench", method] = [str(peers), "-c", code, base, *experts]
     return found
@@ -216,6 +221,7 @@ def measure(
     runs: dict[str, list[dict[str, float]]] = {}
     failures: dict[str, str] = {}
     distances: dict[str, float] = {}
+    WORK.mkdir(parents=True, exist_ok=True)
     reference, out, log = WORK / "reference", WORK / "out", WORK / "log"
     # Nobody waits for a hub, and an error message is one line.
     env = {
@@ -302,8 +308,8 @@ def ratios(spreads: dict[str, dict[str, dict[str, float]]]) -> dict[str, dict[st
         pairs.append(("average: covmerge", "bytes: floor"))
     return {
         f"{above} / {below.split(': ')[1]}": {
-            key: round(each["median"] / spreads[below][key]["median"], 3)
-            for key, each in spreads[above].items()
+            key: round(spreads[above][key]["median"] / spreads[below][key]["median"], 3)
+            for key in ("seconds", "cpu_seconds", "peak_bytes")
         }
         for above, below in pairs
     }

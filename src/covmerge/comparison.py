@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from pathlib import Path
@@ -242,7 +242,7 @@ class CompareJob:
                 models.append(ModelFolder(folder, plan, checkpoints))
             with Fingerprints(checkpoints) as fingerprints:
                 sinks = [model.sink() for model in models]
-                done = self._execute(plans, sinks, checkpoints, memory, device)
+                done = self._execute(plans, sinks, checkpoints, memory, device, fingerprints.follow)
                 for model, stats in zip(models, done, strict=True):
                     model.finish(stats, fingerprints, memory)
                 sources = fingerprints.result()
@@ -275,6 +275,7 @@ class CompareJob:
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
         device: torch.device,
+        follow: Callable[[float], None] | None = None,
     ) -> list[RunStats]:
         checkpoints.check_ties(plans[0])
         with torch_threads(self.threads):
@@ -285,6 +286,7 @@ class CompareJob:
                 in_flight=memory.in_flight,
                 lanes=memory.lanes,
                 progress=self.progress or Silent(),
+                follow=follow,
             )
 
     def _comparison(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -138,7 +138,7 @@ class Job:
                 try:
                     model = ModelFolder(staging.folder, work.plan, work.checkpoints)
                     with Fingerprints(work.checkpoints) as fingerprints:
-                        done = self._execute(work, model.sink(journal))
+                        done = self._execute(work, model.sink(journal), fingerprints.follow)
                         result = model.finish(done, fingerprints, work.memory)
                     # The report names the folder that the output becomes.
                     checked = verify(staging.folder, base=work.checkpoints.base)
@@ -151,7 +151,9 @@ class Job:
         notes = (*result.notes, *staging.notes)
         return replace(result, path=out, notes=notes, verification=checked)
 
-    def _execute(self, work: _Work, sink: Sink) -> RunStats:
+    def _execute(
+        self, work: _Work, sink: Sink, follow: Callable[[float], None] | None = None
+    ) -> RunStats:
         work.checkpoints.check_ties(work.plan)
         with torch_threads(self.threads):
             (done,) = run(
@@ -161,6 +163,7 @@ class Job:
                 in_flight=work.memory.in_flight,
                 lanes=work.memory.lanes,
                 progress=self.progress or Silent(),
+                follow=follow,
             )
         return done
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -245,39 +245,65 @@ def manifest(
 
 
 class Fingerprints:
-    """Hashes the sources in the background, while their pages are in the cache anyway."""
+    """Hashes the sources in the background, in step with their reader.
+
+    It reads the files for itself, in their order, whatever order the merge reads them in. But it
+    never goes ahead, so that it finds in the page cache what the merge has just read: from the disk
+    everything comes once, also where the sources are larger than the memory.
+    """
 
     def __init__(self, checkpoints: OpenCheckpoints) -> None:
         self._checkpoints = checkpoints
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="covmerge-hash")
+        self._changed = threading.Condition()
+        self._share = 0.0
+        self._stopped = False
+        sources = len(list(checkpoints.all()))
+        self._pool = ThreadPoolExecutor(sources, thread_name_prefix="covmerge-hash")
 
     def __enter__(self) -> Fingerprints:
         """Begin."""
         try:
-            self._hashing = self._pool.submit(self._hash)
+            self._hashing = {
+                key: (checkpoint.source, self._pool.submit(checkpoint.fingerprint, self._pace))
+                for key, checkpoint in self._checkpoints.all()
+            }
         except BaseException:
-            self._stop.set()
+            self._stop()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop: a run that failed does not wait for hashes."""
-        self._stop.set()
+        self._stop()
         self._pool.shutdown()
+
+    def follow(self, share: float) -> None:
+        """So much of the sources has been read, and may be hashed."""
+        with self._changed:
+            self._share = share
+            self._changed.notify_all()
 
     def result(self) -> dict[str, Json]:
         """Wait for the hashes."""
-        return self._hashing.result()
-
-    def _hash(self) -> dict[str, Json]:
-        found: dict[str, Json] = {}
-        for key, checkpoint in self._checkpoints.all():
-            content = checkpoint.fingerprint(self._stop)
-            found[key] = {"source": checkpoint.source, "content": content}
+        self.follow(1.0)
+        found: dict[str, Json] = {
+            key: {"source": source, "content": hashing.result()}
+            for key, (source, hashing) in self._hashing.items()
+        }
         for name, file in self._checkpoints.statistics.items():
             found[f"statistics {name}"] = {"source": str(file.path), "content": file.identity()}
         return found
+
+    def _pace(self, share: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or share <= self._share)
+            if self._stopped:
+                raise CancelledError("hashing the sources was stopped")
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
 
 def read_heads(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, dict[str, Tensor]]:

@@ -99,6 +99,7 @@ def merge_to_adapter(
             _dtype(recipe, plan, adapters),
         )
         with Fingerprints(decisive) as fingerprints:
+            fingerprints.follow(1.0)  # adapters are small
             work = _Work(recipe, plan, checkpoints, writer, device, progress)
             done = work.run(tasks)
             stats = merge_stats(_of_tasks(plan, tasks), done)

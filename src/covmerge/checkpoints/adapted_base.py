@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from threading import Event
 from types import MappingProxyType
 
 from torch import Tensor
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
-from covmerge.checkpoints.base import Checkpoint, find_header
+from covmerge.checkpoints.base import Checkpoint, Pace, find_header
 from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.errors import InputError
 from covmerge.types import Json, TensorHeader
@@ -92,10 +91,10 @@ class AdaptedBase:
         """See `Checkpoint.identity`."""
         return self._stored.identity()
 
-    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
+    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """A hash of what is stored under which names: the result does not depend on the weights."""
         if self.identity()["kind"] == "hub":
-            return self._stored.fingerprint(stop)
+            return self._stored.fingerprint(pace)
         digest = hashlib.sha256()
         for name, header in self._stored.headers.items():
             digest.update(f"{name!r} {header.dtype} {header.shape}\n".encode())

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from threading import Event
 from types import MappingProxyType
 from typing import Any
 
@@ -28,7 +27,7 @@ from covmerge.checkpoints.adapter_names import (
     wider,
 )
 from covmerge.checkpoints.adapter_parameters import find_parameters
-from covmerge.checkpoints.base import Checkpoint, find_header
+from covmerge.checkpoints.base import Checkpoint, Pace, find_header
 from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.hub import HubCheckpoint
@@ -236,9 +235,9 @@ class AdapterCheckpoint:
         """See `Checkpoint.identity`."""
         return self._stored.identity()
 
-    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
+    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """See `Checkpoint.fingerprint`."""
-        return self._stored.fingerprint(stop)
+        return self._stored.fingerprint(pace)
 
     def close(self) -> None:
         """See `Checkpoint.close`."""

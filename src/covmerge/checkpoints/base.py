@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Event
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +20,8 @@ CARD_NAME = "README.md"  # the model card
 _DISPATCH = "__torch_dispatch__"
 
 Stamp = tuple[int, int]
+# Hears before each piece what share of the whole has been hashed; it may wait, or raise to stop.
+Pace = Callable[[float], None]
 
 
 class Checkpoint(Protocol):
@@ -88,11 +89,11 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
+    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """Return hashes of the content by file name, or the commit; files are read for it.
 
         Raises:
-            CancelledError: `stop` was set before the end.
+            Exception: whatever `pace` raises.
         """
         ...
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
 from types import MappingProxyType
 from typing import Any, cast
 
 from torch import Tensor
 
-from covmerge.checkpoints.base import CARD_NAME, WeightFile, find_header, stamp_of
+from covmerge.checkpoints.base import CARD_NAME, Pace, WeightFile, find_header, stamp_of
 from covmerge.checkpoints.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.paths import safe_child
@@ -34,7 +32,7 @@ _PREFERRED = (  # the order in which transformers looks
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_CHUNK = 2**23
+_CHUNK = 2**20  # bytes hashed at once: every source has its own, and all are hashed side by side
 
 
 class FileCheckpoint:
@@ -98,9 +96,28 @@ class FileCheckpoint:
             files[path.name] = {"size": size, "mtime_ns": mtime_ns}
         return {"kind": "files", "files": files}
 
-    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
+    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """The SHA-256 of every file."""
-        return {path.name: f"sha256:{_sha256(path, stop)}" for path in self._paths}
+        total = 0
+        for path in self._paths:
+            with _named_errors(path):
+                total += path.stat().st_size
+        found: dict[str, str] = {}
+        done = 0
+        buffer = memoryview(bytearray(_CHUNK))
+        for path in self._paths:
+            digest = hashlib.sha256()
+            with _named_errors(path), path.open("rb", buffering=0) as file:
+                while True:
+                    if pace is not None:
+                        pace(min(1.0, done / max(1, total)))
+                    count = file.readinto(buffer)
+                    if not count:
+                        break
+                    digest.update(buffer[:count])
+                    done += count
+            found[path.name] = f"sha256:{digest.hexdigest()}"
+        return found
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
@@ -257,18 +274,6 @@ def _existing(folder: Path, name: str) -> Path:
 
 def _is_adapter(name: str) -> bool:
     return name.startswith("adapter_model.")
-
-
-def _sha256(path: Path, stop: Event | None) -> str:
-    digest = hashlib.sha256()
-    buffer = bytearray(_CHUNK)
-    view = memoryview(buffer)
-    with _named_errors(path), path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-            if stop is not None and stop.is_set():
-                raise CancelledError(f"hashing {path} was stopped")
-    return digest.hexdigest()
 
 
 @contextmanager

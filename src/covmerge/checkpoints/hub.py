@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Event
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from covmerge.checkpoints.base import CARD_NAME, Checkpoint, find_header
+from covmerge.checkpoints.base import CARD_NAME, Checkpoint, Pace, find_header
 from covmerge.checkpoints.folder import (
     CONFIG,
     check_weight_map,
@@ -102,7 +101,7 @@ class HubCheckpoint:
         """Repository and commit."""
         return {"kind": "hub", "repo": self._repository.name, **self.fingerprint()}
 
-    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
+    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """The commit, which fixes every byte."""
         return {"revision": self._repository.commit}
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from concurrent.futures import CancelledError
 from pathlib import Path
-from threading import Event
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.base import copy_rows, find_header, header_of
+from covmerge.checkpoints.base import Pace, copy_rows, find_header, header_of
 from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.errors import CheckpointError
 from covmerge.types import Json, TensorHeader
@@ -54,15 +52,15 @@ class MemoryCheckpoint:
         """The content: names and times say nothing about memory."""
         return {"kind": "memory", **self.fingerprint()}
 
-    def fingerprint(self, stop: Event | None = None) -> dict[str, str]:
+    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """One hash over names, dtypes, shapes and values."""
         digest = hashlib.sha256()
-        for name, header in self.headers.items():
+        for number, (name, header) in enumerate(self.headers.items()):
+            if pace is not None:
+                pace(number / len(self.headers))
             digest.update(f"{name!r} {header.dtype} {header.shape}\n".encode())
             values = self.read(name).reshape(-1).view(torch.uint8)
             digest.update(values.numpy().data)
-            if stop is not None and stop.is_set():
-                raise CancelledError("hashing the tensors was stopped")
         return {"tensors": f"sha256:{digest.hexdigest()}"}
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from covmerge.cli.evaluate import evaluate
 from covmerge.cli.explain import explain
 from covmerge.cli.extract import extract
 from covmerge.cli.inspect import inspect
+from covmerge.cli.malloc import keep_freed_memory
 from covmerge.cli.merge import merge
 from covmerge.cli.methods import methods
 from covmerge.cli.outcome import ReportingGroup
@@ -71,4 +72,5 @@ def main() -> None:
         # γ, Δ and the names in strangers' files must not end a merge on an ASCII terminal.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+    keep_freed_memory()
     app(prog_name="covmerge")

@@ -105,6 +105,7 @@ def run(
     in_flight: int,
     lanes: int,
     progress: Progress,
+    follow: Callable[[float], None] | None = None,
     worker: Worker = compute,
 ) -> list[RunStats]:
     """Carry out every item of one or several plans, reading each tensor once for all of them.
@@ -118,6 +119,7 @@ def run(
             item (see `plan_memory`).
         lanes: small items that are computed at once, a core each (see `plan_memory`).
         progress: hears of every finished item.
+        follow: hears after each reading what share of the sources has been read in the last pass.
         worker: what is done with each item.
 
     Raises:
@@ -135,7 +137,7 @@ def run(
             )
         sinks = [sink for _, sink in work]
         informed = replace(context, thresholds=thresholds)
-        pipeline = _Pipeline(together, sinks, sources, informed, worker, progress, start)
+        pipeline = _Pipeline(together, sinks, sources, informed, worker, progress, follow, start)
         pipeline.run(in_flight, lanes)
     finally:
         progress.finish()
@@ -178,6 +180,7 @@ class _Pipeline:
         context: Context,
         worker: Worker,
         progress: Progress,
+        follow: Callable[[float], None] | None,
         begun: float,
     ) -> None:
         self._together = together
@@ -186,6 +189,7 @@ class _Pipeline:
         self._context = context
         self._worker = worker
         self._progress = progress
+        self._follow = follow
         self._progress_lock = threading.Lock()
         self._to_compute: Queue[tuple[int, Inputs] | None] = Queue()
         self._to_write: Queue[tuple[int, int, Result] | None] = Queue()
@@ -261,7 +265,9 @@ class _Pipeline:
             self._to_compute.put(None)
 
     def _read(self, budget: Budget) -> None:
+        total, read = sum(map(read_together, self._together)), 0
         for index, items in enumerate(self._together):
+            read += read_together(items)
             with self.reading.running():
                 earlier = [
                     sink.finished(item) for sink, item in zip(self._sinks, items, strict=True)
@@ -276,6 +282,8 @@ class _Pipeline:
                 return
             with self.reading.running():
                 inputs = read_inputs(items, self._sources)
+            if self._follow is not None:
+                self._follow(read / max(1, total))
             self._to_compute.put((index, inputs))
             del inputs  # or the last item's inputs would outlive its turn
 

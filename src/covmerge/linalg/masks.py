@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -31,6 +33,7 @@ def at_least(values: Tensor, limit: float) -> Tensor:
     return functional.threshold(values, _just_below(limit, values.dtype), 0.0).sign_()
 
 
+@lru_cache(maxsize=64)  # asked for each part of a tensor again
 def _just_below(limit: float, dtype: torch.dtype) -> float:
     edge = torch.tensor(limit, dtype=dtype)
     return float(torch.nextafter(edge, torch.zeros_like(edge)))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 # One step of Philox's counter gives four 64-bit words: eight float32 numbers.
 _PER_STEP = 8
+_DIGITS = 24  # of a float32, in bits
 
 
 @dataclass(frozen=True)
@@ -41,5 +42,9 @@ class Stream:
         bits = np.random.Philox(key=np.frombuffer(key, dtype=np.uint64))
         steps, skipped = divmod(self.offset, _PER_STEP)
         bits.advance(steps)
-        numbers = np.random.Generator(bits).random(skipped + prod(shape), dtype=np.float32)
-        return torch.as_tensor(numbers[skipped:]).reshape(shape)
+        size = prod(shape)
+        # Generator.random gives the same numbers, one call for each.
+        words = torch.as_tensor(bits.random_raw((skipped + size) // 2 + 1))
+        halves = words.view(torch.int32)[skipped : skipped + size]
+        digits = halves.bitwise_right_shift_(8).bitwise_and_(2**_DIGITS - 1)
+        return digits.float().mul_(2.0**-_DIGITS).reshape(shape)
