@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
 
 from covmerge.errors import RecipeError, TensorError
+from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.random import Stream
 from covmerge.methods import Method, registry
@@ -113,8 +113,7 @@ def _check(method: Method, updates: Sequence[Tensor | LowRank]) -> None:
         if not update.dtype.is_floating_point:
             raise TensorError(f"update {index} is {update.dtype}: pass floating-point differences")
         parts = (update.left, update.right) if isinstance(update, LowRank) else (update,)
-        # A norm is one pass; it may overflow where no entry is infinite.
-        if not all(isfinite(norm(part)) or bool(torch.isfinite(part).all()) for part in parts):
+        if not all(map(all_finite, parts)):
             raise TensorError(
                 f"update {index} holds NaN or Inf: check the checkpoint it comes from"
             )

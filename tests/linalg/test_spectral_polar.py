@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covmerge.linalg.polar import orthogonalized, polar
-from covmerge.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.linalg.spectral import leading_directions, rank_tolerance, residual, truncated_svd
 
 
 def rows(m, n, seed=1, dtype=torch.float64):
@@ -72,3 +72,30 @@ def test_opposite_vectors_cancel_in_the_product():
     mirrored = truncated_svd(-rows(6, 8), 2, rtol=1e-12)
     left, right = orthogonalized([top, mirrored], rtol=1e-12)
     assert (left @ right).norm() < 1e-12
+
+
+def spectrum(d_out, d_in, smallest):
+    """A float32 matrix whose singular values fall evenly to `smallest`."""
+    k = min(d_out, d_in)
+    left, right = (torch.linalg.qr(rows(d, k, seed=d)).Q for d in (d_out, d_in))
+    return (left * torch.logspace(0, torch.tensor(smallest).log10(), k) @ right.mT).float()
+
+
+@pytest.mark.parametrize("shape", [(24, 60), (60, 24), (40, 40)])
+def test_the_residual_of_an_isometry_is_checked(shape):
+    # Below 1e-8 of the largest the eigenproblem of a Gram matrix has nothing to say.
+    matrix = spectrum(*shape, smallest=1e-9)
+    assert residual(truncated_svd(matrix, min(shape), rtol=0.0)) > 0.1
+    found = leading_directions(matrix, min(shape), rtol=0.0)
+    assert found.k == min(shape)
+    assert found.isometry.dtype == torch.float32
+    small = found.isometry.double() if shape[0] <= shape[1] else found.isometry.double().mT
+    assert torch.allclose(small @ small.mT, torch.eye(min(shape)).double(), atol=1e-5)
+    assert torch.allclose(found.sigma, torch.linalg.svdvals(matrix.double()), atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(96, 300), (300, 96), (128, 128)])
+def test_at_the_default_rank_the_residual_is_small(shape):
+    rtol = rank_tolerance(shape, torch.float32, None)
+    matrix = spectrum(*shape, smallest=1.5 * rtol)
+    assert residual(truncated_svd(matrix, min(shape), rtol=rtol)) < 1e-4

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport, check_heads, read_manifest
 from covmerge.diagnostics.verify_adapter import verify_adapter
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
+from covmerge.linalg.finite import all_finite
 from covmerge.types import TensorHeader
 
 # Small, so that blocks stay in the cache, and little is read of the base where a tensor differs.
@@ -119,7 +118,7 @@ def _values(
         finite, equal = True, True
         for rows in header.row_blocks(_BLOCK_ELEMENTS):
             block = output.read(name, rows)
-            finite &= _is_finite(block)
+            finite &= all_finite(block)
             if base is not None and equal:
                 equal = torch.equal(block, base.read(name, rows).to(block.dtype))
         if not finite:
@@ -146,15 +145,6 @@ def _values(
     else:
         checks.append(Check("copied", True, f"not compared: {missing}"))
     return checks
-
-
-def _is_finite(block: Tensor) -> bool:
-    """Whether there is no NaN or Inf: least and most tell, in one pass without temporaries."""
-    if not block.is_floating_point() or not block.numel():
-        return True
-    if block.dtype.itemsize == 1:  # torch has no order for these
-        block = block.float()
-    return all(isfinite(float(end)) for end in torch.aminmax(block))
 
 
 def _rounding(manifest: Mapping[str, Any]) -> Check:

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from covmerge.linalg.auto import spectrum_choice
 from covmerge.linalg.lapack import eigh, svd
-from covmerge.linalg.symmetric import add_gram_, mirror_
+from covmerge.linalg.symmetric import add_gram_, gram, mirror_
 
 _BLOCK = 1024  # columns that are alive in float64 at once
+# Most that |WᵀW − I| may be of computed directions W. Those at the default numerical rank of
+# float32 stay under a tenth of it.
+_ORTHONORMAL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class LeadingDirections:
     """The top-k part of F = U diag(σ) Vᵀ with its spectrum made flat.
 
     Attributes:
-        isometry: U_k V_kᵀ, of F's shape and dtype.
+        isometry: U_k V_kᵀ, of F's shape and dtype; its residual has been checked.
         sigma: all singular values, float64, descending.
         k: directions kept: what was asked for, at most the numerical rank.
         rank: numerical rank of F.
@@ -112,17 +115,40 @@ def truncated_svd(
 
 
 def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirections:
-    """Return U_k V_kᵀ of `matrix` `(d_out, d_in)`; `k` and `rtol` as in `truncated_svd`."""
+    """Return U_k V_kᵀ of `matrix` `(d_out, d_in)`; `k` and `rtol` as in `truncated_svd`.
+
+    Each direction counts alike here, the weakest as much as the first. Where an eigenproblem has
+    not resolved them all (an `rtol` far below the dtype's rounding), an SVD in float64 does, at
+    several times the cost.
+    """
     top = truncated_svd(matrix, k, rtol=rtol)
-    return LeadingDirections(top.left @ top.right, top.sigma, len(top.right), top.rank)
+    if residual(top) > _ORTHONORMAL:
+        top = truncated_svd(matrix.double(), k, rtol=rtol)
+    isometry = (top.left @ top.right).to(matrix.dtype)
+    return LeadingDirections(isometry, top.sigma, len(top.right), top.rank)
+
+
+def residual(top: TruncatedSvd) -> float:
+    """Return max |WᵀW − I| over the longer singular vectors W, which follow from the shorter.
+
+    Example:
+        >>> residual(truncated_svd(torch.diag(torch.tensor([3.0, 2.0])), 2, rtol=1e-6))
+        0.0
+    """
+    directions = top.left if len(top.left) > top.right.shape[1] else top.right.mT
+    if not directions.shape[1]:
+        return 0.0
+    off = gram(directions)
+    off.diagonal().sub_(1.0)
+    return float(off.abs_().max())
 
 
 def _float64_gram(wide: Tensor) -> Tensor:
     """FFᵀ in float64, without a float64 copy of F."""
-    gram = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
+    total = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
     for _, block in _float64_blocks(wide):
-        add_gram_(gram, block.mT)
-    return mirror_(gram)
+        add_gram_(total, block.mT)
+    return mirror_(total)
 
 
 def _float64_blocks(wide: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -22,6 +22,7 @@ from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.json_file import parse_object, shorten
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.errors import CheckpointError, InputError, did_you_mean
+from covmerge.linalg.finite import all_finite
 from covmerge.types import Json, TensorHeader
 
 SUFFIX = ".covstats.safetensors"
@@ -128,7 +129,7 @@ class StatisticsFile:
             InputError: it is not in the file, or holds what no such statistic can.
         """
         value = self._file.read(self._stored(kind, name), rows)
-        if not bool(torch.isfinite(value).all()) or (kind == "fisher" and bool((value < 0).any())):
+        if not all_finite(value) or (kind == "fisher" and bool((value < 0).any())):
             raise InputError(
                 f"{self.path}: the {kind} statistic of '{name}' holds values that are not finite or "
                 f"not positive: {_AGAIN}"

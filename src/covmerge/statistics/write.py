@@ -18,6 +18,7 @@ from covmerge.checkpoints.disk import disk_errors, fsync_path
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import InputError
+from covmerge.linalg.finite import all_finite
 from covmerge.statistics.file import (
     ABOUT_KEY,
     FORMAT,
@@ -180,7 +181,7 @@ def _total(statistics: Sequence[Statistic]) -> float:
 
 def _as_stored(statistic: Statistic) -> Tensor:
     value = statistic.mean.to("cpu", torch.float32).contiguous()
-    if not bool(torch.isfinite(value).all()):
+    if not all_finite(value):
         raise InputError(
             f"the statistic of '{statistic.names[0]}' is not finite: the model overflows on these "
             "examples. Do they fit it?"

@@ -1,0 +1,93 @@
+"""The sources are hashed beside the merge: right, never ahead of its reader, and never in its way."""
+
+import hashlib
+import json
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import covmerge
+from covmerge.output import Fingerprints, open_checkpoints
+from tests.e2e.models import save_family
+
+PIECE = 2**20  # hashed at once
+
+
+@pytest.fixture
+def sources(tmp_path):
+    for name in ("base", "a"):
+        tensors = {f"w{n}": torch.randn(PIECE // 4) for n in range(8)}
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    return tmp_path / "base.safetensors", {"a": tmp_path / "a.safetensors"}
+
+
+def sha256(path):
+    return f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+@pytest.fixture
+def passed(monkeypatch):
+    """Shares that a hashing thread went on at."""
+    found, pace = [], Fingerprints._pace
+
+    def watched(self, share):
+        pace(self, share)
+        found.append(share)
+
+    monkeypatch.setattr(Fingerprints, "_pace", watched)
+    return found
+
+
+def test_hashing_waits_for_the_reader(sources, passed):
+    base, experts = sources
+    with (
+        open_checkpoints(str(base), {"a": str(experts["a"])}, {}) as opened,
+        Fingerprints(opened) as fingerprints,
+    ):
+        fingerprints.follow(0.5)
+        started = time.monotonic()
+        while len(passed) < 2 * 5 and time.monotonic() < started + 30:  # of either file
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert len(passed) == 2 * 5
+        assert max(passed) <= 0.5
+        found = fingerprints.result()
+    assert found["base"]["content"] == {"base.safetensors": sha256(base)}
+    assert found["expert a"]["content"] == {"a.safetensors": sha256(experts["a"])}
+    assert max(passed) > 0.9
+
+
+def test_an_error_meanwhile_ends_the_hashing(sources):
+    base, experts = sources
+    before = threading.active_count()
+    with (
+        pytest.raises(ValueError, match="of the merge"),
+        open_checkpoints(str(base), {"a": str(experts["a"])}, {}) as opened,
+        Fingerprints(opened),
+    ):
+        raise ValueError("of the merge")
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("method", ["average", "ties"])
+def test_a_merge_tells_how_far_it_has_read(tmp_path, monkeypatch, method):
+    base, experts = save_family("bert", tmp_path, experts=2)
+    shares, follow = [], Fingerprints.follow
+
+    def watched(self, share):
+        shares.append(share)
+        follow(self, share)
+
+    monkeypatch.setattr(Fingerprints, "follow", watched)
+    out = tmp_path / "out"
+    covmerge.merge(base, experts, method=method, out=out)
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 10
+    assert shares[-1] == 1.0
+    told = json.loads((out / "covmerge.json").read_text())["sources"]
+    for key, folder in {"base": base, **{f"expert {e}": p for e, p in experts.items()}}.items():
+        for name, digest in told[key]["content"].items():
+            assert digest == sha256(folder / name)
