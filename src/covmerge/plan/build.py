@@ -25,7 +25,7 @@ from covmerge.version import __version__
 # sequential, small enough that an embedding of any size costs little memory.
 BLOCK_ELEMENTS = 1 * 2**20
 # Of these as many are merged at once as stay in the cache, with all their temporaries.
-_PART_ELEMENTS = 2**17
+_PART_ELEMENTS = 2**18
 _FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
 
 
