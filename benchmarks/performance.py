@@ -137,12 +137,17 @@ def memory(*results: Mapping[str, Any]) -> str:
             f"{row['seconds']:.0f}",
             row.get("seconds / read and sum", ""),
             row.get("model / max_memory", ""),
+            _from_disk(row) if "--cold" in found["command"] else "",
         ]
         for found in results
         for row in found["rows"]
     ]
     head = ["model", "GB read", "peak GB", "seconds", "over reading and summing"]
-    return _table([*head, "model / max-memory"], rows)
+    return _table([*head, "model / max-memory", "read from the disk / input"], rows)
+
+
+def _from_disk(row: Mapping[str, Any]) -> str:
+    return f"{row['disk_bytes_read'] / row['bytes_read']:.2f}"
 
 
 def routes(results: Mapping[str, Any]) -> str:

@@ -1,14 +1,14 @@
 """Peak memory against the size of the model, at one largest tensor; and merges within --max-memory.
 
     python -m benchmarks.streaming [--methods average ace] [--layers 2 4 22] [--max-memory 800]
-    python -m benchmarks.streaming --methods average ties --layers 58 --experts 6 --max-memory 520 \
+    python -m benchmarks.streaming --methods average ties --layers 58 --experts 4 --max-memory 520 \
         --cold --out benchmarks/results/streaming-tenfold.json
 
 bfloat16 experts of Llama-shaped bases of more and more layers, every merge in a process of its
 own, the way a user starts it. The floor reads the same checkpoints tensor by tensor, sums them in
 float32, and writes nothing. ACE is left out of models of more than four layers: its work grows with
 them, its memory does not. The last row gives `--max-memory`, and the bytes of one model over it: in the
-second command, whose files take 43 GB, more than ten.
+second command, whose files take 27 GB, more than ten.
 
 With `--cold` no input is in the page cache when a process starts; where they are larger than the
 machine's memory, bytes read from the disk beyond theirs were read twice.
