@@ -247,9 +247,9 @@ def manifest(
 class Fingerprints:
     """Hashes the sources in the background, in step with their reader.
 
-    It reads the files for itself, in their order, whatever order the merge reads them in. But it
-    never goes ahead, so that it finds in the page cache what the merge has just read: from the disk
-    everything comes once, also where the sources are larger than the memory.
+    It reads the files for itself, in their order, but never a larger share of a source than the
+    merge has read. Files in the base's order are then in the page cache when their turn comes, also
+    where the sources are larger than the memory; of another order, some are read from the disk twice.
     """
 
     def __init__(self, checkpoints: OpenCheckpoints) -> None:

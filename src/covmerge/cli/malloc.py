@@ -17,8 +17,7 @@ def keep_freed_memory() -> None:
     """Tell glibc's malloc to keep some tens of MB that were freed, and one heap for all threads.
 
     By itself it gives the temporaries of every step back to the system, which then clears their
-    pages anew for the next step: a fifth of the time of an elementwise merge. Elsewhere, and for
-    whatever the environment sets, nothing changes.
+    pages anew for the next step. Elsewhere, and for whatever the environment sets, nothing changes.
     """
     if platform.libc_ver()[0] != "glibc":
         return

@@ -122,14 +122,14 @@ def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirecti
     several times the cost.
     """
     top = truncated_svd(matrix, k, rtol=rtol)
-    if residual(top) > _ORTHONORMAL:
+    if not residual(top) <= _ORTHONORMAL:  # NaN is not
         top = truncated_svd(matrix.double(), k, rtol=rtol)
     isometry = (top.left @ top.right).to(matrix.dtype)
     return LeadingDirections(isometry, top.sigma, len(top.right), top.rank)
 
 
 def residual(top: TruncatedSvd) -> float:
-    """Return max |WᵀW − I| over the longer singular vectors W, which follow from the shorter.
+    """Return max |WᵀW − I|, W `(max(d_out, d_in), k)` the singular vectors that follow from the others.
 
     Example:
         >>> residual(truncated_svd(torch.diag(torch.tensor([3.0, 2.0])), 2, rtol=1e-6))
