@@ -112,10 +112,10 @@ def test_overwrite(models):
     assert not torch.equal(merged(out), first)
 
 
-def test_resume(models, monkeypatch):
+def test_resume(models):
     experts = {name: models / f"{name}.safetensors" for name in ("a", "b")}
     # `--resume` continues what the Python API left, and says how much was there.
-    interrupt_after(models, models / "base.safetensors", experts, 2, monkeypatch)
+    interrupt_after(models, models / "base.safetensors", experts, items=2)
     ran = covmerge("merge", *flags(models), models / "out", code=2)
     assert "--resume to go on" in ran.stderr
     ran = covmerge("merge", *flags(models), models / "out", "--resume")

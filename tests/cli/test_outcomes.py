@@ -6,8 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from covmerge.errors import CheckFailed
 from tests.cli.runs import covmerge, flags, save_plain, write_recipe
 from tests.e2e.test_resume import PARTIAL
 from tests.e2e.test_resume import save_plain as save_large
+from tests.held import COMMAND_LINE, held, journaled, wait_until
 
 BAD = {
     "no base": (["--expert=a=a", "OUT"], "no base is given: pass --base"),
@@ -162,25 +162,19 @@ def test_python_m_covmerge(tmp_path):
 def test_ctrl_c_then_resume(tmp_path):
     base, experts = save_large(tmp_path)
     named = [f"--expert={name}={path}" for name, path in experts.items()]
-    command = [sys.executable, "-m", "covmerge", "merge", "--base", base, *named, "--threads=1"]
-    out, journal = tmp_path / "out", tmp_path / PARTIAL / "journal.jsonl"
-    process = subprocess.Popen(
-        [*map(str, command), str(out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A test run in the background would pass on that it ignores Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    wait_for_lines(process, journal, 3)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate()
+    arguments = ["merge", "--base", base, *named, "--threads=1", tmp_path / "out"]
+    last = "layers.9.proj.weight"
+    journal = tmp_path / PARTIAL / "journal.jsonl"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with held(COMMAND_LINE, *arguments, before=last, **pipes) as process:
+        wait_until(partial(journaled, journal, 3), process)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate()
     assert (process.returncode, stdout) == (130, "")
     assert stderr == "interrupted; run again with --resume\n"
-    assert not out.exists()
-    done = subprocess.run([*map(str, command), "--resume", "--json", str(out)], capture_output=True)
-    assert done.returncode == 0
-    assert b'"resumed_items": 0' not in done.stdout
+    assert not (tmp_path / "out").exists()
+    resumed = covmerge(*arguments, "--resume", "--json").json
+    assert resumed["run"]["resumed_items"] > 0
 
 
 STARTING = """
@@ -220,11 +214,3 @@ def test_ctrl_c_while_a_thread_starts(thread, tmp_path):
         assert done.stderr == "interrupted; run again with --resume\n"
         shutil.rmtree(tmp_path / PARTIAL, ignore_errors=True)
         assert sorted(tmp_path.iterdir()) == before
-
-
-def wait_for_lines(process: subprocess.Popen[str], journal: Path, count: int) -> None:
-    while process.poll() is None:
-        if journal.exists() and journal.read_bytes().count(b"\n") > count:
-            return
-        time.sleep(0.002)
-    pytest.fail(f"the merge ended too early: {process.communicate()}")

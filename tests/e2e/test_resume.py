@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.errors import InputError, TensorError
 from tests.e2e.models import save_family
+from tests.held import held, journaled, wait_until
 
 PARTIAL = ".out.covmerge-partial"
 
@@ -45,29 +46,31 @@ def digests(folder):
     }
 
 
-def start(base, experts, out, **options):
+def merging(base, experts, out, **options):
     sources = {name: str(path) for name, path in experts.items()}
-    code = (
+    return (
         f"import covmerge; covmerge.merge({str(base)!r}, {sources!r}, out={str(out)!r}, "
         f"threads=1, **{options!r})"
     )
-    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def merge_apart(*args, **options):
+    """Merge in a process of its own, whose number of threads is not this one's."""
+    subprocess.run([sys.executable, "-c", merging(*args, **options)], check=True)
 
 
 @pytest.mark.slow
 def test_kill_and_resume_gives_the_same_bytes(tmp_path):
     base, experts = save_plain(tmp_path)
-    assert start(base, experts, tmp_path / "undisturbed").wait() == 0
+    merge_apart(base, experts, tmp_path / "undisturbed")
 
     journal = tmp_path / PARTIAL / "journal.jsonl"
     for target in (5, 15, 30):  # finished items at which the process is killed
-        process = start(base, experts, tmp_path / "out", resume=target > 5)
-        while process.poll() is None:
-            if journal.exists() and journal.read_bytes().count(b"\n") > target:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-            time.sleep(0.001)
-        assert process.returncode == -signal.SIGKILL
+        program = merging(base, experts, tmp_path / "out", resume=target > 5)
+        with held(program, before="layers.9.proj.weight") as process:  # the last of the plan
+            wait_until(partial(journaled, journal, target), process)
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
         assert not (tmp_path / "out").exists()
         assert journal.exists()
 
@@ -78,37 +81,44 @@ def test_kill_and_resume_gives_the_same_bytes(tmp_path):
         file.seek(-4096, os.SEEK_END)
         file.write(b"\xff" * 4096)
     assert len(lines) < 41
-    process = start(base, experts, tmp_path / "out", resume=True)
-    assert process.wait() == 0
+    merge_apart(base, experts, tmp_path / "out", resume=True)
     assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
     assert not (tmp_path / PARTIAL).exists()
 
 
-def test_damaged_finished_rows_are_computed_again(tmp_path, monkeypatch):
+def test_damaged_finished_rows_are_computed_again(tmp_path):
     base, experts = save_plain(tmp_path, layers=4, width=32)
     covmerge.merge(base, experts, out=tmp_path / "undisturbed")
-    interrupt_after(tmp_path, base, experts, items=3, monkeypatch=monkeypatch)
+    finished = interrupt_after(tmp_path, base, experts, items=3)
     shard = tmp_path / PARTIAL / "output" / "model.safetensors"
     data = bytearray(shard.read_bytes())
-    data[-4 * 32 * 32 * 4 + 10] ^= 0xFF  # a bit of the first tensor, journaled as finished
+    data[place_of(finished[0], data) + 10] ^= 0xFF
     shard.write_bytes(bytes(data))
     result = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     assert result.run["resumed_items"] == 2
     assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
 
 
-def interrupt_after(tmp_path, base, experts, items, monkeypatch):
-    """Run a merge that is interrupted, as by Ctrl-C, once some items are written."""
+def place_of(name, data):
+    """Where the bytes of a tensor begin in those of a safetensors file."""
+    begin = 8 + int.from_bytes(data[:8], "little")
+    return begin + json.loads(data[8:begin])[name]["data_offsets"][0]
+
+
+def interrupt_after(tmp_path, base, experts, items):
+    """Interrupt a merge, as by Ctrl-C, once some items are written; they are returned.
+
+    Which they are is not promised: small items are computed side by side.
+    """
+    finished = []
 
     class Interrupt:
-        left = items
-
         def start(self, total):
             pass
 
         def advance(self, what, size, *, resumed=False):
-            self.left -= 1
-            if self.left == 0:
+            finished.append(what)
+            if len(finished) == items:
                 raise KeyboardInterrupt
 
         def finish(self):
@@ -118,11 +128,12 @@ def interrupt_after(tmp_path, base, experts, items, monkeypatch):
         covmerge.merge(base, experts, out=tmp_path / "out", progress=Interrupt())
     assert not (tmp_path / "out").exists()
     assert (tmp_path / PARTIAL).exists()
+    return finished
 
 
-def test_unfinished_work_needs_a_decision(tmp_path, monkeypatch):
+def test_unfinished_work_needs_a_decision(tmp_path):
     base, experts = save_plain(tmp_path, layers=4, width=32)
-    interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+    interrupt_after(tmp_path, base, experts, items=2)
     with pytest.raises(InputError, match="--resume to go on, --overwrite to start again"):
         covmerge.merge(base, experts, out=tmp_path / "out")
     with pytest.raises(InputError, match="overwrite"):
@@ -131,9 +142,9 @@ def test_unfinished_work_needs_a_decision(tmp_path, monkeypatch):
     covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
 
 
-def test_changed_sources_are_not_resumed(tmp_path, monkeypatch):
+def test_changed_sources_are_not_resumed(tmp_path):
     base, experts = save_plain(tmp_path, layers=4, width=32)
-    interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+    interrupt_after(tmp_path, base, experts, items=2)
     path = experts["e1"]
     path.write_bytes(path.read_bytes())
     os.utime(path, (1, 1))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from covmerge.statistics import StatisticsFile, collect, collect_regmean_pp
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain, statistics_for, write_recipe
 from tests.e2e.models import build, fine_tuned, run, save_family
+from tests.held import COMMAND_LINE, held, journaled, wait_until
 from tests.statistics.models import classifier, write_texts
 from tests.statistics.models import save_family as save_with_tokenizers
 
@@ -436,22 +438,22 @@ class TestCompare:
     def test_ctrl_c_leaves_nothing(self, tmp_path):
         folder = save_plain(tmp_path, layers=24, width=512)
         before = names_in(tmp_path)
-        command = [sys.executable, "-m", "covmerge", "compare", *map(str, flags(folder))]
-        command += ["--methods=ties,iso_c,wudi,iso_cts", "--out", str(tmp_path / "out")]
+        arguments = ["compare", *flags(folder), "--methods=ties,iso_c,wudi,iso_cts"]
+        arguments += ["--out", tmp_path / "out"]
         work = tmp_path / ".out.covmerge-partial" / "output"
-        for sign in (work, work / "iso_cts" / "model.safetensors"):  # surveys; merging
-            process = subprocess.Popen(
-                command,
+        for stage, sign in (("survey", work), ("run", work / "iso_cts" / "model.safetensors")):
+            with held(
+                COMMAND_LINE,
+                *arguments,
+                before="layers.9.mlp.up_proj.weight",
+                stage=stage,
                 stderr=subprocess.PIPE,
                 text=True,
-                # A test run in the background would pass on that it ignores Ctrl-C.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )
-            while process.poll() is None and not sign.exists():
-                time.sleep(0.005)
-            time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            ) as process:
+                wait_until(sign.exists, process)
+                time.sleep(0.2)
+                process.send_signal(signal.SIGINT)
+                _, errors = process.communicate()
             assert process.returncode == 130, errors
             assert "Traceback" not in errors
             assert names_in(tmp_path) == before
@@ -504,30 +506,30 @@ class TestMasks:
         folder = save_plain(tmp_path, layers=60, width=256)
         journal = tmp_path / ".out.covmerge-partial" / "journal.jsonl"
 
-        def start(out, *, resume):
-            code = (
+        def merging(out, *, resume=False):
+            return (
                 f"import covmerge; covmerge.merge({str(folder / 'base.safetensors')!r}, "
                 f"{{n: {str(folder)!r} + f'/{{n}}.safetensors' for n in 'ab'}}, {method!r}, "
                 f"{str(out)!r}, threads=1, weights={{'a': 2.0}}, resume={resume})"
             )
-            return subprocess.Popen([sys.executable, "-c", code])
 
-        assert start(tmp_path / "undisturbed", resume=False).wait() == 0
+        def merge_apart(*args, **options):
+            subprocess.run([sys.executable, "-c", merging(*args, **options)], check=True)
+
+        merge_apart(tmp_path / "undisturbed")
         for target in (0, 7, 30, 50):
-            process = start(tmp_path / "out", resume=target > 0)
-            while process.poll() is None:
-                if journal.exists() and journal.read_bytes().count(b"\n") > target:
-                    process.send_signal(signal.SIGKILL)
-                    process.wait()
-                time.sleep(0.0005)
-            assert process.returncode == -signal.SIGKILL
+            program = merging(tmp_path / "out", resume=target > 0)
+            with held(program, before="layers.9.mlp.up_proj.weight") as process:  # the last
+                wait_until(partial(journaled, journal, target), process)
+                process.kill()
+                assert process.wait() == -signal.SIGKILL
             assert not (tmp_path / "out").exists()
         if method == "emr":  # a mask that was finished, and damaged since
             masks = journal.parent / "output" / "masks" / "a.safetensors"
             data = bytearray(masks.read_bytes())
             data[-10] ^= 1
             masks.write_bytes(bytes(data))
-        assert start(tmp_path / "out", resume=True).wait() == 0
+        merge_apart(tmp_path / "out", resume=True)
         assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
 
     @pytest.fixture

@@ -1,0 +1,67 @@
+"""Merges in processes of their own that never get past one tensor, for tests that stop them half way.
+
+A merge left to itself may be done before a test on a busy machine has seen that it began.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Ctrl-C lets go of the thread that reads. A test run in the background would pass on that it
+# ignores Ctrl-C, so the handler is set in any case.
+_HOLD = """
+import importlib, signal, sys, time
+
+stage, name = sys.argv.pop(1), sys.argv.pop(1)
+reader = importlib.import_module(f"covmerge.engine.{stage}")
+read, interrupted = reader.read_inputs, []
+
+def held(items, sources):
+    while items[0].tensor.name == name and not interrupted:
+        time.sleep(0.002)
+    return read(items, sources)
+
+def interrupt(*_):
+    interrupted.append(True)
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGINT, interrupt)
+reader.read_inputs = held
+"""
+COMMAND_LINE = "from covmerge.cli import main; main()"
+
+
+@contextmanager
+def held(
+    program: str, *arguments: object, before: str, stage: str = "run", **options: object
+) -> Iterator[subprocess.Popen]:
+    """Run Python in a process whose merge waits before it reads the tensor `before`.
+
+    Args:
+        program: what to run, `COMMAND_LINE` for example.
+        arguments: its `sys.argv[1:]`.
+        before: the tensor; with one lane all that come before it in the plan are finished.
+        stage: "run", or "survey" to hold it in a pass before the merge.
+        options: of `subprocess.Popen`.
+    """
+    command = [sys.executable, "-c", _HOLD + program, stage, before, *map(str, arguments)]
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until(reached: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Wait until a process that does not end has come so far."""
+    while not reached():
+        assert process.poll() is None, f"ended too early: {process.communicate()}"
+        time.sleep(0.001)
+
+
+def journaled(journal: Path, items: int) -> bool:
+    """Whether so many items are finished; the first line of a journal is none."""
+    return journal.exists() and journal.read_bytes().count(b"\n") > items
