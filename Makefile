@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint types boundaries unit bench clean
+.PHONY: demo test lint style types boundaries fast slow bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,10 +13,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready  ## fine-tune eight experts of a real model, merge them by every method, show the table
 	$(BIN)/covmerge bench text --kind full --seeds 1 --cache demo-output/cache --out demo-output
 
-test: lint types boundaries unit  ## everything CI runs
+# Each part runs, whichever failed before it, and make fails if one did.
+test: $(VENV)/.ready  ## everything CI runs
+	$(MAKE) --no-print-directory --keep-going lint style types boundaries fast slow
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check
+
+style: $(VENV)/.ready
 	$(BIN)/ruff format --check
 
 types: $(VENV)/.ready
@@ -25,8 +29,10 @@ types: $(VENV)/.ready
 boundaries: $(VENV)/.ready
 	$(BIN)/lint-imports
 
-unit: $(VENV)/.ready
+fast: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "not slow"
+
+slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m slow
 
 # With PEERS, the authors' repositories checked out there, and PEERS_PYTHON, a Python that has mergekit and

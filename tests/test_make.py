@@ -1,0 +1,57 @@
+"""`make test` and CI run every part, and fail if one of them did."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PARTS = [
+    "ruff check",
+    "ruff format --check",
+    "pyright --pythonpath",
+    "lint-imports",
+    "python -m pytest -m not slow",
+    "python -m pytest -m slow",
+]
+STUB = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$RAN"
+case "$(basename "$0") $*" in "$FAILS"*) exit 1;; esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """Makefile and CI script, with a .venv whose programs only say that they ran."""
+    if not (ROOT / "Makefile").exists() or shutil.which("make") is None:
+        pytest.skip("needs make and a clone")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/run"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name)
+    binaries = tmp_path / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    for name in ("ruff", "pyright", "lint-imports", "python"):
+        (binaries / name).write_text(STUB)
+        (binaries / name).chmod(0o755)
+    (tmp_path / ".venv" / ".ready").touch()
+    # CI looks for a browser before.
+    for name in ("chromium", "chromedriver"):
+        (tmp_path / name).symlink_to("/bin/true")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", [["make", "test"], [".ci/run"]], ids=" ".join)
+@pytest.mark.parametrize("fails", ["nothing", *PARTS])
+def test_one_part_that_fails_hides_no_other(clone, command, fails):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    ran = clone / "ran"
+    paths = f"{clone}:{kept['PATH']}"
+    done = subprocess.run(
+        command, cwd=clone, env={**kept, "PATH": paths, "RAN": str(ran), "FAILS": fails}
+    )
+    said = ran.read_text().splitlines()
+    assert [part for part in PARTS if not any(line.startswith(part) for line in said)] == []
+    assert len(said) == len(PARTS)
+    assert (done.returncode != 0) == (fails != "nothing")
