@@ -1,8 +1,28 @@
-"""What all tests share, those in docstrings too."""
+"""What all tests share, those in docstrings too: nothing of the machine or its user decides them."""
 
+import os
+import re
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples everywhere and every time, however slow the machine is meanwhile. To search on:
+# `pytest --hypothesis-profile=default`.
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
+
+# What the machine says of its terminal, and the user's place on the Hugging Face Hub. Here and not in
+# a fixture: much of it is read on import.
+_OF_THE_USER = re.compile(
+    "COLUMNS|LINES|TERMINAL_WIDTH|FORCE_COLOR|NO_COLOR|PY_COLORS|GITHUB_ACTIONS|TTY_.*|HF_.*"
+)
+for name in filter(_OF_THE_USER.fullmatch, list(os.environ)):
+    del os.environ[name]
+os.environ["TERM"] = "xterm"
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"  # our servers are here
 
 
 @pytest.fixture(scope="session", autouse=True)
