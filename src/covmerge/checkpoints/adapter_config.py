@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn, cast
 
 from covmerge.checkpoints.json_file import shorten
+from covmerge.checkpoints.patterns import Patterns
 from covmerge.errors import CheckpointError
 
 MERGE_FIRST = (
@@ -18,7 +20,6 @@ MERGE_FIRST = (
 
 _ADALORA = "ADALORA"
 _ALL_LINEAR = "all-linear"
-_MAX_PATTERN = 1000  # characters
 _MAX_NUMBER = 1e30
 _EPSILON = 1e-5  # AdaLoRA divides by the rank plus this
 
@@ -146,6 +147,16 @@ class AdapterConfig:
         """Whether the layers of the base are stored as `(d_in, d_out)`."""
         return bool(self.fields.get("fan_in_fan_out"))
 
+    def expect(self, modules: Iterable[str]) -> None:
+        """Match the patterns against modules of which much will be asked, and their parameters.
+
+        Raises:
+            CheckpointError: that takes too long, or one is no pattern.
+        """
+        ends = {end for found in self._parameters.values() for end in found}
+        owners = list(modules)
+        self._matcher.ask([*owners, *(f"{owner}.{end}" for owner in owners for end in ends)])
+
     def scale(self, module: str, rank: int) -> float:
         """Return what the product of the factors of `module` is multiplied by.
 
@@ -180,15 +191,10 @@ class AdapterConfig:
 
         None of them: it is a layer, with a weight.
         """
-        names = self._texts("target_parameters")
-        if not names or self._matches("target_modules", module):
+        if not self._parameters or self._matches("target_modules", module):
             return ()
-        found = {
-            end
-            for owner, _, end in (name.rpartition(".") for name in names)
-            if not owner or module == owner or module.endswith(f".{owner}")
-        }
-        return tuple(sorted(found))
+        found = (self._parameters.get(owner, ()) for owner in ("", *_ends(module)))
+        return tuple(sorted({name for names in found for name in names}))
 
     def check_target(self, module: str) -> None:
         """Check that PEFT would put the factors of `module` to use.
@@ -231,10 +237,43 @@ class AdapterConfig:
 
     def _of_module(self, name: str, pattern_name: str, module: str) -> float:
         number = self._rank if name == "r" else self._number
-        for pattern, value in self._patterns(pattern_name).items():
-            if self._regex(pattern_name, rf"(.*\.)?({pattern})$").match(module):
-                return number(pattern_name, value)
-        return number(name, self.fields.get(name, 8))
+        found = self._matcher.first(pattern_name, module)
+        if found is None:
+            return number(name, self.fields.get(name, 8))
+        return number(pattern_name, list(self._patterns(pattern_name).values())[found[0]])
+
+    @cached_property
+    def _listed(self) -> dict[str, frozenset[str]]:
+        return {}
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, set[str]]:
+        """Names of parameters by the end of their module's name, which may be left out."""
+        found: dict[str, set[str]] = {}
+        for name in self._texts("target_parameters"):
+            owner, _, end = name.rpartition(".")
+            found.setdefault(owner, set()).add(end)
+        return found
+
+    @cached_property
+    def _matcher(self) -> Patterns:
+        """The patterns as PEFT puts them together."""
+        of_numbers = {
+            name: ([rf"(.*\.)?({pattern})$" for pattern in self._patterns(name)], False)
+            for name in ("rank_pattern", "alpha_pattern")
+        }
+        of_modules = {
+            name: ([value], True)
+            for name in ("target_modules", "exclude_modules")
+            if isinstance(value := self.fields.get(name), str) and value.lower() != _ALL_LINEAR
+        }
+        of_layers = [
+            rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."
+            for pattern in self._texts("layers_pattern")
+            if self._layers
+        ]
+        fields = {**of_numbers, **of_modules, "layers_pattern": (of_layers, False)}
+        return Patterns(self.where, fields)
 
     def _patterns(self, name: str) -> dict[str, object]:
         value: object = self.fields.get(name)
@@ -249,20 +288,33 @@ class AdapterConfig:
         if value is None:
             return False
         if isinstance(value, str):
-            return bool(value) and self._regex(name, value).fullmatch(module) is not None
-        return any(module == end or module.endswith(f".{end}") for end in self._texts(name))
+            return bool(value) and self._matcher.first(name, module) is not None
+        return not self._modules(name).isdisjoint(_ends(module))
+
+    def _modules(self, name: str) -> frozenset[str]:
+        """The ends of names that a list of modules gives."""
+        if name not in self._listed:
+            self._listed[name] = frozenset(self._texts(name))
+        return self._listed[name]
 
     def _in_layers(self, module: str) -> bool:
-        layers: object = self.fields.get("layers_to_transform")
-        if layers is None or layers == []:
+        if not self._layers:
             return True
-        patterns = self._texts("layers_pattern")
-        found = [
-            self._regex("layers_pattern", rf"(?:^|.*?\.){pattern}\.(\d+)\.").match(module)
-            for pattern in patterns
-        ] or [re.match(r".*?\.[^.]*\.(\d+)\.", module)]
-        index = next((int(match[1]) for match in found if match), None)
-        return index in cast("list[object]", layers if isinstance(layers, list) else [layers])
+        if self._texts("layers_pattern"):
+            found = self._matcher.first("layers_pattern", module)
+            index = None if found is None else found[1]
+        else:
+            match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
+            index = None if match is None else match[1]
+        return index is not None and int(index) in self._layers
+
+    @property
+    def _layers(self) -> list[object]:
+        """Numbers of the layers that are adapted; none: all."""
+        layers: object = self.fields.get("layers_to_transform")
+        if isinstance(layers, list):
+            return cast("list[object]", layers)
+        return [] if layers is None else [layers]
 
     def _texts(self, name: str) -> list[str]:
         value: object = self.fields.get(name)
@@ -270,17 +322,6 @@ class AdapterConfig:
         if not all(isinstance(item, str) for item in items):
             self.refuse(name, "which is a list of strings")
         return cast("list[str]", items)
-
-    def _regex(self, name: str, pattern: str) -> re.Pattern[str]:
-        if len(pattern) > _MAX_PATTERN:
-            self.refuse(name, f"a pattern of more than {_MAX_PATTERN} characters")
-        try:
-            return re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise CheckpointError(
-                f"{self.where}: {shorten(pattern)} in {name} is no regular expression ({error}): "
-                "correct it"
-            ) from error
 
     def _rank(self, name: str, value: object) -> int:
         if type(value) is not int or value < 1:
@@ -292,3 +333,14 @@ class AdapterConfig:
         if isinstance(value, bool) or not abs(number) < _MAX_NUMBER:
             self.refuse(name, "which is a finite number")
         return number
+
+
+def _ends(module: str) -> list[str]:
+    """The name of a module, and what of it stands behind each dot.
+
+    Example:
+        >>> _ends("layers.0.mlp")
+        ['layers.0.mlp', '0.mlp', 'mlp']
+    """
+    parts = module.split(".")
+    return [".".join(parts[first:]) for first in range(len(parts))]

@@ -177,6 +177,8 @@ def read_names(
                 f"{where} has both '{replaced[_base_name(module)]}' and '{name}' for "
                 f"'{_base_name(module)}': remove one"
             )
+    if config is not None:
+        config.expect({_owner(module) for module in modules})
     reader = _Reader(stored, config, where, set(modules))
     updates: dict[str, Update] = {}
     wrapped: dict[str, Wrapped] = {}
@@ -292,6 +294,11 @@ def _unwrapped(module: str) -> str:
     while module.endswith(".base_layer"):
         module = module.removesuffix(".base_layer")
     return module
+
+
+def _owner(module: str) -> str:
+    """Return what the configuration knows a module by."""
+    return _unwrapped(module.removesuffix(".base_layer.out_proj"))
 
 
 class _Reader:
