@@ -35,6 +35,7 @@ from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
 from covmerge.checkpoints.paths import safe_child
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
 from covmerge.types import Json, LowRank, TensorHeader
 
@@ -42,6 +43,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of PEFT
 _SCALES = {"lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
+_MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
 _MODEL = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -442,7 +444,7 @@ def _open(
 ) -> AdapterCheckpoint:
     """Open the adapter of a folder; its configuration says first whether it can be read at all."""
     path = safe_child(folder, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
-    config = None if path is None else AdapterConfig(source, read_object(path))
+    config = None if path is None else AdapterConfig(source, read_object(path, _MAX_VALUES))
     weights = next((name for name in _WEIGHTS if name in names), None)
     if weights is None:
         raise CheckpointError(
@@ -481,7 +483,7 @@ def _check_scale(path: Path) -> None:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = data_start(file.read(LENGTH_BYTES), path.stat().st_size, str(path))
         header = parse_object(file.read(start - LENGTH_BYTES), f"the header of {path}")
     return header.get("__metadata__", {})

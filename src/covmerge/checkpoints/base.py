@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.hub_cache import HubModel
+from covmerge.checkpoints.json_file import is_text, shorten
 from covmerge.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.errors import CheckpointError
 from covmerge.types import Json, TensorHeader
 
 CARD_NAME = "README.md"  # the model card
 
+_MAX_NAME = 1000  # rules look for patterns in them; real ones have less than 200
 _DISPATCH = "__torch_dispatch__"
 
 Stamp = tuple[int, int]
@@ -168,6 +170,20 @@ def find_header(
     return header
 
 
+def check_name(name: str, where: str) -> None:
+    """Refuse a name that no file, terminal or report can hold.
+
+    Raises:
+        CheckpointError: it is not text, or longer than 1000 characters.
+    """
+    if not is_text(name):
+        raise CheckpointError(f"{where} has a name that is not valid Unicode: rename it")
+    if len(name) > _MAX_NAME:
+        raise CheckpointError(
+            f"{where} has a name of {len(name)} characters, and {_MAX_NAME} are read: rename it"
+        )
+
+
 def header_of(name: object, value: object, where: str) -> TensorHeader:
     """Return the header of an entry of a state dict.
 
@@ -177,6 +193,7 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
     """
     if not isinstance(name, str):
         raise CheckpointError(f"{where} has the key {name!r}: tensors are named by strings")
+    check_name(name, f"{where}: tensor {shorten(name)}")
     if not isinstance(value, Tensor):
         raise CheckpointError(
             f"{where}: '{name}' is a {type(value).__name__}, not a tensor: pass a state dict"

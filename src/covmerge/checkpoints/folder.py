@@ -15,7 +15,9 @@ from torch import Tensor
 from covmerge.checkpoints.base import CARD_NAME, Pace, WeightFile, find_header, stamp_of
 from covmerge.checkpoints.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.checkpoints.json_file import read_object
+from covmerge.checkpoints.layout import MAX_TENSORS
 from covmerge.checkpoints.paths import safe_child
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.checkpoints.torch_file import TorchFile
 from covmerge.errors import CheckpointError
@@ -107,7 +109,7 @@ class FileCheckpoint:
         buffer = memoryview(bytearray(_CHUNK))
         for path in self._paths:
             digest = hashlib.sha256()
-            with _named_errors(path), path.open("rb", buffering=0) as file:
+            with _named_errors(path), open_regular(path) as file:
                 while True:
                     if pace is not None:
                         pace(min(1.0, done / max(1, total)))
@@ -178,7 +180,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     Raises:
         CheckpointError: the index is malformed.
     """
-    mapped: object = read_object(index).get("weight_map")
+    mapped: object = read_object(index, values=2 * MAX_TENSORS).get("weight_map")
     entries = cast("dict[str, object]", mapped) if isinstance(mapped, dict) else {}
     if not entries or not all(isinstance(file, str) for file in entries.values()):
         raise CheckpointError(

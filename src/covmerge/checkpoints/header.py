@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from covmerge.checkpoints.base import check_name
 from covmerge.checkpoints.json_file import parse_object, shorten
 from covmerge.checkpoints.layout import MAX_HEADER_BYTES, SAFETENSORS_NAMES, Slot
 from covmerge.errors import CheckpointError
@@ -106,8 +107,7 @@ def _check_metadata(metadata: object, where: str) -> None:
 
 def _slot(name: str, entry: object, start: int, where: str) -> Slot:
     where = f"{where}: tensor {shorten(name)}"
-    if not _is_text(name):
-        raise CheckpointError(f"{where} has a name that is not valid Unicode: rename it")
+    check_name(name, where)
     if not isinstance(entry, dict) or set(cast("dict[str, object]", entry)) != _KEYS:
         raise CheckpointError(
             f"{where} has the entry {shorten(cast('object', entry))}, not just dtype, shape and "
@@ -130,15 +130,6 @@ def _slot(name: str, entry: object, start: int, where: str) -> Slot:
             f"bytes, and its data_offsets {list(offsets)} give {end - begin}: save the file again"
         )
     return Slot(start + begin, header.nbytes, header)
-
-
-def _is_text(name: str) -> bool:
-    # JSON can spell half of a surrogate pair, which no file name, terminal or report can hold.
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _dtype(name: object, where: str) -> torch.dtype:

@@ -7,19 +7,28 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
 
 MAX_JSON_BYTES = 100_000_000
+# A value of three bytes takes a hundred of memory. The tokenizer of Gemma 3 has 1.9 million.
+MAX_VALUES = 3_000_000
+
+_MAX_DEPTH = 64
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path, values: int = MAX_VALUES) -> dict[str, Any]:
     """Read the JSON object that is a whole file.
+
+    Args:
+        path: the file.
+        values: see `parse_object`.
 
     Raises:
         CheckpointError: the file cannot be read, is larger than 100 MB, or is not a JSON object.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -28,15 +37,17 @@ def read_object(path: Path) -> dict[str, Any]:
             f"{path} is larger than {MAX_JSON_BYTES} bytes, which no such file needs to be: "
             "is it the right file?"
         )
-    return parse_object(data, str(path))
+    return parse_object(data, str(path), values)
 
 
-def parse_object(data: bytes, where: str) -> dict[str, Any]:
+def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str, Any]:
     """Parse a JSON object in UTF-8; a key that stands twice is an error, at every level.
 
     Args:
         data: the text, nothing else.
         where: what is being parsed, for errors.
+        values: values, commas in texts counted among them, that it may have: they take far more
+            memory than their bytes, and are counted before any is made.
 
     Raises:
         CheckpointError: it is not such an object.
@@ -60,6 +71,12 @@ holds: remove one
             )
         return value
 
+    count = sum(map(data.count, (b",", b"[", b"{")))
+    if count > values:
+        raise CheckpointError(
+            f"{where} has {count} values or more, and no such file needs more than {values}: is it "
+            "the right file?"
+        )
     try:
         value: object = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
@@ -71,10 +88,58 @@ holds: remove one
             f"{where} holds a JSON {type(value).__name__}, an object is needed: "
             "is it the right file?"
         )
-    return cast("dict[str, Any]", value)
+    found = cast("dict[str, Any]", value)
+    _check_depth(found, where)
+    if b"\\ud" in data or b"\\uD" in data:
+        _check_texts(found, where)
+    return found
+
+
+def is_text(text: str) -> bool:
+    r"""Whether a string can be written anywhere: JSON and pickles can hold half a surrogate pair.
+
+    Example:
+        >>> is_text("\N{GRINNING FACE}"), is_text("\ud83d")
+        (True, False)
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def shorten(value: object) -> str:
     """Return `repr(value)`, cut to a length that an error message can bear."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _check_depth(value: dict[str, Any], where: str) -> None:
+    # Whoever goes through a value by recursion would run into Python's own limit.
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            item
+            for node in level
+            for item in (cast("dict[str, Any]", node).values() if isinstance(node, dict) else node)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise CheckpointError(
+        f"{where} is nested more than {_MAX_DEPTH} levels deep, which no such file needs to be: is "
+        "it the right file?"
+    )
+
+
+def _check_texts(value: dict[str, Any], where: str) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 20) : error.end + 20]
+        raise CheckpointError(
+            f"{where} holds half of a surrogate pair in {shorten(around)}, which is not valid Unicode: "
+            "correct it"
+        ) from error

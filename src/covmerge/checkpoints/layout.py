@@ -18,6 +18,7 @@ from covmerge.types import TensorHeader
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse more
+MAX_TENSORS = 300_000  # of one checkpoint; Kimi K2 Thinking has 210,000
 
 _ALIGNMENT = 8
 

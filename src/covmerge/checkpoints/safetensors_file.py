@@ -18,6 +18,7 @@ from torch import Tensor
 from covmerge.checkpoints.base import check_unchanged, find_header, stamp_of
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
 from covmerge.types import TensorHeader
 
@@ -65,13 +66,11 @@ class SafetensorsFile:
 @contextmanager
 def _opened(path: Path) -> Generator[int, None, None]:
     try:
-        fd = os.open(path, os.O_RDONLY)
+        file = open_regular(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    with file:
+        yield file.fileno()
 
 
 def _read_slots(fd: int, size: int, where: str) -> Mapping[str, Slot]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.base import check_unchanged, copy_rows, find_header, header_of, stamp_of
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
 from covmerge.types import TensorHeader
 
@@ -59,7 +60,7 @@ class TorchFile:
 
 def _load(path: Path) -> tuple[object, tuple[str, ...]]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             magic = file.read(len(_ZIP_MAGIC))
             size = file.seek(0, 2)
     except OSError as error:

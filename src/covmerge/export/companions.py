@@ -14,6 +14,7 @@ import torch
 from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.paths import safe_child
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.staging import MANIFEST_NAME
 from covmerge.errors import CheckpointError
 from covmerge.export.config import rewrite_config
@@ -140,7 +141,7 @@ def _copy(source: Path, destination: Path) -> None:
 def _opened(path: Path, limit: int) -> BinaryIO:
     try:
         size = path.stat().st_size
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     if size > limit:

@@ -16,6 +16,7 @@ from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, open_checkpoint, safe
 from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.masks import packed_header
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.staging import MANIFEST_NAME
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
@@ -76,7 +77,7 @@ def write_rescalers(folder: Path, factors: Mapping[str, float]) -> None:
 
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -18,6 +18,7 @@ from yaml.events import (
     SequenceStartEvent,
 )
 
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
 
 _MAX_BYTES = 1 << 20  # a card that lists the results of a large benchmark has a third of it
@@ -39,7 +40,7 @@ def read_front_matter(card: Path, keys: Collection[str]) -> dict[str, tuple[str,
         CheckpointError: the card cannot be read, or its metadata is no YAML or too long.
     """
     try:
-        with card.open("rb") as file:
+        with open_regular(card) as file:
             head = file.read(_MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{card} cannot be read: {error.strerror}") from error

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import RecipeError
 from covmerge.recipe.explain import explain, key_path
 from covmerge.recipe.mergekit import refuse_mergekit
@@ -30,7 +31,7 @@ def load_recipe(path: str | Path) -> Recipe:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror}") from error

@@ -7,6 +7,7 @@ import json
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -16,6 +17,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from covmerge.checkpoints.json_file import shorten
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import InputError, did_you_mean
 
 Batch = Mapping[str, Tensor]
@@ -88,7 +90,10 @@ def read_texts(path: Path, reading: Reading) -> list[Text]:
             f"{path} is no file of examples that covmerge reads ({', '.join(_READERS)}): convert it, "
             "or pass batches from Python"
         )
-    with _named_errors(path), path.open(encoding="utf-8-sig", newline="") as file:
+    with (
+        _named_errors(path),
+        TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file,
+    ):
         records = _READERS[path.suffix](file)
         found = (_text(record, where, reading) for where, record in records)
         texts = list(islice((t for t in found if t.text.strip()), reading.max_examples))

@@ -20,6 +20,7 @@ from torch import Tensor
 from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.json_file import parse_object, shorten
+from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.linalg.finite import all_finite
@@ -202,7 +203,7 @@ def _first_bytes(checkpoint: Checkpoint, header: TensorHeader) -> bytes:
 def _header(path: Path) -> bytes:
     """The JSON header of a file that was a safetensors file a moment ago."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = path.stat().st_size
             end = data_start(file.read(LENGTH_BYTES), size, str(path))
             return file.read(end - LENGTH_BYTES)
