@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -513,3 +514,13 @@ def test_metadata_is_read_no_further_than_it_may_be(tmp_path):
     assert read_front_matter(card, ["license"]) == {"license": ("mit",)}
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
         read_front_matter(tmp_path / "other.md", ["license"])
+
+
+@pytest.mark.parametrize("nested", ["{", "a: [a, ", "{a: ", "? "])
+def test_a_card_of_brackets_is_refused_at_once(tmp_path: Path, nested: str) -> None:
+    card = tmp_path / "README.md"
+    card.write_text(f"---\n{nested * 100_000}\n---\n")
+    before = time.process_time()
+    with pytest.raises(CheckpointError, match="nested more than 64 levels deep"):
+        read_front_matter(card, ("license",))
+    assert time.process_time() - before < 10

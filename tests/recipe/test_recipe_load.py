@@ -393,3 +393,11 @@ class TestSources:
             "the recipe; write a path relative to recipes, or add a revision (org/name@main) if "
             "the model on the Hub is meant"
         )
+
+
+def test_of_many_problems_the_first_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "r.yml"
+    path.write_text("base: b\nexperts: {a: x}\n" + "".join(f"k{i}: 1\n" for i in range(3000)))
+    with pytest.raises(RecipeError, match=r"2950 more problems") as raised:
+        load_recipe(path)
+    assert len(str(raised.value).splitlines()) == 51

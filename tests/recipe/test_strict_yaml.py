@@ -156,3 +156,20 @@ def test_any_text_is_a_value_or_a_recipe_error(text: str) -> None:
         value_of(text)
     except RecipeError as error:
         assert str(error).startswith("r.yml")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "experts:\n" + "".join(f"  e{number}: x\n" for number in range(50_000)),
+        "rules: [" + "{match: a, use: base}, " * 40_000 + "]",
+        "- a\n" * 200_000,
+    ],
+)
+def test_what_is_too_long_is_refused_before_it_is_read(text: str) -> None:
+    before = time.process_time()
+    with pytest.raises(
+        RecipeError, match=r"r\.yml:\d+: more than 10000 values; a recipe is a short"
+    ):
+        parse_yaml(text, "r.yml")
+    assert time.process_time() - before < 10

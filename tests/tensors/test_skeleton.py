@@ -30,6 +30,8 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch):
         ({"model_type": None}, "config.json has no model_type"),
         ({"model_type": "nonesuch"}, "model_type 'nonesuch' is unknown to transformers"),
         ({"num_hidden_layers": 10**9}, "config.json has 'num_hidden_layers': 1000000000"),
+        ({"num_hidden_layers": 9999}, "a model of far more tensors than the 23 stored ones"),
+        ({"num_labels": 3_000_000}, "config.json has 'num_labels': 3000000"),
         ({"nested": {"hidden_size": 1e30}}, "config.json has 'hidden_size': 1e+30"),
         ({"hidden_size": "many"}, "cannot build a 'bert' from this config.json"),
         ({"num_attention_heads": 5}, "cannot build a 'bert' from this config.json"),
@@ -92,3 +94,10 @@ def test_transformers_verbosity_is_restored():
     before = transformers.logging.get_verbosity()
     saved("bert").describe()
     assert transformers.logging.get_verbosity() == before
+
+
+def test_a_model_of_200_layers_is_built_even_where_little_is_stored():
+    model = saved("bert")
+    skeleton = build_skeleton(model.headers, {**model.config, "num_hidden_layers": 200})
+    assert skeleton.architecture == "BertModel"
+    assert skeleton.places.keys() == model.headers.keys()

@@ -60,7 +60,7 @@ class FileCheckpoint:
         self.source = source
         self.folder = folder
         self.config: Mapping[str, Any] | None = next(
-            (read_object(path) for path in beside if path.name == CONFIG), None
+            (read_config(path) for path in beside if path.name == CONFIG), None
         )
         self.notes = (*notes, *(note for file in weights for note in file.notes))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
@@ -172,6 +172,15 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
         f"{where} holds no weights ({', '.join(_PREFERRED)}, or one safetensors file): pass the "
         "folder that does, or a file"
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a config.json.
+
+    Raises:
+        CheckpointError: it is malformed, or far too long.
+    """
+    return read_object(path, values=MAX_TENSORS)  # a quantisation may list every layer
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

@@ -15,11 +15,11 @@ from covmerge.checkpoints.folder import (
     check_weight_map,
     choose_weights,
     open_folder,
+    read_config,
     read_weight_map,
 )
 from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
-from covmerge.checkpoints.json_file import read_object
 from covmerge.errors import CheckpointError
 from covmerge.types import Json, TensorHeader
 
@@ -131,7 +131,7 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
     choice = choose_weights(repository.top_level(), source)
     if not choice.name.endswith((".safetensors", ".safetensors.index.json")):
         return _open_pickled(source, repository, choice.name)
-    config = read_object(repository.file(CONFIG)) if CONFIG in repository.sizes else None
+    config = read_config(repository.file(CONFIG)) if CONFIG in repository.sizes else None
     if choice.is_index:
         weight_map = read_weight_map(repository.file(choice.name))
         headers_of = repository.headers(sorted(set(weight_map.values())))

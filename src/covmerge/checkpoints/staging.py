@@ -273,8 +273,8 @@ def _lies_in(inner: Path, outer: Path) -> bool:
 def _resolve(out: Path) -> Path:
     try:
         resolved = out.resolve()
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"the output {out} cannot be resolved: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
+        raise InputError(f"the output {str(out)!r} cannot be resolved: {error}") from error
     if not resolved.name:
         raise InputError(f"the output {out} is the root of the file system: choose a folder in it")
     return resolved

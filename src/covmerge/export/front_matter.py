@@ -21,6 +21,7 @@ from yaml.events import (
 from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
 
+_MAX_DEPTH = 64  # the parser's work grows with the square of it
 _MAX_BYTES = 1 << 20  # a card that lists the results of a large benchmark has a third of it
 _BLOCK = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 _LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -79,6 +80,8 @@ def _nodes(events: Iterator[Event]) -> Iterator[tuple[str, ...]]:
         depth += _NESTING.get(type(event), 0)
         if depth < 0:
             return
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"nested more than {_MAX_DEPTH} levels deep")
         if isinstance(event, ScalarEvent) and depth < 2 and event.value:
             texts.append(str(event.value))
         ends = isinstance(event, ScalarEvent | AliasEvent | SequenceEndEvent | MappingEndEvent)

@@ -17,6 +17,7 @@ from covmerge.recipe.strict_yaml import KeyPath, Origin
 _shown = Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
+_MOST = 50  # lines that anybody reads
 _WANTED = {
     "string_type": "text",
     "string_too_short": "text that is not empty",
@@ -31,7 +32,10 @@ def explain(error: ValidationError, origin: Origin) -> RecipeError:
     details = error.errors(include_url=False)
     # Pydantic puts unknown keys last; people read a file from the top.
     details.sort(key=lambda detail: origin.line(_path(detail)))
-    return RecipeError("\n".join(_line(detail, origin) for detail in details))
+    lines = [_line(detail, origin) for detail in details[:_MOST]]
+    if more := len(details) - len(lines):
+        lines.append(f"{origin.name}: {more} more problems")
+    return RecipeError("\n".join(lines))
 
 
 def key_path(path: KeyPath) -> str:

@@ -191,6 +191,7 @@ class Rule(_Model):
     match: str | None = Field(
         default=None,
         min_length=1,
+        max_length=1000,
         description="Pattern for the whole tensor name, such as '*.mlp.*': `*` is any text, `?` "
         "one character, `[..]` one of several. Case matters. Put it in quotes: YAML gives a "
         "leading `*` another meaning.",
@@ -308,7 +309,9 @@ class Recipe(_Model):
         default_factory=TensorRules, description="What happens to tensors by kind."
     )
     rules: tuple[Rule, ...] = Field(
-        default=(), description="Exceptions by tensor name or role; the first that applies decides."
+        default=(),
+        max_length=1000,
+        description="Exceptions by tensor name or role; the first that applies decides.",
     )
     dtype: Literal["float32", "float64"] = Field(
         default="float32", description="Dtype of the computation."

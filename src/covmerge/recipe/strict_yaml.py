@@ -32,6 +32,7 @@ _Scalar = None | bool | int | float | str
 
 _MAX_DEPTH = 32
 _MAX_ALIASES = 16
+_MAX_VALUES = 10_000  # PyYAML reads some thousand a second
 
 # Plain scalars, in the order YAML 1.2 (section 10.3.2) lists them. Booleans are true and false
 # alone: under YAML 1.1 an expert named `no` or `on` would silently change its name.
@@ -73,7 +74,7 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
 
     Raises:
         RecipeError: not YAML, or YAML that covmerge refuses: a duplicate key, a key that is not
-            text, a tag, too many aliases, too deep a nesting, a second document.
+            text, a tag, too many values or aliases, too deep a nesting, a second document.
     """
     try:
         return _Builder(text, name).document()
@@ -98,6 +99,7 @@ class _Builder:
         self._origin = Origin(name)
         self._anchors: dict[str, Any] = {}
         self._aliases = 0
+        self._values = 0
         self._inside_anchor = False
 
     def document(self) -> tuple[Any, Origin]:
@@ -112,6 +114,9 @@ class _Builder:
         return value, self._origin
 
     def _value(self, event: Event, path: KeyPath) -> Any:
+        self._values += 1
+        if self._values > _MAX_VALUES:
+            self._refuse(event, f"more than {_MAX_VALUES} values; a recipe is a short YAML file")
         if isinstance(event, AliasEvent):
             return self._alias(event)
         assert isinstance(event, ScalarEvent | SequenceStartEvent | MappingStartEvent)

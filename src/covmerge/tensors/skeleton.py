@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from covmerge.tensors.fused import known_parts
 from covmerge.tensors.modules import Kind, kind_of_parameter
@@ -33,7 +34,11 @@ _DROPPED_KEYS = re.compile(
 _LIMITS = (
     (re.compile(r"layers?$|depths?$|blocks?$|experts?$"), 10_000),
     (re.compile(r"(size|dim|embd|d_model|d_ff)$"), 1 << 24),
+    (re.compile(r"labels$"), 100_000),
 )
+# Calls of torch by which a model is made: 3 to 7 for each of its tensors.
+_CALLS = 30_000
+_CALLS_PER_STORED_TENSOR = 20
 
 
 # Fused kernels use these weights without calling the layer.
@@ -108,7 +113,7 @@ def _quiet(transformers: Any) -> Generator[None]:
 def _skeleton(
     transformers: Any, headers: Mapping[str, TensorHeader], config: Mapping[str, Any]
 ) -> Skeleton:
-    model, notes = _build(transformers, config)
+    model, notes = _build(transformers, config, len(headers))
     slots = _slots(model)
     base_class = transformers.MODEL_MAPPING.get(type(model.config), None)
     if isinstance(base_class, tuple):  # a family with several, the usual one first
@@ -120,12 +125,35 @@ def _skeleton(
         prefix=prefix,
         places=places,
         tied=_tied_groups(model),
-        outside=_outside(model, slots, prefix, base_class),
+        outside=_outside(model, slots, prefix, base_class, len(headers)),
         notes=(*notes, *place_notes),
     )
 
 
-def _build(transformers: Any, config: Mapping[str, Any]) -> tuple[Any, list[str]]:
+class _NotFarBeyond(TorchFunctionMode):
+    """Ends a construction that goes far beyond the tensors that are stored.
+
+    Which keys of a config multiply what is built, only the architecture knows; each parameter of it is
+    made by calls that pass here.
+    """
+
+    def __init__(self, stored: int) -> None:
+        super().__init__()
+        self._stored = stored
+        self._left = _CALLS + _CALLS_PER_STORED_TENSOR * stored
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise SkeletonUnavailable(
+                f"config.json means a model of far more tensors than the {self._stored} stored ones"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _build(transformers: Any, config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
     """Return the model on the meta device, and notes."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -141,7 +169,7 @@ def _build(transformers: Any, config: Mapping[str, Any]) -> tuple[Any, list[str]
     model_class: Any = getattr(transformers, architecture or "", None)
     known = _is_model_of(transformers, model_class, built)
     from_config = model_class._from_config if known else transformers.AutoModel.from_config
-    with torch.device("meta"):
+    with torch.device("meta"), _NotFarBeyond(stored):
         model = from_config(built, attn_implementation="eager")
     if known or architecture is None:
         return model, []
@@ -239,14 +267,14 @@ def _prefix(model: Any, base_class: Any) -> str | None:
 
 
 def _outside(
-    model: Any, slots: Mapping[str, Slot], prefix: str | None, base_class: Any
+    model: Any, slots: Mapping[str, Slot], prefix: str | None, base_class: Any, stored: int
 ) -> frozenset[str]:
     """Names outside the backbone: not under the prefix, or not in the family's base class."""
     if prefix is not None and isinstance(getattr(model, prefix, None), nn.Module):
         return frozenset(name for name in slots if not name.startswith(f"{prefix}."))
     if base_class is None or isinstance(model, base_class):
         return frozenset()
-    with torch.device("meta"):
+    with torch.device("meta"), _NotFarBeyond(stored):
         base = base_class._from_config(model.config)
     return frozenset(slots.keys() - _slots(base).keys())
 
