@@ -40,6 +40,10 @@ class TruncatedSvd:
         """σ_1..σ_k, float64."""
         return self.sigma[: len(self.right)]
 
+    def product(self) -> Tensor:
+        """Return U_k diag(σ_1..σ_k) V_kᵀ in float64: what is beyond the rank does not come back."""
+        return (self.left.to(torch.float64) * self.kept) @ self.right.to(torch.float64)
+
     def first(self, k: int) -> TruncatedSvd:
         """Return the part of the k largest singular values."""
         return TruncatedSvd(self.left[:, :k], self.right[:k], self.sigma, self.rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import torch
@@ -10,7 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.linalg.auto import FLOAT64, Cost, joint_cost, svd_cost
-from covmerge.linalg.joint import joint_directions
+from covmerge.linalg.joint import far_apart, joint_directions
+from covmerge.linalg.lapack import norm
 from covmerge.linalg.spectral import rank_tolerance, truncated_svd
 from covmerge.methods.inner import (
     InnerCombine,
@@ -109,7 +110,10 @@ def core_space(
 
     Departs from the paper: LoRA's α/r is part of B_t (published code leaves it out). The bases end at
     the numerical rank of the factors, and a flat spectrum at that of the merged core (published:
-    directions beyond it are arbitrary, and raised to the mean). An expert that did not change the
+    directions beyond it are arbitrary, and raised to the mean). Where norms differ by more than 1000
+    the bases are those of updates brought to one size, and the cores are merged in float64: a flat
+    spectrum depends on how many directions there are, and those of a small update count as any
+    other's. An expert that did not change the
     layer has no part in the bases. The inner methods depart as on their pages.
 
     Example:
@@ -130,9 +134,14 @@ def core_space(
     ]
     left = joint_directions([each.left for each in factors], rtol=rtol).left
     right = joint_directions([each.right.mT for each in factors], rtol=rtol).left
+    if far_apart([norm(update) for update in group.updates]):
+        cores = _exact_cores(dict(zip(changed, factors, strict=True)), group, left, right)
+        rtol = rank_tolerance(group.shape, torch.float64, rank_rtol)
+    else:
+        cores = _cores(group.updates, left, right)
     del factors
     merged = merge_inside(
-        LinearGroup(_cores(group.updates, left, right), group.weights),
+        LinearGroup(cores, group.weights),
         inner,
         scale=scale,
         density=density,
@@ -143,8 +152,8 @@ def core_space(
     core = merged.delta
     if isotropize:
         core = iso_c(LinearGroup((core,), weights=(1.0,)), rank_rtol=rtol).delta
-    delta = left.to(like.dtype) @ core @ right.mT.to(like.dtype)
-    return Merged(delta, {**merged.stats, **stats, "core": list(core.shape)})
+    delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)
+    return Merged(delta.to(like.dtype), {**merged.stats, **stats, "core": list(core.shape)})
 
 
 def _balanced(update: Tensor, rtol: float) -> LowRank:
@@ -152,6 +161,21 @@ def _balanced(update: Tensor, rtol: float) -> LowRank:
     found = truncated_svd(update, min(update.shape), rtol=rtol)
     root = found.kept.sqrt().to(update.dtype)
     return LowRank(found.left * root, found.right * root[:, None])
+
+
+def _exact_cores(
+    factors: Mapping[int, LowRank], group: LinearGroup, left: Tensor, right: Tensor
+) -> tuple[Tensor, ...]:
+    """UᵀB_t · A_tV in float64: of no more directions than the factors, so that a flat spectrum counts
+    those of a small update, and no rounding of a large one.
+    """
+    nothing = left.new_zeros(left.shape[1], right.shape[1])
+    return tuple(
+        (left.mT @ factors[t].left.to(torch.float64)) @ (factors[t].right.to(torch.float64) @ right)
+        if t in factors
+        else nothing
+        for t in range(len(group.updates))
+    )
 
 
 def _cores(updates: Sequence[Tensor], left: Tensor, right: Tensor) -> tuple[Tensor, ...]:

@@ -10,8 +10,9 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.linalg.auto import FLOAT64, Cost, joint_cost
-from covmerge.linalg.joint import joint_directions
-from covmerge.linalg.spectral import rank_tolerance
+from covmerge.linalg.joint import far_apart, joint_directions
+from covmerge.linalg.lapack import norm
+from covmerge.linalg.spectral import rank_tolerance, truncated_svd
 from covmerge.methods.elect import TrimParameter, elect_cost, surveyed_density
 from covmerge.methods.inner import (
     InnerCombine,
@@ -81,6 +82,9 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
     rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol)
     updates = [update.mT if concat == "outputs" else update for update in group.updates]
     like = updates[0]
+    if far_apart([norm(update) for update in updates]):
+        # The rounding of a large update would decide how the directions of a small one lie.
+        updates = [truncated_svd(each, min(each.shape), rtol=rtol).product() for each in updates]
     changed = [update for update in updates if update.any()]
     unchanged = len(updates) - len(changed)
     if not changed:
@@ -167,7 +171,8 @@ def knots(
         rank_rtol: where the numerical rank of [Δ_1 … Δ_T] ends, and those of the inner method.
 
     Departs from the paper: the default is the authors' code, which merges ΣV_tᵀ where the paper says
-    V_tᵀ. The rank is relative to the largest singular value (published: σ > 1e-5, whatever the size of
+    V_tᵀ. The rank is relative to the largest singular value, of updates brought to one size where
+    their norms differ by more than 1000, since TIES counts the directions (published: σ > 1e-5, whatever the size of
     the updates, or none, and then arbitrary rows of V). LoRA's α/r is part of an update (published
     code leaves it out). An exact tie of votes elects nobody, as in `ties`. Biases do not join the
     matrix as a column.
