@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import Any, cast, overload
+from math import inf
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from covmerge.errors import RecipeError, TensorError
+from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.random import Stream
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import merge_factors
 from covmerge.types import LinearGroup, LowRank, Measured
+
+_Update = TypeVar("_Update", Tensor, LowRank)
 
 
 @overload
@@ -58,9 +63,12 @@ def merge_layer(
         W̄ − W_0 `(d_out, d_in)` in the dtype and on the device of the updates. By its factors, of
         rank at most Σr + 1, where all updates are and the method is exact on them.
 
+    Random numbers of methods with a `seed` belong to an update's content, not to its place.
+
     Raises:
-        TensorError: no updates, shapes or dtypes that differ, NaN or Inf.
-        RecipeError: unknown method or parameter.
+        TensorError: no updates, shapes or dtypes that differ, NaN or Inf; or the result is not finite,
+            or not in the dtype of the updates.
+        RecipeError: unknown method or parameter, or weights that are not positive and finite.
 
     Departs from the paper: nowhere by itself; see the method.
 
@@ -74,31 +82,76 @@ def merge_layer(
     """
     chosen = registry.get(method)
     parameters = chosen.resolve(params)
-    _check(chosen, updates)
+    _check(chosen, updates, data or ())
     shares = [1.0] * len(updates) if weights is None else list(weights)
-    if len(shares) != len(updates) or not all(weight > 0 for weight in shares):
+    if len(shares) != len(updates) or not all(0 < weight < inf for weight in shares):
         raise RecipeError(
-            f"weights {shares} for {len(updates)} updates: pass one positive number each"
+            f"weights {shares} for {len(updates)} updates: pass one positive, finite number each"
         )
     stored = updates[0].dtype
     dtype = torch.promote_types(stored, torch.float32)
     if all(isinstance(u, LowRank) for u in updates) and chosen.factored_for(parameters):
         factors = [update.to(dtype) for update in cast("Sequence[LowRank]", updates)]
-        return merge_factors(chosen, factors, shares, parameters).delta.to(stored)
-    dense = tuple(u.to(dtype).dense() if isinstance(u, LowRank) else u.to(dtype) for u in updates)
+        return _stored(merge_factors(chosen, factors, shares, parameters).delta, stored)
+    dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
     group = LinearGroup(
         dense,
         tuple(shares),
-        streams=tuple(Stream(f"update {index}") for index in range(len(updates))),
+        streams=_streams(dense, shares) if chosen.seeded else (),
         measured=tuple(
             Measured(value.to(dense[0].device, dtype), rows=0, total=norm(value))
             for value in data or ()
         ),
     )
-    return chosen(group, **parameters).delta.to(stored)
+    return _stored(chosen(group, **parameters).delta, stored)
 
 
-def _check(method: Method, updates: Sequence[Tensor | LowRank]) -> None:
+def _stored(merged: _Update, dtype: torch.dtype) -> _Update:
+    """The merged update in the dtype of the updates."""
+    stored = merged.to(dtype)
+    if not all(map(all_finite, _parts(stored))):
+        raise TensorError(
+            f"the merged update is finite in {merged.dtype} and overflows {dtype}, the dtype of the "
+            "updates: pass them in a wider one, as update.float() or update.double()"
+        )
+    return stored
+
+
+def _dense(index: int, update: Tensor | LowRank) -> Tensor:
+    if isinstance(update, Tensor):
+        return update
+    product = update.dense()
+    if not all_finite(product):
+        raise TensorError(
+            f"update {index}: left · right overflows {product.dtype}, and this method needs the "
+            "product; pass the factors in float64, or divided by what the result is multiplied by"
+        )
+    return product
+
+
+def _streams(updates: Sequence[Tensor], weights: Sequence[float]) -> tuple[Stream, ...]:
+    """Random numbers that belong to what an update is, whatever its place, dtype or power of two.
+
+    Updates that are equal are told apart by their weights, and then by a count.
+    """
+    digests: list[str] = []
+    for update in updates:
+        near_one = (update * 2.0 ** -exponent_of([update])).float() + 0.0  # −0 is 0
+        content = near_one.contiguous().cpu().numpy().tobytes()
+        digests.append(hashlib.blake2b(content, digest_size=16).hexdigest())
+    order = sorted(range(len(updates)), key=lambda t: (digests[t], weights[t]))
+    streams: dict[int, Stream] = {}
+    for place, t in enumerate(order):
+        copies = sum(digests[other] == digests[t] for other in order[:place])
+        streams[t] = Stream(f"update {digests[t]}, copy {copies}")
+    return tuple(streams[t] for t in range(len(updates)))
+
+
+def _parts(update: Tensor | LowRank) -> tuple[Tensor, ...]:
+    return (update.left, update.right) if isinstance(update, LowRank) else (update,)
+
+
+def _check(method: Method, updates: Sequence[Tensor | LowRank], data: Sequence[Tensor]) -> None:
     """Refuse what cannot be merged, with the index of the update."""
     if not updates:
         raise TensorError("merge_layer: the list of updates is empty; pass at least one")
@@ -112,11 +165,13 @@ def _check(method: Method, updates: Sequence[Tensor | LowRank]) -> None:
             )
         if not update.dtype.is_floating_point:
             raise TensorError(f"update {index} is {update.dtype}: pass floating-point differences")
-        parts = (update.left, update.right) if isinstance(update, LowRank) else (update,)
-        if not all(map(all_finite, parts)):
+        if not all(map(all_finite, _parts(update))):
             raise TensorError(
                 f"update {index} holds NaN or Inf: check the checkpoint it comes from"
             )
+    for index, value in enumerate(data):
+        if not all_finite(value):
+            raise TensorError(f"data {index} holds NaN or Inf: collect it again")
     if not method.takes_any_shape and len(first.shape) != 2:
         raise TensorError(
             f"method '{method.name}' merges matrices (d_out, d_in), the updates are "
