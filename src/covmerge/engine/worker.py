@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, sqrt
@@ -175,9 +176,11 @@ class Layer:
             weights = [self._context.weights[expert] for expert in self._given]
             limits = thresholds.get(action.key)
             surveyed = None if limits is None else [limits[expert] for expert in self._given]
-            found = [
-                merge_factors(method, own, weights, action.parameters, surveyed) for own in factors
-            ]
+            with _naming(item.tensor):
+                found = [
+                    merge_factors(method, own, weights, action.parameters, surveyed)
+                    for own in factors
+                ]
             noticed: list[Json] = [dict(merged.stats) for merged in found]
             if action.layout is None or not action.layout.stacked:
                 return Change(found[0], noticed)
@@ -185,7 +188,8 @@ class Layer:
             write_matrices(stack, action.layout, [merged.delta.dense() for merged in found])
             return Change(stack, noticed)
         groups = list(self._groups(item, action, method, thresholds.get(action.key)))
-        results = [method(group, **action.parameters) for group in groups]
+        with _naming(item.tensor):
+            results = [method(group, **action.parameters) for group in groups]
         names = list(self._updates)
         stats: list[Json] = [dict(result.stats) for result in results]
         like = self._updates[names[0]]
@@ -316,6 +320,15 @@ class Layer:
             padded[: len(value)] = value
             value = padded
         return Measured(value, measured.rows, measured.total)
+
+
+@contextmanager
+def _naming(tensor: TensorPlan) -> Iterator[None]:
+    """Say which tensor a method cannot merge; the method itself knows no names."""
+    try:
+        yield
+    except TensorError as error:
+        raise TensorError(f"'{tensor.name}': {error}") from error
 
 
 def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
