@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -48,8 +49,11 @@ def factorize(system: Tensor, *, ridge: float) -> Cholesky:
 
     Raises:
         TensorError: the matrix stays indefinite at the top of the ladder (1e-4).
+        OverflowError: it holds NaN or Inf.
     """
     mean_diagonal = float(system.diagonal().mean())
+    if not isfinite(mean_diagonal):
+        raise OverflowError("the sums of this layer overflow")
     for dtype in dict.fromkeys((system.dtype, torch.float64)):
         factor = torch.empty_like(system, dtype=dtype)
         for step in _LADDER if dtype == torch.float64 else _LADDER[:1]:

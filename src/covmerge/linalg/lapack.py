@@ -7,12 +7,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from covmerge.linalg.exponent import exponent_of
+
 _linalg: Any = torch.linalg
+LinAlgError: type[RuntimeError] = _linalg.LinAlgError
+_FLOATS = (torch.float32, torch.float64)
+_EASY = (1e-15, 1e15)  # norms whose squares are far inside float32
 
 
 def norm(tensor: Tensor) -> float:
-    """Frobenius norm of a tensor of any shape."""
-    return float(_linalg.vector_norm(tensor))
+    """Frobenius norm of a tensor of any shape, also where the squares of its entries leave its dtype.
+
+    Example:
+        >>> round(norm(torch.tensor([3e30, 4e30])) / 1e30, 6)
+        5.0
+    """
+    size = float(_linalg.vector_norm(tensor))
+    if _EASY[0] < size < _EASY[1] or not tensor.numel() or tensor.dtype not in _FLOATS:
+        return size
+    exponent = exponent_of([tensor])
+    near_one = tensor.to(torch.float64) * 2.0**-exponent
+    return float(_linalg.vector_norm(near_one)) * 2.0**exponent
 
 
 def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:

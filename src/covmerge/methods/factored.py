@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from covmerge.linalg.basis import Basis, basis_of
+from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.lapack import svd
 from covmerge.methods.registry import Method, Parameters, Sides
 from covmerge.types import Frame, Json, LinearGroup, LowRank
@@ -106,10 +107,14 @@ def survey_factors(
 
 
 def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) -> _Reduced:
-    """Write the updates in a basis on one side or on both."""
+    """Write the updates in a basis on one side or on both.
+
+    Every factor is brought near 1 by a power of two first, which changes no digit: what one of its
+    factors has of 1e20 and the other of 1e-20 is no matter of the bases.
+    """
     d_out, d_in = updates[0].shape
-    lefts = [update.left for update in updates]
-    rights = [update.right.mT for update in updates]
+    lefts, outer = _near_one([update.left for update in updates])
+    rights, inner = _near_one([update.right.mT for update in updates])
     left = right = frame = None
     if sides == "both":
         left = basis_of([*lefts, lefts[0].new_ones(d_out, 1)])
@@ -124,11 +129,17 @@ def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) 
     other = rights if right is None else right.blocks
     # Small, and float64 lets their rank be seen.
     factors = tuple(
-        LowRank(b.to(torch.float64), a.mT.to(torch.float64))
-        for b, a in zip(own, other, strict=True)
+        LowRank(b.to(torch.float64) * out, a.mT.to(torch.float64) * into)
+        for b, a, out, into in zip(own, other, outer, inner, strict=True)
     )
     cores = tuple(each.dense() for each in factors)
     return _Reduced(LinearGroup(cores, tuple(weights), frame=frame, factors=factors), left, right)
+
+
+def _near_one(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
+    """Return the factors times powers of two that bring them near 1, and what undoes it."""
+    sizes = [2.0 ** exponent_of([factor]) for factor in factors]
+    return [factor / size for factor, size in zip(factors, sizes, strict=True)], sizes
 
 
 def _expand(basis: Basis | None, coordinates: Tensor) -> Tensor:

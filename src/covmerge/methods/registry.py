@@ -11,8 +11,11 @@ from typing import Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from torch import Tensor
 
-from covmerge.errors import RecipeError, did_you_mean
+from covmerge.errors import RecipeError, TensorError, did_you_mean
 from covmerge.linalg.auto import Cost
+from covmerge.linalg.finite import all_finite
+from covmerge.linalg.lapack import LinAlgError, norm
+from covmerge.methods.scaled import run_near_one
 from covmerge.types import LinearGroup, Merged
 
 Kernel = Callable[..., Merged]
@@ -24,6 +27,7 @@ Unit = Literal["element", "row", "tensor", "matrix"]
 Data = Literal["none", "gram", "fisher"]
 # On which sides a layer may be written in an orthonormal basis that holds its updates.
 Sides = Literal["none", "outputs", "inputs", "both"]
+_NO_FLOAT = "without overflow"  # of torch's message where a factor is too large for the dtype
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,13 @@ class Laws:
 
     Attributes:
         order_invariant: permuting the experts changes nothing beyond rounding.
-        scale_equivariant: Δ → sΔ gives s times the merged update.
+        scale_equivariant: Δ → sΔ gives s times the merged update, at the default parameters.
         rotation_equivariant: Δ → QΔPᵀ with orthogonal Q, P gives Q(merged update)Pᵀ; statistics of
             the layer's inputs turn with P.
         replicas: f(parameters, T) such that T copies of one update Δ give f·Δ, or None where they
             do not give a multiple of it.
         replicas_text: the same for a reader.
+        scales_with: whether `scale_equivariant` holds with other parameters too.
     """
 
     order_invariant: bool
@@ -64,6 +69,7 @@ class Laws:
     rotation_equivariant: bool
     replicas: Callable[[Mapping[str, Any], int], float | None]
     replicas_text: str
+    scales_with: Callable[[Parameters], bool] = lambda parameters: True
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,10 @@ class Method:
         """Return whether adapters are merged exactly on their factors with these parameters."""
         return self.sides_for(parameters) != "none"
 
+    def scales_with(self, parameters: Parameters) -> bool:
+        """Return whether Δ → sΔ gives s times the merged update with these parameters."""
+        return self.laws.scale_equivariant and self.laws.scales_with(parameters)
+
     def surveyed(self, parameters: Parameters) -> float | None:
         """Return the density that its survey looks for; None: no survey."""
         return None if self.survey is None else self.survey.density(parameters)
@@ -207,8 +217,50 @@ class Method:
             raise RecipeError(f"method '{self.name}': {problems}") from error
 
     def __call__(self, group: LinearGroup, **parameters: Any) -> Merged:
-        """Run the kernel on one layer; `parameters` as `resolve` returns them."""
-        return self.kernel(group, **parameters)
+        """Run the kernel on one layer; `parameters` as `resolve` returns them.
+
+        Raises:
+            TensorError: the updates cannot be merged, or the result is not finite.
+        """
+        try:
+            if self._multiplies and self.scales_with(parameters):
+                merged = run_near_one(self.kernel, group, parameters)
+            else:
+                merged = self.kernel(group, **parameters)
+        except (LinAlgError, ArithmeticError) as error:
+            raise self._beyond(
+                group, f"fails ({type(error).__name__.strip('_')})", parameters
+            ) from error
+        except RuntimeError as error:
+            if _NO_FLOAT not in str(error):
+                raise
+            raise self._beyond(group, "overflows", parameters) from error
+        if not all_finite(merged.delta):
+            raise self._beyond(group, "gives NaN or Inf", parameters)
+        return merged
+
+    @property
+    def _multiplies(self) -> bool:
+        """Whether it multiplies entries of the updates with each other, or with data."""
+        return not self.takes_any_shape or self.data != "none"
+
+    def _beyond(self, group: LinearGroup, what: str, parameters: Parameters) -> TensorError:
+        """Say that finite updates are beyond this method, and which would be within it."""
+        sizes = ", ".join(f"{norm(update):.3g}" for update in group.updates)
+        if self.scales_with(parameters):
+            why = (
+                "these norms, weights or parameters are too far apart, or the result is too large "
+                f"for {group.updates[0].dtype}: compute in float64"
+            )
+        else:
+            why = (
+                "its constants are absolute, so that it needs updates of usual size: multiply them "
+                "by one factor and divide the result by it"
+            )
+        return TensorError(
+            f"method '{self.name}' {what} on finite updates of norms {sizes} (in the experts' "
+            f"order); {why}, or merge this tensor by `average`"
+        )
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:

@@ -16,6 +16,8 @@ from covmerge.methods.closed_form import active_experts, solve_cut_off, stack_we
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.types import Json, LinearGroup, Merged
 
+_APART = 1e-9
+
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # The work of the default solver; Adam holds, beside the sums, W with its gradient and its moments.
@@ -48,6 +50,8 @@ def _sides(parameters: Parameters) -> Sides:
         replicas=lambda parameters, count: 1.0 if parameters["solver"] == "closed" else None,
         replicas_text="the expert (up to directions below the cut-off); `adam` starts at the sum "
         "and stays near it",
+        # The length of Adam's steps is a parameter.
+        scales_with=lambda parameters: parameters.get("solver") != "adam",
     ),
     cost=_cost,
     factored=_sides,
@@ -116,8 +120,10 @@ def wudi(
     if not active.updates:
         return Merged(torch.zeros_like(first), {"unchanged": active.unchanged})
 
+    # 1 / ‖Δ_t‖² brings back what float32 may have lost in the squares of a far smaller update.
+    apart = min(active.norms) < _APART * max(active.norms)
     covariances = [
-        gram(update).times(weight / size**2)
+        replace(gram(update).times(weight / size**2), exact=apart)
         for update, weight, size in zip(active.updates, active.weights, active.norms, strict=True)
     ]
     if solver == "adam":

@@ -1,0 +1,53 @@
+"""Updates of any size, for methods that promise Δ → sΔ gives s times the merged update.
+
+Such a method multiplies entries with each other: squares in Gram matrices, cubes in Σ Δ_tC_t. Far from
+1 these leave the dtype, though updates and result are well inside it. There the kernel is run on
+updates times one power of two, and its result is divided by it: both change no digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from covmerge.linalg.exponent import exponent_of
+from covmerge.types import Json, LinearGroup, LowRank, Merged
+
+# Exponents of the largest entry that need nothing: d³ times the cube is far below float32's 2^127, and
+# cubes of entries 2^-20 as large far above its 2^-149.
+_EASY = 20
+_LENGTHS = {"sigma"}  # the statistics that have the units of the updates
+
+
+def run_near_one(
+    kernel: Callable[..., Merged], group: LinearGroup, parameters: Mapping[str, Any]
+) -> Merged:
+    """Run a kernel that is equivariant to scale on updates brought near 1, and scale its result back.
+
+    Thresholds of a survey are in units that only the method knows: with them it is run as it is.
+
+    Example:
+        >>> import torch
+        >>> from covmerge.methods import get
+        >>> group = LinearGroup((torch.eye(2) * 1e30, torch.eye(2) * 1e30), (1.0, 1.0))
+        >>> run_near_one(get("actmat").kernel, group, {}).delta[0, 0] == group.updates[0][0, 0]
+        tensor(True)
+    """
+    exponent = 0 if group.thresholds is not None else exponent_of(group.updates)
+    if abs(exponent) <= _EASY:
+        return kernel(group, **parameters)
+    # An even power, so that a square root of it is one too.
+    factor = 2.0 ** -(exponent + exponent % 2)
+    near_one = replace(
+        group,
+        updates=tuple(update * factor for update in group.updates),
+        factors=tuple(LowRank(each.left * factor, each.right) for each in group.factors),
+        shared=None,  # what others keep there belongs to the updates as they are
+    )
+    merged = kernel(near_one, **parameters)
+    stats: dict[str, Json] = {
+        name: value / factor if name in _LENGTHS and isinstance(value, float) else value
+        for name, value in merged.stats.items()
+    }
+    return replace(merged, delta=merged.delta / factor, stats=stats)
