@@ -97,7 +97,7 @@ def test_an_expert_inside_the_common_directions_adds_none():
     small = torch.zeros(6, 8)
     small[0, 0] = 1.0
     other = torch.zeros(6, 8)
-    other[4:, 4:6] = torch.eye(2)
+    other[4:, 4:6] = torch.diag(torch.tensor([1.0, 0.5]))  # equal ones would both be kept
     stats = merge("iso_cts", [wide, small, other], common_fraction=0.5).stats
     assert (stats["rank"], stats["common"], stats["per_task"]) == (6, 3, 1)
     assert stats["directions"] == 3 + 2

@@ -270,7 +270,7 @@ def _factored(
     if isinstance(delta, MergedFactors):
         found, sigma = delta.truncated(rank)
         return (found.mT if transposed else found), sigma
-    top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0)
+    top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0, equals=False)
     root = top.kept.to(top.left.dtype).sqrt()
     # A result of lower rank than its place in the file: terms that are zero.
     spare = (0, rank - len(root))

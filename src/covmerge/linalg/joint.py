@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covmerge.linalg.auto import spectrum_choice
 from covmerge.linalg.lapack import eigh, norm, svd
+from covmerge.linalg.spectral import with_equals
 from covmerge.linalg.symmetric import add_gram_, mirror_
 
 _linalg: Any = torch.linalg
@@ -29,6 +30,16 @@ class JointDirections:
 
     left: Tensor
     sigma: Tensor
+
+    @property
+    def arbitrary(self) -> int:
+        """How many of them have singular values that equal another's: they may turn into each other."""
+        k, groups = 0, list[int]()
+        while k < len(self.sigma):
+            end = with_equals(self.sigma, k + 1)
+            groups.append(end - k)
+            k = end
+        return sum(size for size in groups if size > 1)
 
 
 def joint_directions(blocks: Sequence[Tensor], *, rtol: float) -> JointDirections:

@@ -14,6 +14,11 @@ from covmerge.linalg.lapack import eigh, svd
 from covmerge.linalg.symmetric import add_gram_, gram, mirror_
 
 _BLOCK = 1024  # columns that are alive in float64 at once
+# Singular values are one value that differ by less than so much of themselves, and by less than what
+# rounding of float32 entries makes of equal ones, relative to the largest: float32 cannot tell their
+# directions apart, and float64 goes by the same.
+_ALIKE = 1e-5
+_ROUNDED_APART = 4.0 * torch.finfo(torch.float32).eps
 # Most that |WᵀW − I| may be of computed directions W. Those at the default numerical rank of
 # float32 stay under a tenth of it.
 _ORTHONORMAL = 1e-3
@@ -45,7 +50,8 @@ class TruncatedSvd:
         return (self.left.to(torch.float64) * self.kept) @ self.right.to(torch.float64)
 
     def first(self, k: int) -> TruncatedSvd:
-        """Return the part of the k largest singular values."""
+        """Return the part of the k largest singular values, with those that equal the k-th."""
+        k = with_equals(self.kept, k)
         return TruncatedSvd(self.left[:, :k], self.right[:k], self.sigma, self.rank)
 
 
@@ -56,7 +62,7 @@ class LeadingDirections:
     Attributes:
         isometry: U_k V_kᵀ, of F's shape and dtype; its residual has been checked.
         sigma: all singular values, float64, descending.
-        k: directions kept: what was asked for, at most the numerical rank.
+        k: directions kept: what was asked for and the equals of the last, at most the numerical rank.
         rank: numerical rank of F.
     """
 
@@ -78,13 +84,34 @@ def rank_tolerance(shape: Sequence[int], dtype: torch.dtype, given: float | None
     return sqrt(max(shape)) * torch.finfo(dtype).eps
 
 
+def with_equals(sigma: Tensor, k: int) -> int:
+    """Return k, or as many more as singular values, descending, go on that equal the k-th.
+
+    Those that equal zero are none of them: whoever asks for k beyond the rank gets k.
+
+    Example:
+        >>> with_equals(torch.tensor([2.0, 1.0, 1.0, 0.5]), 2)
+        3
+    """
+    if not 0 < k < len(sigma):
+        return k
+    rounding = _ROUNDED_APART * float(sigma[0])
+    if float(sigma[k - 1]) <= rounding:
+        return k
+    step = min(rounding, _ALIKE * float(sigma[k - 1]))
+    apart = (sigma[k - 1 : -1] - sigma[k:] > step).nonzero()
+    return k + int(apart[0]) if len(apart) else len(sigma)
+
+
 def truncated_svd(
-    matrix: Tensor, k: int, *, rtol: float, scale: float | None = None
+    matrix: Tensor, k: int, *, rtol: float, scale: float | None = None, equals: bool = True
 ) -> TruncatedSvd:
     """Return the `k` leading singular triplets of `matrix` `(d_out, d_in)`.
 
     Directions whose singular value is at or below `rtol` times `scale`, by default the largest
-    singular value, are beyond the numerical rank; they are arbitrary and never kept.
+    singular value, are beyond the numerical rank; they are arbitrary and never kept. Of singular
+    values that equal the k-th all are kept: which of their directions come first would be arbitrary.
+    Without `equals` k is a bound.
 
     Float64 goes through an SVD. Float32 goes through the float64 eigenproblem of the smaller Gram
     matrix, V_kᵀ = Σ_k⁻¹U_kᵀF, which resolves σ down to 1e-8 of the largest.
@@ -99,6 +126,7 @@ def truncated_svd(
         left, sigma, right = svd(matrix)
         rank = _rank(sigma, rtol, scale)
         k = min(k, rank)
+        k = with_equals(sigma[:rank], k) if equals else k
         # Copies, so that the full factors are gone.
         return TruncatedSvd(left[:, :k].clone(), right[:k].clone(), sigma, rank)
 
@@ -108,6 +136,7 @@ def truncated_svd(
     sigma = values.clamp_min(0.0).sqrt().flip(0)
     rank = _rank(sigma, rtol, scale)
     k = min(k, rank)
+    k = with_equals(sigma[:rank], k) if equals else k
     short = vectors.flip(1)[:, :k]
     whiten = (short / sigma[:k]).mT
     long = matrix.new_empty(k, wide.shape[1])

@@ -80,7 +80,7 @@ def spectrum_of(update: Tensor | LowRank) -> Spectrum:
         (_, root), (basis, core) = qr(left), qr(right.mT)
         _, sigma, inputs = svd(root @ core.mT)
         return Spectrum(sigma, (inputs @ basis.mT)[:k].to(update.dtype))
-    top = truncated_svd(update, k, rtol=0.0)
+    top = truncated_svd(update, k, rtol=0.0, equals=False)
     return Spectrum(top.sigma, top.right)
 
 

@@ -65,8 +65,9 @@ def cart(
         rank_ratio: k = max(1, ⌊rank_ratio · min(d_out, d_in)⌋).
         scale: λ.
 
-    Departs from the paper: nowhere. The published code merges so only tensors named attn or mlp;
+    Departs from the paper: the published code merges so only tensors named attn or mlp;
     here a recipe says which.
+    Of singular values that equal the k-th all are kept: which come first would be arbitrary.
 
     Example:
         >>> import torch

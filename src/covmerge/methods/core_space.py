@@ -96,7 +96,8 @@ def core_space(
     TSV-Merge and k of CART go by the sides of the core. With `ties` the bases matter, and so does
     how each update is factorised: an adapter says it; an update that came multiplied out (a full
     model, a part of a fused tensor) is B_t = U_tσ_t^½, A_t = σ_t^½V_tᵀ of its singular value
-    decomposition, within its numerical rank.
+    decomposition, within its numerical rank. `arbitrary` in the statistics: how many of the bases'
+    directions may turn into each other, having equal singular values.
 
     Args:
         group: updates `(d_out, d_in)`; weights as in the inner method.
@@ -132,8 +133,11 @@ def core_space(
     factors = [
         group.factors[t] if group.factors else _balanced(group.updates[t], rtol) for t in changed
     ]
-    left = joint_directions([each.left for each in factors], rtol=rtol).left
-    right = joint_directions([each.right.mT for each in factors], rtol=rtol).left
+    outputs = joint_directions([each.left for each in factors], rtol=rtol)
+    inputs = joint_directions([each.right.mT for each in factors], rtol=rtol)
+    left, right = outputs.left, inputs.left
+    if inner == "ties" and outputs.arbitrary + inputs.arbitrary:
+        stats["arbitrary"] = outputs.arbitrary + inputs.arbitrary
     if far_apart([norm(update) for update in group.updates]):
         cores = _exact_cores(dict(zip(changed, factors, strict=True)), group, left, right)
         rtol = rank_tolerance(group.shape, torch.float64, rank_rtol)
@@ -166,8 +170,9 @@ def _balanced(update: Tensor, rtol: float) -> LowRank:
 def _exact_cores(
     factors: Mapping[int, LowRank], group: LinearGroup, left: Tensor, right: Tensor
 ) -> tuple[Tensor, ...]:
-    """UᵀB_t · A_tV in float64: of no more directions than the factors, so that a flat spectrum counts
-    those of a small update, and no rounding of a large one.
+    """UᵀB_t · A_tV in float64, of no more directions than the factors.
+
+    A flat spectrum then counts those of a small update, and no rounding of a large one.
     """
     nothing = left.new_zeros(left.shape[1], right.shape[1])
     return tuple(

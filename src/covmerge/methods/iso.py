@@ -141,7 +141,8 @@ def iso_cts(
     did not change the layer leaves it, and T counts the others. s is at least 1 and c at least 0
     (published: no task directions for T ≥ 2(r − ⌊common_fraction · r⌋)). Nothing beyond the
     numerical rank of a projected update is used; where an update lies in the common directions
-    nothing of it is. polar takes a pseudo-inverse, as in `tsv_m`.
+    nothing of it is. polar takes a pseudo-inverse, as in `tsv_m`, and equal singular values at a cut
+    are kept as there.
 
     Example:
         >>> import torch
@@ -163,9 +164,9 @@ def iso_cts(
     stats = {
         "unchanged": len(group.updates) - len(changed),
         "rank": whole.rank,
-        "common": c,
+        "common": len(common.right),
         "per_task": s,
-        "directions": c + sum(map(len, sigma)),
+        "directions": len(common.right) + sum(map(len, sigma)),
         "sigma": flat,
     }
     return Merged((left @ right).mul_(scale * flat), stats)

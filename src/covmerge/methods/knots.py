@@ -39,11 +39,13 @@ class Aligned:
         basis: `(d_out, k)`, of the updates' dtype.
         components: `(k, d_in)` per expert, zero for one that did not change the layer.
         unchanged: how many did not.
+        arbitrary: directions that may turn into each other, their singular values being equal.
     """
 
     basis: Tensor
     components: tuple[Tensor, ...]
     unchanged: int
+    arbitrary: int = 0
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -97,7 +99,7 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
     components = tuple(
         (coordinates @ update.to(torch.float64)).to(like.dtype) for update in updates
     )
-    return Aligned(basis.to(like.dtype), components, unchanged)
+    return Aligned(basis.to(like.dtype), components, unchanged, together.arbitrary)
 
 
 @register(
@@ -154,8 +156,9 @@ def knots(
 
     They agree where f is linear, and then with f on the updates themselves; with TIES they do not.
     With `space: v` the singular values of a V_tᵀ are all 1 where the updates are independent of each
-    other, as adapters are: unless all are kept, as at equal ranks, those that TSV-Merge takes as
-    leading are arbitrary.
+    other, as adapters are: none is leading, and TSV-Merge keeps all. Where singular values of
+    [Δ_1 … Δ_T] are equal, as for orthogonal updates, their directions in U are arbitrary, and so is
+    what TIES makes of entries along them: `arbitrary` in the statistics is how many.
 
     Args:
         group: updates `(d_out, d_in)`; weights as in the inner method.
@@ -172,10 +175,10 @@ def knots(
 
     Departs from the paper: the default is the authors' code, which merges ΣV_tᵀ where the paper says
     V_tᵀ. The rank is relative to the largest singular value, of updates brought to one size where
-    their norms differ by more than 1000, since TIES counts the directions (published: σ > 1e-5, whatever the size of
-    the updates, or none, and then arbitrary rows of V). LoRA's α/r is part of an update (published
-    code leaves it out). An exact tie of votes elects nobody, as in `ties`. Biases do not join the
-    matrix as a column.
+    their norms differ by more than 1000, since TIES counts the directions (published: σ > 1e-5,
+    whatever the size of the updates, or none, and then arbitrary rows of V). LoRA's α/r is part of
+    an update (published code leaves it out). An exact tie of votes elects nobody, as in `ties`.
+    Biases do not join the matrix as a column.
 
     Example:
         >>> import torch
@@ -187,6 +190,8 @@ def knots(
     del trim  # the engine's survey has followed it
     aligned = align(group, space=space, concat=concat, rank_rtol=rank_rtol)
     stats = {"unchanged": aligned.unchanged, "components": len(aligned.components[0])}
+    if inner == "ties" and aligned.arbitrary:
+        stats["arbitrary"] = aligned.arbitrary
     if not stats["components"]:
         return Merged(torch.zeros_like(group.updates[0]), stats)
     merged = merge_inside(

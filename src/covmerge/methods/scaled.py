@@ -31,8 +31,8 @@ def run_near_one(
         >>> import torch
         >>> from covmerge.methods import get
         >>> group = LinearGroup((torch.eye(2) * 1e30, torch.eye(2) * 1e30), (1.0, 1.0))
-        >>> run_near_one(get("actmat").kernel, group, {}).delta[0, 0] == group.updates[0][0, 0]
-        tensor(True)
+        >>> round(float(run_near_one(get("actmat").kernel, group, {}).delta[0, 0]) / 1e30, 5)
+        1.0
     """
     exponent = 0 if group.thresholds is not None else exponent_of(group.updates)
     if abs(exponent) <= _EASY:

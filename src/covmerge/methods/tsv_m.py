@@ -82,7 +82,8 @@ def tsv_m(
     T > r) and none beyond its numerical rank (published: arbitrary vectors; float32 and float64
     differ by 80–130 % on adapters). polar takes a pseudo-inverse: where experts share directions the
     published factor adds arbitrary ones. Δ and −Δ thus give 0, and T copies of an expert the
-    expert, truncated.
+    expert, truncated. Singular values that equal an update's last kept one are kept too: which of
+    them come first is arbitrary.
 
     Example:
         >>> import torch
