@@ -16,7 +16,7 @@ from covmerge.linalg.symmetric import add_gram_, mirror_
 
 _linalg: Any = torch.linalg
 # Beyond this ratio of sizes the directions of a small block may be below the rounding of a large one.
-_APART = 1e3
+_APART = 50.0
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def core_space(
 
     Departs from the paper: LoRA's α/r is part of B_t (published code leaves it out). The bases end at
     the numerical rank of the factors, and a flat spectrum at that of the merged core (published:
-    directions beyond it are arbitrary, and raised to the mean). Where norms differ by more than 1000
+    directions beyond it are arbitrary, and raised to the mean). Where norms differ by more than 50-fold
     the bases are those of updates brought to one size, and the cores are merged in float64: a flat
     spectrum depends on how many directions there are, and those of a small update count as any
     other's. An expert that did not change the

@@ -175,7 +175,7 @@ def knots(
 
     Departs from the paper: the default is the authors' code, which merges ΣV_tᵀ where the paper says
     V_tᵀ. The rank is relative to the largest singular value, of updates brought to one size where
-    their norms differ by more than 1000, since TIES counts the directions (published: σ > 1e-5,
+    their norms differ by more than 50-fold, since TIES counts the directions (published: σ > 1e-5,
     whatever the size of the updates, or none, and then arbitrary rows of V). LoRA's α/r is part of
     an update (published code leaves it out). An exact tie of votes elects nobody, as in `ties`.
     Biases do not join the matrix as a column.
