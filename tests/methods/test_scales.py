@@ -193,3 +193,12 @@ def test_random_numbers_belong_to_an_update(name):
     assert relative(covmerge.merge_layer([one, one], name), one) > 0.1
     alone, twice = (covmerge.merge_layer([one] * count, name) != 0 for count in (1, 2))
     assert twice.sum() > alone.sum()
+
+
+def test_the_engine_names_the_tensor_that_cannot_be_merged():
+    base = {"fc.weight": torch.zeros(9, 1)}
+    experts = [{"fc.weight": update} for update in draw((9, 1), (8e24, 5e24))]
+    with pytest.raises(TensorError, match=r"'fc.weight': method 'ace' fails .* norms 8e\+24"):
+        covmerge.merge(base=base, experts=experts, method="ace")
+    for name in ("actmat", "wudi", "iso_cts"):
+        covmerge.merge(base=base, experts=experts, method=name)

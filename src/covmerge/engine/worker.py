@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -323,7 +323,7 @@ class Layer:
 
 
 @contextmanager
-def _naming(tensor: TensorPlan) -> Iterator[None]:
+def _naming(tensor: TensorPlan) -> Generator[None]:
     """Say which tensor a method cannot merge; the method itself knows no names."""
     try:
         yield
