@@ -15,6 +15,7 @@ from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.random import Stream
+from covmerge.measures.rounding import rounding_floors
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import merge_factors
 from covmerge.types import LinearGroup, LowRank, Measured
@@ -98,6 +99,7 @@ def merge_layer(
         dense,
         tuple(shares),
         streams=_streams(dense, shares) if chosen.seeded else (),
+        floors=() if stored == dtype else rounding_floors(dense, [stored] * len(dense)),
         measured=tuple(
             Measured(value.to(dense[0].device, dtype), rows=0, total=norm(value))
             for value in data or ()

@@ -181,6 +181,9 @@ class LinearGroup:
             as the layer itself: sizes come from `shape`, and 𝟏 is `frame.ones_out`, `frame.ones_in`.
         factors: per expert, the factors that its update came in, in the coordinates of `updates`;
             empty where it came multiplied out.
+        floors: per expert, the largest singular value that rounding of its stored weights gives to
+            its update (`covmerge.measures.rounding`): directions below it are not the expert's. Empty:
+            the updates are what they are.
     """
 
     updates: tuple[Tensor, ...]
@@ -191,6 +194,7 @@ class LinearGroup:
     shared: dict[str, Any] | None = None
     frame: Frame | None = None
     factors: tuple[LowRank, ...] = ()
+    floors: tuple[float, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -124,7 +124,8 @@ def test_a_merged_model_with_nan(bert):
 def test_gamma_at_its_pole():
     # The mean of log‖Δ‖² is 0 for norms of 0.5 and 2.
     experts = {
-        name: {"fc.weight": torch.full((2, 2), size / 2)} for name, size in (("a", 0.5), ("b", 2.0))
+        name: {"fc.weight": torch.diag(torch.tensor([size, 0.0]))}
+        for name, size in (("a", 0.5), ("b", 2.0))
     }
     base = {"fc.weight": torch.zeros(2, 2)}
     found = covmerge.inspect(base, experts)

@@ -57,20 +57,21 @@ def test_the_tolerance_given_is_taken():
 def test_the_polar_factor_is_the_nearest_isometry(shape, dtype, tolerance):
     matrix = rows(*shape, dtype=dtype)
     left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    assert torch.allclose(polar(matrix, rtol=1e-6).double(), left @ right, atol=tolerance)
+    assert torch.allclose(polar(matrix, rtol=1e-6).isometry.double(), left @ right, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dependent_columns_gain_no_direction(dtype):
     vector = torch.nn.functional.normalize(rows(9, 1, dtype=dtype), dim=0)
-    copies = polar(vector.expand(9, 4), rtol=1e-5)
+    copies = polar(vector.expand(9, 4), rtol=1e-5).isometry
     assert torch.allclose(copies, vector.expand(9, 4) / 2, atol=1e-6)
 
 
 def test_opposite_vectors_cancel_in_the_product():
     top = truncated_svd(rows(6, 8), 2, rtol=1e-12)
     mirrored = truncated_svd(-rows(6, 8), 2, rtol=1e-12)
-    left, right = orthogonalized([top, mirrored], rtol=1e-12)
+    joined = orthogonalized([top, mirrored], rtol=1e-12)
+    left, right = joined.left, joined.right
     assert (left @ right).norm() < 1e-12
 
 

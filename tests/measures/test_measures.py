@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covmerge.measures.retention import energy_gram, retention
-from covmerge.measures.spectrum import leading, rounding_floor, spectrum_of
+from covmerge.measures.rounding import rounding_floors
+from covmerge.measures.spectrum import leading, spectrum_of
 from covmerge.measures.sums import sums_from_json, sums_of
 from covmerge.types import LowRank
 
@@ -111,7 +112,17 @@ def test_rounding_of_the_weights_does_not_count_as_rank(dtype):
     thin = 0.1 * draw(128, 4) @ draw(4, 192, seed=1) * 0.05
     expert = (base.float() + thin).to(dtype)
     update = expert.float() - base.float()
-    assert spectrum_of(update).rank(rounding_floor(base.float(), dtype)) == 4
+    (floor,) = rounding_floors([update], [dtype], base.float())
+    assert spectrum_of(update).rank(floor) == 4
+
+
+def test_entries_that_did_not_change_have_no_rounding_of_their_own():
+    base = draw(64, 64)
+    whole = draw(64, 64, seed=1, scale=1e-9)
+    part = whole * (torch.arange(64) % 4 == 0)
+    floors = rounding_floors([whole, part, whole], [torch.bfloat16, torch.bfloat16, None], base)
+    assert floors[1] / floors[0] == pytest.approx(0.5, rel=1e-6)
+    assert floors[2] == 0.0
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (8, 5)])

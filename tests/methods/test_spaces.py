@@ -116,8 +116,8 @@ def test_signs_of_singular_vectors_change_nothing(monkeypatch, name, parameters,
     usual = merge(name, group, **parameters).delta
     generator = torch.Generator().manual_seed(seed)
 
-    def flipped(blocks, *, rtol):
-        found = joint_directions(blocks, rtol=rtol)
+    def flipped(blocks, **ends):
+        found = joint_directions(blocks, **ends)
         signs = 2 * torch.randint(2, found.sigma.shape, generator=generator) - 1
         return replace(found, left=found.left * signs)
 

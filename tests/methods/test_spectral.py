@@ -72,7 +72,7 @@ def test_nothing_leaves_the_rows_and_columns_of_adapters(name):
 
 def test_every_expert_gets_a_direction_of_tsv():
     merged = merge("tsv_m", draw((4, 40), (0.4,) * 8))
-    assert merged.stats == {"unchanged": 0, "k": 1, "directions": 8}
+    assert merged.stats == {"unchanged": 0, "k": 1, "directions": 8, "dependent": 0}
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,10 @@ class Inputs:
         default_factory=dict[str, Mapping[str, Measured]]
     )
 
+    def stored_dtypes(self) -> dict[str, torch.dtype]:
+        """In which dtype the experts' weights are stored; adapters have none of their own."""
+        return {name: own.dtype for name, own in self.experts.items() if isinstance(own, Tensor)}
+
 
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     """Read what the work on some rows needs, in the stored dtypes; one item for each plan."""

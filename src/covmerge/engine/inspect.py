@@ -9,13 +9,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from covmerge.engine.inputs import Inputs, Stored, Update, dense, take_updates
+from covmerge.engine.inputs import Inputs, Update, dense, take_updates
 from covmerge.engine.worker import Context, Result
 from covmerge.errors import NotFiniteError
 from covmerge.linalg.auto import Cost, svd_cost
 from covmerge.linalg.spectral import rank_tolerance
 from covmerge.measures.retention import retention
-from covmerge.measures.spectrum import Spectrum, leading, rounding_floor, spectrum_of
+from covmerge.measures.rounding import rounding_floors
+from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.measures.sums import sums_of
 from covmerge.plan import Merge, WorkItem
 from covmerge.tensors import MatrixLayout, matrices
@@ -53,7 +54,7 @@ def inspect_rows(
     if not isinstance(item.tensor.action, Merge) or not inputs.experts:
         yield Result(nothing, {})
         return
-    stored = {name: _dtype(rows) for name, rows in inputs.experts.items() if rows is not None}
+    stored = inputs.stored_dtypes()
     try:
         given, _ = take_updates(item, inputs, context.dtype, context.device)
     except NotFiniteError as error:
@@ -83,7 +84,10 @@ def inspect_rows(
             piece["retention"] = kept
         if item.tensor.name in spectra:
             taken = {name: spectrum_of(factors[name] or parts[name]) for name in parts}
-            piece |= _spectra(taken, own, stored)
+            floors = rounding_floors(
+                list(parts.values()), [stored.get(name) for name in parts], own
+            )
+            piece |= _spectra(taken, dict(zip(parts, floors, strict=True)), own)
             redone = None if before is None else before(_of_experts(parts))
             if redone is not None:
                 piece["before"] = _shown(spectrum_of(redone), 0.0)
@@ -102,13 +106,12 @@ def inspection_cost(d_out: int, d_in: int, count: int, itemsize: int, *, spectra
 
 
 def _spectra(
-    taken: Mapping[str, Spectrum], base: Tensor, stored: Mapping[str, torch.dtype]
+    taken: Mapping[str, Spectrum], floors: Mapping[str, float], base: Tensor
 ) -> dict[str, Json]:
     found: dict[str, Json] = {}
     for name, spectrum in taken.items():
-        noise = rounding_floor(base, stored[name]) if name in stored else 0.0
         top = float(spectrum.sigma[0]) if len(spectrum.sigma) else 0.0
-        floor = max(noise, top * rank_tolerance(base.shape, base.dtype, None))
+        floor = max(floors[name], top * rank_tolerance(base.shape, base.dtype, None))
         found[name] = _shown(spectrum, floor)
     pairs = combinations(_of_experts(taken).values(), 2)
     overlaps: list[Json] = [one.overlap(other) for one, other in pairs]
@@ -130,11 +133,6 @@ def _shown(spectrum: Spectrum, floor: float) -> dict[str, Json]:
 
 def _of_experts(values: Mapping[str, _Of]) -> dict[str, _Of]:
     return {name: value for name, value in values.items() if name != MERGED}
-
-
-def _dtype(rows: Stored) -> torch.dtype:
-    """Dtype in which an expert's rows, or its factors, are stored."""
-    return (rows[0] if isinstance(rows, tuple) else rows).dtype
 
 
 def _factors(update: Update, place: int, layout: MatrixLayout) -> LowRank | None:

@@ -16,6 +16,7 @@ from covmerge.engine.inputs import Inputs, dense, in_parts, take_updates
 from covmerge.engine.measures import Measures
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import norm
+from covmerge.measures.rounding import rounding_floors
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
 from covmerge.plan import Merge, TensorPlan, WorkItem
@@ -126,8 +127,10 @@ class Layer:
         self._context = context
         merging = [item for item in items if isinstance(item.tensor.action, Merge)]
         self._item = merging[0]
+        self._stored = inputs.stored_dtypes()
         self._given, self.squares = take_updates(self._item, inputs, context.dtype, context.device)
         self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
+        self._floors: dict[MatrixLayout, list[tuple[float, ...]]] = {}
 
     def merge(
         self, item: WorkItem, action: Merge, thresholds: Mapping[str, Mapping[str, float]]
@@ -290,7 +293,8 @@ class Layer:
         shared = self._shared.setdefault(
             layout, [{} if self._context.compare else None for _ in views]
         )
-        for updates, kept in zip(views, shared, strict=True):
+        floors = [()] * len(views) if layout is None else self._floors_of(layout, views)
+        for updates, kept, own_floors in zip(views, shared, floors, strict=True):
             yield LinearGroup(
                 updates,
                 weights,
@@ -304,7 +308,21 @@ class Layer:
                 if thresholds
                 else None,
                 shared=kept,
+                floors=own_floors,
             )
+
+    def _floors_of(
+        self, layout: MatrixLayout, views: Sequence[Sequence[Tensor]]
+    ) -> list[tuple[float, ...]]:
+        """What rounding of the stored weights gives to the updates of each matrix."""
+        if layout not in self._floors:
+            stored = [self._stored.get(expert) for expert in self._updates]
+            base = matrices(self._base(), layout) if any(stored) else [None] * len(views)
+            self._floors[layout] = [
+                rounding_floors(updates, stored, own)
+                for updates, own in zip(views, base, strict=True)
+            ]
+        return self._floors[layout]
 
     def _measured(self, tensor: TensorPlan, method: Method) -> tuple[Measured, ...]:
         if not tensor.statistics:

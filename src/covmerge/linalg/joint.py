@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import hypot
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from covmerge.linalg.auto import spectrum_choice
 from covmerge.linalg.lapack import eigh, norm, svd
-from covmerge.linalg.spectral import with_equals
+from covmerge.linalg.spectral import numerical_rank, with_equals
 from covmerge.linalg.symmetric import add_gram_, mirror_
 
 _linalg: Any = torch.linalg
@@ -42,7 +43,9 @@ class JointDirections:
         return sum(size for size in groups if size > 1)
 
 
-def joint_directions(blocks: Sequence[Tensor], *, rtol: float) -> JointDirections:
+def joint_directions(
+    blocks: Sequence[Tensor], *, rtol: float, floors: Sequence[float] = ()
+) -> JointDirections:
     """Return U and σ of [F_1 … F_n] = U diag(σ) Vᵀ for blocks F_t `(d, n_t)`.
 
     V is not formed: its rows are Σ⁻¹UᵀF_t. Float64 blocks go through the triangular factor of a QR,
@@ -55,6 +58,8 @@ def joint_directions(blocks: Sequence[Tensor], *, rtol: float) -> JointDirection
         blocks: at least one, of one dtype.
         rtol: directions at or below `rtol` times the largest singular value are not kept; of blocks
             brought to one size, where their sizes are far apart.
+        floors: for each block, the largest singular value that rounding gives to it; directions below
+            that of all blocks are not kept either.
 
     Example:
         >>> found = joint_directions([torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [0.0]])],
@@ -65,14 +70,16 @@ def joint_directions(blocks: Sequence[Tensor], *, rtol: float) -> JointDirection
     sizes = [norm(block) for block in blocks]
     if far_apart(sizes):
         units = [block / size for block, size in zip(blocks, sizes, strict=True) if size > 0.0]
-        return _within(joint_directions(units, rtol=rtol).left, blocks)
+        own = [f / size for f, size in zip(floors, sizes, strict=False) if size > 0.0]
+        return _within(joint_directions(units, rtol=rtol, floors=own).left, blocks)
     d, columns = blocks[0].shape
     if spectrum_choice(d, columns, d, blocks[0].dtype.itemsize).taken == "svd":
         left, sigma = _left_singular(torch.cat(tuple(blocks), 1))
     else:
         values, vectors = eigh(_float64_gram(blocks))
         left, sigma = vectors.flip(1), values.clamp_min(0.0).sqrt().flip(0)
-    k = int((sigma > rtol * sigma[0]).sum())
+    # Rounding errors of two blocks are independent.
+    k, _ = numerical_rank(sigma, rtol=rtol, floor=hypot(*floors))
     # A copy, so that the other directions are gone.
     return JointDirections(left[:, :k].clone(), sigma[:k])
 

@@ -17,7 +17,9 @@ _FLOAT32_RATIO = 1e-3
 _LANCZOS_STEPS = 16
 
 
-def solve_full_rank(system: Tensor, rows: Tensor, *, rtol: float) -> Tensor | None:
+def solve_full_rank(
+    system: Tensor, rows: Tensor, *, rtol: float, floor: float = 0.0
+) -> Tensor | None:
     """Return rows · A⁻¹ by Cholesky where no eigenvalue of A is cut off, None where one may be.
 
     In float32 also None where A is too badly conditioned for it, so that float64 can be asked.
@@ -25,7 +27,8 @@ def solve_full_rank(system: Tensor, rows: Tensor, *, rtol: float) -> Tensor | No
     Args:
         system: A `(n, n)`, symmetric positive semi-definite.
         rows: `(m, n)`, of the same dtype.
-        rtol: eigenvalues at or below `rtol` times the largest would be cut off.
+        rtol: eigenvalues at or below `rtol` times the largest would be cut off;
+        floor: so would those at or below this value.
 
     Example:
         >>> solve_full_rank(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(1, 2), rtol=1e-6)
@@ -37,16 +40,20 @@ def solve_full_rank(system: Tensor, rows: Tensor, *, rtol: float) -> Tensor | No
         ratio = max(ratio, _FLOAT32_RATIO)
     largest = largest_eigenvalue(system)
     # Above the rounding of a factorisation in any case, or a zero eigenvalue might pass for one.
-    floor = max(ratio, len(system) * torch.finfo(system.dtype).eps) * largest
-    factor = factorize_above(system, floor=floor) if largest > 0.0 else None
+    least = max(ratio, len(system) * torch.finfo(system.dtype).eps) * largest
+    least = max(least, _MARGIN * floor)
+    factor = factorize_above(system, floor=least) if largest > 0.0 else None
     return None if factor is None else factor.solve_right(rows)
 
 
-def pinv_right(system: Tensor, rows: Tensor, *, rtol: float) -> tuple[Tensor, int]:
+def pinv_right(
+    system: Tensor, rows: Tensor, *, rtol: float, floor: float = 0.0
+) -> tuple[Tensor, int]:
     """Return rows · A† with A `(n, n)` symmetric and rows `(m, n)`, and the rank that was kept.
 
-    Eigenvalues at or below `rtol` times the largest count as zero. The eigenproblem is solved in
-    float64 whatever the input, since the cut-off decides the answer.
+    Eigenvalues at or below `rtol` times the largest count as zero, and those at or below `floor`
+    unless all are. The eigenproblem is solved in float64 whatever the input, since the cut-off
+    decides the answer.
 
     Example:
         >>> x, rank = pinv_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
@@ -54,7 +61,8 @@ def pinv_right(system: Tensor, rows: Tensor, *, rtol: float) -> tuple[Tensor, in
         ([[0.5, 0.0]], 1)
     """
     values, vectors = eigh(system.to(torch.float64))
-    kept = values > rtol * values[-1].clamp_min(0.0)
+    end = rtol * max(0.0, float(values[-1]))
+    kept = values > (floor if end < floor < float(values[-1]) else end)
     values, vectors = values[kept], vectors[:, kept]
     coordinates = rows.to(torch.float64) @ vectors
     return ((coordinates / values) @ vectors.mT).to(rows.dtype), int(kept.sum())

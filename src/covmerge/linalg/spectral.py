@@ -33,12 +33,14 @@ class TruncatedSvd:
         right: V_kᵀ `(k, d_in)`, of F's dtype.
         sigma: all singular values of F, float64, descending.
         rank: numerical rank of F.
+        floor: the singular value where it ends.
     """
 
     left: Tensor
     right: Tensor
     sigma: Tensor
     rank: int
+    floor: float
 
     @property
     def kept(self) -> Tensor:
@@ -52,7 +54,12 @@ class TruncatedSvd:
     def first(self, k: int) -> TruncatedSvd:
         """Return the part of the k largest singular values, with those that equal the k-th."""
         k = with_equals(self.kept, k)
-        return TruncatedSvd(self.left[:, :k], self.right[:k], self.sigma, self.rank)
+        return TruncatedSvd(self.left[:, :k], self.right[:k], self.sigma, self.rank, self.floor)
+
+    @property
+    def errors(self) -> Tensor:
+        """How far each kept singular vector may be off, by what is below the floor: `(k,)`, float64."""
+        return self.floor / self.kept
 
 
 @dataclass(frozen=True)
@@ -103,13 +110,43 @@ def with_equals(sigma: Tensor, k: int) -> int:
     return k + int(apart[0]) if len(apart) else len(sigma)
 
 
+def numerical_rank(
+    sigma: Tensor, *, rtol: float, scale: float | None = None, floor: float = 0.0
+) -> tuple[int, float]:
+    """Return the numerical rank, and the singular value where it ends.
+
+    Args:
+        sigma: singular values, descending.
+        rtol: where it ends, in units of `scale`,
+        scale: by default the largest of them.
+        floor: an absolute bound, where `scale` stands above it.
+
+    Example:
+        >>> sigma = torch.tensor([3.0, 1e-2, 1e-9])
+        >>> numerical_rank(sigma, rtol=1e-6)[0], numerical_rank(sigma, rtol=1e-6, floor=0.1)
+        (2, (1, 0.1))
+    """
+    if not sigma.numel():
+        return 0, 0.0
+    whole = float(sigma[0]) if scale is None else scale
+    end = floor if rtol * whole < floor < whole else rtol * whole
+    return int((sigma > end).sum()), end
+
+
 def truncated_svd(
-    matrix: Tensor, k: int, *, rtol: float, scale: float | None = None, equals: bool = True
+    matrix: Tensor,
+    k: int,
+    *,
+    rtol: float,
+    scale: float | None = None,
+    floor: float = 0.0,
+    equals: bool = True,
 ) -> TruncatedSvd:
     """Return the `k` leading singular triplets of `matrix` `(d_out, d_in)`.
 
     Directions whose singular value is at or below `rtol` times `scale`, by default the largest
-    singular value, are beyond the numerical rank; they are arbitrary and never kept. Of singular
+    singular value, or at or below `floor`, are beyond the numerical rank; they are arbitrary and
+    never kept. A floor above all of it tells no direction from another, and is left out. Of singular
     values that equal the k-th all are kept: which of their directions come first would be arbitrary.
     Without `equals` k is a bound.
 
@@ -124,17 +161,17 @@ def truncated_svd(
     d_out, d_in = matrix.shape
     if spectrum_choice(d_out, d_in, k, matrix.dtype.itemsize).taken == "svd":
         left, sigma, right = svd(matrix)
-        rank = _rank(sigma, rtol, scale)
+        rank, end = numerical_rank(sigma, rtol=rtol, scale=scale, floor=floor)
         k = min(k, rank)
         k = with_equals(sigma[:rank], k) if equals else k
         # Copies, so that the full factors are gone.
-        return TruncatedSvd(left[:, :k].clone(), right[:k].clone(), sigma, rank)
+        return TruncatedSvd(left[:, :k].clone(), right[:k].clone(), sigma, rank, end)
 
     # Oriented so that the small side is the rows.
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     values, vectors = eigh(_float64_gram(wide))
     sigma = values.clamp_min(0.0).sqrt().flip(0)
-    rank = _rank(sigma, rtol, scale)
+    rank, end = numerical_rank(sigma, rtol=rtol, scale=scale, floor=floor)
     k = min(k, rank)
     k = with_equals(sigma[:rank], k) if equals else k
     short = vectors.flip(1)[:, :k]
@@ -144,11 +181,16 @@ def truncated_svd(
         long[:, columns] = (whiten @ block).to(matrix.dtype)
     short = short.to(matrix.dtype)
     left, right = (short, long) if wide is matrix else (long.mT, short.mT)
-    return TruncatedSvd(left, right, sigma, rank)
+    return TruncatedSvd(left, right, sigma, rank, end)
 
 
-def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirections:
+def leading_directions(
+    matrix: Tensor, k: int, *, rtol: float, errors: Tensor | None = None
+) -> LeadingDirections:
     """Return U_k V_kᵀ of `matrix` `(d_out, d_in)`; `k` and `rtol` as in `truncated_svd`.
+
+    With `errors` `(d_in,)`, how far each column may be off, directions that these decide are beyond
+    the numerical rank too: σ_i² ≤ Σ_j v_ij² errors_j².
 
     Each direction counts alike here, the weakest as much as the first. Where an eigenproblem has
     not resolved them all (an `rtol` far below the dtype's rounding), an SVD in float64 does, at
@@ -157,8 +199,13 @@ def leading_directions(matrix: Tensor, k: int, *, rtol: float) -> LeadingDirecti
     top = truncated_svd(matrix, k, rtol=rtol)
     if not residual(top) <= _ORTHONORMAL:  # NaN is not
         top = truncated_svd(matrix.double(), k, rtol=rtol)
-    isometry = (top.left @ top.right).to(matrix.dtype)
-    return LeadingDirections(isometry, top.sigma, len(top.right), top.rank)
+    left, right, rank = top.left, top.right, top.rank
+    if errors is not None:
+        known = top.kept.square() > right.double().square() @ errors.square()
+        if not known.all():
+            left, right = left[:, known], right[known]
+            rank -= int((~known).sum())
+    return LeadingDirections((left @ right).to(matrix.dtype), top.sigma, len(right), rank)
 
 
 def residual(top: TruncatedSvd) -> float:
@@ -188,9 +235,3 @@ def _float64_blocks(wide: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, wide.shape[1], _BLOCK):
         columns = slice(start, start + _BLOCK)
         yield columns, wide[:, columns].to(torch.float64)
-
-
-def _rank(sigma: Tensor, rtol: float, scale: float | None) -> int:
-    if not sigma.numel():
-        return 0
-    return int((sigma > rtol * (sigma[0] if scale is None else scale)).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, exp, sqrt
+from math import ceil, exp
 
 import torch
 from torch import Tensor
@@ -82,21 +82,6 @@ def spectrum_of(update: Tensor | LowRank) -> Spectrum:
         return Spectrum(sigma, (inputs @ basis.mT)[:k].to(update.dtype))
     top = truncated_svd(update, k, rtol=0.0, equals=False)
     return Spectrum(top.sigma, top.right)
-
-
-def rounding_floor(base: Tensor, dtype: torch.dtype) -> float:
-    """Return the largest singular value that rounding the stored weights gives to an update.
-
-    Rounding errors of a weight w are spread over ±eps·|w|/2 at most and independent, so their matrix
-    has a largest singular value of about std·(√d_out + √d_in).
-
-    Args:
-        base: W_0 `(d_out, d_in)`.
-        dtype: in which the expert's weights are stored.
-    """
-    d_out, d_in = base.shape
-    spread = norm(base) / sqrt(max(1, base.numel())) * torch.finfo(dtype).eps / sqrt(12.0)
-    return spread * (sqrt(d_out) + sqrt(d_in))
 
 
 def stable_rank(matrix: Tensor) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isfinite
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -17,6 +18,7 @@ from covmerge.covariance.estimate import (
     centered_gram,
     trace_normalized,
 )
+from covmerge.covariance.gate import Gate, Statistic
 from covmerge.covariance.gate import gate as heterogeneity_gate
 from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.covariance.prior import collective_prior
@@ -27,10 +29,25 @@ from covmerge.linalg.auto import (
     sums_cost,
     system_choice,
 )
-from covmerge.linalg.spectral import LeadingDirections, leading_directions
+from covmerge.linalg.cholesky import Cholesky
+from covmerge.linalg.condition import condition_number
+from covmerge.linalg.joint import joint_directions
+from covmerge.linalg.spectral import LeadingDirections, leading_directions, rank_tolerance
 from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import Frame, Json, LinearGroup, Merged
+
+# A centred update that is so many units of rounding of the update is nothing but rounding.
+_BLIND = 16.0
+# An expert with so much ridge for its whole energy leaves the sums. The published code's own outputs
+# that covmerge is held to go up to 125 (`golden/ace_eps0.04`).
+_DROWNED = 200.0
+# The condition number up to which sums and solve in float32 agree with float64's to 2e-3: in d_in axes
+# the error is 1.5 eps times it, in the row space of the updates a hundredth of that
+# (tests/methods/test_precision.py).
+_FLOAT32_CONDITION = 1e4
+# σ/σ₁ of a direction that the rounding of a well-conditioned solve cannot have made.
+_CLEAR = 1e-2
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -40,13 +57,18 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     route = system_choice(d_out, d_in, count, itemsize).taken
     sums = sums_cost(route, d_out, d_in, count, itemsize)
     solve = solve_cost(route, d_out, d_in, count, itemsize)
+    # Badly conditioned systems are formed and solved again in float64: in space, not in the usual time.
+    exact = sums_cost(route, d_out, d_in, count, 8), solve_cost(route, d_out, d_in, count, 8)
     spectrum = eigh_cost(side)
     residual_flops = 2.0 * d_out * d_in * d_in
     spectrum_flops = 4.0 * side * d_out * d_in
     # The sums live through the solve but not through the spectrum; residual and W̄_pre through all.
     return Cost(
         sums.flops + residual_flops + solve.flops + spectrum.flops + spectrum_flops,
-        3 * matrix + max(sums.workspace + solve.workspace, spectrum.workspace + matrix),
+        max(
+            3 * d_out * d_in * 8 + exact[0].workspace + exact[1].workspace,
+            4 * matrix + spectrum.workspace,
+        ),
     )
 
 
@@ -98,7 +120,7 @@ def ace(
     prior: Annotated[bool, Field(description="add the collective structural prior")] = True,
     refine: Annotated[bool, Field(description="refine the spectrum where γ > τ")] = True,
     gate: Annotated[
-        Literal["paper", "scale_free"],
+        Statistic,
         Field(description="γ as in Eq. 7, or the variance of log-energies alone"),
     ] = "paper",
 ) -> Merged:
@@ -134,9 +156,13 @@ def ace(
     Raises:
         TensorError: the system is singular beyond repair by jitter (only with a tiny `eps`).
 
-    Departs from the paper: an expert that did not change the layer leaves the sums; 1 ≤ k ≤ rank;
-    γ = 0 for norms that agree to rounding. The variance of Eq. 7 is the unbiased one, as in the
-    published code.
+    Departs from the paper: an expert that did not change the layer leaves the sums. So does one of
+    which the estimate tells nothing: centring leaves no more than rounding of it (one output row, rows
+    that are all alike), or where γ > τ its ε is more than 200 times its energy. ACE would lose the
+    first and, divided by its trace, let the second's ridge turn Δ_res into thousands of times the
+    updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them. 1 ≤ k ≤ rank,
+    that of the updates too; γ = 0 for norms that agree to rounding. The variance of Eq. 7 is the
+    unbiased one, as in the published code.
 
     Example:
         >>> import torch
@@ -145,41 +171,114 @@ def ace(
         >>> merged.delta.shape, merged.stats["gate_fired"]
         (torch.Size([2, 3]), False)
     """
-    active = active_experts(group)
-    if not active.updates:
-        return Merged(torch.zeros_like(group.updates[0]), {"unchanged": active.unchanged})
-    frame = group.frame
-    ones_in = None if frame is None else frame.ones_in
-
-    gamma = heterogeneity_gate(active.norms, tau=tau, statistic=gate)  # Eq. 7
+    first, frame = group.updates[0], group.frame
+    changed = active_experts(group)
+    # Eqs. 5–7
+    active, gamma = _estimated(changed, frame, eps=eps, tau=tau, gate=gate, normalize=normalize)
+    averaged = len(changed.updates) - len(active.updates)
     fired = gamma.fired and normalize
+    stats: dict[str, Json] = {
+        "unchanged": changed.unchanged,
+        "averaged": averaged,
+        # At its pole γ is no number that JSON has.
+        "gamma": gamma.gamma if isfinite(gamma.gamma) else None,
+        "gate_fired": fired,
+    }
+    if not active.updates:
+        rest = _average_of_the_rest(changed, active)
+        return Merged(torch.zeros_like(first) if rest is None else rest, stats)
+
     covariances = _covariances(active, frame, eps=eps, normalize=fired)  # Eqs. 5–10
+    pre = _solve(active, covariances, group, prior=prior, scaled=fired, refine=fired and refine)
+    if pre.condition > _FLOAT32_CONDITION and first.dtype != torch.float64:
+        del pre
+        exact = [replace(covariance, exact=True) for covariance in covariances]
+        pre = _solve(active, exact, group, prior=prior, scaled=fired, refine=fired and refine)
+    merged = pre.merged.to(first.dtype)
+    stats |= {
+        "route": pre.route,
+        "ridge_share": _ridge_share(covariances, group.shape[1]),
+        "rcond": 1.0 / pre.condition,
+        "precision": str(pre.merged.dtype).removeprefix("torch."),
+        "jitter": pre.factor.jitter,
+    }
+    residual = pre.residual
+    del pre
+    if residual is not None:
+        fused = residual.to(first.dtype).add_(merged)  # Eqs. 15–17
+        top = _refinement_directions(fused, active, group.shape, k_frac, rank_rtol)
+        sigma_iso = float(top.sigma[: top.k].mean())
+        merged.add_(top.isometry, alpha=sigma_iso)  # Eqs. 18, 19
+        stats |= {"k": top.k, "rank": top.rank, "sigma_iso": sigma_iso}
+    rest = _average_of_the_rest(changed, active)
+    return Merged(merged if rest is None else merged.add_(rest), stats)
+
+
+def _estimated(
+    changed: Active,
+    frame: Frame | None,
+    *,
+    eps: float,
+    tau: float | None,
+    gate: Statistic,
+    normalize: bool,
+) -> tuple[Active, Gate]:
+    """The experts of whose inputs their update says anything, and the gate over them (ACE, Eq. 7)."""
+    energies = [centered_gram(update, frame=frame).energy() for update in changed.updates]
+    blind = _BLIND * torch.finfo(changed.updates[0].dtype).eps if changed.updates else 0.0
+    pairs = zip(energies, changed.norms, strict=True)
+    told = [t for t, (energy, size) in enumerate(pairs) if energy > (blind * size) ** 2]
+    found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
+    if found.fired and normalize:
+        told = [t for t in told if eps <= _DROWNED * energies[t]]
+        found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
+    return changed.only(told) if len(told) < len(changed.updates) else changed, found
+
+
+def _average_of_the_rest(changed: Active, active: Active) -> Tensor | None:
+    """Σ w_tΔ_t / T over the experts that are in no sum, T of all that changed the layer."""
+    kept = {id(update) for update in active.updates}
+    rest = [
+        (update, weight / len(changed.updates))
+        for update, weight in zip(changed.updates, changed.weights, strict=True)
+        if id(update) not in kept
+    ]
+    return stack_weighted(*zip(*rest, strict=True)) if rest else None
+
+
+@dataclass(frozen=True)
+class _Preliminary:
+    """W̄_pre and Δ_res `(d_out, d_in)` (ACE, Eqs. 14 and 17), and how the system was solved."""
+
+    merged: Tensor
+    residual: Tensor | None
+    factor: Cholesky
+    condition: float
+    route: str
+
+
+def _solve(
+    active: Active,
+    covariances: Sequence[Covariance],
+    group: LinearGroup,
+    *,
+    prior: bool,
+    scaled: bool,
+    refine: bool,
+) -> _Preliminary:
+    """Form the sums and solve them, in the dtype of the covariances' roots (ACE, Eqs. 11–17)."""
+    ones_in = None if group.frame is None else group.frame.ones_in
     normal = normal_equations(covariances)
-    energy = fmean(norm**2 for norm in active.norms) if fired else 1.0  # Eq. 12
+    ones_in = ones_in if ones_in is None else ones_in.to(normal.gram.dtype)
+    energy = fmean(norm**2 for norm in active.norms) if scaled else 1.0  # Eq. 12
     prior_row = None
     if prior:
         prior_row = collective_prior(normal, group.shape[1], energy=energy, ones=ones_in)  # 11, 13
     # Before the solve, so that the system and its factor are gone when the spectrum is taken.
-    residual = _structural_residual(active, covariances, normal) if fired and refine else None
+    residual = _structural_residual(active, covariances, normal) if refine else None
     merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
-    stats: dict[str, Json] = {
-        "route": normal.route,
-        "unchanged": active.unchanged,
-        # At its pole γ is no number that JSON has.
-        "gamma": gamma.gamma if isfinite(gamma.gamma) else None,
-        "gate_fired": fired,
-        "ridge_share": _ridge_share(covariances, group.shape[1]),
-        "rcond": factor.rcond,
-        "jitter": factor.jitter,
-    }
-    del normal, factor
-    if residual is not None:
-        fused = residual.add_(merged)  # Eqs. 15–17
-        top = _refinement_directions(fused, group.shape, k_frac, rank_rtol)
-        sigma_iso = float(top.sigma[: top.k].mean())
-        merged.add_(top.isometry, alpha=sigma_iso)  # Eqs. 18, 19
-        stats |= {"k": top.k, "rank": top.rank, "sigma_iso": sigma_iso}
-    return Merged(merged, stats)
+    condition = condition_number(normal.gram, factor, ridge=normal.ridge)
+    return _Preliminary(merged, residual, factor, condition, normal.route)
 
 
 def _covariances(
@@ -209,22 +308,42 @@ def _structural_residual(
     Σ Δ_tΣ̃_t = (Σ R_tC_t − Σ ε_tR_t) + 𝟏 Σ s_t (μ_tᵀR_tᵀ)R_t  and  Σ Δ_tΣ̄ = (Σ Δ_t)(Σ C_t)/T.
     """
     count = len(covariances)
-    total = stack_weighted(active.updates, [1.0] * count)
+    total = stack_weighted(active.updates, [1.0] * count).to(normal.gram.dtype)
     residual = normal.apply(total).mul_(-1.0 / count)
     residual.add_(normal.lift(normal.numerator))
     for covariance in covariances:
         root, mean = covariance.root(), covariance.mean
         assert mean is not None, "ACE centres every update (Eq. 5)"
         residual.add_(root, alpha=-covariance.ridge)
-        row = ((root @ mean) @ root).mul_(covariance.scale)
-        residual.add_(row if covariance.ones is None else torch.outer(covariance.ones, row))
+        row = ((root @ mean.to(root.dtype)) @ root).mul_(covariance.scale)
+        ones = covariance.ones
+        residual.add_(row if ones is None else torch.outer(ones.to(row.dtype), row))
     return residual
 
 
 def _refinement_directions(
-    fused: Tensor, shape: tuple[int, ...], k_frac: float, rank_rtol: float | None
+    fused: Tensor,
+    active: Active,
+    shape: tuple[int, ...],
+    k_frac: float,
+    rank_rtol: float | None,
 ) -> LeadingDirections:
-    """U_kV_kᵀ of W̄_fused (ACE, Eq. 18), k within the numerical rank."""
-    side = min(shape)
+    """U_kV_kᵀ of W̄_fused (ACE, Eq. 18), k within the numerical rank.
+
+    W̄_fused has the updates' row space and no more. Its own spectrum shows that only where it stands
+    above the rounding of the solve, of which each direction kept would become as long as the first.
+    """
+    k = max(1, int(k_frac * min(shape)))
     rtol = max(shape) * torch.finfo(fused.dtype).eps if rank_rtol is None else rank_rtol
-    return leading_directions(fused, max(1, int(k_frac * side)), rtol=rtol)
+    top = leading_directions(fused, k, rtol=rtol)
+    if rank_rtol is not None or float(top.sigma[top.k - 1]) > _CLEAR * float(top.sigma[0]):
+        return top
+    known = max(1, _rank_of(active, rank_tolerance(shape, fused.dtype, None)))
+    return top if known >= top.k else leading_directions(fused, known, rtol=rtol)
+
+
+def _rank_of(active: Active, rtol: float) -> int:
+    """The numerical rank of the updates' row space, each of norm 1: none is lost beside another."""
+    units = [update.mT / size for update, size in zip(active.updates, active.norms, strict=True)]
+    floors = [max(rtol, f / size) for f, size in zip(active.floors, active.norms, strict=True)]
+    return len(joint_directions(units, rtol=rtol, floors=floors).sigma)

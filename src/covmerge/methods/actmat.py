@@ -48,7 +48,8 @@ def actmat(
             ge=0,
             lt=1,
             description="cut-off of the pseudo-inverse, relative to the largest eigenvalue of ΣC_t; "
-            "by default d_in · 1.2e-7, the published code's in float32",
+            "by default d_in · 1.2e-7, the published code's in float32, and what rounding of the stored "
+            "weights gives",
         ),
     ] = None,
 ) -> Merged:
@@ -84,5 +85,6 @@ def actmat(
         for update, weight in zip(active.updates, active.weights, strict=True)
     ]
     cutoff = d_in * torch.finfo(torch.float32).eps if rtol is None else rtol
-    merged, stats = solve_cut_off(covariances, rtol=cutoff)
+    floor = active.energy_floor(covariances) if rtol is None else 0.0
+    merged, stats = solve_cut_off(covariances, rtol=cutoff, floor=floor)
     return Merged(merged.to(dtype), stats | {"unchanged": active.unchanged})

@@ -36,7 +36,24 @@ class Active:
     updates: tuple[Tensor, ...]
     weights: tuple[float, ...]
     norms: tuple[float, ...]
+    floors: tuple[float, ...]
     unchanged: int
+
+    def only(self, kept: Sequence[int]) -> Active:
+        """Return some of them, their weights brought to mean 1 again."""
+        mean = fmean(self.weights[t] for t in kept) if kept else 1.0
+        return replace(
+            self,
+            updates=tuple(self.updates[t] for t in kept),
+            weights=tuple(self.weights[t] / mean for t in kept),
+            norms=tuple(self.norms[t] for t in kept),
+            floors=tuple(self.floors[t] for t in kept),
+        )
+
+    def energy_floor(self, covariances: Sequence[Covariance]) -> float:
+        """What rounding of the stored weights gives to an eigenvalue of Σ C_t, C_t = s_tΔ_tᵀΔ_t."""
+        pairs = zip(covariances, self.floors, strict=True)
+        return sum(covariance.scale * floor**2 for covariance, floor in pairs)
 
 
 def active_experts(group: LinearGroup) -> Active:
@@ -51,6 +68,7 @@ def active_experts(group: LinearGroup) -> Active:
         updates=tuple(group.updates[t] for t in kept),
         weights=tuple(group.weights[t] / mean for t in kept),
         norms=tuple(norms[t] for t in kept),
+        floors=tuple(group.floors[t] for t in kept) if group.floors else (0.0,) * len(kept),
         unchanged=len(norms) - len(kept),
     )
 
@@ -70,30 +88,30 @@ def solve_ridge(
     return solved, factor
 
 
-def solve_pinv(normal: NormalEquations, *, rtol: float) -> tuple[Tensor, int]:
-    """(Σ R_tC_t)(Σ C_t)† and the rank of Σ C_t at the cut-off `rtol`."""
-    solved, rank = pinv_right(normal.gram, normal.numerator, rtol=rtol)
+def solve_pinv(normal: NormalEquations, *, rtol: float, floor: float = 0.0) -> tuple[Tensor, int]:
+    """(Σ R_tC_t)(Σ C_t)† and the rank of Σ C_t at the cut-off `rtol`, or at `floor` if that is higher."""
+    solved, rank = pinv_right(normal.gram, normal.numerator, rtol=rtol, floor=floor)
     return normal.lift(solved), rank
 
 
 def solve_cut_off(
-    covariances: Sequence[Covariance], *, rtol: float
+    covariances: Sequence[Covariance], *, rtol: float, floor: float = 0.0
 ) -> tuple[Tensor, dict[str, Json]]:
-    """(Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, and what to say of it.
+    """(Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, or at `floor` if that is higher, and what to say of it.
 
     Where the cut-off takes nothing off, as on most layers, a Cholesky factorisation is exact; in
     float32 unless Σ C_t is badly conditioned. Otherwise the cut-off decides the answer, and sums and
     eigenproblem are computed in float64.
     """
     normal = normal_equations(covariances)
-    solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol)
+    solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol, floor=floor)
     if solved is None and normal.gram.dtype != torch.float64:
         del normal
         normal = normal_equations([replace(covariance, exact=True) for covariance in covariances])
-        solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol)
+        solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol, floor=floor)
     stats: dict[str, Json] = {"route": normal.route, "rtol": rtol}
     if solved is None:
-        lifted, rank = solve_pinv(normal, rtol=rtol)
+        lifted, rank = solve_pinv(normal, rtol=rtol, floor=floor)
         return lifted, stats | {"rank": rank, "solver": "eigen64"}
     bits = torch.finfo(solved.dtype).bits
     return normal.lift(solved), stats | {"rank": len(normal.gram), "solver": f"cholesky{bits}"}

@@ -22,8 +22,9 @@ from covmerge.methods.inner import (
     inner_replicas,
     merge_inside,
 )
-from covmerge.methods.iso import RankRtol, iso_c
+from covmerge.methods.iso import RankRtol, flattened
 from covmerge.methods.registry import Laws, Parameters, Reference, register, registry
+from covmerge.methods.resolution import resolution
 from covmerge.types import LinearGroup, LowRank, Merged
 
 
@@ -125,13 +126,15 @@ def core_space(
         [[2.0, 0.0], [0.0, 2.0]]
     """
     like = group.updates[0]
-    rtol = rank_tolerance(group.shape, like.dtype, rank_rtol)
+    known = resolution(group, rank_rtol)
+    rtol = known.rtol
     changed = [t for t, update in enumerate(group.updates) if update.any()]
     stats = {"unchanged": len(group.updates) - len(changed)}
     if not changed:
         return Merged(torch.zeros_like(like), stats)
     factors = [
-        group.factors[t] if group.factors else _balanced(group.updates[t], rtol) for t in changed
+        group.factors[t] if group.factors else _balanced(group.updates[t], rtol, known.floors[t])
+        for t in changed
     ]
     outputs = joint_directions([each.left for each in factors], rtol=rtol)
     inputs = joint_directions([each.right.mT for each in factors], rtol=rtol)
@@ -145,7 +148,7 @@ def core_space(
         cores = _cores(group.updates, left, right)
     del factors
     merged = merge_inside(
-        LinearGroup(cores, group.weights),
+        LinearGroup(cores, group.weights, floors=group.floors),
         inner,
         scale=scale,
         density=density,
@@ -155,14 +158,15 @@ def core_space(
     )
     core = merged.delta
     if isotropize:
-        core = iso_c(LinearGroup((core,), weights=(1.0,)), rank_rtol=rtol).delta
+        floor = known.of_sum(group.weights)
+        core = flattened(truncated_svd(core, min(core.shape), rtol=rtol, floor=floor))
     delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)
     return Merged(delta.to(like.dtype), {**merged.stats, **stats, "core": list(core.shape)})
 
 
-def _balanced(update: Tensor, rtol: float) -> LowRank:
+def _balanced(update: Tensor, rtol: float, floor: float) -> LowRank:
     """The factors U σ^½ and σ^½ Vᵀ of an update."""
-    found = truncated_svd(update, min(update.shape), rtol=rtol)
+    found = truncated_svd(update, min(update.shape), rtol=rtol, floor=floor)
     root = found.kept.sqrt().to(update.dtype)
     return LowRank(found.left * root, found.right * root[:, None])
 

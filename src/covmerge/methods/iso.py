@@ -11,9 +11,10 @@ from torch import Tensor
 from covmerge.linalg.auto import Cost, polar_cost, svd_cost
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.polar import orthogonalized
-from covmerge.linalg.spectral import TruncatedSvd, rank_tolerance, truncated_svd
+from covmerge.linalg.spectral import TruncatedSvd, truncated_svd
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
+from covmerge.methods.resolution import Resolution, resolution
 from covmerge.types import LinearGroup, Merged
 
 _PAPER = Reference(
@@ -37,7 +38,8 @@ RankRtol = Annotated[
     Field(
         ge=0,
         lt=1,
-        description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps",
+        description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps, and "
+        "what rounding of the stored weights gives",
     ),
 ]
 
@@ -94,13 +96,18 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
         >>> iso_c(LinearGroup((d,), weights=(1.0,))).delta.diagonal().tolist()
         [2.0, 2.0, 0.0]
     """
-    whole = _svd_of_sum(group, rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol))
-    if not whole.rank:
-        return Merged(torch.zeros_like(group.updates[0]), {"rank": 0})
-    flat = float(whole.kept.mean())
-    return Merged(
-        (whole.left @ whole.right).mul_(scale * flat), {"rank": whole.rank, "sigma": flat}
-    )
+    whole = _svd_of_sum(group, resolution(group, rank_rtol))
+    stats = {"rank": whole.rank, "sigma": _mean(whole)}
+    return Merged(flattened(whole).mul_(scale), stats)
+
+
+def flattened(whole: TruncatedSvd) -> Tensor:
+    """σ̄ U Vᵀ of U diag(σ) Vᵀ within its numerical rank; 0 of nothing."""
+    return (whole.left @ whole.right).mul_(_mean(whole))
+
+
+def _mean(whole: TruncatedSvd) -> float:
+    return float(whole.kept.mean()) if whole.rank else 0.0
 
 
 @register(
@@ -150,36 +157,45 @@ def iso_cts(
         >>> iso_cts(LinearGroup((a, b), weights=(1.0, 1.0)), common_fraction=0.5).delta.shape
         torch.Size([2, 4])
     """
-    rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol)
-    whole = _svd_of_sum(group, rtol)
+    known = resolution(group, rank_rtol)
+    whole = _svd_of_sum(group, known)
     if not whole.rank:
         return Merged(torch.zeros_like(group.updates[0]), {"rank": 0})
-    changed = [pair for pair in zip(group.updates, group.weights, strict=True) if pair[0].any()]
+    changed = [
+        (update, weight, floor)
+        for update, weight, floor in zip(group.updates, group.weights, known.floors, strict=True)
+        if update.any()
+    ]
     c, s = _dimensions(whole.rank, len(changed), common_fraction)
     common = whole.first(c)
-    tasks = [_task_directions(update, common.left, s, rtol) for update, _ in changed]
-    sigma = [part.kept * w for part, (_, w) in zip(tasks, changed, strict=True)]
+    tasks = [
+        _task_directions(update, common.left, s, rtol=known.rtol, floor=floor)
+        for update, _, floor in changed
+    ]
+    sigma = [part.kept * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
     flat = float(torch.cat([*sigma, common.kept]).mean())
-    left, right = orthogonalized([*tasks, common], rtol=rtol)
+    joined = orthogonalized([*tasks, common], rtol=known.rtol)
     stats = {
         "unchanged": len(group.updates) - len(changed),
         "rank": whole.rank,
         "common": len(common.right),
         "per_task": s,
         "directions": len(common.right) + sum(map(len, sigma)),
+        "dependent": joined.dependent,
         "sigma": flat,
     }
-    return Merged((left @ right).mul_(scale * flat), stats)
+    return Merged((joined.left @ joined.right).mul_(scale * flat), stats)
 
 
-def _svd_of_sum(group: LinearGroup, rtol: float) -> TruncatedSvd:
+def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:
     """Every direction of Σ w_tΔ_t within its numerical rank."""
 
     def make() -> TruncatedSvd:
         total = stack_weighted(group.updates, group.weights)
-        return truncated_svd(total, min(total.shape), rtol=rtol)
+        floor = known.of_sum(group.weights)
+        return truncated_svd(total, min(total.shape), rtol=known.rtol, floor=floor)
 
-    return group.once(f"svd of the sum, rtol {rtol}", make)
+    return group.once(f"svd of the sum, {known}", make)
 
 
 def _dimensions(rank: int, count: int, common_fraction: float) -> tuple[int, int]:
@@ -188,7 +204,9 @@ def _dimensions(rank: int, count: int, common_fraction: float) -> tuple[int, int
     return max(0, rank - per_task * count), per_task
 
 
-def _task_directions(update: Tensor, common: Tensor, k: int, rtol: float) -> TruncatedSvd:
+def _task_directions(
+    update: Tensor, common: Tensor, k: int, *, rtol: float, floor: float
+) -> TruncatedSvd:
     """Return the leading directions of (I − U_cU_cᵀ)Δ."""
     residual = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
-    return truncated_svd(residual, k, rtol=rtol, scale=norm(update))
+    return truncated_svd(residual, k, rtol=rtol, scale=norm(update), floor=floor)

@@ -12,7 +12,7 @@ from torch import Tensor
 from covmerge.linalg.auto import FLOAT64, Cost, joint_cost
 from covmerge.linalg.joint import far_apart, joint_directions
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.linalg.spectral import truncated_svd
 from covmerge.methods.elect import TrimParameter, elect_cost, surveyed_density
 from covmerge.methods.inner import (
     InnerCombine,
@@ -25,6 +25,7 @@ from covmerge.methods.inner import (
 )
 from covmerge.methods.iso import RankRtol
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, Survey, register
+from covmerge.methods.resolution import resolution
 from covmerge.types import LinearGroup, Merged
 
 Space = Literal["sv", "v"]
@@ -81,17 +82,21 @@ def _components(group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...
 
 def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float | None) -> Aligned:
     """Write the updates, transposed for `concat: outputs`, in their joint singular directions."""
-    rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol)
+    known = resolution(group, rank_rtol)
     updates = [update.mT if concat == "outputs" else update for update in group.updates]
     like = updates[0]
     if far_apart([norm(update) for update in updates]):
         # The rounding of a large update would decide how the directions of a small one lie.
-        updates = [truncated_svd(each, min(each.shape), rtol=rtol).product() for each in updates]
+        updates = [
+            truncated_svd(each, min(each.shape), rtol=known.rtol, floor=floor).product()
+            for each, floor in zip(updates, known.floors, strict=True)
+        ]
     changed = [update for update in updates if update.any()]
     unchanged = len(updates) - len(changed)
     if not changed:
         return Aligned(like[:, :0], tuple(like[:0] for _ in updates), unchanged)
-    together = joint_directions(changed, rtol=rtol)
+    floors = [f for f, update in zip(known.floors, updates, strict=True) if update.any()]
+    together = joint_directions(changed, rtol=known.rtol, floors=floors)
     basis, coordinates = together.left, together.left.mT
     if space == "v":
         basis, coordinates = basis * together.sigma, coordinates / together.sigma[:, None]
@@ -195,7 +200,12 @@ def knots(
     if not stats["components"]:
         return Merged(torch.zeros_like(group.updates[0]), stats)
     merged = merge_inside(
-        LinearGroup(aligned.components, group.weights, thresholds=group.thresholds),
+        LinearGroup(
+            aligned.components,
+            group.weights,
+            thresholds=group.thresholds,
+            floors=group.floors if space == "sv" else (),
+        ),
         inner,
         scale=scale,
         density=density,

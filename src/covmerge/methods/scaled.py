@@ -42,6 +42,7 @@ def run_near_one(
     near_one = replace(
         group,
         updates=tuple(update * factor for update in group.updates),
+        floors=tuple(floor * factor for floor in group.floors),
         factors=tuple(LowRank(each.left * factor, each.right) for each in group.factors),
         shared=None,  # what others keep there belongs to the updates as they are
     )

@@ -9,8 +9,9 @@ from pydantic import Field
 
 from covmerge.linalg.auto import Cost, polar_cost, svd_cost
 from covmerge.linalg.polar import orthogonalized
-from covmerge.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.linalg.spectral import truncated_svd
 from covmerge.methods.registry import Laws, Reference, register
+from covmerge.methods.resolution import resolution
 from covmerge.types import LinearGroup, Merged
 
 
@@ -62,7 +63,8 @@ def tsv_m(
         Field(
             ge=0,
             lt=1,
-            description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps",
+            description="numerical rank: σ > rank_rtol · σ_max; by default √max(d_out, d_in) · eps, "
+            "and what rounding of the stored weights gives",
         ),
     ] = None,
 ) -> Merged:
@@ -91,15 +93,20 @@ def tsv_m(
         >>> tsv_m(LinearGroup((a, b), weights=(1.0, 1.0))).delta.round().abs().tolist()
         [[3.0, 0.0], [0.0, 1.0]]
     """
-    rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol)
-    changed = [pair for pair in zip(group.updates, group.weights, strict=True) if pair[0].any()]
+    known = resolution(group, rank_rtol)
+    changed = [
+        (update, weight, floor)
+        for update, weight, floor in zip(group.updates, group.weights, known.floors, strict=True)
+        if update.any()
+    ]
     unchanged = len(group.updates) - len(changed)
     if not changed:
         return Merged(torch.zeros_like(group.updates[0]), {"unchanged": unchanged})
     side = min(group.shape)
     k = side if lossless else max(1, side // len(changed))
-    parts = [truncated_svd(update, k, rtol=rtol) for update, _ in changed]
-    sigma = torch.cat([part.kept * w for part, (_, w) in zip(parts, changed, strict=True)])
-    left, right = orthogonalized(parts, rtol=rtol)
-    merged = left.mul_(scale * sigma.to(left.dtype)) @ right
-    return Merged(merged, {"unchanged": unchanged, "k": k, "directions": len(sigma)})
+    parts = [truncated_svd(update, k, rtol=known.rtol, floor=floor) for update, _, floor in changed]
+    sigma = torch.cat([part.kept * w for part, (_, w, _) in zip(parts, changed, strict=True)])
+    joined = orthogonalized(parts, rtol=known.rtol)
+    merged = joined.left.mul_(scale * sigma.to(joined.left.dtype)) @ joined.right
+    stats = {"k": k, "directions": len(sigma), "dependent": joined.dependent}
+    return Merged(merged, {"unchanged": unchanged, **stats})

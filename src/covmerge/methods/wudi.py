@@ -135,7 +135,8 @@ def wudi(
         stats: dict[str, Json] = {"route": normal.route}
     else:
         cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
-        merged, stats = solve_cut_off(covariances, rtol=cutoff)
+        floor = active.energy_floor(covariances) if rtol is None else 0.0
+        merged, stats = solve_cut_off(covariances, rtol=cutoff, floor=floor)
     return Merged(merged.to(first.dtype), stats | {"unchanged": active.unchanged})
 
 

@@ -1,0 +1,141 @@
+"""What a file's rounding allows to be known of an update, whatever dtype the merge computes in."""
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.methods import registry
+from covmerge.types import LinearGroup, LowRank
+from tests.methods.groups import relative
+from tests.methods.test_factored import VARIANTS
+
+WIDE, TALL = (96, 128), (128, 96)
+
+
+def adapters(shape, rank=4, norms=(0.5, 2.0, 8.0), seed=1):
+    """Updates of low rank, float64, of unlike norms."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for norm in norms:
+        left = torch.randn(shape[0], rank, generator=generator, dtype=torch.float64)
+        right = torch.randn(rank, shape[1], generator=generator, dtype=torch.float64)
+        made.append(LowRank(left * (norm / (left @ right).norm()), right))
+    return made
+
+
+def folded(updates, stored, computed, name, params):
+    """Merge the same adapters as full models: folded into a base's weights of a dtype."""
+    generator = torch.Generator().manual_seed(7)
+    base = (0.05 * torch.randn(updates[0].shape, generator=generator)).to(stored)
+    experts = [{"layer.weight": (base.double() + update.dense()).to(stored)} for update in updates]
+    merged = covmerge.merge(
+        {"layer.weight": base},
+        experts,
+        method=name,
+        dtype=computed,
+        out_dtype="float64",
+        **params,
+    )
+    return merged.tensors["layer.weight"] - base.double()
+
+
+# How an update is factorised decides where TIES cuts in Core Space, and a folded one does not say.
+SAME_FOLDED = [(n, p) for n, p in VARIANTS if n != "core_space" or p.get("inner") != "ties"]
+
+
+@pytest.mark.parametrize(("name", "params"), SAME_FOLDED, ids=str)
+@pytest.mark.parametrize("shape", [WIDE, TALL], ids=str)
+@pytest.mark.parametrize("computed", ["float32", "float64"])
+def test_an_adapter_folded_into_float32_weights_merges_as_its_factors_do(
+    name, params, shape, computed
+):
+    updates = adapters(shape)
+    expected = covmerge.merge_layer(updates, name, **params).dense()
+    found = folded(updates, torch.float32, computed, name, params)
+    entries = params.get("inner", "ties" if name == "knots" else "") == "ties"
+    assert relative(found, expected) < (2e-2 if entries else 2e-3)
+
+
+# Of unlike norms bfloat16 keeps 8 bits of the largest: Iso-CTS divides the weak directions of the sum
+# among tasks, and says of which it cannot know ("dependent").
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        *((name, (0.5, 2.0, 8.0)) for name in ("ace", "actmat", "wudi", "iso_c", "tsv_m")),
+        *((name, (0.5, 2.0, 8.0)) for name in ("core_space", "cart")),
+        *((name, (2.0, 2.5, 3.0)) for name in ("ace", "iso_cts", "knots")),
+    ],
+)
+@pytest.mark.parametrize("computed", ["float32", "float64"])
+def test_bfloat16_weights(name, norms, computed):
+    updates = adapters(WIDE, norms=norms, seed=4)
+    expected = covmerge.merge_layer(updates, name).dense()
+    found = folded(updates, torch.bfloat16, computed, name, {})
+    assert relative(found, expected) < 0.1
+
+
+@pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsv_m", "core_space", "actmat", "wudi"])
+def test_updates_that_are_stored_in_bfloat16(name):
+    updates = adapters(WIDE, norms=(2.0, 2.5, 3.0), seed=4)
+    expected = covmerge.merge_layer(updates, name).dense()
+    rounded = [update.dense().to(torch.bfloat16) for update in updates]
+    assert relative(covmerge.merge_layer(rounded, name), expected) < 2e-2
+
+
+class TestAce:
+    @pytest.mark.parametrize("norm", [0.1, 1.0, 7.0, 20.0])
+    @pytest.mark.parametrize("shape", [(300, 200), (200, 300)], ids=str)
+    def test_low_rank_in_float32_is_float64(self, shape, norm):
+        """ε is at the rounding of ‖Δ‖² in float32 here."""
+        updates = adapters(shape, rank=8, norms=(norm, 1.02 * norm, 0.98 * norm))
+        ace = registry.get("ace")
+        group = LinearGroup(tuple(u.dense().float() for u in updates), (1.0,) * 3)
+        merged = ace(group, **ace.resolve({"normalize": False}))
+        exact = covmerge.merge_layer(updates, "ace", normalize=False).dense()
+        assert relative(merged.delta, exact) < 2e-3
+
+    def test_threads_change_nothing(self):
+        updates = [update.dense().float() for update in adapters(WIDE)]
+        before = torch.get_num_threads()
+        merged = []
+        try:
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                merged.append(covmerge.merge_layer(updates, "ace"))
+        finally:
+            torch.set_num_threads(before)
+        assert relative(merged[0], merged[1].double()) < 1e-4
+
+    def test_refines_no_more_directions_than_the_updates_have(self):
+        updates = [update.dense().float() for update in adapters(WIDE, rank=2)]
+        ace = registry.get("ace")
+        merged = ace(LinearGroup(tuple(updates), (1.0,) * 3), **ace.resolve({}))
+        assert merged.stats["gate_fired"]
+        assert merged.stats["k"] == 6
+
+    @pytest.mark.parametrize("normalize", [True, False])
+    def test_one_output_row_is_averaged(self, normalize):
+        """Its centred update is zero: ACE would lose the row, or divide by nothing."""
+        updates = [torch.randn(1, 768) * scale for scale in (0.005, 0.01, 0.03)]
+        merged = covmerge.merge_layer(updates, "ace", normalize=normalize)
+        assert relative(merged, sum(updates).double() / 3) < 1e-6
+
+    def test_rows_that_are_all_alike_are_averaged_beside_the_others(self):
+        generator = torch.Generator().manual_seed(0)
+        usual = [torch.randn(24, 40, generator=generator) for _ in range(2)]
+        alike = torch.randn(1, 40, generator=generator).expand(24, 40).contiguous()
+        ace = registry.get("ace")
+        merged = ace(LinearGroup((*usual, alike), (1.0,) * 3), **ace.resolve({}))
+        assert merged.stats["averaged"] == 1
+        without = ace(LinearGroup(tuple(usual), (1.0,) * 2), **ace.resolve({}))
+        assert relative(merged.delta, without.delta.double() + alike.double() / 3) < 1e-6
+
+    def test_an_expert_that_hardly_moved_does_not_outweigh_the_others(self):
+        generator = torch.Generator().manual_seed(0)
+        strong = torch.randn(96, 128, generator=generator)
+        strong *= 6.4 / strong.norm()
+        faint = torch.zeros(96, 128)
+        faint[3, 4] = 1e-6
+        merged = covmerge.merge_layer([strong, faint], "ace")
+        alone = covmerge.merge_layer([strong], "ace")
+        assert relative(merged, alone.double()) < 1e-6
