@@ -27,13 +27,14 @@ from covmerge.reporting import Report, ReportJob
 def merge(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
-    method: str = "ace",
+    method: str = "auto",
     out: str | Path | None = None,
     *,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
     tensors: Mapping[str, str] | None = None,
     rules: Sequence[Mapping[str, Any]] = (),
+    allow: Sequence[str] = (),
     dtype: str = "float32",
     out_dtype: str = "base",
     shard_size: int | str = "5GB",
@@ -55,12 +56,14 @@ def merge(
     Args:
         base: folder, file, hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
-        method: a registered name; see `covmerge.methods.names()`.
+        method: a registered name; see `covmerge.methods.names()`. `auto`: `core_space` where all
+            experts are adapters, `average` of one expert alone, which is the expert, and else `ace`.
         out: output folder; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
         statistics: statistics files by expert name, for methods that use data.
         tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
         rules: exceptions by tensor name or role, as under `rules:` in a recipe.
+        allow: faults of the experts that are not to stop the merge, as under `allow:` in a recipe.
         dtype: compute dtype, `float32` or `float64`.
         out_dtype: stored dtype of the result; `base` keeps the base's.
         shard_size: largest size of one output file.
@@ -97,6 +100,7 @@ def merge(
         statistics=statistics or {},
         tensors=tensors or {},
         rules=rules,
+        allow=allow,
         dtype=dtype,
         output={
             "dtype": out_dtype,
@@ -129,6 +133,7 @@ def extract(
     whole: bool = False,
     tensors: Mapping[str, str] | None = None,
     rules: Sequence[Mapping[str, Any]] = (),
+    allow: Sequence[str] = (),
     dtype: str = "float32",
     out_dtype: str = "base",
     device: str = "cpu",
@@ -150,6 +155,7 @@ def extract(
         whole: hold what the expert changed outside its layers (norms, biases, tied embeddings) too.
         tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
         rules: exceptions by tensor name or role, as under `rules:` in a recipe.
+        allow: faults of the experts that are not to stop the merge, as under `allow:` in a recipe.
         dtype: compute dtype, `float32` or `float64`.
         out_dtype: stored dtype of the factors; `base` takes the base's.
         device: where the mathematics runs.
@@ -178,6 +184,7 @@ def extract(
         out,
         tensors=tensors,
         rules=rules,
+        allow=allow,
         dtype=dtype,
         out_dtype=out_dtype,
         form="adapter",
@@ -201,6 +208,7 @@ def compare(
     statistics: Mapping[str, str | Path] | None = None,
     tensors: Mapping[str, str] | None = None,
     rules: Sequence[Mapping[str, Any]] = (),
+    allow: Sequence[str] = (),
     dtype: str = "float32",
     out_dtype: str = "base",
     device: str = "cpu",
@@ -223,6 +231,7 @@ def compare(
         statistics: statistics files by expert name.
         tensors: what happens to tensors by kind.
         rules: exceptions by tensor name or role.
+        allow: faults of the experts that are not to stop it.
         dtype: compute dtype.
         out_dtype: stored dtype of the results.
         device: where the mathematics runs.
@@ -252,6 +261,7 @@ def compare(
         statistics=statistics or {},
         tensors=tensors or {},
         rules=rules,
+        allow=allow,
         dtype=dtype,
         output={"dtype": out_dtype},
     )
@@ -440,12 +450,13 @@ def _recipe(
     base: Source,
     experts: Mapping[str, Source],
     *,
-    method: str = "ace",
+    method: str = "auto",
     params: Mapping[str, Any] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None,
     statistics: Mapping[str, str | Path],
     tensors: Mapping[str, str],
     rules: Sequence[Mapping[str, Any]],
+    allow: Sequence[str] = (),
     dtype: str,
     output: Mapping[str, Any],
 ) -> Recipe:
@@ -471,6 +482,7 @@ def _recipe(
             "parameters": dict(params or {}),
             "tensors": dict(tensors),
             "rules": [dict(rule) for rule in rules],
+            "allow": list(allow),
             "dtype": dtype,
             "output": dict(output),
         },

@@ -27,6 +27,7 @@ from covmerge.engine import (
 from covmerge.errors import RecipeError
 from covmerge.export import write_manifest
 from covmerge.job import Silent, context_of, torch_threads, usable_device
+from covmerge.judgement import check_fit
 from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
 from covmerge.output import Fingerprints, ModelFolder, OpenCheckpoints
@@ -86,6 +87,7 @@ class Comparison:
         left_out: methods that were asked for by `all` and cannot run here, and why.
         run: seconds and memory of the whole.
         notes: what a reader should know.
+        warnings: what may make the results worse, and what to do.
         adapters: whether some experts are adapters, of which predictions do not agree with accuracy.
     """
 
@@ -95,6 +97,7 @@ class Comparison:
     left_out: Mapping[str, str]
     run: Mapping[str, Json]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...]
     adapters: bool
 
     @property
@@ -123,6 +126,7 @@ class Comparison:
             "left_out": dict(self.left_out),
             "run": dict(self.run),
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
         }
 
 
@@ -217,7 +221,8 @@ class CompareJob:
         if self.out is None:
             checkpoints.materialize()
             done = self._execute(plans, [NoSink() for _ in plans], checkpoints, memory, device)
-            return self._comparison(plans, done, checkpoints, memory, left_out)
+            warnings = check_fit(plans[0], done[0].items, checkpoints)
+            return self._comparison(plans, done, checkpoints, memory, left_out, warnings)
         return self._to_disk(self.out, plans, checkpoints, memory, device, left_out)
 
     def _to_disk(
@@ -243,8 +248,9 @@ class CompareJob:
             with Fingerprints(checkpoints) as fingerprints:
                 sinks = [model.sink() for model in models]
                 done = self._execute(plans, sinks, checkpoints, memory, device, fingerprints.follow)
+                warnings = check_fit(plans[0], done[0].items, checkpoints)
                 for model, stats in zip(models, done, strict=True):
-                    model.finish(stats, fingerprints, memory)
+                    model.finish(stats, fingerprints, memory, warnings)
                 sources = fingerprints.result()
             notes: list[str] = []
             for plan in plans:
@@ -254,7 +260,7 @@ class CompareJob:
                     notes.append(f"method '{plan.recipe.method}' gives the base")
                 else:
                     replace(report, folder=out / plan.recipe.method).raise_if_failed()
-            comparison = self._comparison(plans, done, checkpoints, memory, left_out)
+            comparison = self._comparison(plans, done, checkpoints, memory, left_out, warnings)
             comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(
                 staging.folder,
@@ -296,6 +302,7 @@ class CompareJob:
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
         left_out: Mapping[str, str],
+        warnings: tuple[str, ...],
     ) -> Comparison:
         rows = tuple(_row(plan, stats, self.out) for plan, stats in zip(plans, done, strict=True))
         first = done[0]
@@ -313,6 +320,7 @@ class CompareJob:
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
             },
+            warnings=warnings,
             notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
             adapters=any(isinstance(e, AdapterCheckpoint) for e in checkpoints.experts.values()),
         )

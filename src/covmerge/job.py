@@ -24,6 +24,7 @@ from covmerge.engine import (
     run,
 )
 from covmerge.errors import CovmergeError, InputError
+from covmerge.judgement import check_fit
 from covmerge.output import (
     Fingerprints,
     MergeResult,
@@ -111,14 +112,17 @@ class Job:
         work.checkpoints.materialize()
         sink = MemorySink(work.plan)
         done = self._execute(work, sink)
+        warnings = check_fit(work.plan, done.items, work.checkpoints)
         return MergeResult(
             path=None,
             tensors=sink.tensors,
             heads=read_heads(work.plan, work.checkpoints),
+            recipe=work.plan.recipe,
             stats=merge_stats(work.plan, done.items),
             run=run_report(done, work.memory),
             timeline=done.spans,
             notes=work.plan.notes,
+            warnings=warnings,
             masks=sink.masks,
         )
 
@@ -139,7 +143,8 @@ class Job:
                     model = ModelFolder(staging.folder, work.plan, work.checkpoints)
                     with Fingerprints(work.checkpoints) as fingerprints:
                         done = self._execute(work, model.sink(journal), fingerprints.follow)
-                        result = model.finish(done, fingerprints, work.memory)
+                        warnings = check_fit(work.plan, done.items, work.checkpoints)
+                        result = model.finish(done, fingerprints, work.memory, warnings)
                     # The report names the folder that the output becomes.
                     checked = verify(staging.folder, base=work.checkpoints.base)
                     checked = replace(checked, folder=out)

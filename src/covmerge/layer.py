@@ -17,6 +17,7 @@ from covmerge.linalg.lapack import norm
 from covmerge.linalg.random import Stream
 from covmerge.measures.rounding import rounding_floors
 from covmerge.methods import Method, registry
+from covmerge.methods.choice import AUTO, choose
 from covmerge.methods.factored import merge_factors
 from covmerge.types import LinearGroup, LowRank, Measured
 
@@ -26,7 +27,7 @@ _Update = TypeVar("_Update", Tensor, LowRank)
 @overload
 def merge_layer(
     updates: Sequence[Tensor],
-    method: str = "ace",
+    method: str = "auto",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -35,7 +36,7 @@ def merge_layer(
 @overload
 def merge_layer(
     updates: Sequence[Tensor | LowRank],
-    method: str = "ace",
+    method: str = "auto",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -43,7 +44,7 @@ def merge_layer(
 ) -> Tensor | LowRank: ...
 def merge_layer(
     updates: Sequence[Tensor | LowRank],
-    method: str = "ace",
+    method: str = "auto",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -54,7 +55,8 @@ def merge_layer(
     Args:
         updates: Δ_t = W_t − W_0, each `(d_out, d_in)`, of one dtype and device; half precision is
             computed in float32. Adapters may be given by their factors.
-        method: a registered name.
+        method: a registered name. `auto`: `core_space` where all updates are given by their factors,
+            of one update the update, and else `ace`.
         weights: one positive number per update; 1 is neutral.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
@@ -81,6 +83,8 @@ def merge_layer(
         >>> merge_layer([adapter, adapter], method="actmat").dense().round()[0].tolist()
         [1.0, 1.0, 1.0]
     """
+    if method == AUTO:
+        method, _ = choose(len(updates), sum(isinstance(u, LowRank) for u in updates))
     chosen = registry.get(method)
     parameters = chosen.resolve(params)
     _check(chosen, updates, data or ())

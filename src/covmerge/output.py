@@ -48,7 +48,7 @@ from covmerge.export import (
     write_rescalers,
 )
 from covmerge.plan import Plan
-from covmerge.recipe import Expert, dump_recipe
+from covmerge.recipe import Expert, Recipe, dump_recipe
 from covmerge.statistics.file import StatisticsFile
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.types import Json
@@ -67,20 +67,24 @@ class MergeResult:
         masks: per expert, what EMR-Merging masks; empty for every other method and for a merge to
             disk, which has them as files. The factors are `stats["rescalers"]`.
         heads: per expert, its own task head; empty for a merge to disk, which has them as files.
+        recipe: what was carried out, its method named.
         stats: per tensor and in total, as in `covmerge.json`.
         run: seconds and memory of this run.
         seconds: of mathematics by tensor, of those that this run merged.
         timeline: when this run surveyed, read, computed and wrote.
         notes: what the plan and the run want a reader to know.
+        warnings: what may make the result worse, and what to do.
         verification: result of re-reading the output, for a merge to disk.
     """
 
     path: Path | None
     tensors: dict[str, Tensor] | None
     heads: Mapping[str, Mapping[str, Tensor]]
+    recipe: Recipe
     stats: Mapping[str, Json]
     run: Mapping[str, Json]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     verification: VerifyReport | None = None
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     timeline: tuple[Span, ...] = ()
@@ -202,7 +206,13 @@ class ModelFolder:
         """Where the engine puts the rows of this model."""
         return DiskSink(self._writer, journal, self._masks)
 
-    def finish(self, done: RunStats, fingerprints: Fingerprints, memory: MemoryPlan) -> MergeResult:
+    def finish(
+        self,
+        done: RunStats,
+        fingerprints: Fingerprints,
+        memory: MemoryPlan,
+        warnings: Sequence[str] = (),
+    ) -> MergeResult:
         """Write all that belongs to the model beside its weights."""
         plan, base, folder = self._plan, self._checkpoints.base, self._folder
         self._writer.flush()
@@ -214,32 +224,40 @@ class ModelFolder:
             self._masks.flush()
             write_rescalers(folder, cast("Mapping[str, float]", stats["rescalers"]))
         notes = (*plan.notes, *copied.notes, *self._parents.notes)
-        told = manifest(plan, fingerprints, notes, stats)
+        told = manifest(plan, fingerprints, notes, warnings, stats)
         write_manifest(folder, told)
         write_card(folder, plan, self._parents, base.config, told)
         return MergeResult(
             folder,
             None,
             {},
+            plan.recipe,
             stats,
             run_report(done, memory),
             notes,
+            tuple(warnings),
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
 
 
 def manifest(
-    plan: Plan, fingerprints: Fingerprints, notes: Sequence[str], stats: Mapping[str, Json]
+    plan: Plan,
+    fingerprints: Fingerprints,
+    notes: Sequence[str],
+    warnings: Sequence[str],
+    stats: Mapping[str, Json],
 ) -> dict[str, Json]:
     """What covmerge.json says of a merge."""
     return {
         "covmerge": __version__,
         "torch": torch.__version__,
         "recipe": dump_recipe(plan.recipe),
+        "chosen": plan.chosen,
         "family": plan.family,
         "sources": fingerprints.result(),
         "notes": list(notes),
+        "warnings": list(warnings),
         **stats,
     }
 

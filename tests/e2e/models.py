@@ -90,9 +90,13 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def build(name: str, seed: int = 0) -> torch.nn.Module:
-    """A model with random weights."""
-    with _seeded(seed):
-        return BUILDERS[name]().eval()
+    """A model with random weights, which are large beside the steps of its experts."""
+    with _seeded(seed), torch.no_grad():
+        model = BUILDERS[name]().eval()
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(10.0)
+        return model
 
 
 def fine_tuned(base: torch.nn.Module, seed: int, scale: float = 0.02) -> torch.nn.Module:

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def state(**changes):
     """A small encoder with embedding, two layers, norm, bias, kernel, buffer and output head."""
-    generator = torch.Generator().manual_seed(len(changes))
+    generator = torch.Generator().manual_seed(0)
     tensors = {
         "embed_tokens.weight": (12, 4),
         "layers.0.attn.q_proj.weight": (4, 4),
@@ -38,6 +38,17 @@ def state(**changes):
         else:
             drawn[name] = torch.randn(value, generator=generator)
     return drawn
+
+
+def tuned(tensors, seed=1):
+    """An expert of these."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value + 0.1 * torch.randn(value.shape, generator=generator)
+        if value.is_floating_point()
+        else value
+        for name, value in tensors.items()
+    }
 
 
 def plan_for(base, experts, **given):
@@ -133,7 +144,10 @@ class TestMissing:
 
     @property
     def experts(self):
-        return {"a": state(), "b": state(layers__0__mlp__up_proj__weight=None)}
+        return {
+            "a": tuned(state()),
+            "b": tuned(state(layers__0__mlp__up_proj__weight=None), seed=2),
+        }
 
     def test_error_names_expert_tensor_and_option(self):
         with pytest.raises(TensorError, match=f"expert 'b'.*'{self.name}'.*missing: base"):
@@ -173,7 +187,10 @@ class TestExtra:
         assert any("'a': 1 tensors left out" in note for note in plan.notes)
 
     def test_heads_are_kept_per_expert(self):
-        experts = {"a": state(classifier__weight=(3, 4)), "b": state(classifier__weight=(2, 4))}
+        experts = {
+            "a": tuned(state(classifier__weight=(3, 4))),
+            "b": tuned(state(classifier__weight=(2, 4)), seed=2),
+        }
         result = covmerge.merge(state(), experts, "average")
         assert {e: dict(h)["classifier.weight"].shape for e, h in result.heads.items()} == {
             "a": (3, 4),
@@ -184,8 +201,8 @@ class TestExtra:
     def test_a_head_of_another_shape_than_the_bases(self):
         base = state(classifier__weight=(2, 4), classifier__bias=(2,))
         experts = {
-            "a": state(classifier__weight=(3, 4), classifier__bias=(3,)),
-            "b": state(classifier__weight=(2, 4), classifier__bias=(2,)),
+            "a": tuned(state(classifier__weight=(3, 4), classifier__bias=(3,))),
+            "b": tuned(state(classifier__weight=(2, 4), classifier__bias=(2,)), seed=2),
         }
         result = covmerge.merge(base, experts, "average")
         assert torch.equal(result.tensors["classifier.weight"], base["classifier.weight"])
@@ -201,7 +218,7 @@ class TestExtra:
 
 class TestShapes:
     def test_vocabulary_of_another_size(self):
-        experts = {"a": state(embed_tokens__weight=(16, 4), lm_head__weight=(16, 4))}
+        experts = {"a": tuned(state(embed_tokens__weight=(16, 4), lm_head__weight=(16, 4)))}
         with pytest.raises(TensorError, match=r"12 rows in the base and 16.*vocabulary: base"):
             plan_for(state(), experts)
         base = state()
@@ -211,7 +228,7 @@ class TestShapes:
         assert any("has 16 rows, the base 12" in note for note in result.notes)
 
     def test_rows_that_an_expert_lacks_count_as_unchanged(self):
-        base, expert = state(), state(embed_tokens__weight=(10, 4))
+        base, expert = state(), tuned(state(embed_tokens__weight=(10, 4)))
         merged = covmerge.merge(
             base, {"a": expert}, "average", tensors={"vocabulary": "base"}
         ).tensors["embed_tokens.weight"]
@@ -285,8 +302,9 @@ class TestWork:
         assert summary["tensors"] == 8
 
     def test_digest_follows_what_decides_the_bytes(self):
-        plan = plan_for(state(), {"a": state()})
-        assert plan.digest({"base": 1}) == plan_for(state(), {"a": state()}).digest({"base": 1})
+        experts = {"a": state(), "b": state()}
+        plan = plan_for(state(), experts)
+        assert plan.digest({"base": 1}) == plan_for(state(), experts).digest({"base": 1})
         assert plan.digest({"base": 1}) != plan.digest({"base": 2})
-        other = plan_for(state(), {"a": state()}, parameters={"eps": 0.1})
+        other = plan_for(state(), experts, parameters={"eps": 0.1})
         assert plan.digest({"base": 1}) != other.digest({"base": 1})

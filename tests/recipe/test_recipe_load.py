@@ -62,7 +62,7 @@ def test_defaults() -> None:
     assert dump_recipe(recipe) == {
         "base": "b",
         "experts": {"a": {"source": "x", "weight": 1.0, "statistics": None}},
-        "method": "ace",
+        "method": "auto",
         "parameters": {},
         "tensors": {
             "embeddings": "auto",
@@ -77,6 +77,7 @@ def test_defaults() -> None:
         },
         "rules": [],
         "dtype": "float32",
+        "allow": [],
         "output": {
             "format": "model",
             "rank": None,

@@ -23,6 +23,7 @@ from covmerge.engine import (
     Context,
     Layer,
     Progress,
+    Sizes,
     peak_memory,
     read_inputs,
     run_surveys,
@@ -37,6 +38,7 @@ from covmerge.export import (
     write_heads,
     write_manifest,
 )
+from covmerge.judgement import check_fit
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.spectral import truncated_svd
 from covmerge.methods.factored import MergedFactors
@@ -102,7 +104,9 @@ def merge_to_adapter(
             fingerprints.follow(1.0)  # adapters are small
             work = _Work(recipe, plan, checkpoints, writer, device, progress)
             done = work.run(tasks)
-            stats = merge_stats(_of_tasks(plan, tasks), done)
+            merged = _of_tasks(plan, tasks)
+            warnings = check_fit(merged, done, checkpoints)
+            stats = merge_stats(merged, done)
             changed = {
                 t.item.tensor.name for t, own in zip(tasks, done, strict=True) if own["merged"]
             }
@@ -115,7 +119,7 @@ def merge_to_adapter(
             ]
             writer.finish([adapter.adapter_config for adapter in adapters], checkpoints.base)
             write_heads(staging.folder, read_heads(plan, checkpoints))
-            told = manifest(plan, fingerprints, notes, stats)
+            told = manifest(plan, fingerprints, notes, warnings, stats)
             write_manifest(staging.folder, told)
             write_card(staging.folder, plan, parents, checkpoints.base.config, told)
         report = replace(verify_adapter(staging.folder), folder=out)
@@ -126,7 +130,17 @@ def merge_to_adapter(
         "items": len(tasks),
         "peak_memory": peak_memory(),
     }
-    return MergeResult(out, None, {}, stats, run, (*notes, *staging.notes), report)
+    return MergeResult(
+        path=out,
+        tensors=None,
+        heads={},
+        recipe=plan.recipe,
+        stats=stats,
+        run=run,
+        notes=(*notes, *staging.notes),
+        warnings=warnings,
+        verification=report,
+    )
 
 
 def _bases_that_differ(adapters: Sequence[AdapterCheckpoint]) -> list[str]:
@@ -210,7 +224,11 @@ class _Work:
         inputs = read_inputs([item], replace(self._sources, updates_only=not added))
         action = item.tensor.action
         # Of a tensor that the base lends to a module that is held whole.
-        stats: dict[str, Json] = {"updates": {}, "merged": 0.0, "rounding": 0.0}
+        stats: dict[str, Json] = {
+            **Sizes({}, {}, 0.0).as_json(),
+            "merged": 0.0,
+            "rounding": 0.0,
+        }
         if isinstance(action, Merge):
             layer = Layer([item], inputs, self._context)
             (thresholds,) = self._context.thresholds
@@ -220,7 +238,7 @@ class _Work:
                 stats = result.stats
             else:
                 change = layer.change(item, action, thresholds)
-                stats = {"updates": layer.squares, **self._update(item, action, place, change)}
+                stats = {**layer.sizes.as_json(), **self._update(item, action, place, change)}
         elif isinstance(place, WholeTensor):
             self._writer.write_whole(place, inputs.base.to(place.stored.dtype))
         if isinstance(place, WholeTensor):

@@ -42,6 +42,7 @@ def compare(
     ] = None,
     tensors: options.Tensors = None,
     dtype: options.Dtype = None,
+    allow: options.Allow = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -73,6 +74,7 @@ def compare(
                 statistics=stats or (),
                 tensors=tensors or (),
                 dtype=dtype,
+                allow=allow or (),
             ),
         ),
         methods=methods,

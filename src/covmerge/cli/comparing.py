@@ -12,7 +12,7 @@ from rich.table import Table
 from covmerge import api
 from covmerge.cli.console import print_json, printable, stderr, stdout
 from covmerge.cli.progress import progress_on
-from covmerge.cli.show import NOTE, facts, table
+from covmerge.cli.show import NOTE, WARNING, facts, table
 from covmerge.cli.units import format_seconds
 from covmerge.comparison import SPENT, CompareJob, Comparison
 from covmerge.recipe import Recipe, format_size
@@ -83,6 +83,7 @@ def show(console: Console, comparison: Comparison) -> None:
                     f"{format_size(run['expected_peak_memory'])} expected",
                 ),
                 *((f"no {name}", why) for name, why in comparison.left_out.items()),
+                *((WARNING, warning) for warning in comparison.warnings),
                 *((NOTE, note) for note in comparison.notes),
                 *([("models", f"{comparison.path}/<method>")] if comparison.path else []),
             ]

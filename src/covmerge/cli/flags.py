@@ -9,6 +9,7 @@ from typing import Any
 
 from covmerge.cli.console import say
 from covmerge.errors import RecipeError, did_you_mean
+from covmerge.methods.choice import AUTO
 from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
 from covmerge.recipe.strict_yaml import parse_yaml
 
@@ -27,6 +28,7 @@ class RecipeFlags:
     parameters: Sequence[str] = ()
     tensors: Sequence[str] = ()
     dtype: str | None = None
+    allow: Sequence[str] = ()
     out_dtype: str | None = None
     shard_size: str | None = None
     form: str | None = None
@@ -113,6 +115,7 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         )
     )
     data.update(_given(base=flags.base, dtype=flags.dtype))
+    data["allow"] = list(dict.fromkeys((*data.get("allow", ()), *flags.allow)))
     return parse_recipe(data, origin="command line")
 
 
@@ -134,7 +137,7 @@ def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _set_method(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> None:
     before: str | None = data.get("method")
     # Parameters belong to a method: another one would refuse them, or mean something else by them.
-    if flags.method not in (None, before) and data.get("parameters"):
+    if before != AUTO and flags.method not in (None, before) and data.get("parameters"):
         dropped = ", ".join(data.pop("parameters"))
         say("note", f"--method {flags.method} drops {before}'s parameters in {file}: {dropped}")
     data.update(_given(method=flags.method))

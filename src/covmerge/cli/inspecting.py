@@ -21,8 +21,8 @@ from covmerge.cli.show import facts, table
 from covmerge.cli.units import format_seconds
 from covmerge.covariance.gate import Statistic
 from covmerge.inspection import Inspection, InspectJob, LayerView, Severity, SpectraOf
-from covmerge.inspection.names import block_of, kind_of
 from covmerge.inspection.result import root_mean_square
+from covmerge.judgement.names import block_of, kind_of
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import Report, check_page, write_html
 

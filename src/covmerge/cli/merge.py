@@ -36,7 +36,8 @@ def merge(
         typer.Option(
             metavar="NAME",
             rich_help_panel=options.HOW,
-            help="Merge method, see `covmerge methods`; ace unless the recipe says otherwise.",
+            help="Merge method, see `covmerge methods`. Without one, and without one in the recipe: "
+            "core_space of adapters, one expert alone as it is, and else ace.",
         ),
     ] = None,
     parameter: Annotated[
@@ -50,6 +51,7 @@ def merge(
     ] = None,
     tensors: options.Tensors = None,
     dtype: options.Dtype = None,
+    allow: options.Allow = None,
     out_dtype: options.OutDtype = None,
     form: Annotated[
         str | None,
@@ -111,6 +113,10 @@ def merge(
     covmerge merge --base B --expert code=./code --expert math=./math OUT
 
     covmerge merge recipe.yml OUT
+
+    Fold a LoRA adapter into its base:
+
+    covmerge merge --base B --expert lora=./lora OUT
     """
     from covmerge.cli import flags, merging
     from covmerge.recipe import parse_size
@@ -127,6 +133,7 @@ def merge(
             parameters=parameter or (),
             tensors=tensors or (),
             dtype=dtype,
+            allow=allow or (),
             out_dtype=out_dtype,
             shard_size=shard_size,
             form=form,

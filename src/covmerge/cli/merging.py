@@ -90,7 +90,7 @@ def merge_to(recipe: Recipe, out: Path, flags: RunFlags) -> None:
     run = _cost(result, flags, wall_seconds=time.perf_counter() - start)
     if not flags.as_json:
         show = show_adapter if recipe.output.format == "adapter" else show_result
-        show(stdout(), recipe, result, run)
+        show(stdout(), result, run)
     page = _write_page(result, out, flags) if flags.report else None
     if flags.as_json:
         print_json({**_summary(result, run), **({} if page is None else {"report": str(page)})})
@@ -126,9 +126,11 @@ def _summary(result: MergeResult, run: dict[str, Any]) -> dict[str, Any]:
     report = result.verification
     return {
         "path": str(result.path),
+        "method": result.recipe.method,
         "run": run,
         "totals": stats["totals"],
         "heads": stats["heads"],
+        "warnings": list(result.warnings),
         "notes": list(result.notes),
         "verification": report and report.summary(),
     }

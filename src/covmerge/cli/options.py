@@ -67,6 +67,15 @@ Whole = Annotated[
         help="Have the adapter hold what full models changed outside their layers, as it is.",
     ),
 ]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FAULT",
+        rich_help_panel=HOW,
+        help="Go on in spite of a fault of the experts that makes a merge worthless: "
+        "not-a-fine-tune, swapped-tensors or unchanged-expert.",
+    ),
+]
 Overwrite = Annotated[
     bool,
     typer.Option(

@@ -23,7 +23,8 @@ from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
 from covmerge.text import some
 
-NOTE = "note"  # label of what a reader should not miss
+NOTE, WARNING = "note", "warning"  # labels of what a reader should not miss
+_STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -44,7 +45,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> Table:
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for label, text in pairs:
-        grid.add_row(label, printable(text), style="yellow" if label == NOTE else None)
+        grid.add_row(label, printable(text), style=_STYLES.get(label))
     return grid
 
 
@@ -107,14 +108,12 @@ def plan_summary(
     }
 
 
-def show_result(
-    console: Console, recipe: Recipe, result: MergeResult, run: Mapping[str, Any]
-) -> None:
+def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
     """Print what a merge to disk did; `run` is its cost, as in the JSON summary."""
     out = cast("Path", result.path)
     stats = cast("Mapping[str, Any]", result.stats)
     totals = stats["totals"]
-    console.print(f"Merged {_what(recipe)}: {printable(str(out))}", soft_wrap=True)
+    console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
     rules = table("role", "rule", "tensors", right=("tensors",))
     for row in totals["by_rule"]:
         rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
@@ -124,6 +123,7 @@ def show_result(
     console.print(
         facts(
             [
+                *((WARNING, warning) for warning in result.warnings),
                 *((NOTE, note) for note in result.notes),
                 ("run", _run(run)),
                 (
@@ -143,13 +143,11 @@ def show_result(
         console.print(f"  {line}", soft_wrap=True)
 
 
-def show_adapter(
-    console: Console, recipe: Recipe, result: MergeResult, run: Mapping[str, Any]
-) -> None:
+def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
     """Print what a merge of adapters into one did."""
     out = cast("Path", result.path)
     stats = cast("Mapping[str, Any]", result.stats)
-    console.print(f"Merged {_what(recipe)}: {printable(str(out))}", soft_wrap=True)
+    console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
     places = {
         name: entry["adapter"] for name, entry in stats["tensors"].items() if "adapter" in entry
     }
@@ -162,6 +160,7 @@ def show_adapter(
     console.print(
         facts(
             [
+                *((WARNING, warning) for warning in result.warnings),
                 *((NOTE, note) for note in result.notes),
                 (
                     "adapter",

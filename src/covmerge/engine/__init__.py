@@ -13,7 +13,7 @@ ties     tied tensors that are stored twice
 """
 
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
-from covmerge.engine.inputs import Sources, read_inputs
+from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunStats, Span, run
 from covmerge.engine.sinks import DiskSink, MemorySink, NoSink, Sink
@@ -34,6 +34,7 @@ __all__ = [
     "Room",
     "RunStats",
     "Sink",
+    "Sizes",
     "Sources",
     "Span",
     "check_ties",

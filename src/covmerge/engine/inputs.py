@@ -12,10 +12,10 @@ from torch import Tensor
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import NotFiniteError
-from covmerge.linalg.lapack import norm
+from covmerge.linalg.lapack import dot, norm
 from covmerge.methods import registry
 from covmerge.plan import Merge, Statistics, WorkItem
-from covmerge.types import LowRank, Measured
+from covmerge.types import Json, LowRank, Measured
 
 # Of a stack of matrices, an adapter has factors of each.
 Stored = Tensor | LowRank | tuple[LowRank, ...]
@@ -63,6 +63,25 @@ class Inputs:
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """In which dtype the experts' weights are stored; adapters have none of their own."""
         return {name: own.dtype for name, own in self.experts.items() if isinstance(own, Tensor)}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long the updates of some rows are, and how far along the base; sums, which add up.
+
+    Attributes:
+        updates: ‖Δ_t‖² by expert.
+        along: ⟨Δ_t, W_0⟩ by expert, of those whose weights were read.
+        base: ‖W_0‖²; 0 where no expert's weights are held against it.
+    """
+
+    updates: dict[str, float]
+    along: dict[str, float]
+    base: float
+
+    def as_json(self) -> dict[str, Json]:
+        """What the statistics of an item have of it."""
+        return {**vars(self)}
 
 
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
@@ -136,8 +155,8 @@ def _read_measured(kind: str, sources: Sources, expert: str, name: str, item: Wo
 
 def take_updates(
     item: WorkItem, inputs: Inputs, dtype: torch.dtype, device: torch.device
-) -> tuple[dict[str, Update], dict[str, float]]:
-    """Turn the stored rows of the experts into updates, with their squared norms.
+) -> tuple[dict[str, Update], Sizes]:
+    """Turn the stored rows of the experts into updates, with their sizes.
 
     Raises:
         NotFiniteError: NaN or Inf in them.
@@ -145,14 +164,17 @@ def take_updates(
     base = inputs.base if inputs.base.is_meta else inputs.base.to(device).to(dtype)
     updates: dict[str, Update] = {}
     squares: dict[str, float] = {}
+    along: dict[str, float] = {}
     for expert in list(inputs.experts):
         stored = inputs.experts.pop(expert)
-        updates[expert] = None if stored is None else _update(stored, base, dtype, device)
-        squares[expert] = _square(updates[expert])
+        updates[expert] = update = None if stored is None else _update(stored, base, dtype, device)
+        squares[expert] = _square(update)
         if stored is not None and not isfinite(squares[expert]):
             _name_what_is_not_finite(item, inputs.base, expert, stored)
-        del stored
-    return updates, squares
+        if isinstance(update, Tensor):
+            along[expert] = dot(update, base)
+        del stored, update
+    return updates, Sizes(squares, along, dot(base, base) if along else 0.0)
 
 
 def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.device) -> Stored:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite, sqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,8 +47,8 @@ class Context:
 class Result:
     """Merged rows of one item in the output dtype, on the CPU, and what there is to say of them.
 
-    `stats` has squared norms, which add up over the items of a tensor, and what the method noticed,
-    a matrix. `masks` are boolean tensors by expert, from methods that write masks.
+    `stats` has `Sizes` and squared norms, which add up over the items of a tensor, and what the
+    method noticed, a matrix. `masks` are boolean tensors by expert, from methods that write masks.
     """
 
     rows: Tensor
@@ -111,11 +111,14 @@ def _merged(item: WorkItem, inputs: Inputs, context: Context) -> Result:
         done += len(result.rows)
         parts.append(result.stats)
     assert rows is not None
-    squares: dict[str, Json] = {
-        expert: sum(part["updates"][expert] for part in parts) for expert in parts[0]["updates"]
-    }
-    merged, rounding = (sum(part[key] for part in parts) for key in ("merged", "rounding"))
-    return Result(rows, {"updates": squares, "merged": merged, "rounding": rounding})
+    return Result(rows, {key: _added([part[key] for part in parts]) for key in parts[0]})
+
+
+def _added(values: Sequence[Any]) -> Json:
+    """Add up what parts of an item measured: numbers, or numbers by expert."""
+    if isinstance(values[0], Mapping):
+        return {key: sum(own[key] for own in values) for key in cast("Any", values[0])}
+    return sum(values)
 
 
 class Layer:
@@ -128,7 +131,7 @@ class Layer:
         merging = [item for item in items if isinstance(item.tensor.action, Merge)]
         self._item = merging[0]
         self._stored = inputs.stored_dtypes()
-        self._given, self.squares = take_updates(self._item, inputs, context.dtype, context.device)
+        self._given, self.sizes = take_updates(self._item, inputs, context.dtype, context.device)
         self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
         self._floors: dict[MatrixLayout, list[tuple[float, ...]]] = {}
 
@@ -149,10 +152,12 @@ class Layer:
             raise TensorError(
                 f"'{item.tensor.name}': method '{method.name}' gave NaN or Inf from finite updates of "
                 "norms "
-                + ", ".join(f"{name}: {sqrt(square):.3g}" for name, square in self.squares.items())
+                + ", ".join(
+                    f"{name}: {sqrt(square):.3g}" for name, square in self.sizes.updates.items()
+                )
                 + ". Please report this tensor; `average` merges it meanwhile."
             )
-        stats: dict[str, Json] = {"updates": self.squares, "merged": square_merged}
+        stats: dict[str, Json] = {**self.sizes.as_json(), "merged": square_merged}
         if self._context.compare:
             stats |= self._measures.of(merged)
         exact = merged.add_(self._base())

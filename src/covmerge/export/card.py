@@ -177,6 +177,9 @@ class _Card:
 
     def _method(self) -> Iterator[str]:
         recipe = self.plan.recipe
+        if self.plan.chosen is not None:
+            yield f"No method was named: `{recipe.method}`, as {self.plan.chosen}."
+            yield ""
         for method in self.methods:
             yield from (f"`{method.name}`: {method.summary}", "")
             yield from (fenced(method.equation, "text"), "")

@@ -8,7 +8,7 @@ findings       what a reader must not miss, in words
 names          blocks and layers for people
 """
 
-from covmerge.inspection.findings import Finding, Severity
+from covmerge.findings import Finding, Severity
 from covmerge.inspection.job import InspectJob, SpectraOf
 from covmerge.inspection.result import Inspection, LayerView, SpectrumView
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from covmerge.checkpoints import AdapterCheckpoint
 from covmerge.checkpoints.json_file import read_object
 from covmerge.errors import CheckpointError, InputError
-from covmerge.inspection.findings import Finding, Severity
+from covmerge.findings import Finding, Severity
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture
 from covmerge.plan.rules import Rules
 from covmerge.recipe import Recipe

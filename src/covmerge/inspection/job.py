@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.engine import MemoryPlan, NoSink, Progress, RunStats, peak_memory, plan_memory, run
@@ -17,26 +16,24 @@ from covmerge.engine.inspect import MERGED, Redo, inspect_rows, inspection_cost
 from covmerge.engine.run import Worker
 from covmerge.engine.worker import Context
 from covmerge.errors import InputError
+from covmerge.findings import Finding, Severity
 from covmerge.inspection.compatibility import check_headers, check_tokenizers, lenient
-from covmerge.inspection.findings import Finding, Severity
-from covmerge.inspection.names import block_of, by_depth
 from covmerge.inspection.result import Inspection, LayerView, SpectrumView
-from covmerge.inspection.verdicts import Foreign, findings_of, foreign_layers, strangers
+from covmerge.inspection.verdicts import findings_of
 from covmerge.job import Silent, torch_threads, usable_device
-from covmerge.linalg.lapack import norm
+from covmerge.judgement import judge
+from covmerge.judgement.names import by_depth
 from covmerge.measures.sums import Sums, sums_from_json
 from covmerge.output import OpenCheckpoints
 from covmerge.plan import Plan, WorkItem, build_plans
 from covmerge.plan.align import Model
 from covmerge.recipe import Expert, Recipe
-from covmerge.tensors import MatrixLayout, describe_checkpoint, matrices, matrix_shapes
+from covmerge.tensors import describe_checkpoint, matrix_shapes
 from covmerge.types import Json
 
 SpectraOf = Literal["all", "some", "none"]
 # Operations that "some" spectra may take together: minutes on a workstation.
 _SPECTRAL_FLOPS = 1e14
-_LOOKED_UP = 8  # layers of an expert whose true place is searched for
-_ALIKE = 0.9  # cosine with another layer of the base from which it is that one
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,11 @@ class InspectJob:
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
             }
-            findings += _judge(layers, base, models, fitting)
+            if layers:
+                judged = [layer.judged for layer in layers]
+                fit = {name: models[name].checkpoint for name in fitting}
+                findings += judge(judged, checkpoints.base, fit, plan.heads)
+                findings += findings_of(layers, fitting, half=_in_half(base))
         order = list(Severity)
         return Inspection(
             base=checkpoints.base.source,
@@ -278,64 +279,7 @@ def _view(
     )
 
 
-def _judge(
-    layers: Sequence[LayerView], base: Model, models: Mapping[str, Model], experts: Sequence[str]
-) -> Iterator[Finding]:
-    if not layers:
-        return
-    matrices_ = [layer for layer in layers if layer.is_matrix]
-    found = strangers(matrices_, experts)
-    yield from found
-    others = [expert for expert in experts if expert not in {f.expert for f in found}]
-    for expert in others:
-        foreign = foreign_layers(matrices_, [expert])
-        places = [_look_up(each, base, models[expert]) for each in foreign[:_LOOKED_UP]]
-        yield from places
-        if len(foreign) > _LOOKED_UP:
-            names = tuple(each.tensor for each in foreign)
-            text = f"{len(foreign)} layers in all are not the base's"
-            yield Finding(Severity.FAULT, text, expert, names)
+def _in_half(base: Model) -> bool:
+    """Whether a model is stored in half precision, for the most part."""
     stored = [header.dtype for header in base.headers.values() if header.dtype.is_floating_point]
-    half = sum(dtype.itemsize <= 2 for dtype in stored) > len(stored) / 2
-    yield from findings_of(layers, list(experts), half=half)
-
-
-def _look_up(foreign: Foreign, base: Model, expert: Model) -> Finding:
-    """Say which other layer of the base a layer holds, if it does."""
-    name = foreign.tensor
-    parts = _parts(expert, name)
-    found: list[str] = []
-    for label, part in parts.items():
-        for other in _candidates(name, base):
-            for place, own in _parts(base, other).items():
-                if (other, place) == (name, label) or own.shape != part.shape:
-                    continue
-                cosine = float((own * part).sum()) / ((norm(own) * norm(part)) or 1.0)
-                if cosine > _ALIKE:
-                    where = f"'{other}'" + (f" ({place})" if place else "")
-                    what = f"its {label} is" if label else "it is"
-                    found.append(f"{what} the base's {where} (cosine {cosine:.2f})")
-    text = f"'{name}' is not the base's (cosine {foreign.cosine:.2f} with it)"
-    text += f": {'; '.join(found)}. Swapped when it was saved?" if found else ""
-    return Finding(Severity.FAULT, text, foreign.expert, (name,))
-
-
-def _candidates(name: str, base: Model) -> list[str]:
-    """Layers of the same shape in the same block, then the same layer of other blocks."""
-    shape, block = base.headers[name].shape, block_of(name)
-    same = [n for n, header in base.headers.items() if header.shape == shape]
-    siblings = [n for n in same if block_of(n) == block]
-    return [*siblings, *(n for n in same if n not in siblings)][:64]
-
-
-def _parts(model: Model, name: str) -> dict[str, Tensor]:
-    """A stored tensor as its projections by name, or as one matrix without a name."""
-    info = model.description.tensors.get(name)
-    if info is None:
-        return {}
-    tensor = model.checkpoint.read(name).float()
-    layout: MatrixLayout = info.layout
-    if info.parts is None or layout.stacked:
-        return {"": tensor}
-    split = replace(layout, parts=info.parts)
-    return dict(zip(info.parts.names, matrices(tensor, split), strict=True))
+    return sum(dtype.itemsize <= 2 for dtype in stored) > len(stored) / 2

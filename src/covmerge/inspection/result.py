@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from covmerge.covariance.gate import DEFAULT_TAU, Gate, Statistic, gate
-from covmerge.inspection.findings import Finding, Severity
+from covmerge.findings import Finding, Severity
+from covmerge.judgement import Layer
 from covmerge.measures.retention import overall
 from covmerge.measures.sums import Sums
 from covmerge.types import Json
@@ -94,6 +95,19 @@ class LayerView:
     def untouched(self) -> dict[str, float]:
         """Share of the elements that an expert left as they were."""
         return self._by_expert(self.sums.untouched)
+
+    @property
+    def judged(self) -> Layer:
+        """What the experts are judged by."""
+        along = self.sums.along_base.tolist()  # pyright: ignore[reportUnknownMemberType] - partial in torch
+        return Layer(
+            self.tensor,
+            self.name,
+            self.is_matrix,
+            float(self.sums.base),
+            {expert: norm**2 for expert, norm in self.norms.items()},
+            self._by_expert(along),
+        )
 
     def gate(self, statistic: Statistic) -> Gate:
         """γ of the experts that changed the layer, and whether ACE's gate would fire."""

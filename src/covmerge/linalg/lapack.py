@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,14 @@ def norm(tensor: Tensor) -> float:
     exponent = exponent_of([tensor])
     near_one = tensor.to(torch.float64) * 2.0**-exponent
     return float(_linalg.vector_norm(near_one)) * 2.0**exponent
+
+
+def dot(one: Tensor, other: Tensor) -> float:
+    """Sum of the products of two tensors' elements; in float64 where float32 overflows."""
+    found = float(torch.dot(one.reshape(-1), other.reshape(-1)))
+    if isfinite(found):
+        return found
+    return float(torch.dot(one.reshape(-1).double(), other.reshape(-1).double()))
 
 
 def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:

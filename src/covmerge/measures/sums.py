@@ -68,10 +68,10 @@ class Sums:
 
     @property
     def cosines_with_base(self) -> list[float]:
-        """Cosine between the weights W_t and W_0: near 1 for a fine-tune, 0 for a stranger."""
-        whole = self.base + 2.0 * self.along_base + self.dots.diagonal()
-        cosine = _over(self.base + self.along_base, (self.base * whole.clamp_min(0.0)).sqrt())
-        return _numbers(cosine.clamp(-1.0, 1.0))
+        """Cosine between the weights W_t and W_0."""
+        base, squares = float(self.base), _numbers(self.dots.diagonal())
+        pairs = zip(_numbers(self.along_base), squares, strict=True)
+        return [cosine_with_base(base, along, square) for along, square in pairs]
 
     @property
     def untouched(self) -> list[float]:
@@ -99,6 +99,24 @@ class Sums:
             name: _numbers(value) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
         }
+
+
+def cosine_with_base(base: float, along: float, square: float) -> float:
+    """Return the cosine between W_t and W_0: near 1 for a fine-tune, 0 for a stranger.
+
+    Args:
+        base: ‖W_0‖².
+        along: ⟨Δ_t, W_0⟩.
+        square: ‖Δ_t‖².
+
+    Example:
+        >>> round(cosine_with_base(4.0, 0.0, 4.0), 3), cosine_with_base(4.0, -4.0, 4.0)
+        (0.707, 0.0)
+    """
+    whole = base + 2.0 * along + square
+    if base <= 0.0 or whole <= 0.0:
+        return 0.0
+    return min(1.0, max(-1.0, (base + along) / (sqrt(base) * sqrt(whole))))
 
 
 def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:

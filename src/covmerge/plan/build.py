@@ -8,9 +8,10 @@ from math import prod
 
 import torch
 
-from covmerge.checkpoints import Checkpoint
-from covmerge.errors import InputError
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.errors import InputError, RecipeError
 from covmerge.methods import registry
+from covmerge.methods.choice import AUTO, choose
 from covmerge.methods.registry import Unit
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
 from covmerge.plan.data import Statistics, check_statistics, find_statistics
@@ -85,6 +86,7 @@ class _Draft:
     """What a recipe does with each tensor, before the work is cut into items."""
 
     recipe: Recipe
+    chosen: str | None
     rules: Rules
     alignments: Mapping[str, Alignment]
     head_names: tuple[str, ...]
@@ -94,8 +96,17 @@ class _Draft:
 def _draft(
     recipe: Recipe, base: Model, models: Mapping[str, Model], statistics: Statistics
 ) -> _Draft:
+    recipe, chosen = _with_method(recipe, models)
     check_statistics(recipe, {n: m.checkpoint for n, m in models.items()}, statistics)
-    rules = Rules(recipe, base.description.family)
+    try:
+        rules = Rules(recipe, base.description.family)
+    except RecipeError as error:
+        if chosen is None or not recipe.parameters:
+            raise
+        raise RecipeError(
+            f"{error} No method is named, and {recipe.method} was chosen ({chosen}): name the method "
+            "that the parameters are for (--method)"
+        ) from error
     alignments = {
         name: align(base, name, model, recipe.tensors, rules.chosen_use)
         for name, model in models.items()
@@ -118,7 +129,7 @@ def _draft(
             f"nothing to merge: all {len(tensors)} tensors of {base.checkpoint.source} are copied "
             "from the base under the recipe's rules."
         )
-    return _Draft(recipe, rules, alignments, head_names, tensors)
+    return _Draft(recipe, chosen, rules, alignments, head_names, tensors)
 
 
 def _plan(
@@ -147,7 +158,9 @@ def _plan(
         surveys=tuple(_surveys(items)),
         heads=heads,
         family=base.description.family,
+        chosen=draft.chosen,
         notes=(
+            *_chosen(draft),
             *_mask_notes(draft.tensors),
             *_unused_rules(draft.recipe, base, models),
             *_notes(base, models, draft.alignments, draft.tensors),
@@ -155,6 +168,20 @@ def _plan(
         tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
         metadata={"covmerge": __version__, "method": draft.recipe.method},
     )
+
+
+def _with_method(recipe: Recipe, models: Mapping[str, Model]) -> tuple[Recipe, str | None]:
+    """Return the recipe with a method, and why it is that one, where it names none."""
+    if recipe.method != AUTO:
+        return recipe, None
+    adapters = sum(isinstance(model.checkpoint, AdapterCheckpoint) for model in models.values())
+    name, why = choose(len(models), adapters)
+    return recipe.model_copy(update={"method": name}), why
+
+
+def _chosen(draft: _Draft) -> Iterator[str]:
+    if draft.chosen is not None:
+        yield f"no method is named: {draft.recipe.method}, as {draft.chosen}"
 
 
 def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:

@@ -198,7 +198,7 @@ class Plan:
     """Everything decided before the first tensor is read.
 
     Attributes:
-        recipe: the recipe with all defaults.
+        recipe: the recipe with all defaults, and a method.
         tensors: the output's tensors in output order.
         items: the work, in output order.
         surveys: passes over some of the items before the work.
@@ -208,6 +208,7 @@ class Plan:
         tied: by expert (None: the base), stored tensors that are left out because the config ties
             them to another stored one, which stands for both.
         metadata: for the header of every output file.
+        chosen: why the method is what it is; None: the recipe names it.
     """
 
     recipe: Recipe
@@ -221,6 +222,7 @@ class Plan:
         default_factory=dict[str | None, Mapping[str, str]]
     )
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    chosen: str | None = None
 
     @cached_property
     def output_headers(self) -> tuple[TensorHeader, ...]:
@@ -293,6 +295,8 @@ class Plan:
                 for role, rule, count, size in self.by_rule()
             ],
             "heads": {expert: sorted(kept) for expert, kept in self.heads.items()},
+            "method": self.recipe.method,
+            "chosen": self.chosen,
             "family": self.family,
             "read_bytes": self.read_bytes,
             "write_bytes": self.write_bytes,

@@ -58,7 +58,7 @@ def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recip
     Example:
         >>> recipe = parse_recipe({"base": "org/base", "experts": {"code": "org/code@v1"}})
         >>> recipe.method, recipe.experts["code"].weight
-        ('ace', 1.0)
+        ('auto', 1.0)
     """
     return _validate(dict(mapping), Origin(origin))
 

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from covmerge.errors import RecipeError
+from covmerge.findings import FAULTS, fault_name
 from covmerge.recipe.sizes import parse_size
 from covmerge.types import Role
 
@@ -72,6 +73,10 @@ def _size(value: Any) -> int:
     except RecipeError as error:
         # Only a ValueError gets the key path from pydantic.
         raise ValueError(str(error)) from None
+
+
+def _faults(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(fault_name, names))
 
 
 Source = Annotated[str, Field(min_length=1), AfterValidator(_source)]
@@ -299,7 +304,9 @@ class Recipe(_Model):
         "A name is made of letters, digits, '.', '_' and '-', and is used in file names.",
     )
     method: MethodName = Field(
-        default="ace", description="Merge method; `covmerge methods` lists the names."
+        default="auto",
+        description="Merge method; `covmerge methods` lists the names. `auto` is `core_space` where all "
+        "experts are adapters, `average` of one expert alone, which is the expert, and else `ace`.",
     )
     parameters: Parameters = Field(
         default_factory=dict[str, Any],
@@ -315,6 +322,13 @@ class Recipe(_Model):
     )
     dtype: Literal["float32", "float64"] = Field(
         default="float32", description="Dtype of the computation."
+    )
+    allow: Annotated[tuple[str, ...], AfterValidator(_faults)] = Field(
+        default=(),
+        json_schema_extra={"items": {"enum": list(FAULTS)}},
+        description="Faults of the experts that would stop the merge before anything is written, "
+        f"because its result is mostly worthless: {', '.join(f'`{n}` ({w})' for n, w in FAULTS.items())}. "
+        "Those that are named here are warnings.",
     )
     output: Output = Field(default_factory=Output, description="How the merged model is written.")
 

@@ -22,7 +22,7 @@ from covmerge.evaluation.studies.study import Findings, Study
 from covmerge.evaluation.studies.tables import markdown
 from covmerge.evaluation.suite import Variant
 from covmerge.evaluation.workers import MergeSteps, Tell
-from covmerge.inspection.names import by_depth
+from covmerge.judgement.names import by_depth
 
 # Its annotations are partial.
 _plt: Any = plt

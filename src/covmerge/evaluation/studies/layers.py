@@ -15,7 +15,7 @@ from covmerge.engine import Sources, read_inputs
 from covmerge.engine.inputs import dense, take_updates
 from covmerge.evaluation.bench import Bench
 from covmerge.evaluation.suite import Variant
-from covmerge.inspection.names import by_depth
+from covmerge.judgement.names import by_depth
 from covmerge.output import open_checkpoints
 from covmerge.plan import Merge, WorkItem, build_plan
 from covmerge.recipe import parse_recipe

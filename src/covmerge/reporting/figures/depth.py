@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from covmerge.covariance.gate import Statistic
-from covmerge.inspection.names import by_depth
+from covmerge.judgement.names import by_depth
 from covmerge.recipe import format_size
 from covmerge.reporting.data import Report
 from covmerge.reporting.extra import needed_for_reports

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from covmerge.inspection import LayerView
-from covmerge.inspection.names import block_of, ranges
+from covmerge.judgement.names import block_of, ranges
 from covmerge.reporting.extra import needed_for_reports
 from covmerge.reporting.figures.canvas import (
     LETTER,

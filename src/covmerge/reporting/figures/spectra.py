@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from covmerge.inspection import LayerView
-from covmerge.inspection.names import kind_of
+from covmerge.judgement.names import kind_of
 from covmerge.reporting.extra import needed_for_reports
 from covmerge.reporting.figures.canvas import (
     BLUE,

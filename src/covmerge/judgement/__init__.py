@@ -1,0 +1,13 @@
+"""Do experts fit their base? The same judgement before a merge (`inspect`) and in it.
+
+layers    how long every update is, and whether it goes along the base
+verdicts  from these numbers to findings, by thresholds
+swaps     which other layer of the base a layer holds
+judge     all of it: for an inspection, and of a finished run, which it may stop
+names     blocks and layers for people
+"""
+
+from covmerge.judgement.judge import check_fit, judge
+from covmerge.judgement.layers import Layer
+
+__all__ = ["Layer", "check_fit", "judge"]

@@ -1,0 +1,88 @@
+"""Everything that the sums over the updates give away, and what of it stops a merge."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.errors import InputError
+from covmerge.findings import Finding, Severity
+from covmerge.judgement.layers import Layer, layers_of
+from covmerge.judgement.swaps import find_swaps
+from covmerge.judgement.verdicts import foreign_layers, stranger, uneven, untouched
+from covmerge.output import OpenCheckpoints
+from covmerge.plan import Plan
+from covmerge.plan.align import Model
+from covmerge.tensors import describe_checkpoint
+from covmerge.types import Json
+
+
+def judge(
+    layers: Sequence[Layer],
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    heads: Collection[str],
+) -> Iterator[Finding]:
+    """Say what the sums give away.
+
+    Adapters have no weights of their own, so there is nothing to hold against the base's: that one
+    was trained over another base, no number of it says.
+
+    Args:
+        layers: of all experts.
+        base: the base, for a look at layers that are not its own.
+        experts: by name.
+        heads: experts with a task head of their own.
+    """
+    matrices = [layer for layer in layers if layer.is_matrix]
+    for name, expert in experts.items():
+        if not isinstance(expert, AdapterCheckpoint):
+            unfit = stranger(matrices, name)
+            foreign = [] if unfit else foreign_layers(matrices, name)
+            if unfit:
+                yield unfit
+            if foreign:
+                yield from find_swaps(foreign, _model(base), _model(expert))
+        yield from untouched(layers, name, has_head=name in heads)
+    different = uneven(layers, list(experts))
+    if different:
+        yield different
+
+
+def check_fit(
+    plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenCheckpoints
+) -> tuple[str, ...]:
+    """Judge the experts by what a run measured, and return warnings.
+
+    Args:
+        plan: what was carried out.
+        done: the statistics of its items.
+        checkpoints: base and experts.
+
+    Raises:
+        InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
+    """
+    layers = list(layers_of(plan, done))
+    findings = list(judge(layers, checkpoints.base, checkpoints.experts, plan.heads))
+    faults = [finding for finding in findings if finding.severity is Severity.FAULT]
+    stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
+    if stopping:
+        names = dict.fromkeys(str(fault.name) for fault in stopping)
+        raise InputError(
+            "\n".join(
+                (
+                    *(f"{fault.name}: {fault}" for fault in stopping),
+                    "The merge is stopped and nothing is kept of it. `covmerge inspect` shows more; "
+                    f"if this is meant, go on with {' '.join(f'--allow {name}' for name in names)}",
+                )
+            )
+        )
+    warnings = (finding for finding in findings if finding.severity is Severity.WARNING)
+    return (
+        *(f"{fault.name}, which is allowed: {fault}" for fault in faults),
+        *map(str, warnings),
+    )
+
+
+def _model(checkpoint: Checkpoint) -> Model:
+    return Model(checkpoint, describe_checkpoint(checkpoint))
