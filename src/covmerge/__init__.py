@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from covmerge.version import __version__
 
 if TYPE_CHECKING:
+    # Each from the file that defines it: `covmerge.diagnostics.verify` and `covmerge.statistics.collect`
+    # are a file and the function in it, and checkers differ on which of the two the package has.
     from covmerge import methods
     from covmerge.api import (
         MergeResult,
@@ -26,13 +28,13 @@ if TYPE_CHECKING:
         run_recipe,
     )
     from covmerge.comparison import Comparison
-    from covmerge.diagnostics import verify
+    from covmerge.diagnostics.verify import verify
     from covmerge.export import load_expert
     from covmerge.layer import merge_layer
     from covmerge.publish import push
     from covmerge.recipe import Recipe, load_recipe
     from covmerge.reporting import figures as figures
-    from covmerge.statistics import collect
+    from covmerge.statistics.collect import collect
     from covmerge.types import LowRank
 
 _HOMES = {

@@ -95,7 +95,7 @@ class Comparison:
     rows: tuple[Row, ...]
     update_norms: Mapping[str, float]
     left_out: Mapping[str, str]
-    run: Mapping[str, Json]
+    run: Mapping[str, Any]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     adapters: bool

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -81,8 +81,8 @@ class MergeResult:
     tensors: dict[str, Tensor] | None
     heads: Mapping[str, Mapping[str, Tensor]]
     recipe: Recipe
-    stats: Mapping[str, Json]
-    run: Mapping[str, Json]
+    stats: Mapping[str, Any]
+    run: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     verification: VerifyReport | None = None

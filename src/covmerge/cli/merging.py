@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -122,14 +122,13 @@ def _cost(result: MergeResult, flags: RunFlags, *, wall_seconds: float) -> dict[
 
 
 def _summary(result: MergeResult, run: dict[str, Any]) -> dict[str, Any]:
-    stats = cast("dict[str, Any]", result.stats)
     report = result.verification
     return {
         "path": str(result.path),
         "method": result.recipe.method,
         "run": run,
-        "totals": stats["totals"],
-        "heads": stats["heads"],
+        "totals": result.stats["totals"],
+        "heads": result.stats["heads"],
         "warnings": list(result.warnings),
         "notes": list(result.notes),
         "verification": report and report.summary(),

@@ -111,7 +111,7 @@ def plan_summary(
 def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
     """Print what a merge to disk did; `run` is its cost, as in the JSON summary."""
     out = cast("Path", result.path)
-    stats = cast("Mapping[str, Any]", result.stats)
+    stats = result.stats
     totals = stats["totals"]
     console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
     rules = table("role", "rule", "tensors", right=("tensors",))
@@ -146,7 +146,7 @@ def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -
 def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
     """Print what a merge of adapters into one did."""
     out = cast("Path", result.path)
-    stats = cast("Mapping[str, Any]", result.stats)
+    stats = result.stats
     console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
     places = {
         name: entry["adapter"] for name, entry in stats["tensors"].items() if "adapter" in entry

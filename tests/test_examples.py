@@ -1,0 +1,90 @@
+"""The Python of README.md and docs/ is what a type checker accepts, and its names are there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import covmerge
+
+ROOT = Path(covmerge.__file__).parents[2]
+SOURCES = Path(covmerge.__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+# What the examples take from around them.
+PREAMBLE = """\
+import torch
+
+base_state_dict = {"fc.weight": torch.zeros(2, 2)}
+expert1 = expert2 = base_state_dict
+w0 = w1 = w2 = A1 = A2 = B1 = B2 = torch.zeros(2, 2)
+"""
+
+# What is public is called by its short name, whatever was imported before.
+CALLS = """\
+import covmerge
+import covmerge.diagnostics
+import covmerge.statistics
+
+covmerge.verify("./merged").raise_if_failed()
+covmerge.collect("./code", "texts.jsonl", "code.covstats.safetensors")
+covmerge.push("./merged", "org/name")
+covmerge.inspect("./base", {"code": "./code"}).faults
+covmerge.extract("./base", "./code", "./lora", rank=8, allow=["unchanged-expert"])
+covmerge.merge("./base", ["./code", "./math"]).stats["totals"]["merged_norm"]
+"""
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    """A folder with a file for each example."""
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "calls.py").write_text(CALLS)
+    count = 0
+    for page in PAGES:
+        for code in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.S | re.M):
+            count += 1
+            name = f"{page.stem.lower()}_{count}.py"
+            (folder / name).write_text(f"{PREAMBLE}\n{code}", encoding="utf-8")
+    assert count >= 2, "no examples were found"
+    return folder
+
+
+def accepted(command, **given):
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **given)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_mypy_accepts_every_example(examples):
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(examples / "cache"), str(examples)]
+    accepted(command, env={**os.environ, "MYPYPATH": str(SOURCES)}, cwd=examples)
+
+
+@pytest.mark.slow
+def test_pyright_accepts_every_example(examples):
+    project = {"include": ["."], "extraPaths": [str(SOURCES)]}
+    (examples / "pyrightconfig.json").write_text(json.dumps(project))
+    pyright = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    accepted([*pyright, "--project", str(examples)])
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import covmerge.diagnostics.verify, covmerge.statistics.collect",
+        "covmerge.verify, covmerge.collect",
+        "from covmerge import collect, verify",
+    ],
+)
+def test_public_names_are_the_functions_whatever_came_before(first):
+    code = (
+        f"import covmerge\n{first}\n"
+        "print(callable(covmerge.verify), callable(covmerge.collect), callable(covmerge.inspect))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True True\n"
