@@ -33,6 +33,7 @@ from covmerge.output import (
     merge_stats,
     read_heads,
     run_report,
+    told_of,
 )
 from covmerge.plan import Plan, build_plan
 from covmerge.recipe import Recipe
@@ -112,16 +113,18 @@ class Job:
         work.checkpoints.materialize()
         sink = MemorySink(work.plan)
         done = self._execute(work, sink)
-        warnings = check_fit(work.plan, done.items, work.checkpoints)
+        fit = check_fit(work.plan, done.items, work.checkpoints)
+        stats = merge_stats(work.plan, done.items)
+        warnings, noticed = told_of(work.plan, stats, fit)
         return MergeResult(
             path=None,
             tensors=sink.tensors,
             heads=read_heads(work.plan, work.checkpoints),
             recipe=work.plan.recipe,
-            stats=merge_stats(work.plan, done.items),
+            stats=stats,
             run=run_report(done, work.memory),
             timeline=done.spans,
-            notes=work.plan.notes,
+            notes=(*work.plan.notes, *noticed),
             warnings=warnings,
             masks=sink.masks,
         )

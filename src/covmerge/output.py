@@ -32,6 +32,8 @@ from covmerge.engine import (
     Sources,
     Span,
     check_ties,
+    method_notes,
+    method_warnings,
     peak_memory,
     tensor_stats,
     totals,
@@ -223,7 +225,8 @@ class ModelFolder:
         if self._masks is not None:
             self._masks.flush()
             write_rescalers(folder, cast("Mapping[str, float]", stats["rescalers"]))
-        notes = (*plan.notes, *copied.notes, *self._parents.notes)
+        warnings, noticed = told_of(plan, stats, warnings)
+        notes = (*plan.notes, *noticed, *copied.notes, *self._parents.notes)
         told = manifest(plan, fingerprints, notes, warnings, stats)
         write_manifest(folder, told)
         write_card(folder, plan, self._parents, base.config, told)
@@ -235,7 +238,7 @@ class ModelFolder:
             stats,
             run_report(done, memory),
             notes,
-            tuple(warnings),
+            warnings,
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
@@ -345,6 +348,14 @@ def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, Jso
     factors = rescalers_of(entries)
     rescaled = {"rescalers": factors} if factors else {}
     return {"totals": totals(entries), "heads": heads, **rescaled, "tensors": entries}
+
+
+def told_of(
+    plan: Plan, stats: Mapping[str, Any], warnings: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return warnings and notes of a merge: of its experts, and of what the method noticed."""
+    entries = stats["tensors"]
+    return (*warnings, *method_warnings(plan, entries)), method_notes(entries)
 
 
 def tensor_seconds(plan: Plan, done: RunStats) -> dict[str, float]:

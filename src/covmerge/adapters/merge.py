@@ -49,6 +49,7 @@ from covmerge.output import (
     manifest,
     merge_stats,
     read_heads,
+    told_of,
 )
 from covmerge.plan import Merge, Plan, WorkItem, build_plan
 from covmerge.recipe import Recipe
@@ -105,13 +106,15 @@ def merge_to_adapter(
             work = _Work(recipe, plan, checkpoints, writer, device, progress)
             done = work.run(tasks)
             merged = _of_tasks(plan, tasks)
-            warnings = check_fit(merged, done, checkpoints)
+            fit = check_fit(merged, done, checkpoints)
             stats = merge_stats(merged, done)
+            warnings, noticed = told_of(plan, stats, fit)
             changed = {
                 t.item.tensor.name for t, own in zip(tasks, done, strict=True) if own["merged"]
             }
             notes = [
                 *plan.notes,
+                *noticed,
                 *filter(None, [naming.note]),
                 *_bases_that_differ(adapters),
                 *describe_left_out(plan, tasks, changed),

@@ -266,15 +266,6 @@ def _matrices(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
     if gated:
         where = f": {some(totals['gate_fired'])}" if totals["gate_fired"] else ""
         rows.append(("γ gate", f"fired in {sum(gated)} of {len(gated)} matrices{where}"))
-    if totals["ridge_dominates"]:
-        rows.append(
-            (
-                NOTE,
-                f"ε outweighs an expert's covariance in {len(totals['ridge_dominates'])} tensors "
-                f"({some(totals['ridge_dominates'], 2)}): ACE follows the ridge there; try a smaller "
-                "eps, or refine: false",
-            )
-        )
     if any("jitter" in matrix for matrix in noticed):
         jitter = totals["largest_jitter"]
         rows.append(("jitter", f"{jitter:.1e} at most" if jitter else "none was needed"))

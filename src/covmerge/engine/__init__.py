@@ -8,10 +8,12 @@ budget   bytes that may be alive at once
 sinks    where results go: memory, or shards with a journal
 room     disk space an output needs
 run      the pipeline
+advice   what a method noticed, in words, with what to do
 stats    items joined to tensors, tensors to totals
 ties     tied tensors that are stored twice
 """
 
+from covmerge.engine.advice import method_notes, method_warnings
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.room import Room, room_for
@@ -38,6 +40,8 @@ __all__ = [
     "Sources",
     "Span",
     "check_ties",
+    "method_notes",
+    "method_warnings",
     "peak_memory",
     "plan_memory",
     "read_inputs",

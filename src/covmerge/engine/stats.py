@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, cast
 
+from covmerge.engine.advice import outweighed
 from covmerge.plan import Plan
 from covmerge.types import Json
 
@@ -72,10 +73,7 @@ def totals(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Json]:
         "ridge_dominates": [
             name
             for name, entry in entries.items()
-            if any(
-                matrix.get("gate_fired") and matrix["ridge_share"] >= 1.0
-                for matrix in entry.get("matrices", [])
-            )
+            if any(map(outweighed, entry.get("matrices", [])))
         ],
         "largest_jitter": max((matrix.get("jitter", 0.0) for matrix in matrices), default=0.0),
         "unchanged_updates": sum(matrix.get("unchanged", 0) for matrix in matrices),

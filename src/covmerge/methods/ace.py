@@ -18,7 +18,7 @@ from covmerge.covariance.estimate import (
     centered_gram,
     trace_normalized,
 )
-from covmerge.covariance.gate import Gate, Statistic
+from covmerge.covariance.gate import Gate, Statistic, heterogeneity
 from covmerge.covariance.gate import gate as heterogeneity_gate
 from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.covariance.prior import collective_prior
@@ -197,6 +197,7 @@ def ace(
     merged = pre.merged.to(first.dtype)
     stats |= {
         "route": pre.route,
+        "spread": heterogeneity(active.norms, "scale_free"),
         "ridge_share": _ridge_share(covariances, group.shape[1]),
         "rcond": 1.0 / pre.condition,
         "precision": str(pre.merged.dtype).removeprefix("torch."),

@@ -1,0 +1,81 @@
+"""What a method noticed, in words, with what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import floor, log10
+from typing import Any
+
+from covmerge.covariance.gate import DEFAULT_TAU
+from covmerge.plan import Merge, Plan
+from covmerge.text import some
+
+_SHARE = 0.1  # of a ridge in the covariance that it may have beside an expert
+_LEAST_EPS = 1e-10  # a smaller ε leaves systems that float32 cannot solve
+
+
+def method_warnings(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """What may make the result worse.
+
+    Args:
+        plan: of the merge.
+        entries: its statistics by tensor.
+    """
+    return tuple(_ridges(plan, entries))
+
+
+def method_notes(entries: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """What is worth knowing."""
+    return tuple(_poles(entries))
+
+
+def outweighed(matrix: Mapping[str, Any]) -> bool:
+    """Whether ACE's ε has more of an expert's covariance than the expert."""
+    return bool(matrix.get("gate_fired")) and matrix["ridge_share"] >= 1.0
+
+
+def _ridges(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    actions = {tensor.name: tensor.action for tensor in plan.tensors}
+    wanted: dict[str, float] = {}
+    for name, entry in entries.items():
+        action = actions[name]
+        shares = [m["ridge_share"] for m in entry.get("matrices", ()) if outweighed(m)]
+        if shares and isinstance(action, Merge):
+            wanted[name] = _SHARE * action.parameters["eps"] / max(shares)
+    if wanted:
+        least = _rounded_down(min(wanted.values()))
+        smaller = f"a smaller one (--set eps={least:g}), " if least >= _LEAST_EPS else ""
+        yield (
+            f"ACE's ε outweighs an expert in {len(wanted)} tensors ({some(list(wanted), 2)}): the merge "
+            f"follows ε there, not the expert, and may be lost. Take {smaller}no refinement (--set "
+            "refine=false), or another method (--method tsv_m)"
+        )
+
+
+def _poles(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    names = [
+        name for name, entry in entries.items() if any(map(_at_pole, entry.get("matrices", ())))
+    ]
+    if names:
+        yield (
+            f"ACE's gate fired in {len(names)} tensors ({some(names, 2)}) whose experts are alike in "
+            "size: their norms are near 1, where the paper's γ has a pole. --set gate=scale_free has "
+            "none"
+        )
+
+
+def _at_pole(matrix: Mapping[str, Any]) -> bool:
+    """Whether the paper's γ is large for its denominator alone: the scale-free one is not."""
+    gamma, spread = matrix.get("gamma"), matrix.get("spread")
+    if not matrix.get("gate_fired") or spread is None or spread > DEFAULT_TAU["scale_free"]:
+        return False
+    # None: at the pole itself. One that is no larger than the default fired by a τ that was given.
+    return gamma is None or gamma > DEFAULT_TAU["paper"]
+
+
+def _rounded_down(value: float) -> float:
+    """To one digit."""
+    if value <= 0.0:
+        return 0.0
+    unit = 10.0 ** floor(log10(value))
+    return floor(value / unit) * unit

@@ -1,0 +1,64 @@
+"""What a method noticed is said, with what to do that helps."""
+
+import re
+
+import pytest
+import torch
+
+import covmerge
+from tests.cli.runs import covmerge as command
+from tests.cli.runs import flags, save_plain, words
+
+NAME = "fc.weight"
+
+
+def drawn(norm, seed, shape=(8, 16)):
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return value * (norm / value.norm())
+
+
+def merged(norms, **params):
+    base = {NAME: drawn(3.0, seed=99)}
+    experts = {f"e{n}": {NAME: base[NAME] + drawn(norm, n)} for n, norm in enumerate(norms)}
+    return covmerge.merge(base, experts, "ace", **params)
+
+
+def ridges(result):
+    return [warning for warning in result.warnings if "ε" in warning]
+
+
+def test_an_expert_that_epsilon_outweighs_is_a_warning_with_an_epsilon_that_helps():
+    (warning,) = ridges(merged([1e-3, 0.5]))
+    assert "ε outweighs an expert in 1 tensors (fc.weight)" in warning
+    eps = float(re.search(r"--set eps=(\S+?)\)", warning)[1])
+    assert eps == pytest.approx(0.1 * 1e-3**2 / 16, rel=0.6)
+    again = merged([1e-3, 0.5], eps=eps)
+    assert not ridges(again)
+    assert again.stats["tensors"][NAME]["matrices"][0]["ridge_share"] <= 0.11
+
+
+def test_an_epsilon_that_no_float32_solves_is_not_advised():
+    (warning,) = ridges(merged([1e-5, 0.5]))
+    assert "eps=" not in warning and "refine=false" in warning and "--method" in warning
+
+
+def test_the_gate_at_its_pole_is_said_where_the_scale_free_one_does_not_fire():
+    result = merged([1.05, 0.95])
+    assert result.stats["totals"]["gate_fired"] == [NAME]
+    (note,) = (note for note in result.notes if "pole" in note)
+    assert "gate=scale_free" in note
+    assert not merged([1.05, 0.95], gate="scale_free").stats["totals"]["gate_fired"]
+    # Unlike norms fire either gate; a threshold that was lowered fires by itself.
+    for norms, params in ([(0.3, 2.0), {}], [(0.1, 0.11), {"tau": 0.0}]):
+        result = merged(norms, **params)
+        assert result.stats["totals"]["gate_fired"]
+        assert not any("pole" in note for note in result.notes)
+
+
+def test_the_table_calls_it_a_warning(tmp_path):
+    models = save_plain(tmp_path)
+    ran = command("merge", *flags(models), "--method=ace", "--set", "eps=1", tmp_path / "out")
+    shown = words(ran.stdout)
+    fired = "fired in 2 of 2" in shown
+    assert fired == ("warning ACE's ε outweighs" in shown)
+    assert fired
