@@ -37,7 +37,8 @@ def save(folder: Path, seed: int, card: str | None = None) -> Path:
     """A model of one matrix, without a config."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    save_file({UP: torch.randn(8, 8, generator=generator)}, folder / "model.safetensors")
+    weight = 10.0 * torch.eye(8) + torch.randn(8, 8, generator=generator)
+    save_file({UP: weight}, folder / "model.safetensors")
     if card is not None:
         (folder / "README.md").write_text(f"---\n{card}\n---\n# A model\n")
     return folder
@@ -462,7 +463,7 @@ class TestWhatItTells:
 
     def test_heads_masks_and_methods_of_rules(self, tmp_path):
         base, expert = save(tmp_path / "base", 0), save(tmp_path / "e", 1)
-        head = {UP: torch.ones(8, 8), "classifier.weight": torch.ones(2, 8)}
+        head = {UP: 11.0 * torch.eye(8), "classifier.weight": torch.ones(2, 8)}
         save_file(head, expert / "model.safetensors")
         rules = [{"match": "*up_proj*", "method": "ties"}]
         card, _ = merge(tmp_path, base, {"e": expert}, "emr", rules=rules)
