@@ -99,14 +99,13 @@ class LayerView:
     @property
     def judged(self) -> Layer:
         """What the experts are judged by."""
-        along = self.sums.along_base.tolist()  # pyright: ignore[reportUnknownMemberType] - partial in torch
         return Layer(
             self.tensor,
             self.name,
             self.is_matrix,
             float(self.sums.base),
             {expert: norm**2 for expert, norm in self.norms.items()},
-            self._by_expert(along),
+            self._by_expert(self.sums.along),
         )
 
     def gate(self, statistic: Statistic) -> Gate:

@@ -56,6 +56,11 @@ class Sums:
         return _numbers(self.dots.diagonal().clamp_min(0.0).sqrt())
 
     @property
+    def along(self) -> list[float]:
+        """⟨Δ_t, W_0⟩."""
+        return _numbers(self.along_base)
+
+    @property
     def base_norm(self) -> float:
         """‖W_0‖_F."""
         return sqrt(float(self.base))
@@ -70,7 +75,7 @@ class Sums:
     def cosines_with_base(self) -> list[float]:
         """Cosine between the weights W_t and W_0."""
         base, squares = float(self.base), _numbers(self.dots.diagonal())
-        pairs = zip(_numbers(self.along_base), squares, strict=True)
+        pairs = zip(self.along, squares, strict=True)
         return [cosine_with_base(base, along, square) for along, square in pairs]
 
     @property
