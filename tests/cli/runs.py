@@ -43,7 +43,7 @@ def words(text):
     return " ".join(text.split())
 
 
-def save_plain(folder: Path, experts=("a", "b"), layers=2, width=8):
+def save_plain(folder: Path, experts=("a", "b"), layers=2, width=8, growth=4.0):
     """Checkpoints of two matrices, a norm and an embedding, one file each, without a config."""
     generator = torch.Generator().manual_seed(0)
     base = {
@@ -57,7 +57,7 @@ def save_plain(folder: Path, experts=("a", "b"), layers=2, width=8):
     save_file(base, folder / "base.safetensors")
     for number, name in enumerate(experts):
         moved = {
-            n: w + 0.01 * 4**number * torch.randn(w.shape, generator=generator)
+            n: w + 0.01 * growth**number * torch.randn(w.shape, generator=generator)
             for n, w in base.items()
         }
         save_file(moved, folder / f"{name}.safetensors")

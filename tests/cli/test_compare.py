@@ -56,7 +56,7 @@ def test_a_recipe(models):
 
 def test_many_experts_still_fit_in_80_columns(tmp_path):
     names = [f"an-expert-with-a-long-name-{number}" for number in range(6)]
-    save_plain(tmp_path, experts=names)
+    save_plain(tmp_path, experts=names, growth=1.5)
     ran = covmerge("compare", *flags(tmp_path, names), "--methods", "average,dare_task_arithmetic")
     assert max(map(cell_len, ran.stdout.splitlines())) <= 80
     assert all(ran.stdout.count(name) == 2 for name in names)

@@ -7,7 +7,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.cli.runs import covmerge, flags, save_plain, words, write_recipe
-from tests.e2e.models import save_family
+from tests.e2e.models import fine_tuned, save_family
 from tests.e2e.test_resume import interrupt_after
 
 UP = "layers.0.mlp.up_proj.weight"
@@ -81,7 +81,9 @@ def test_threads_device_and_memory_in_the_json(models):
     options = ["--threads", 1, "--device", "cpu", "--max-memory", "100GB"]
     ran = covmerge("merge", *flags(models), *options, "--json", models / "out")
     assert torch.get_num_threads() == before
-    assert set(ran.json) == {"path", "run", "totals", "heads", "notes", "verification"}
+    assert set(ran.json) == {
+        *("path", "method", "run", "totals", "heads", "warnings", "notes", "verification")
+    }
     assert ran.json["path"] == ran.json["verification"]["folder"] == str(models / "out")
     run = ran.json["run"]
     assert (run["threads"], run["device"], run["resumed_items"]) == (1, "cpu", 0)
@@ -140,11 +142,14 @@ def test_heads_are_reported(tmp_path):
         vocab_size=64, hidden_size=16, num_attention_heads=2, num_hidden_layers=1,
         intermediate_size=24, max_position_embeddings=32,
     )  # fmt: skip
-    transformers.BertModel(config).save_pretrained(tmp_path / "base")
+    base = transformers.BertModel(config)
+    base.save_pretrained(tmp_path / "base")
     named = []
     for name, labels in (("topic", 3), ("tone", 2)):
         config.num_labels = labels
-        transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / name)
+        expert = transformers.BertForSequenceClassification(config)
+        expert.bert.load_state_dict(fine_tuned(base, seed=labels, scale=0.005).state_dict())
+        expert.save_pretrained(tmp_path / name)
         named.append(f"--expert={name}={tmp_path / name}")
     arguments = ["merge", "--base", tmp_path / "base", *named]
     shown = words(covmerge(*arguments, "--dry-run").stdout)
