@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -199,3 +200,24 @@ def test_large_legacy_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch_file, "_MAX_LEGACY_BYTES", 1000)
     with pytest.raises(CheckpointError, match=r"before 1\.6.*1000: load it"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("form", ["zip", "before 1.6"])
+@pytest.mark.parametrize("step", [b"]", b"}"], ids=["lists", "dicts"])
+def test_a_pickle_of_millions_of_objects_is_refused_before_any_is_made(
+    tmp_path: Path, form: str, step: bytes
+) -> None:
+    bomb = b"\x80\x02" + step * 3_000_000 + b"."
+    path = tmp_path / "pytorch_model.bin"
+    if form == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", bomb)
+            archive.writestr("archive/version", "3\n")
+    else:
+        machine = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
+        first = (pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, machine))
+        path.write_bytes(b"".join(first) + bomb)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=r"in more than 2000000 steps.*save its state dict"):
+        open_checkpoint(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickletools
 import re
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import IO, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ _WRAPPERS = ("state_dict", "model", "module")
 _ZIP_MAGIC = b"PK\x03\x04"
 _MAX_LEGACY_BYTES = 4 * 2**30
 _MAX_PICKLE_BYTES = 100_000_000
+_MAX_STEPS = 2_000_000  # a tensor takes 40
+_LEGACY_PICKLES = 5  # a mark, a version, the machine, the state dict, the keys of its storages
 _REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 _SAVE_AGAIN = "load it where you trust it, and save its state dict with safetensors.torch.save_file"
 
@@ -78,6 +82,8 @@ def _load(path: Path) -> tuple[object, tuple[str, ...]]:
             f"whole, and the most that is loaded so is {_MAX_LEGACY_BYTES}: {_SAVE_AGAIN}"
         )
     else:
+        with open_regular(path) as file:
+            _check_steps(file, path, _LEGACY_PICKLES)
         notes = (f"{path} is in torch's format from before 1.6: all {size} bytes are in memory",)
     try:
         loaded: object = torch.load(
@@ -92,12 +98,18 @@ def _check_archive(path: Path) -> None:
     """Check what torch takes for granted about its own zip files before it maps one."""
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
+            _check_entries(archive, path)
+    except CheckpointError:
+        raise
     except Exception as error:  # as above
         raise CheckpointError(
             f"{path} is a damaged archive ({error}): the download was probably cut short, fetch "
             "the file again"
         ) from error
+
+
+def _check_entries(archive: zipfile.ZipFile, path: Path) -> None:
+    entries = archive.infolist()
     if any(entry.filename.endswith("/constants.pkl") for entry in entries):
         raise CheckpointError(f"{path} is TorchScript, which is code: {_SAVE_AGAIN}")
     for entry in entries:
@@ -111,6 +123,26 @@ def _check_archive(path: Path) -> None:
                 f"{path} describes its tensors in {entry.file_size} bytes, and the most that is "
                 f"read is {_MAX_PICKLE_BYTES}: {_SAVE_AGAIN}"
             )
+        if entry.filename.endswith("/data.pkl"):
+            with archive.open(entry) as description:
+                _check_steps(description, path)
+
+
+def _check_steps(pickled: IO[bytes], path: Path, pickles: int = 1) -> None:
+    """Count the steps of pickles, each of which may make an object; nothing is made here."""
+    steps = 0
+    # What is no pickle is left to torch to refuse.
+    with suppress(ValueError, MemoryError):
+        for _ in range(pickles):
+            for _ in pickletools.genops(pickled):
+                steps += 1
+                if steps > _MAX_STEPS:
+                    break
+    if steps > _MAX_STEPS:
+        raise CheckpointError(
+            f"{path} describes its tensors in more than {_MAX_STEPS} steps, which is far more than "
+            f"any model needs: {_SAVE_AGAIN}"
+        )
 
 
 def _refusal(path: Path, error: Exception) -> CheckpointError:
