@@ -48,13 +48,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     fields, names = json.load(sys.stdin)
     found: dict[str, list[Found]] = {}
-    try:
-        for field, (patterns, whole) in fields.items():
+    refused: list[str] = []
+    for field, (patterns, whole) in fields.items():
+        try:
             found[field] = answer(patterns, names, whole=whole)
-        result: dict[str, object] = {"found": found}
-    except ValueError as error:
-        result = {"refused": [field, *error.args]}
-    json.dump(result, sys.stdout)
+        except ValueError as error:
+            refused = [field, *error.args]
+            break
+    json.dump({"refused": refused} if refused else {"found": found}, sys.stdout)
 
 
 if __name__ == "__main__":
