@@ -25,3 +25,21 @@ def assert_same_gram(actual: Tensor, expected: Tensor, rows: int) -> None:
     allowed = of_sum + off * (size[:, None] + size + off)
     beyond = (actual.double() - expected).abs() - allowed
     assert beyond.max() <= 0, f"{int((beyond > 0).sum())} entries, by {float(beyond.max()):.1e}"
+
+
+def assert_same_fisher(actual: Tensor, expected: Tensor, largest: float) -> None:
+    """Compare a mean of squared float32 gradients with its definition.
+
+    Args:
+        actual: of one tensor.
+        expected: its definition.
+        largest: of the whole model. A gradient is a sum of what flows back through all of it, so
+            one that cancels, to nothing in a bias of keys, is off by roundings of the largest.
+
+    A gradient g that is off by δ has a square that is off by 2δ|g| + δ²; then it is stored.
+    """
+    expected = expected.double()
+    off = 2 * ACTIVATIONS * EPS * largest**0.5  # on the way there, and on the way back
+    allowed = EPS * expected + 2 * off * expected.sqrt() + off**2
+    beyond = (actual.double() - expected).abs() - allowed
+    assert beyond.max() <= 0, f"{int((beyond > 0).sum())} entries, by {float(beyond.max()):.1e}"

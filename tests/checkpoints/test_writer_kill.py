@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from covmerge.checkpoints.staging import Staging
 from covmerge.checkpoints.writer import ShardWriter
 from covmerge.errors import InputError
 from covmerge.types import TensorHeader
+from tests.held import journaled, wait_until
 
 NAMES = [f"layer{i}" for i in range(8)]
 ROWS, COLUMNS, BLOCK = 64, 32, 16
@@ -32,8 +34,11 @@ def rows_of(name: str, start: int) -> torch.Tensor:
     return torch.randn(BLOCK, COLUMNS, generator=generator)
 
 
-def merge(out: Path, pause: float = 0, **options: bool) -> int:
-    """Do what the engine does, item by item; return how many items were computed."""
+def merge(out: Path, hold: Path | None = None, **options: bool) -> int:
+    """Do what the engine does, item by item; return how many items were computed.
+
+    While there is a file `hold`, the last item is not begun.
+    """
     computed = 0
     with Staging(out, **options) as staging:
         begin = Journal.resume if staging.resuming else Journal.create
@@ -45,39 +50,46 @@ def merge(out: Path, pause: float = 0, **options: bool) -> int:
                     entry = journal.finished.get(key)
                     if entry and writer.read_back(name, rows) == entry.checksum:
                         continue
+                    while rows.stop == ROWS and name == NAMES[-1] and hold and hold.exists():
+                        time.sleep(0.005)
                     checksum = writer.write(name, rows_of(name, start), rows)
                     journal.append(Entry(*key, checksum))
                     computed += 1
-                    time.sleep(pause)
         (staging.folder / "covmerge.json").write_text("{}")
         staging.commit()
     return computed
 
 
 CHILD = f"from {__name__} import merge; from pathlib import Path; import sys; "
-CHILD += "merge(Path(sys.argv[1]), pause=0.02)"
+CHILD += "merge(*map(Path, sys.argv[1:]))"
 
 
-def wait_for(path: Path, lines: int) -> None:
-    limit = time.monotonic() + 60
-    while not path.exists() or path.read_bytes().count(b"\n") < lines:
-        assert time.monotonic() < limit, f"{path} does not grow"
-        time.sleep(0.005)
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    path = tmp_path / "hold"
+    path.touch()
+    return path
+
+
+def started(out: Path, hold: Path) -> subprocess.Popen[bytes]:
+    root = Path(__file__).parents[2]
+    return subprocess.Popen([sys.executable, "-c", CHILD, out, hold], cwd=root)
 
 
 def test_a_killed_merge_locks_until_it_is_dead_and_resumes_to_the_same_bytes(
-    tmp_path: Path,
+    tmp_path: Path, hold: Path
 ) -> None:
     out, journal = tmp_path / "merged", tmp_path / ".merged.covmerge-partial" / "journal.jsonl"
-    child = subprocess.Popen([sys.executable, "-c", CHILD, out], cwd=Path(__file__).parents[2])
+    child = started(out, hold)
     try:
-        wait_for(journal, lines=8)
+        wait_until(partial(journaled, journal, 7), child)
         for options in ({}, {"resume": True}, {"overwrite": True}):
             with pytest.raises(InputError, match="another process is merging"):
                 merge(out, **options)
     finally:
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL, "the child ended before it was killed"
+    hold.unlink()
     assert not out.exists()
     with pytest.raises(InputError, match="--resume to go on"):
         merge(out)
@@ -101,14 +113,15 @@ def test_a_killed_merge_locks_until_it_is_dead_and_resumes_to_the_same_bytes(
     assert torch.equal(read["layer0"][:BLOCK], rows_of("layer0", 0))
 
 
-def test_the_lock_of_another_process_ends_with_it(tmp_path: Path) -> None:
+def test_the_lock_of_another_process_ends_with_it(tmp_path: Path, hold: Path) -> None:
     out, journal = tmp_path / "merged", tmp_path / ".merged.covmerge-partial" / "journal.jsonl"
-    child = subprocess.Popen([sys.executable, "-c", CHILD, out], cwd=Path(__file__).parents[2])
+    child = started(out, hold)
     try:
-        wait_for(journal, lines=1)
+        wait_until(partial(journaled, journal, 0), child)
         with pytest.raises(InputError, match="another process"):
             merge(out)
-        assert child.wait(timeout=60) == 0
+        hold.unlink()
+        assert child.wait() == 0
     finally:
         child.kill()
         child.wait()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -68,26 +69,18 @@ def test_large_items_are_surveyed_alone(monkeypatch):
 
 
 def test_items_really_run_beside_each_other(monkeypatch):
-    running, most, lock = 0, 0, threading.Lock()
+    together = threading.Barrier(3)  # broken, and an error, where one of three never comes
 
     def watched(items, inputs, context):
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        time.sleep(0.02)
         assert torch.get_num_threads() == 1
-        try:
-            yield from compute(items, inputs, context)
-        finally:
-            with lock:
-                running -= 1
+        together.wait(timeout=300)
+        yield from compute(items, inputs, context)
 
     base, experts = models()
+    assert len(base) % 3 == 0
     before = torch.get_num_threads()
     monkeypatch.setattr("covmerge.job.run", lambda *a, **k: run(*a, **k, worker=watched))
     covmerge.merge(base, experts, "average", threads=3)
-    assert most == 3
     assert torch.get_num_threads() == before
 
 
@@ -98,7 +91,11 @@ def test_an_error_in_one_lane_ends_the_merge():
         covmerge.merge(base, experts, "ace", threads=3)
 
 
-def test_lanes_are_bounded_by_memory():
+def test_lanes_are_bounded_by_memory(monkeypatch):
+    # A process that neither grows meanwhile nor shares its machine.
+    taken = types.SimpleNamespace(rss=2**29, available=2**35)
+    monkeypatch.setattr("psutil.Process.memory_info", lambda self: taken)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: taken)
     base, experts = models(width=512)
     plan = plan_of(base, experts)
     assert all(is_narrow(item, CPU) for item in plan.items)
@@ -107,4 +104,4 @@ def test_lanes_are_bounded_by_memory():
     assert many.workspace <= 2**31
     one = plan_memory([plan], None, device=CPU, threads=1)
     tight = plan_memory([plan], one.peak, device=CPU, threads=8)
-    assert tight.peak <= one.peak + 2**22  # the process itself may have grown meanwhile
+    assert tight.peak <= one.peak
