@@ -144,10 +144,10 @@ def test_what_is_refused_is_named_with_its_line(text: str, message: str) -> None
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "&a [*a, ", "? "])
 def test_deep_nesting_is_refused_at_once(opening: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()  # its own work, whatever else the machine does
     with pytest.raises(RecipeError):
         value_of(opening * 100_000)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 @given(st.text(st.sampled_from("ab1.:-?[]{},&*!|>'\"%#@ \n\t\\~e+")))

