@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
-from math import inf
+from math import inf, sqrt
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -15,6 +16,7 @@ from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.random import Stream
+from covmerge.measures.length import times_as_long
 from covmerge.measures.rounding import rounding_floors
 from covmerge.methods import Method, registry
 from covmerge.methods.choice import AUTO, choose
@@ -66,6 +68,9 @@ def merge_layer(
         W̄ − W_0 `(d_out, d_in)` in the dtype and on the device of the updates. By its factors, of
         rank at most Σr + 1, where all updates are and the method is exact on them.
 
+    A merged update that is longer than all updates together is warned of (`UserWarning`): no mean and
+    no sum of them is.
+
     Random numbers of methods with a `seed` belong to an update's content, not to its place.
 
     Raises:
@@ -97,7 +102,9 @@ def merge_layer(
     dtype = torch.promote_types(stored, torch.float32)
     if all(isinstance(u, LowRank) for u in updates) and chosen.factored_for(parameters):
         factors = [update.to(dtype) for update in cast("Sequence[LowRank]", updates)]
-        return _stored(merge_factors(chosen, factors, shares, parameters).delta, stored)
+        delta = merge_factors(chosen, factors, shares, parameters).delta
+        _say_if_long(method, sqrt(delta.square_norm()), [sqrt(u.square_norm()) for u in factors])
+        return _stored(delta, stored)
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
     group = LinearGroup(
         dense,
@@ -109,7 +116,19 @@ def merge_layer(
             for value in data or ()
         ),
     )
-    return _stored(chosen(group, **parameters).delta, stored)
+    merged = chosen(group, **parameters).delta
+    _say_if_long(method, norm(merged), [norm(update) for update in dense])
+    return _stored(merged, stored)
+
+
+def _say_if_long(method: str, merged: float, experts: Sequence[float]) -> None:
+    times = times_as_long(merged, experts)
+    if times > 1.0:
+        warnings.warn(
+            f"{method}: the merged update is {times:.3g} times as long as the experts' together; take "
+            "a smaller scale where the method has one, or another method",
+            stacklevel=3,
+        )
 
 
 def _stored(merged: _Update, dtype: torch.dtype) -> _Update:

@@ -38,8 +38,33 @@ def test_an_expert_that_epsilon_outweighs_is_a_warning_with_an_epsilon_that_help
 
 
 def test_an_epsilon_that_no_float32_solves_is_not_advised():
-    (warning,) = ridges(merged([1e-5, 0.5]))
+    (warning,) = ridges(merged([1e-5, 0.5], eps=1e-8))
     assert "eps=" not in warning and "refine=false" in warning and "--method" in warning
+
+
+def test_an_expert_that_epsilon_drowns_is_averaged_and_said():
+    result = merged([1e-5, 0.5])
+    assert not ridges(result)
+    (note,) = (note for note in result.notes if "averaged" in note)
+    assert "nothing of the inputs of 1 updates" in note and "1 tensors (fc.weight)" in note
+
+
+def test_a_merged_update_longer_than_its_experts_together_is_said():
+    long, usual = (
+        [w for w in merged(norms).warnings if "longer" in w] for norms in ([1e-3, 0.5], [0.4, 0.5])
+    )
+    assert not usual
+    (warning,) = long
+    assert "longer than the experts' together in 1 tensors (fc.weight)" in warning
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+def test_so_is_one_of_a_single_layer(low_rank):
+    updates = [drawn(1.0, seed=n) for n in range(2)]
+    if low_rank:
+        updates = [covmerge.LowRank(u, torch.eye(16)) for u in updates]
+    with pytest.warns(UserWarning, match=r"2\.\d+ times as long as the experts' together"):
+        covmerge.merge_layer(updates, "task_arithmetic", scale=3.0)
 
 
 def test_the_gate_at_its_pole_is_said_where_the_scale_free_one_does_not_fire():
@@ -57,7 +82,7 @@ def test_the_gate_at_its_pole_is_said_where_the_scale_free_one_does_not_fire():
 
 def test_the_table_calls_it_a_warning(tmp_path):
     models = save_plain(tmp_path)
-    ran = command("merge", *flags(models), "--method=ace", "--set", "eps=1", tmp_path / "out")
+    ran = command("merge", *flags(models), "--method=ace", "--set", "eps=0.1", tmp_path / "out")
     shown = words(ran.stdout)
     fired = "fired in 2 of 2" in shown
     assert fired == ("warning ACE's ε outweighs" in shown)

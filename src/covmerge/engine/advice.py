@@ -7,11 +7,21 @@ from math import floor, log10
 from typing import Any
 
 from covmerge.covariance.gate import DEFAULT_TAU
+from covmerge.measures.length import times_as_long
 from covmerge.plan import Merge, Plan
 from covmerge.text import some
 
 _SHARE = 0.1  # of a ridge in the covariance that it may have beside an expert
 _LEAST_EPS = 1e-10  # a smaller ε leaves systems that float32 cannot solve
+# What a method counts in a matrix and a reader should know of, with what it means.
+_COUNTED = {
+    "averaged": "ACE can tell nothing of the inputs of {count} updates (rows that are all alike, or an "
+    "ε above all that the expert did) in {tensors} tensors ({names}): they are averaged there",
+    "dependent": "experts share {count} directions to within rounding in {tensors} tensors ({names}): "
+    "they are left out of the stacked singular vectors",
+    "arbitrary": "{count} directions with equal singular values have no order in {tensors} tensors "
+    "({names}): what TIES makes of entries along them is arbitrary",
+}
 
 
 def method_warnings(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
@@ -21,12 +31,12 @@ def method_warnings(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tup
         plan: of the merge.
         entries: its statistics by tensor.
     """
-    return tuple(_ridges(plan, entries))
+    return (*_ridges(plan, entries), *_long(entries))
 
 
 def method_notes(entries: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     """What is worth knowing."""
-    return tuple(_poles(entries))
+    return (*_poles(entries), *_counts(entries))
 
 
 def outweighed(matrix: Mapping[str, Any]) -> bool:
@@ -50,6 +60,35 @@ def _ridges(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[st
             f"follows ε there, not the expert, and may be lost. Take {smaller}no refinement (--set "
             "refine=false), or another method (--method tsv_m)"
         )
+
+
+def _long(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """No mean and no sum of updates is longer than all of them in a line."""
+    ratios = {
+        name: times
+        for name, entry in entries.items()
+        if "merged_norm" in entry
+        and (times := times_as_long(entry["merged_norm"], entry["update_norm"].values())) > 1.0
+    }
+    if ratios:
+        longest = max(ratios, key=lambda name: ratios[name])
+        yield (
+            f"the merged update is longer than the experts' together in {len(ratios)} tensors "
+            f"({some(list(ratios), 2)}), {ratios[longest]:.3g} times in '{longest}': take a smaller "
+            "scale where the method has one, or another method"
+        )
+
+
+def _counts(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for key, text in _COUNTED.items():
+        found = {
+            name: count
+            for name, entry in entries.items()
+            if (count := sum(matrix.get(key, 0) for matrix in entry.get("matrices", ())))
+        }
+        if found:
+            names, total = some(list(found), 2), sum(found.values())
+            yield text.format(count=total, tensors=len(found), names=names)
 
 
 def _poles(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
