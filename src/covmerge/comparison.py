@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Staging, check_not_input
-from covmerge.diagnostics import DIFFERS, verify
 from covmerge.engine import (
     MemoryPlan,
     NoSink,
@@ -249,17 +248,21 @@ class CompareJob:
                 sinks = [model.sink() for model in models]
                 done = self._execute(plans, sinks, checkpoints, memory, device, fingerprints.follow)
                 warnings = check_fit(plans[0], done[0].items, checkpoints)
-                for model, stats in zip(models, done, strict=True):
-                    model.finish(stats, fingerprints, memory, warnings)
+                notes: list[str] = []
+                for plan, model, stats in zip(plans, models, done, strict=True):
+                    name = plan.recipe.method
+                    # To give the base is a failure of one merge; of a comparison it is a result.
+                    result = model.finish(
+                        stats,
+                        fingerprints,
+                        memory,
+                        out / name,
+                        warnings=warnings,
+                        may_equal_base=True,
+                    )
+                    if result.verification is not None and not result.verification.ok:
+                        notes.append(f"method '{name}' gives the base")
                 sources = fingerprints.result()
-            notes: list[str] = []
-            for plan in plans:
-                report = verify(staging.folder / plan.recipe.method, base=checkpoints.base)
-                if [check.name for check in report.checks if not check.ok] == [DIFFERS]:
-                    # A failure of one merge; of a comparison it is a result.
-                    notes.append(f"method '{plan.recipe.method}' gives the base")
-                else:
-                    replace(report, folder=out / plan.recipe.method).raise_if_failed()
             comparison = self._comparison(plans, done, checkpoints, memory, left_out, warnings)
             comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(

@@ -11,7 +11,6 @@ import torch
 
 from covmerge.adapters import merge_to_adapter
 from covmerge.checkpoints import Journal, Staging, check_not_input
-from covmerge.diagnostics import verify
 from covmerge.engine import (
     Context,
     MemoryPlan,
@@ -23,7 +22,7 @@ from covmerge.engine import (
     room_for,
     run,
 )
-from covmerge.errors import CovmergeError, InputError
+from covmerge.errors import InputError
 from covmerge.judgement import check_fit
 from covmerge.output import (
     Fingerprints,
@@ -147,17 +146,14 @@ class Job:
                     with Fingerprints(work.checkpoints) as fingerprints:
                         done = self._execute(work, model.sink(journal), fingerprints.follow)
                         warnings = check_fit(work.plan, done.items, work.checkpoints)
-                        result = model.finish(done, fingerprints, work.memory, warnings)
-                    # The report names the folder that the output becomes.
-                    checked = verify(staging.folder, base=work.checkpoints.base)
-                    checked = replace(checked, folder=out)
-                    checked.raise_if_failed()
-                except CovmergeError:
+                        result = model.finish(
+                            done, fingerprints, work.memory, out, warnings=warnings
+                        )
+                except Exception:  # whatever it was; Ctrl-C is none, and keeps the work
                     staging.discard()
                     raise
             staging.commit()
-        notes = (*result.notes, *staging.notes)
-        return replace(result, path=out, notes=notes, verification=checked)
+        return replace(result, notes=(*result.notes, *staging.notes))
 
     def _execute(
         self, work: _Work, sink: Sink, follow: Callable[[float], None] | None = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import (
+    MASKS_FOLDER,
     AdaptedBase,
     AdapterCheckpoint,
     Checkpoint,
@@ -23,8 +24,12 @@ from covmerge.checkpoints import (
     ShardWriter,
     open_checkpoint,
     plan_layout,
+    remove_others,
 )
-from covmerge.diagnostics import VerifyReport
+from covmerge.checkpoints.base import stamp_of
+from covmerge.checkpoints.hashes import FileHashes
+from covmerge.checkpoints.manifest import MANIFEST_NAME
+from covmerge.diagnostics import DIFFERS, Check, VerifyReport, examine
 from covmerge.engine import (
     DiskSink,
     MemoryPlan,
@@ -41,6 +46,7 @@ from covmerge.engine import (
 from covmerge.export import (
     Parents,
     copy_companions,
+    hash_companions,
     read_parents,
     rescalers_of,
     write_card,
@@ -124,11 +130,20 @@ class OpenCheckpoints:
         """Who they are, as the model card tells it; the cards of repositories are fetched."""
         return read_parents(self.all())
 
+    @cached_property
+    def companions(self) -> Mapping[str, str]:
+        """Hashes of the base's companion files when they were first asked for."""
+        return hash_companions(self.base.folder)
+
     def identity(self) -> dict[str, Json]:
         """What tells these sources from others, for the digest of a plan."""
         return {
             **{key: checkpoint.identity() for key, checkpoint in self.all()},
-            **{f"statistics {name}": file.identity() for name, file in self.statistics.items()},
+            **{
+                f"statistics {name}": [file.identity(), stamp_of(file.path.stat())]
+                for name, file in self.statistics.items()
+            },
+            "companions": dict(self.companions),
         }
 
     def sources(self) -> Sources:
@@ -188,10 +203,13 @@ class ModelFolder:
     """A folder that becomes one merged model, written while the engine runs."""
 
     def __init__(self, folder: Path, plan: Plan, checkpoints: OpenCheckpoints) -> None:
-        """Reserve the space of all shards.
+        """Reserve the space of all shards, and copy what is not merged.
+
+        Of an earlier run only the weights and masks are kept.
 
         Raises:
             ResourceError: the disk is full.
+            CheckpointError: a companion file of the base changed since the merge was planned.
         """
         self._folder = folder
         self._plan = plan
@@ -200,9 +218,17 @@ class ModelFolder:
         self._layout = plan_layout(
             plan.output_headers, plan.recipe.output.shard_size, metadata=plan.metadata
         )
-        self._writer = ShardWriter(folder, self._layout)
         masked = [tensor.output for tensor in plan.tensors if tensor.writes_masks]
-        self._masks = MaskWriter(folder, masked, list(plan.recipe.experts)) if masked else None
+        experts = list(plan.recipe.experts) if masked else []
+        self._files = [shard.file_name for shard in self._layout.shards]
+        self._files += [f"{MASKS_FOLDER}/{expert}.safetensors" for expert in experts]
+        self._removed = remove_others(folder, self._files)
+        self._writer = ShardWriter(folder, self._layout)
+        self._masks = MaskWriter(folder, masked, experts) if masked else None
+        self._copied = copy_companions(
+            checkpoints.base.folder, folder, _config_dtype(plan), known=checkpoints.companions
+        )
+        self._files += self._copied.copied
 
     def sink(self, journal: Journal | None = None) -> DiskSink:
         """Where the engine puts the rows of this model."""
@@ -213,32 +239,55 @@ class ModelFolder:
         done: RunStats,
         fingerprints: Fingerprints,
         memory: MemoryPlan,
+        out: Path,
+        *,
         warnings: Sequence[str] = (),
+        may_equal_base: bool = False,
     ) -> MergeResult:
-        """Write all that belongs to the model beside its weights."""
+        """Write all that belongs to the model beside its weights, and check it.
+
+        Args:
+            done: what the engine did.
+            fingerprints: hashes of the sources.
+            memory: what was expected of it.
+            out: the folder that the output becomes.
+            warnings: what the fit of the experts gave.
+            may_equal_base: a model that equals the base is no failure.
+
+        Raises:
+            CheckFailed: the output failed its verification.
+        """
         plan, base, folder = self._plan, self._checkpoints.base, self._folder
         self._writer.flush()
-        write_index(self._layout, folder)
-        write_heads(folder, read_heads(plan, self._checkpoints))
-        copied = copy_companions(base.folder, folder, _config_dtype(plan))
+        index = write_index(self._layout, folder)
+        heads = write_heads(folder, read_heads(plan, self._checkpoints))
         stats = merge_stats(plan, done.items)
         if self._masks is not None:
             self._masks.flush()
-            write_rescalers(folder, cast("Mapping[str, float]", stats["rescalers"]))
-        warnings, noticed = told_of(plan, stats, warnings)
-        notes = (*plan.notes, *noticed, *copied.notes, *self._parents.notes)
-        told = manifest(plan, fingerprints, notes, warnings, stats)
-        write_manifest(folder, told)
-        write_card(folder, plan, self._parents, base.config, told)
-        return MergeResult(
+            heads += (write_rescalers(folder, cast("Mapping[str, float]", stats["rescalers"])),)
+        told_warnings, noticed = told_of(plan, stats, warnings)
+        notes = (*plan.notes, *noticed, *self._copied.notes, *self._parents.notes)
+        told = manifest(plan, fingerprints, notes, told_warnings, stats)
+        card = write_card(folder, plan, self._parents, base.config, told)
+        beside = [path for path in (index, *heads, card) if path is not None]
+        sealed = seal(
             folder,
+            told,
+            [*self._files, *(path.relative_to(folder).as_posix() for path in beside)],
+            out=out,
+            base=base,
+            may_equal_base=may_equal_base,
+        )
+        return MergeResult(
+            out,
             None,
             {},
             plan.recipe,
             stats,
             run_report(done, memory),
-            notes,
-            warnings,
+            (*notes, *_strays([*self._removed, *sealed.removed], sealed.files)),
+            told_warnings,
+            sealed.report,
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
@@ -263,6 +312,73 @@ def manifest(
         "warnings": list(warnings),
         **stats,
     }
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """An output that was checked, with a manifest that has the hashes of its `files`.
+
+    Attributes:
+        report: of the checks.
+        files: paths in it.
+        removed: what lay among them that the merge had not written.
+    """
+
+    report: VerifyReport
+    files: tuple[str, ...]
+    removed: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should be told."""
+        return _strays(self.removed, self.files)
+
+
+def seal(
+    folder: Path,
+    told: Mapping[str, Json],
+    files: Sequence[str],
+    *,
+    out: Path,
+    base: Checkpoint | None = None,
+    may_equal_base: bool = False,
+) -> Sealed:
+    """Check what was written, in one reading, and write covmerge.json with the hashes of all of it.
+
+    Args:
+        folder: where the output was written.
+        told: what covmerge.json says beside the hashes.
+        files: what was written, as paths in the folder; what else lies there is removed.
+        out: the folder that the output becomes, for the report.
+        base: what the output is compared with.
+        may_equal_base: an output that equals the base is no failure.
+
+    Raises:
+        CheckFailed: the output failed its verification.
+    """
+    removed = remove_others(folder, files)
+    checks, found = examine(folder, told, sorted(files), base=base)
+    lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
+    if lost:
+        checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
+    report = VerifyReport(out, checks)
+    if not (may_equal_base and report.failed == (DIFFERS,)):
+        report.raise_if_failed()
+    hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
+    write_manifest(folder, {**told, "files": hashes})
+    return Sealed(report, tuple(files), tuple(removed))
+
+
+def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
+    """A note on what was removed from unfinished work, but for what is of the merge itself."""
+    strange = [n for n in dict.fromkeys(removed) if n not in files and n != MANIFEST_NAME]
+    if not strange:
+        return ()
+    return (
+        "removed from the unfinished output, as this merge had not written it: "
+        + ", ".join(strange[:5])
+        + (f" and {len(strange) - 5} more" if strange[5:] else ""),
+    )
 
 
 class Fingerprints:

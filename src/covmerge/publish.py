@@ -10,9 +10,8 @@ from typing import Any
 
 from covmerge.checkpoints import CARD_NAME, find_unfinished
 from covmerge.checkpoints.hub_client import commit_files
-from covmerge.checkpoints.staging import MANIFEST_NAME
+from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.diagnostics import verify
-from covmerge.diagnostics.report import read_manifest
 from covmerge.errors import InputError
 from covmerge.export import read_front_matter
 from covmerge.types import Json

@@ -1,4 +1,6 @@
 import json
+import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,8 @@ def test_what_was_appended_is_read(path: Path) -> None:
 
 
 def test_the_first_line_names_plan_and_format(path: Path) -> None:
-    assert json.loads(path.read_text().splitlines()[0]) == {"plan": "plan", "format": 1}
+    head = json.loads(path.read_text().splitlines()[0])
+    assert head == {"plan": "plan", "format": 2, "crc": head["crc"]}
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -76,11 +79,55 @@ def test_a_torn_line_of_garbage_is_ignored(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("number", [2, 4, 5])
-def test_a_damaged_line_is_an_error_that_names_it(path: Path, line: bytes, number: int) -> None:
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_damaged_line_is_an_error_that_names_it(
+    path: Path, line: bytes, number: int, sealed: bool
+) -> None:
+    if sealed:  # with the checksum that it would have
+        line = line[:-1] + f',"crc":"{zlib.crc32(line):08x}"}}'.encode()
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
     with pytest.raises(CheckpointError, match=f"line {number} of the journal .*--overwrite"):
         finished(path)
+
+
+def test_a_flipped_bit_anywhere_is_an_error_that_names_the_line(path: Path) -> None:
+    content = path.read_bytes()
+    head = content.index(b"\n")
+    for place in range(len(content)):
+        for bit in (0, 3, 5):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            if damaged[place] == 0x0A or content[place] == 0x0A:
+                continue  # a line more or less is another matter: its parts are damaged lines
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError) as caught:
+                finished(path)
+            number = content[:place].count(b"\n") + 1
+            told = str(caught.value)
+            assert f"line {number} of the journal" in told or (place < head and "format" in told)
+            assert "--overwrite" in told
+
+
+def test_statistics_that_were_changed_do_not_reach_a_manifest(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"loss":0.1', b'"loss":1e300'))
+    with pytest.raises(CheckpointError, match=r"line 2 of the journal .*checksum"):
+        finished(path)
+
+
+def test_what_is_no_regular_file_is_no_journal(path: Path) -> None:
+    moved = path.rename(path.with_name("moved"))
+    for make in (
+        lambda: path.symlink_to("/dev/zero"),
+        lambda: path.symlink_to(moved),
+        lambda: os.mkfifo(path),
+        path.mkdir,
+    ):
+        make()
+        with pytest.raises(CheckpointError, match=r"cannot read the journal .*--overwrite"):
+            finished(path)
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def test_of_two_lines_for_the_same_rows_the_later_counts(path: Path) -> None:
@@ -96,8 +143,8 @@ def test_another_plan_is_refused(path: Path) -> None:
 
 
 def test_another_format_is_refused(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"format":1', b'"format":2'))
-    with pytest.raises(CheckpointError, match="has format 2, this version of covmerge reads 1"):
+    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":1'))
+    with pytest.raises(CheckpointError, match="has format 1, this version of covmerge reads 2"):
         finished(path)
 
 

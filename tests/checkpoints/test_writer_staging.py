@@ -1,10 +1,12 @@
+import json
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from covmerge.checkpoints.journal import Entry, Journal
-from covmerge.checkpoints.staging import Staging, check_not_input
+from covmerge.checkpoints.staging import Staging, check_not_input, find_unfinished
 from covmerge.errors import InputError
 
 
@@ -17,10 +19,29 @@ def make(out: Path, text: str, **options: bool) -> list[str]:
     """Run a whole merge whose result is one file of `text`."""
     with Staging(out, **options) as staging:
         Journal.create(staging.journal, "plan").close()
-        (staging.folder / "covmerge.json").write_text("{}")
         (staging.folder / "weights").write_text(text)
+        (staging.folder / "covmerge.json").write_text(manifest("weights"))
         staging.commit()
     return staging.notes
+
+
+def manifest(*files: str) -> str:
+    """What covmerge.json of an output of these files holds at least."""
+    recipe = {"base": "b", "experts": {}, "method": "ace", "parameters": {}, "output": {}}
+    return json.dumps(
+        {
+            "covmerge": "0",
+            "torch": "0",
+            "recipe": recipe,
+            "family": None,
+            "sources": {},
+            "notes": [],
+            "totals": {"by_rule": [], "merged_norm": 1.0, "rounding_loss": 0.0},
+            "heads": {},
+            "tensors": {},
+            "files": {name: {"sha256": "0" * 64} for name in files},
+        }
+    )
 
 
 def interrupt(out: Path, text: str, **options: bool) -> None:
@@ -28,6 +49,7 @@ def interrupt(out: Path, text: str, **options: bool) -> None:
     with pytest.raises(KeyError), Staging(out, **options) as staging:
         with Journal.create(staging.journal, "plan") as journal:
             (staging.folder / "weights").write_text(text)
+            (staging.folder / "covmerge.json").write_text(manifest("weights"))
             journal.append(Entry("w", (0, 1), "aa"))
         raise KeyError
 
@@ -90,13 +112,80 @@ def test_an_empty_folder_may_be_overwritten(out: Path) -> None:
 def test_what_is_not_an_output_is_never_deleted(out: Path) -> None:
     out.mkdir(parents=True)
     (out / "thesis.tex").write_text("precious")
-    with pytest.raises(InputError, match=f"{out} is no output of covmerge"):
+    with pytest.raises(InputError, match=f"{out} is not known for an output of covmerge"):
         make(out, "x", overwrite=True)
     file = out / "thesis.tex"
     with pytest.raises(InputError, match="is no folder"):
         make(file, "x", overwrite=True)
     assert found(out.parent) == {"merged/thesis.tex": "precious"}
     assert names(out.parent) == ["merged"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"tensors": {}}', '{"recipe": null}'])
+def test_a_strangers_folder_with_a_file_of_that_name_is_not_deleted(
+    out: Path, content: str
+) -> None:
+    out.mkdir(parents=True)
+    (out / "covmerge.json").write_text(content)
+    (out / "thesis.tex").write_text("precious")
+    with pytest.raises(InputError, match=r"not known for an output of covmerge, .*covmerge\.json"):
+        make(out, "x", overwrite=True)
+    assert found(out) == {"covmerge.json": content, "thesis.tex": "precious"}
+    assert names(out.parent) == ["merged"]
+
+
+def test_what_an_output_holds_beside_its_files_is_not_deleted(out: Path) -> None:
+    make(out, "first")
+    (out / "report.html").write_text("covmerge report")
+    (out / "evaluation.json").write_text("covmerge evaluate")
+    make(out, "second", overwrite=True)
+    assert names(out) == ["covmerge.json", "weights"]
+    for lay in (
+        lambda path: path.write_text("precious"),
+        lambda path: path.mkdir(),
+        lambda path: path.symlink_to(out.parent),
+        lambda path: os.mkfifo(path),
+    ):
+        (out / "notes").mkdir()
+        lay(out / "notes" / "thesis.tex")
+        with pytest.raises(InputError, match=r"did not write, .*: notes/thesis.tex\. Move"):
+            make(out, "third", overwrite=True)
+        assert (out / "weights").read_text() == "second"
+        assert names(out.parent) == ["merged"]
+        (out / "notes").rename(out.parent / "moved")
+        make(out, "second", overwrite=True)
+        (out.parent / "moved").rename(out.parent / "away")
+        os.system(f"rm -r {out.parent / 'away'}")
+
+
+def test_an_output_that_does_not_list_its_files_is_not_deleted(out: Path) -> None:
+    make(out, "first")
+    old = json.loads(manifest("weights"))
+    del old["files"]
+    (out / "covmerge.json").write_text(json.dumps(old))
+    with pytest.raises(InputError, match="does not list the files"):
+        make(out, "second", overwrite=True)
+    assert found(out)["weights"] == "first"
+
+
+@pytest.mark.parametrize("name", ["x" * 240, "x" * 300, "x/" * 3000 + "y", "a\0b", "\ud800"])
+def test_a_name_that_no_output_can_have(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match="cannot be the name of an output"):
+        Staging(tmp_path / name)
+    with pytest.raises(InputError, match="cannot be the name of an output"):
+        check_not_input(tmp_path / name, [tmp_path])
+    with pytest.raises(InputError, match="cannot be the name of an output"):
+        find_unfinished(tmp_path / name)
+
+
+def test_work_behind_a_link_is_not_resumed(out: Path) -> None:
+    interrupt(out, "half")
+    partial = out.parent / ".merged.covmerge-partial"
+    (partial / "output").rename(out.parent / "elsewhere")
+    (partial / "output").symlink_to(out.parent / "elsewhere")
+    with pytest.raises(InputError, match="symbolic link"):
+        make(out, "x", resume=True)
+    assert (out.parent / "elsewhere" / "weights").read_text() == "half"
 
 
 def test_a_mount_point_is_refused_before_the_work() -> None:
@@ -145,7 +234,10 @@ def test_an_unfinished_merge_waits_for_a_decision(out: Path) -> None:
         with Journal.resume(staging.journal, "plan") as journal:
             assert len(journal.finished) == 1
         staging.commit()
-    assert found(out.parent) == {"merged/weights": "half"}
+    assert found(out.parent) == {
+        "merged/covmerge.json": manifest("weights"),
+        "merged/weights": "half",
+    }
 
 
 def test_overwrite_starts_an_unfinished_merge_again(out: Path) -> None:
@@ -164,7 +256,10 @@ def test_resume_and_overwrite_go_on_and_replace(out: Path) -> None:
     with Staging(out, resume=True, overwrite=True) as staging:
         assert staging.resuming
         staging.commit()
-    assert found(out.parent) == {"merged/weights": "half"}
+    assert found(out.parent) == {
+        "merged/covmerge.json": manifest("weights"),
+        "merged/weights": "half",
+    }
 
 
 def test_nothing_to_resume_is_said(out: Path) -> None:
@@ -200,7 +295,10 @@ def test_a_kill_between_the_two_renames_loses_nothing(out: Path) -> None:
     with Staging(out, resume=True, overwrite=True) as staging:
         assert staging.resuming and "was put back" in staging.notes[0]
         staging.commit()
-    assert found(out.parent) == {"merged/weights": "half"}
+    assert found(out.parent) == {
+        "merged/covmerge.json": manifest("weights"),
+        "merged/weights": "half",
+    }
 
 
 def test_a_kill_after_the_renames_leaves_a_finished_output(out: Path) -> None:
@@ -209,7 +307,6 @@ def test_a_kill_after_the_renames_leaves_a_finished_output(out: Path) -> None:
     partial = out.parent / ".merged.covmerge-partial"
     out.rename(partial / "replaced")
     (partial / "output").rename(out)
-    (out / "covmerge.json").write_text("{}")
     with pytest.raises(InputError, match="--overwrite"):
         make(out, "x")
     assert found(out)["weights"] == "second"
@@ -279,7 +376,7 @@ def test_many_merges_into_one_output_exclude_each_other(out: Path) -> None:
                 with Staging(out, overwrite=True) as staging:
                     if not inside.acquire(blocking=False):
                         collisions.append("two at once")
-                    (staging.folder / "covmerge.json").write_text(str(number))
+                    (staging.folder / "covmerge.json").write_text(manifest() + " " * number)
                     inside.release()
                     staging.commit()
                     done.append(number)

@@ -9,7 +9,7 @@ from tests.cli.runs import covmerge, flags, words
 def test_good(models):
     covmerge("merge", *flags(models), models / "out")
     ran = covmerge("verify", models / "out")
-    for name in ("coverage", "finite", "differs from base", "copied", "rounding", "heads"):
+    for name in ("files", "coverage", "finite", "differs from base", "copied", "rounding", "heads"):
         assert f"{name} ok" in words(ran.stdout)
     assert ran.stdout.endswith(f"{models}/out: every check passed\n")
     report = covmerge("verify", models / "out", "--json").json
@@ -25,10 +25,13 @@ def test_damaged(models):
     save_file(tensors, file)
     ran = covmerge("verify", models / "out", code=1)
     assert "finite FAILED layers.0.mlp.up_proj.weight" in words(ran.stdout)
-    assert ran.stdout.endswith("1 of 6 checks failed\n")
+    assert ran.stdout.endswith("2 of 7 checks failed\n")
     report = covmerge("verify", models / "out", "--json", code=1).json
     assert not report["ok"]
-    assert {check["name"] for check in report["checks"] if not check["ok"]} == {"finite"}
+    assert {check["name"] for check in report["checks"] if not check["ok"]} == {
+        "files",
+        "finite",
+    }
 
 
 def test_not_an_output(models):

@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 from covmerge.adapters.names import naming_of
 from covmerge.adapters.tasks import Task, describe_left_out, plan_tasks
 from covmerge.checkpoints import AdaptedBase, AdapterCheckpoint, Staging, check_not_input
-from covmerge.diagnostics import verify_adapter
 from covmerge.engine import (
     Change,
     Context,
@@ -36,7 +35,6 @@ from covmerge.export import (
     WholeTensor,
     write_card,
     write_heads,
-    write_manifest,
 )
 from covmerge.judgement import check_fit
 from covmerge.linalg.lapack import norm
@@ -49,6 +47,7 @@ from covmerge.output import (
     manifest,
     merge_stats,
     read_heads,
+    seal,
     told_of,
 )
 from covmerge.plan import Merge, Plan, WorkItem, build_plan
@@ -120,13 +119,14 @@ def merge_to_adapter(
                 *describe_left_out(plan, tasks, changed),
                 *parents.notes,
             ]
-            writer.finish([adapter.adapter_config for adapter in adapters], checkpoints.base)
-            write_heads(staging.folder, read_heads(plan, checkpoints))
             told = manifest(plan, fingerprints, notes, warnings, stats)
-            write_manifest(staging.folder, told)
-            write_card(staging.folder, plan, parents, checkpoints.base.config, told)
-        report = replace(verify_adapter(staging.folder), folder=out)
-        report.raise_if_failed()
+            written = [
+                *writer.finish([adapter.adapter_config for adapter in adapters], checkpoints.base),
+                *write_heads(staging.folder, read_heads(plan, checkpoints)),
+                write_card(staging.folder, plan, parents, checkpoints.base.config, told),
+            ]
+        files = [path.relative_to(staging.folder).as_posix() for path in written]
+        sealed = seal(staging.folder, told, files, out=out)
         staging.commit()
     run: dict[str, Json] = {
         "seconds": time.perf_counter() - start,
@@ -140,9 +140,9 @@ def merge_to_adapter(
         recipe=plan.recipe,
         stats=stats,
         run=run,
-        notes=(*notes, *staging.notes),
+        notes=(*notes, *sealed.notes, *staging.notes),
         warnings=warnings,
-        verification=report,
+        verification=sealed.report,
     )
 
 

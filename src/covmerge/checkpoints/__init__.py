@@ -7,13 +7,19 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 from covmerge.checkpoints.adapted_base import AdaptedBase
 from covmerge.checkpoints.adapter import AdapterCheckpoint, FactorHeader
 from covmerge.checkpoints.base import CARD_NAME, Checkpoint
+from covmerge.checkpoints.folder import FileCheckpoint
 from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.masks import MASKS_FOLDER, MaskWriter, unpack
 from covmerge.checkpoints.open import open_checkpoint
 from covmerge.checkpoints.paths import safe_child
-from covmerge.checkpoints.staging import Staging, check_not_input, find_unfinished
+from covmerge.checkpoints.staging import (
+    Staging,
+    check_not_input,
+    find_unfinished,
+    remove_others,
+)
 from covmerge.checkpoints.writer import ShardWriter
 
 __all__ = [
@@ -24,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "Entry",
     "FactorHeader",
+    "FileCheckpoint",
     "HubModel",
     "Journal",
     "MaskWriter",
@@ -33,6 +40,7 @@ __all__ = [
     "find_unfinished",
     "open_checkpoint",
     "plan_layout",
+    "remove_others",
     "safe_child",
     "unpack",
 ]

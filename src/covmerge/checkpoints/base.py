@@ -21,7 +21,7 @@ CARD_NAME = "README.md"  # the model card
 _MAX_NAME = 1000  # rules look for patterns in them; real ones have less than 200
 _DISPATCH = "__torch_dispatch__"
 
-Stamp = tuple[int, int]
+Stamp = tuple[int, int, int]
 # Hears before each piece what share of the whole has been hashed; it may wait, or raise to stop.
 Pace = Callable[[float], None]
 
@@ -132,8 +132,12 @@ class WeightFile(Protocol):
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """Return what changes when a file is written: its size and its time."""
-    return status.st_size, status.st_mtime_ns
+    """Return what changes when a file is written: its size and its times.
+
+    The time of modification can be set back by whoever writes; that of the last change of the file
+    or of its entry (ctime) is the kernel's.
+    """
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def check_unchanged(path: Path, before: Stamp, now: Stamp) -> None:

@@ -12,7 +12,15 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from covmerge.checkpoints.base import CARD_NAME, Pace, WeightFile, find_header, stamp_of
+from covmerge.checkpoints.base import (
+    CARD_NAME,
+    Pace,
+    Stamp,
+    WeightFile,
+    check_unchanged,
+    find_header,
+    stamp_of,
+)
 from covmerge.checkpoints.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
@@ -66,9 +74,11 @@ class FileCheckpoint:
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header for file in weights for name, header in file.headers.items()}
         )
+        self.weight_paths = tuple(file.path for file in weights)
         self._weights = tuple(weights)
         self._file_of = {name: file for file in weights for name in file.headers}
-        self._paths = (*(file.path for file in weights), *beside)
+        self._stamps = {path: _stamp(path) for path in (*self.weight_paths, *beside)}
+        self._paths = tuple(self._stamps)
 
     @property
     def hub(self) -> HubModel | None:
@@ -90,24 +100,25 @@ class FileCheckpoint:
         """Everything is here."""
 
     def identity(self) -> dict[str, Json]:
-        """Sizes and times of the files."""
-        files: dict[str, Json] = {}
-        for path in self._paths:
-            with _named_errors(path):
-                size, mtime_ns = stamp_of(path.stat())
-            files[path.name] = {"size": size, "mtime_ns": mtime_ns}
+        """Sizes and times of the files, as they were opened."""
+        names = ("size", "mtime_ns", "ctime_ns")
+        files: dict[str, Json] = {
+            path.name: dict(zip(names, stamp, strict=True)) for path, stamp in self._stamps.items()
+        }
         return {"kind": "files", "files": files}
 
     def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """The SHA-256 of every file."""
+        """The SHA-256 of every file, which must be as it was opened."""
         total = 0
         for path in self._paths:
             with _named_errors(path):
                 total += path.stat().st_size
         found: dict[str, str] = {}
+        # First what lies beside the weights: it is small, and may change later without harm.
+        order = sorted(self._paths, key=lambda path: path in self.weight_paths)
         done = 0
         buffer = memoryview(bytearray(_CHUNK))
-        for path in self._paths:
+        for path in order:
             digest = hashlib.sha256()
             with _named_errors(path), open_regular(path) as file:
                 while True:
@@ -118,8 +129,9 @@ class FileCheckpoint:
                         break
                     digest.update(buffer[:count])
                     done += count
+            check_unchanged(path, self._stamps[path], _stamp(path))
             found[path.name] = f"sha256:{digest.hexdigest()}"
-        return found
+        return {path.name: found[path.name] for path in self._paths}
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
@@ -285,6 +297,11 @@ def _existing(folder: Path, name: str) -> Path:
 
 def _is_adapter(name: str) -> bool:
     return name.startswith("adapter_model.")
+
+
+def _stamp(path: Path) -> Stamp:
+    with _named_errors(path):
+        return stamp_of(path.stat())
 
 
 @contextmanager

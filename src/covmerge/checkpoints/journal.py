@@ -1,10 +1,11 @@
 """What a merge has finished, one JSON line a work item, so that a killed merge can be resumed.
 
-    {"plan":"<hash>","format":1}
-    {"tensor":"h.0.attn.c_attn.weight","rows":[0,768],"checksum":"<hex>","stats":{}}
+    {"plan":"<hash>","format":2,"crc":"<hex>"}
+    {"tensor":"h.0.attn.c_attn.weight","rows":[0,768],"checksum":"<hex>","stats":{},"crc":"<hex>"}
 
 A line is appended by a single `write`: a kill leaves at most one torn line, the last, and that is
-taken for work not done. The journal only claims: whoever resumes reads the bytes back and compares.
+taken for work not done. Any other line must have the checksum that it ends in. Of the rows the
+journal only claims: whoever resumes reads the bytes back and compares.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +22,16 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from covmerge.checkpoints.disk import disk_errors
+from covmerge.checkpoints.regular import read_regular
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError
 from covmerge.types import Json
 
-FORMAT = 1
+FORMAT = 2
+
+_MAX_BYTES = 2**30
+_SEAL = re.compile(rb',"crc":"[0-9a-f]{8}"}')
+_SEAL_BYTES = len(',"crc":"01234567"}')
 
 Key = tuple[str, tuple[int, int]]
 
@@ -68,7 +76,7 @@ class Journal:
         self._finished = finished
         self._size = size
         with disk_errors(path):
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
             os.ftruncate(self._fd, size)
 
     @classmethod
@@ -151,28 +159,35 @@ class Journal:
 
 
 def _line(record: Mapping[str, Json], what: str) -> bytes:
-    return dumps(record, what=what).encode() + b"\n"
+    text = dumps(record, what=what).encode()
+    return text[:-1] + _seal(text) + b"\n"
+
+
+def _seal(text: bytes) -> bytes:
+    """The end of a line whose record is `text`: its checksum as the last key."""
+    return f',"crc":"{zlib.crc32(text):08x}"}}'.encode()
 
 
 def _complete_lines(path: Path) -> tuple[list[bytes], int]:
     """The lines that end in a newline, and their bytes in all."""
     try:
-        content = path.read_bytes()
-    except OSError as error:
+        content = read_regular(path, _MAX_BYTES, follow=False)
+    except (CheckpointError, FileNotFoundError) as error:
         raise CheckpointError(
-            f"cannot read the journal {path}: {error.strerror}; start over with --overwrite"
+            f"cannot read the journal {path}: {error}; start over with --overwrite"
         ) from error
     size = content.rfind(b"\n") + 1
     return content[:size].split(b"\n")[:-1], size
 
 
 def _check_plan(path: Path, line: bytes, plan_hash: str) -> None:
-    head = _parse(path, 1, line)
+    head = _parse(path, 1, line)  # its checksum is looked at when its format is known
     if head.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has format {head.get('format')!r}, this version of covmerge reads {FORMAT}: "
             "resume with the version that began the merge, or start over with --overwrite"
         )
+    _check_seal(path, 1, line)
     if head.get("plan") != plan_hash:
         raise InputError(
             f"{path} belongs to plan {head.get('plan')}, and the plan is now {plan_hash}: the "
@@ -182,6 +197,7 @@ def _check_plan(path: Path, line: bytes, plan_hash: str) -> None:
 
 def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
     record = _parse(path, number, line)
+    _check_seal(path, number, line)
     match record:
         case {
             "tensor": str(tensor),
@@ -202,6 +218,12 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise _damaged(path, number, "it is not a JSON object")
     return cast("dict[str, Any]", record)
+
+
+def _check_seal(path: Path, number: int, line: bytes) -> None:
+    text, seal = line[:-_SEAL_BYTES] + b"}", line[-_SEAL_BYTES:]
+    if not _SEAL.fullmatch(seal) or seal != _seal(text):
+        raise _damaged(path, number, "its checksum is another")
 
 
 def _damaged(path: Path, number: int, why: str) -> CheckpointError:

@@ -52,8 +52,11 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
         if path.is_file():
             return open_adapter_file(str(source), path)
         exists = path.exists()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home folder that nobody has
-        raise CheckpointError(f"{source} cannot be opened ({error}): correct the path") from error
+    # RuntimeError: a home folder that nobody has; ValueError: a NUL.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            f"{str(source)!r} cannot be opened ({error}): correct the path"
+        ) from error
     if exists:
         raise CheckpointError(f"{source} is neither a file nor a folder: pass one of them")
     if not isinstance(source, str) or (name := _HUB_ID.fullmatch(source)) is None:

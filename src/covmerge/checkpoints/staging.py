@@ -16,13 +16,13 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from covmerge.checkpoints.disk import disk_errors, fsync_path
+from covmerge.checkpoints.manifest import unknown_files
 from covmerge.errors import InputError
-
-MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
 
 _PARTIAL = ".covmerge-partial"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -36,8 +36,8 @@ class Staging:
 
     Args:
         out: the output folder; symbolic links are resolved, so a link goes on to point to it.
-        overwrite: replace an output of covmerge that is there, and discard an unfinished merge
-            unless `resume` is set too.
+        overwrite: replace an output of covmerge that is there and holds nothing else, and discard
+            an unfinished merge unless `resume` is set too.
         resume: go on with an unfinished merge.
 
     Attributes:
@@ -129,8 +129,7 @@ class Staging:
     def _refuse_output(self) -> None:
         out = self.out
         try:
-            # In one look: another merge may be exchanging it.
-            names = [path.name for path in out.iterdir()]
+            empty = not any(out.iterdir())
             mounted = out.is_mount()
         except FileNotFoundError:
             return
@@ -147,11 +146,28 @@ class Staging:
             raise InputError(
                 f"the output {out} exists: pass --overwrite to replace it, or choose another name"
             )
-        if names and MANIFEST_NAME not in names:
+        if not empty:
+            self._refuse_strange_files()
+
+    def _refuse_strange_files(self) -> None:
+        """Let an output be replaced only if all that it holds is covmerge's."""
+        before = _inode(self.out)
+        try:
+            strange = unknown_files(self.out)
+        except (InputError, OSError) as error:
+            if _inode(self.out) != before:
+                return self._refuse_output()  # another merge exchanged it meanwhile
             raise InputError(
-                f"the output {out} is no output of covmerge (it has no {MANIFEST_NAME}), so it is "
-                "not deleted: remove it yourself, or choose another name"
+                f"the output {self.out} is not known for an output of covmerge, so it is not deleted "
+                f"({error}): remove it yourself, or choose another name"
+            ) from error
+        if strange:
+            raise InputError(
+                f"the output {self.out} holds what covmerge did not write, so it is not deleted: "
+                f"{', '.join(strange[:5])}{' and more' if strange[5:] else ''}. Move these away, or "
+                "choose another name"
             )
+        return None
 
     def _take_lock(self) -> int:
         path = self._partial / "lock"
@@ -206,6 +222,8 @@ class Staging:
                 f"an unfinished merge into {self.out} lies in {self._partial}: "
                 "pass --resume to go on, --overwrite to start again"
             )
+        if unfinished and self.folder.is_symlink():
+            raise InputError(f"{self.folder} is a symbolic link, not ours: remove it")
         self.resuming = unfinished and self._resume
         if self.resuming:
             return
@@ -233,6 +251,26 @@ def find_unfinished(out: Path) -> Path | None:
     target = _resolve(out)
     inside = (folder for folder in (target, *target.parents) if folder.name.endswith(_PARTIAL))
     return next((folder for folder in (*inside, _partial_of(target)) if folder.exists()), None)
+
+
+def remove_others(folder: Path, keep: Collection[str]) -> list[str]:
+    """Remove all that a folder being written holds but some regular files; return what that was.
+
+    Args:
+        folder: the folder; folders left empty in it are removed without a word.
+        keep: the files, as paths in it.
+    """
+    removed: list[str] = []
+    with disk_errors(folder):
+        for path in list(_walk(folder))[:-1]:
+            name = path.relative_to(folder).as_posix()
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif name not in keep or path.is_symlink() or not path.is_file():
+                path.unlink()
+                removed.append(name)
+    return removed
 
 
 def check_not_input(out: Path, inputs: Sequence[Path]) -> None:
@@ -273,11 +311,26 @@ def _lies_in(inner: Path, outer: Path) -> bool:
 def _resolve(out: Path) -> Path:
     try:
         resolved = out.resolve()
+        if not resolved.name:
+            raise InputError(
+                f"the output {out} is the root of the file system: choose a folder in it"
+            )
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(_partial_of(resolved))  # the longer of the two names
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
-        raise InputError(f"the output {str(out)!r} cannot be resolved: {error}") from error
-    if not resolved.name:
-        raise InputError(f"the output {out} is the root of the file system: choose a folder in it")
+        raise InputError(
+            f"{str(out)!r} cannot be the name of an output ({error}): choose another"
+        ) from error
     return resolved
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Which file a path leads to, None for none: numbers of removed ones are given again."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_ctime_ns
 
 
 def _is_open_at(fd: int, path: Path) -> bool:
@@ -312,7 +365,7 @@ def _fsync_tree(folder: Path) -> None:
 def _walk(folder: Path) -> Iterator[Path]:
     """Every file and folder in `folder`, and itself last."""
     for child in folder.iterdir():
-        if child.is_dir():
+        if child.is_dir() and not child.is_symlink():
             yield from _walk(child)
         else:
             yield child

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import cast
 
 from covmerge import api
+from covmerge.checkpoints.manifest import read_manifest
 from covmerge.cli.console import print_json, printable, stderr, stdout
 from covmerge.cli.progress import progress_on
-from covmerge.diagnostics.report import read_manifest
 from covmerge.inspection import SpectraOf
 from covmerge.reporting import FILE_NAME, check_page, write_html
 from covmerge.reporting.page import summary

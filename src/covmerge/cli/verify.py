@@ -39,12 +39,15 @@ def _show(report: VerifyReport) -> None:
     for check in report.checks:
         checks.add_row(
             check.name,
-            "ok" if check.ok else "FAILED",
+            ("ok" if check.made else "not made") if check.ok else "FAILED",
             printable(check.detail),
             style=None if check.ok else "red",
         )
     failed = sum(not check.ok for check in report.checks)
     console = stdout()
     console.print(checks)
+    missing = sum(not check.made for check in report.checks)
     verdict = f"{failed} of {len(report.checks)} checks failed" if failed else "every check passed"
+    if missing and not failed:
+        verdict = f"{len(report.checks) - missing} checks passed, {missing} could not be made"
     console.print(f"{printable(str(report.folder))}: {verdict}", soft_wrap=True)

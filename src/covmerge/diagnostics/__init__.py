@@ -1,12 +1,12 @@
 """What a merge did, checked: re-reading an output and holding it against its manifest.
 
-report          the outcome of checks, and what all outputs have in common
-verify          a merged model
-verify_adapter  a merged adapter
+report   the outcome of checks, and what all outputs have in common
+files    every file against its recorded hash
+adapter  what is checked of a merged adapter
+verify   all of it, in one reading of the output
 """
 
 from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport
-from covmerge.diagnostics.verify import verify
-from covmerge.diagnostics.verify_adapter import verify_adapter
+from covmerge.diagnostics.verify import examine, verify
 
-__all__ = ["DIFFERS", "Check", "VerifyReport", "verify", "verify_adapter"]
+__all__ = ["DIFFERS", "Check", "VerifyReport", "examine", "verify"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from covmerge.checkpoints import open_checkpoint
-from covmerge.errors import CheckFailed, CheckpointError, InputError
+from covmerge.errors import CheckFailed, CheckpointError
 from covmerge.types import Json
 
 DIFFERS = "differs from base"  # the check that a merge changed anything
@@ -17,11 +16,19 @@ DIFFERS = "differs from base"  # the check that a merge changed anything
 
 @dataclass(frozen=True)
 class Check:
-    """One check and its outcome."""
+    """One check and its outcome.
+
+    Attributes:
+        name: what was checked.
+        ok: whether nothing wrong was found.
+        detail: what was found, or why nothing could be.
+        made: whether there was what it takes to make the check.
+    """
 
     name: str
     ok: bool
     detail: str
+    made: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,11 @@ class VerifyReport:
         """Whether every check passed."""
         return all(check.ok for check in self.checks)
 
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the checks that failed."""
+        return tuple(check.name for check in self.checks if not check.ok)
+
     def raise_if_failed(self) -> None:
         """Raise CheckFailed with the failed checks, if there are any."""
         failed = [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
@@ -47,34 +59,8 @@ class VerifyReport:
         return {
             "folder": str(self.folder),
             "ok": self.ok,
-            "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in self.checks],
+            "checks": [asdict(check) for check in self.checks],
         }
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read covmerge.json of an output.
-
-    Raises:
-        InputError: there is none, or it is of something else.
-    """
-    path = folder / "covmerge.json"
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if "comparison" in manifest:
-            models = [row["method"] for row in manifest["comparison"]["methods"]]
-            raise InputError(
-                f"{folder} holds a comparison: verify one of its models, such as {folder / models[0]}"
-            )
-        if not all(key in manifest for key in ("tensors", "heads", "totals", "recipe")):
-            raise ValueError("keys are missing")
-    except FileNotFoundError:
-        raise InputError(
-            f"{folder} has no covmerge.json: it is not a finished output of covmerge. Name the folder "
-            "that `covmerge merge` wrote."
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path} cannot be read as a covmerge manifest: {error}") from error
-    return manifest
 
 
 def check_heads(folder: Path, manifest: Mapping[str, Any]) -> Check:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from covmerge.checkpoints import Checkpoint, open_checkpoint
-from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport, check_heads, read_manifest
-from covmerge.diagnostics.verify_adapter import verify_adapter
+from covmerge.checkpoints import Checkpoint, FileCheckpoint, open_checkpoint
+from covmerge.checkpoints.manifest import read_manifest
+from covmerge.diagnostics.adapter import check_adapter
+from covmerge.diagnostics.files import Found, check_files, hash_files
+from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport, check_heads
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.linalg.finite import all_finite
 from covmerge.types import TensorHeader
 
-# Small, so that blocks stay in the cache, and little is read of the base where a tensor differs.
-_BLOCK_ELEMENTS = 2**20
-
 
 def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyReport:
     """Re-read an output of covmerge and check it.
 
-    Coverage (each tensor of the manifest, no other, with its shape and dtype), finite values,
-    copied tensors equal to the base's, "differs from base", rounding loss of the output dtype, the
-    task heads, and masks. Of an adapter what `verify_adapter` checks.
+    Every file against its recorded hash, and no other weights beside them; coverage (each tensor of
+    the manifest, no other, with its shape and dtype), finite values, copied tensors equal to the
+    base's, "differs from base", rounding loss of the output dtype, the task heads, and masks. Of an
+    adapter its updates with their ranks.
 
     Args:
         folder: the output.
@@ -38,27 +39,57 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyRepor
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    if manifest["recipe"].get("output", {}).get("format") == "adapter":
-        return verify_adapter(folder)
-    entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
-    output = open_checkpoint(folder)
+    checks, found = examine(folder, manifest, manifest.get("files", ()), base=base)
+    return VerifyReport(folder, (check_files(folder, manifest, found), *checks))
+
+
+def examine(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    names: Iterable[str],
+    *,
+    base: Checkpoint | None = None,
+) -> tuple[tuple[Check, ...], Found]:
+    """Read an output once, for all checks but that of its files, and for the hashes of these.
+
+    Args:
+        folder: the output.
+        manifest: what is known of it.
+        names: the files to hash, as paths in it; weights are read in any case.
+        base: see `verify`.
+
+    Returns:
+        The checks, and by file its hashes.
+    """
+    try:
+        output = open_checkpoint(folder)
+    except InputError as error:
+        return (Check("coverage", ok=False, detail=str(error)),), hash_files(folder, names)
     opened: Checkpoint | None = None
     try:
+        if manifest["recipe"]["output"].get("format") == "adapter":
+            return check_adapter(folder, manifest, output), hash_files(folder, names)
+        entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
+        coverage = _coverage(entries, output)
         missing = ""
         if base is None:
             try:
-                opened = open_checkpoint(_base_of(manifest))
-                opened.materialize()
-                base = opened
+                opened = base = open_checkpoint(_base_of(manifest))
+                base.materialize()
             except InputError as error:
-                missing = str(error)
-        checks = [_coverage(entries, output.headers)]
-        if checks[0].ok:
-            checks += _values(entries, output, base, missing)
+                base, missing = None, str(error)
+        values = _Values(entries, base, missing)
+        weights = _weights(output) if coverage.ok else ()
+        found = hash_files(
+            folder,
+            dict.fromkeys([*names, *weights]),
+            lambda name: values.look if name in weights else None,
+        )
+        checks = [coverage, *(values.checks() if coverage.ok else ())]
         checks += [_rounding(manifest), check_heads(folder, manifest)]
         if "rescalers" in manifest:
             checks.append(_masks(folder, list(manifest["rescalers"])))
-        return VerifyReport(folder, tuple(checks))
+        return tuple(checks), found
     finally:
         output.close()
         if opened is not None:
@@ -85,10 +116,14 @@ def _masks(folder: Path, experts: list[str]) -> Check:
     return Check("masks", not wrong, "; ".join(wrong) or good)
 
 
-def _coverage(
-    entries: Mapping[str, Mapping[str, Any]], headers: Mapping[str, TensorHeader]
-) -> Check:
+def _coverage(entries: Mapping[str, Mapping[str, Any]], output: Checkpoint) -> Check:
+    headers: Mapping[str, TensorHeader] = output.headers
     wrong = [f"'{name}' is not in the manifest" for name in headers if name not in entries]
+    strange = [name for name in _weights(output) if not name.endswith(".safetensors")]
+    if strange:
+        wrong.append(f"{strange[0]} is no safetensors file, and covmerge writes no other")
+    if not _weights(output):
+        wrong.append("an adapter lies where a model was written")
     for name, entry in entries.items():
         if name not in headers:
             wrong.append(f"'{name}' is missing")
@@ -103,48 +138,78 @@ def _coverage(
     return Check("coverage", not wrong, detail)
 
 
-def _values(
-    entries: Mapping[str, Mapping[str, Any]],
-    output: Checkpoint,
-    base: Checkpoint | None,
-    missing: str,
-) -> list[Check]:
-    """Read everything once: finite, copied where copied, changed where changed."""
-    not_finite: list[str] = []
-    not_copied: list[str] = []
-    changed = 0
-    for name, entry in entries.items():
-        header = output.headers[name]
-        finite, equal = True, True
-        for rows in header.row_blocks(_BLOCK_ELEMENTS):
-            block = output.read(name, rows)
-            finite &= all_finite(block)
-            if base is not None and equal:
-                equal = torch.equal(block, base.read(name, rows).to(block.dtype))
-        if not finite:
-            not_finite.append(name)
-        if base is None:
-            equal = not entry.get("merged_norm")
-        elif "merged_norm" not in entry and not equal:
-            not_copied.append(name)
-        changed += not equal
-    against = "the base" if base is not None else "recorded norms (the base is not at hand)"
-    checks = [
-        Check("finite", not not_finite, _listed(not_finite) or "no NaN or Inf"),
-        Check(
-            DIFFERS,
-            changed > 0,
-            f"{changed} of {len(entries)} tensors differ, by {against}"
-            if changed
-            else f"every tensor equals the base's, by {against}: were the experts trained?",
-        ),
-    ]
-    if base is not None:
-        detail = _listed(not_copied) or "tensors copied from the base equal it"
-        checks.append(Check("copied", not not_copied, detail))
-    else:
-        checks.append(Check("copied", True, f"not compared: {missing}"))
-    return checks
+def _weights(output: Checkpoint) -> list[str]:
+    """Names of the files of weights; none for an adapter."""
+    return [path.name for path in output.weight_paths] if isinstance(output, FileCheckpoint) else []
+
+
+class _Values:
+    """Sees all tensors go by: finite, copied where copied, changed where changed."""
+
+    def __init__(
+        self, entries: Mapping[str, Mapping[str, Any]], base: Checkpoint | None, missing: str
+    ) -> None:
+        self._entries = entries
+        self._missing = missing
+        if base is not None:
+            own = base.headers
+            other = [
+                n for n, e in entries.items() if n not in own or list(own[n].shape) != e["shape"]
+            ]
+            if other:
+                base = None
+                self._missing = f"the base is another by now: '{other[0]}' is not as it was there"
+        self._base = base
+        self._not_finite: set[str] = set()
+        self._changed: set[str] = set()
+        self._error: InputError | None = None
+
+    def look(self, header: TensorHeader, rows: range | None, block: Tensor) -> None:
+        """See some rows of a tensor."""
+        name = header.name
+        if not all_finite(block):
+            self._not_finite.add(name)
+        if self._base is None or name in self._changed or self._error is not None:
+            return
+        try:
+            same = torch.equal(block, self._base.read(name, rows).to(block.dtype))
+        except InputError as error:  # of the base, and not of what is being looked at
+            self._error = error
+            return
+        if not same:
+            self._changed.add(name)
+
+    def checks(self) -> list[Check]:
+        """What there is to say when all of them were seen.
+
+        Raises:
+            InputError: the base could not be read.
+        """
+        if self._error is not None:
+            raise self._error
+        entries = self._entries
+        if self._base is None:
+            changed = sum(bool(entry.get("merged_norm")) for entry in entries.values())
+            against = "recorded norms (the base is not at hand)"
+        else:
+            changed, against = len(self._changed), "the base"
+        bad = sorted(self._not_finite)
+        checks = [
+            Check("finite", not bad, _listed(bad) or "no NaN or Inf"),
+            Check(
+                DIFFERS,
+                changed > 0,
+                f"{changed} of {len(entries)} tensors differ, by {against}"
+                if changed
+                else f"every tensor equals the base's, by {against}: were the experts trained?",
+            ),
+        ]
+        if self._base is None:
+            detail = f"not compared: {self._missing}"
+            return [*checks, Check("copied", ok=True, detail=detail, made=False)]
+        lost = sorted(n for n in self._changed if "merged_norm" not in entries[n])
+        detail = _listed(lost) or "tensors copied from the base equal it"
+        return [*checks, Check("copied", not lost, detail)]
 
 
 def _rounding(manifest: Mapping[str, Any]) -> Check:

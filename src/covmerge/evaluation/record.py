@@ -11,7 +11,7 @@ from typing import Any
 
 from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.json_file import read_object
-from covmerge.checkpoints.staging import MANIFEST_NAME
+from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import InputError
 from covmerge.types import Json

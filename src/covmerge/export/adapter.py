@@ -20,6 +20,7 @@ from covmerge.checkpoints.strict_json import dumps
 from covmerge.checkpoints.writer import ShardWriter
 from covmerge.types import Json, LowRank, TensorHeader
 
+_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
 
@@ -132,7 +133,7 @@ class AdapterWriter:
         headers += [
             TensorHeader(key, t.stored.shape, t.stored.dtype) for t in whole for key in t.keys
         ]
-        shard = plan_shard("adapter_model.safetensors", headers)
+        shard = plan_shard(_WEIGHTS, headers)
         self._writer = ShardWriter(folder, Layout((shard,)))
 
     def write(self, tensor: AdaptedTensor, update: LowRank) -> None:
@@ -145,12 +146,15 @@ class AdapterWriter:
         for key in tensor.keys:
             self._writer.write(key, value.contiguous())
 
-    def finish(self, parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> None:
+    def finish(self, parents: Sequence[Mapping[str, Any]], base: Checkpoint) -> tuple[Path, Path]:
         """Write the configuration: what all parents agree on; without parents, of the base.
 
         Args:
             parents: configurations of the adapters that were merged.
             base: what the adapter is loaded over.
+
+        Returns:
+            Paths of the weights and of the configuration.
         """
         self._writer.flush()
         path = self._folder / "adapter_config.json"
@@ -159,6 +163,7 @@ class AdapterWriter:
         )
         with disk_errors(path, len(content)):
             path.write_bytes(content)
+        return self._folder / _WEIGHTS, path
 
     def _targets(self, modules: Sequence[str]) -> Json:
         """The layers by name, or as one expression where a name is the end of another's."""

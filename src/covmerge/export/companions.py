@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,14 +13,15 @@ import torch
 
 from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.json_file import parse_object
+from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.paths import safe_child
 from covmerge.checkpoints.regular_file import open_regular
-from covmerge.checkpoints.staging import MANIFEST_NAME
 from covmerge.errors import CheckpointError
 from covmerge.export.config import rewrite_config
 
 MAX_FILE_BYTES = 512 << 20
 _MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size
+_CHUNK = 1 << 20
 
 _COMPANIONS = (
     "config.json",
@@ -74,8 +75,28 @@ class Companions:
     notes: tuple[str, ...]
 
 
+def hash_companions(source: Path | None) -> dict[str, str]:
+    """Return the SHA-256 of the base's companion files, by their paths in its folder.
+
+    Raises:
+        CheckpointError: a companion file leaves the folder, is too large, or cannot be read.
+    """
+    found: dict[str, str] = {}
+    for name in () if source is None else _companion_names(source):
+        digest = hashlib.sha256()
+        with _opened(_inside(source, name), MAX_FILE_BYTES) as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+        found[name] = digest.hexdigest()
+    return found
+
+
 def copy_companions(
-    source: Path | None, staging: Path, dtype: torch.dtype | None = None
+    source: Path | None,
+    staging: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    known: Mapping[str, str] | None = None,
 ) -> Companions:
     """Copy the base's companion files into the output.
 
@@ -86,23 +107,39 @@ def copy_companions(
         source: the base's folder; None if the base has none (a single file, a dict).
         staging: the folder of the output; files of the same names are replaced.
         dtype: of the output's weights; None if they keep the base's.
+        known: what the files were when the merge was planned, as `hash_companions` returns it; None
+            takes them as they are.
 
     Raises:
-        CheckpointError: a companion file leaves the folder, is too large, or cannot be read.
+        CheckpointError: a companion file leaves the folder, is too large, cannot be read, or is not
+            what it was.
         ResourceError: the disk is full.
     """
     if source is None:
         return Companions((), ("the base has no folder: the output has no config or tokenizer",))
     copied = tuple(_companion_names(source))
     notes: list[str] = []
+    hashes: dict[str, str] = {}
     for name in copied:
         destination = staging / name
         if name == "config.json":
-            notes += _copy_config(_inside(source, name), destination, dtype)
+            hashes[name], told = _copy_config(_inside(source, name), destination, dtype)
+            notes += told
         else:
-            _copy(_inside(source, name), destination)
+            hashes[name] = _copy(_inside(source, name), destination)
+    for name in () if known is None else sorted({*known, *hashes}):
+        if known.get(name) != hashes.get(name):
+            raise CheckpointError(
+                f"{source / name} changed while it was in use: let whatever writes it finish, and "
+                "start again"
+            )
     notes += _notes_on_the_rest(source, copied)
     return Companions(copied, tuple(notes))
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of this name is taken for weights, or for an index of them."""
+    return _matches(name, _WEIGHTS)
 
 
 def _companion_names(source: Path) -> Iterator[str]:
@@ -116,26 +153,35 @@ def _companion_names(source: Path) -> Iterator[str]:
                     yield f"{child.name}/{file.name}"
 
 
-def _copy_config(source: Path, destination: Path, dtype: torch.dtype | None) -> list[str]:
+def _copy_config(
+    source: Path, destination: Path, dtype: torch.dtype | None
+) -> tuple[str, list[str]]:
+    """Copy config.json; return its hash as it was, and notes."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
     rewritten = rewrite_config(content, dtype, str(source))
+    digest = hashlib.sha256(content).hexdigest()
     with disk_errors(destination, len(rewritten)):
         destination.write_bytes(rewritten)
     auto_map = parse_object(content, str(source)).get("auto_map")
     if not auto_map:
-        return []
-    return [
+        return digest, []
+    return digest, [
         f"config.json needs custom code (auto_map: {auto_map}), which is not copied: read it in "
         f"{source.parent}, then copy it into the output yourself"
     ]
 
 
-def _copy(source: Path, destination: Path) -> None:
+def _copy(source: Path, destination: Path) -> str:
+    """Copy a file; return the hash of what was copied."""
+    digest = hashlib.sha256()
     with _opened(source, MAX_FILE_BYTES) as file, disk_errors(destination, source.stat().st_size):
         destination.parent.mkdir(exist_ok=True)
         with destination.open("wb") as copy:
-            shutil.copyfileobj(file, copy)
+            while chunk := file.read(_CHUNK):
+                copy.write(chunk)
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _opened(path: Path, limit: int) -> BinaryIO:

@@ -15,9 +15,9 @@ from torch import Tensor
 from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, open_checkpoint, safe_child, unpack
 from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.json_file import read_object
+from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.regular_file import open_regular
-from covmerge.checkpoints.staging import MANIFEST_NAME
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.methods.emr import rescalers
@@ -59,8 +59,8 @@ def _sums(entry: Mapping[str, Any], experts: list[str]) -> dict[str, Any]:
     }
 
 
-def write_rescalers(folder: Path, factors: Mapping[str, float]) -> None:
-    """Write masks/rescalers.json: each expert's factor, and the hash of its masks.
+def write_rescalers(folder: Path, factors: Mapping[str, float]) -> Path:
+    """Write masks/rescalers.json, each expert's factor and the hash of its masks; return its path.
 
     Raises:
         ResourceError: the disk is full.
@@ -73,6 +73,7 @@ def write_rescalers(folder: Path, factors: Mapping[str, float]) -> None:
     content = dumps(records, what="rescalers", indent=1).encode() + b"\n"
     with disk_errors(target / _FILE, len(content)):
         (target / _FILE).write_bytes(content)
+    return target / _FILE
 
 
 def _sha256(path: Path) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from covmerge.checkpoints.disk import disk_errors
-from covmerge.checkpoints.staging import MANIFEST_NAME
+from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.types import Json
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from covmerge.checkpoints import open_checkpoint
+from covmerge.checkpoints.manifest import read_manifest
 from covmerge.diagnostics import verify
-from covmerge.diagnostics.report import read_manifest
 from covmerge.engine import Progress
 from covmerge.engine.inspect import Redo
 from covmerge.inspection import InspectJob, SpectraOf

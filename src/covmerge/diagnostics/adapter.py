@@ -1,4 +1,4 @@
-"""Re-read a merged adapter and check what its manifest claims."""
+"""What is checked of a merged adapter."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
-from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport, check_heads, read_manifest
-from covmerge.errors import InputError
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.diagnostics.report import DIFFERS, Check, check_heads
 from covmerge.linalg.lapack import norm
 
 
-def verify_adapter(folder: str | Path) -> VerifyReport:
-    """Re-read an adapter that covmerge merged and check it.
+def check_adapter(
+    folder: Path, manifest: Mapping[str, Any], written: Checkpoint
+) -> tuple[Check, ...]:
+    """Check an adapter that covmerge merged, which was just opened.
 
     Coverage (each update of the manifest with its rank, each tensor that is held whole, no other),
     finite values, that it changes anything, and the task heads.
-
-    Raises:
-        InputError: the folder is not an adapter that covmerge wrote.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
+    if not isinstance(written, AdapterCheckpoint):
+        return (Check("coverage", ok=False, detail="there is no adapter in the folder"),)
     entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
     places = [entry["adapter"] for entry in entries.values() if "adapter" in entry]
     # Of a tensor that is held whole the rank is None.
@@ -32,25 +30,19 @@ def verify_adapter(folder: str | Path) -> VerifyReport:
         for place in places
         for name in (place["tensor"], *place.get("ties", ()))
     }
-    written = open_checkpoint(folder)
-    try:
-        if not isinstance(written, AdapterCheckpoint):
-            raise InputError(f"{folder} holds no adapter, though its manifest says so: merge again")
-        ranks: dict[str, int | None] = {n: header.rank for n, header in written.low_rank.items()}
-        # Of an update a bound, which is zero, or not finite, where the update is.
-        sizes: dict[str, float] = {}
-        for name in ranks:
-            factors = written.read_factors(name)
-            sizes[name] = norm(factors.left) * norm(factors.right)
-        for name in written.headers:
-            ranks[name] = None
-            sizes[name] = norm(written.read(name).float())
-    finally:
-        written.close()
+    ranks: dict[str, int | None] = {n: header.rank for n, header in written.low_rank.items()}
+    # Of an update a bound, which is zero, or not finite, where the update is.
+    sizes: dict[str, float] = {}
+    for name in ranks:
+        factors = written.read_factors(name)
+        sizes[name] = norm(factors.left) * norm(factors.right)
+    for name in written.headers:
+        ranks[name] = None
+        sizes[name] = norm(written.read(name).float())
     wrong = sorted(n for n in {*ranks, *wanted} if ranks.get(n, 0) != wanted.get(n, 0))
     bad = [name for name, size in sizes.items() if not isfinite(size)]
     changed = any(size for name, size in sizes.items() if ranks[name] is not None)
-    checks = (
+    return (
         Check(
             "coverage",
             not wrong,
@@ -66,4 +58,3 @@ def verify_adapter(folder: str | Path) -> VerifyReport:
         ),
         check_heads(folder, manifest),
     )
-    return VerifyReport(folder, checks)

@@ -1,0 +1,195 @@
+"""covmerge.json as its readers may rely on it: every key that they use is there and of its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from covmerge.checkpoints.json_file import parse_object, shorten
+from covmerge.checkpoints.regular import read_regular
+from covmerge.errors import CheckpointError, InputError
+
+MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
+
+# What covmerge itself puts beside an output later: reports and evaluations.
+ADDED_LATER = frozenset({"report.html", "evaluation.json"})
+
+_MAX_BYTES = 2**29
+
+_Size = Annotated[int, Field(ge=0)]
+_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Method = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$")]
+_Name = Annotated[str, Field(pattern=r"^[^/\\\x00]+(/[^/\\\x00]+)?$")]
+
+
+class _Part(BaseModel):
+    """Keys beyond these are for people, or of a later version."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _Output(_Part):
+    format: Literal["model", "adapter"] = "model"
+
+
+class _Expert(_Part):
+    source: str
+    weight: float
+
+
+class _Recipe(_Part):
+    base: str
+    experts: dict[str, _Expert]
+    method: str
+    parameters: dict[str, Any]
+    output: _Output
+
+
+class _Source(_Part):
+    source: str
+    content: dict[str, Any]
+
+
+class _Rule(_Part):
+    role: str
+    rule: str
+    tensors: _Size
+
+
+class _Totals(_Part):
+    by_rule: list[_Rule]
+    gate_fired: list[str] = []
+    ridge_dominates: list[str] = []
+    largest_jitter: float = 0.0
+    merged_norm: float
+    rounding_loss: float
+    left_out_energy: float = 0.0
+    discarded_energy: float = 0.0
+
+
+class _Place(_Part):
+    tensor: str
+    rank: _Size | None = None
+    ties: list[str] = []
+
+
+class _Tensor(_Part):
+    role: str
+    why: str
+    rule: str
+    dtype: str
+    shape: list[_Size]
+    update_norm: dict[str, float] = {}
+    merged_norm: float | None = None
+    rounding_loss: float = 0.0
+    matrices: list[dict[str, Any]] = []
+    adapter: _Place | None = None
+    left_out: bool = False
+
+
+class _File(_Part):
+    sha256: _Hash
+    tensors: dict[str, _Hash] = {}
+
+
+class _Model(_Part):
+    """Of one merged model or adapter; `files` is missing where an older covmerge wrote it."""
+
+    covmerge: str
+    torch: str
+    recipe: _Recipe
+    family: str | None
+    sources: dict[str, _Source]
+    notes: list[str]
+    totals: _Totals
+    heads: dict[str, list[str]]
+    rescalers: dict[str, float] = {}
+    tensors: dict[str, _Tensor]
+    files: dict[_Name, _File] = {}
+
+
+class _Row(_Part):
+    method: _Method
+
+
+class _Rows(_Part):
+    methods: Annotated[list[_Row], Field(min_length=1)]
+
+
+class _Comparison(_Part):
+    """Of the folder around the models of a comparison."""
+
+    comparison: _Rows
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read covmerge.json of a merged model or adapter; what readers use of it is there and typed.
+
+    Raises:
+        InputError: there is none, or it is of something else, such as a comparison.
+    """
+    manifest = _read(folder)
+    if "comparison" in manifest:
+        first = manifest["comparison"]["methods"][0]["method"]
+        raise InputError(
+            f"{folder} holds a comparison: verify one of its models, such as {folder / first}"
+        )
+    return manifest
+
+
+def unknown_files(folder: Path) -> list[str]:
+    """Return what an output of covmerge holds that covmerge did not write, as paths in it.
+
+    Raises:
+        InputError: it is no output of covmerge, or one that does not say what belongs to it.
+    """
+    manifest = _read(folder)
+    if "comparison" in manifest:
+        models = [row["method"] for row in manifest["comparison"]["methods"]]
+        strange = [
+            n for n in children(folder) if n.partition("/")[0] not in (*models, MANIFEST_NAME)
+        ]
+        for model in models:
+            if (folder / model).is_dir() and not (folder / model).is_symlink():
+                strange += [f"{model}/{name}" for name in unknown_files(folder / model)]
+        return strange
+    if "files" not in manifest:
+        raise InputError(
+            f"{folder / MANIFEST_NAME} does not list the files of the output, as an older covmerge "
+            "wrote it"
+        )
+    known = {*manifest["files"], *ADDED_LATER, MANIFEST_NAME}
+    return [name for name in children(folder) if name not in known]
+
+
+def children(folder: Path, inside: str = "") -> Iterator[str]:
+    """Return all that a folder holds, as sorted paths in it; links and empty folders as they are."""
+    for path in sorted(folder.iterdir()):
+        name = f"{inside}{path.name}"
+        within = [] if path.is_symlink() or not path.is_dir() else list(children(path, f"{name}/"))
+        yield from within or [name]
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST_NAME
+    try:
+        manifest = parse_object(read_regular(path, _MAX_BYTES), str(path))
+        (_Comparison if "comparison" in manifest else _Model).model_validate(manifest)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
+            f"{folder} has no {MANIFEST_NAME}: it is not a finished output of covmerge. Name the "
+            "folder that `covmerge merge` wrote."
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = shorten(".".join(map(str, first["loc"])))
+        raise InputError(
+            f"{path} cannot be read as a covmerge manifest: {where}: {first['msg']}; merge again, or "
+            "take the file from where the output came from"
+        ) from error
+    except CheckpointError as error:
+        raise InputError(f"{path} cannot be read as a covmerge manifest: {error}") from error
+    return manifest

@@ -1,0 +1,105 @@
+"""The files of an output, held against the hashes in its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
+from covmerge.checkpoints.hashes import FileHashes, Look, hash_file
+from covmerge.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME, children
+from covmerge.diagnostics.report import Check
+from covmerge.errors import CheckpointError
+from covmerge.export import HEADS_FOLDER, is_weights
+
+# By file: its hashes, or why it has none.
+Found = Mapping[str, FileHashes | str]
+
+_ADAPTER = "adapter_config.json"  # where it lies, it is loaded with or in place of a model
+
+
+def hash_files(
+    folder: Path, names: Iterable[str], look: Callable[[str], Look | None] = lambda name: None
+) -> dict[str, FileHashes | str]:
+    """Read files of a folder once, and return the hashes of each, or what is wrong with it.
+
+    Args:
+        folder: the folder.
+        names: paths in it.
+        look: by file, who is shown its tensors as they are read.
+    """
+    found: dict[str, FileHashes | str] = {}
+    for name in names:
+        try:
+            found[name] = hash_file(folder, name, look(name))
+        except FileNotFoundError:
+            found[name] = "is missing"
+        except CheckpointError as error:
+            found[name] = f"cannot be read ({error})"
+    return found
+
+
+def check_files(folder: Path, manifest: Mapping[str, Any], found: Found) -> Check:
+    """Check that the files of an output are those that the merge wrote.
+
+    The model card is for people, who may edit it. Files that were laid beside are named, and a
+    failure where they could be loaded in place of the merge's.
+    """
+    recorded: Mapping[str, Mapping[str, Any]] | None = manifest.get("files")
+    if recorded is None:
+        return Check(
+            "files",
+            ok=True,
+            detail="not checked: no hashes are recorded (an older covmerge wrote this output), so "
+            "that changed bytes would not be found; merge again to have them",
+            made=False,
+        )
+    wrong: list[str] = []
+    said: list[str] = []
+    for name, record in recorded.items():
+        for problem in _problems(record, found[name]):
+            edited = name == CARD_NAME and not isinstance(found[name], str)
+            if edited:
+                said.append(f"{name} was edited since")
+            else:
+                wrong.append(f"{name} {problem}")
+    for name in children(folder):
+        if name not in recorded and name not in ADDED_LATER and name != MANIFEST_NAME:
+            if _is_loaded(name):
+                wrong.append(f"{name} is not of this merge, and could be loaded in its place")
+            else:
+                said.append(f"{name} was added since")
+    if wrong:
+        return Check("files", ok=False, detail="; ".join(_some(wrong)))
+    good = f"all {len(recorded)} files are as they were written"
+    return Check("files", ok=True, detail="; ".join([good, *_some(said)]))
+
+
+def _problems(record: Mapping[str, Any], found: FileHashes | str) -> Iterator[str]:
+    if isinstance(found, str):
+        yield found
+        return
+    if found.sha256 == record["sha256"]:
+        return
+    wanted: Mapping[str, str] = record.get("tensors", {})
+    changed = [f"'{n}'" for n, digest in wanted.items() if found.tensors.get(n) != digest]
+    if not wanted:
+        yield "is not as it was written"
+    elif not found.tensors:
+        yield "is not as it was written: its header is damaged"
+    elif changed:
+        yield f"is not as it was written: {', '.join(_some(changed))}"
+    else:
+        yield "is not as it was written: its header differs, its tensors do not"
+
+
+def _is_loaded(name: str) -> bool:
+    """Whether a loader may take a file for a part of the output."""
+    place, _, own = name.rpartition("/")
+    return place in ("", HEADS_FOLDER, MASKS_FOLDER) and (is_weights(own) or own == _ADAPTER)
+
+
+def _some(names: list[str], limit: int = 5) -> list[str]:
+    rest = len(names) - limit
+    return [*names[:limit], *([f"and {rest} more"] if rest > 0 else [])]
