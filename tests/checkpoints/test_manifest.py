@@ -52,7 +52,7 @@ def put(manifest, path, value):
 
 
 def test_every_place_with_every_wrong_type(merged, manifest):
-    """Read, or refused with the place: more than a thousand variants, and no other error."""
+    """Read, or refused with the place: hundreds of variants, and no other error."""
     refused, tried = set(), 0
     for path in places(manifest):
         for value in (None, [], ["x"], {}, {"x": 1}, 1, -1, 1.5, "x", True, [[None]]):
@@ -60,10 +60,11 @@ def test_every_place_with_every_wrong_type(merged, manifest):
             (merged / MANIFEST_NAME).write_text(json.dumps(put(manifest, path, value)))
             try:
                 read_manifest(merged)
+                covmerge.verify(merged)
             except InputError as error:
                 assert "cannot be read as a covmerge manifest: '" in str(error)
                 refused.add((path, json.dumps(value)))
-    assert tried > 1000
+    assert tried > 600
     keys = (
         "covmerge",
         "torch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,15 +16,27 @@ if TYPE_CHECKING:
 
 def verify(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote.")],
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Compute some tensors again from the sources, in float64."),
+    ] = False,
+    tensors: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="How many --deep computes again, evenly.")
+    ] = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Re-read an output and check it: coverage, finite values, copies, heads.
+    """Re-read an output and check it: hashes, coverage, finite values, copies, heads.
 
-    Exits with 1 if a check failed, with 2 if the folder is no output of covmerge.
+    Exits with 1 if a check failed, with 2 if the folder is no output of covmerge, or --deep lacks a
+    source.
     """
     from covmerge.diagnostics import verify as check
 
     report = check(out)
+    if deep:
+        from covmerge.recompute import recompute
+
+        report = replace(report, checks=(*report.checks, recompute(out, tensors=tensors)))
     if as_json:
         print_json(report.summary())
     else:

@@ -1,0 +1,101 @@
+"""`verify --deep` finds what hashes cannot: an output that its sources do not give."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import covmerge
+from covmerge.checkpoints.hashes import hash_file
+from covmerge.errors import InputError
+from covmerge.recompute import recompute
+from tests.cli.runs import covmerge as cli
+from tests.cli.runs import words
+from tests.diagnostics.test_files import save_models
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outputs")
+    base, experts = save_models(folder, 3)
+    covmerge.merge(base, experts, "ace", folder / "ace")
+    covmerge.merge(base, experts, "ties", folder / "ties", out_dtype="bfloat16")
+    covmerge.extract(base, experts["e0"], folder / "adapter", 2)
+    return folder
+
+
+def forge(folder, name, edit):
+    """Change a tensor, and its hashes with it."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name] = edit(tensors[name])
+    save_file(tensors, path, metadata={"format": "pt"})
+    manifest = json.loads((folder / "covmerge.json").read_text())
+    manifest["files"]["model.safetensors"] = hash_file(folder, "model.safetensors").as_json()
+    (folder / "covmerge.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("method", ["average", "actmat", "tsv_m", "dare_ties", "emr", "consensus"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_merge_is_what_its_sources_give(tmp_path, method, dtype):
+    base, experts = save_models(tmp_path, 2)
+    covmerge.merge(base, experts, method, tmp_path / "out", out_dtype=dtype)
+    check = recompute(tmp_path / "out", tensors=99)
+    assert check.ok
+    assert check.detail == "5 of 5 merged tensors are what the sources give in float64"
+
+
+@pytest.mark.parametrize("kind", ["ace", "ties"])
+def test_an_output_that_its_sources_do_not_give(merged, tmp_path, kind):
+    out = shutil.copytree(merged / kind, tmp_path / "out")
+    ran = cli("verify", out, "--deep", "--tensors=2")
+    assert "recomputed ok 2 of 5 merged tensors are what the sources give" in words(ran.stdout)
+
+    def edit(weight):
+        changed = weight.clone()
+        changed[5, 7:9] = changed[5, 7:9].flip(0)
+        return changed
+
+    forge(out, "h.3.proj.weight", edit)
+    assert cli("verify", out, "--json").json["ok"]  # the hashes are right
+    report = cli("verify", out, "--deep", "--json", "--tensors=5", code=1).json
+    (failed,) = [check for check in report["checks"] if not check["ok"]]
+    assert failed["name"] == "recomputed"
+    assert "'h.3.proj.weight' is off by" in failed["detail"]
+    assert "h.2" not in failed["detail"]
+
+
+def test_two_layers_that_were_swapped(merged, tmp_path):
+    out = shutil.copytree(merged / "ace", tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    for one, other in ((0, 3), (3, 0)):
+        forge(out, f"h.{one}.proj.weight", lambda _, n=other: tensors[f"h.{n}.proj.weight"])
+    assert covmerge.verify(out).ok
+    detail = recompute(out, tensors=5).detail
+    assert "h.0.proj" in detail and "h.3.proj" in detail
+
+
+def test_sources_that_are_gone_or_others(merged, tmp_path):
+    models = shutil.copytree(merged, tmp_path / "models")
+    manifest = (models / "ace" / "covmerge.json").read_text()
+    (models / "ace" / "covmerge.json").write_text(manifest.replace(str(merged), str(models)))
+    cli("verify", models / "ace", "--deep")
+    path = models / "e1.safetensors"
+    tensors = load_file(path)
+    tensors["h.1.proj.weight"][0, 0] += 1
+    save_file(tensors, path)
+    told = cli("verify", models / "ace", "--deep", code=2).stderr
+    assert "expert e1 is not what was merged" in told
+    path.unlink()
+    assert "e1.safetensors" in cli("verify", models / "ace", "--deep", code=2).stderr
+
+
+def test_what_cannot_be_computed_again(merged, tmp_path):
+    with pytest.raises(InputError, match="is an adapter"):
+        recompute(merged / "adapter")
+    state = {"w": torch.eye(3)}
+    covmerge.merge(state, {"a": {"w": 2 * torch.eye(3)}}, "average", tmp_path / "out")
+    with pytest.raises(InputError, match="state dict"):
+        recompute(tmp_path / "out")
