@@ -259,6 +259,8 @@ class ModelFolder:
         """
         plan, base, folder = self._plan, self._checkpoints.base, self._folder
         self._writer.flush()
+        # What was laid in meanwhile may be a link, through which something else would be written.
+        self._removed += remove_others(folder, self._files)
         index = write_index(self._layout, folder)
         heads = write_heads(folder, read_heads(plan, self._checkpoints))
         stats = merge_stats(plan, done.items)
@@ -277,6 +279,7 @@ class ModelFolder:
             out=out,
             base=base,
             may_equal_base=may_equal_base,
+            removed=self._removed,
         )
         return MergeResult(
             out,
@@ -285,7 +288,7 @@ class ModelFolder:
             plan.recipe,
             stats,
             run_report(done, memory),
-            (*notes, *_strays([*self._removed, *sealed.removed], sealed.files)),
+            (*notes, *sealed.notes),
             told_warnings,
             sealed.report,
             seconds=tensor_seconds(plan, done),
@@ -316,22 +319,15 @@ def manifest(
 
 @dataclass(frozen=True)
 class Sealed:
-    """An output that was checked, with a manifest that has the hashes of its `files`.
+    """An output that was checked, with a manifest that has the hashes of its files.
 
     Attributes:
         report: of the checks.
-        files: paths in it.
-        removed: what lay among them that the merge had not written.
+        notes: what a user should be told.
     """
 
     report: VerifyReport
-    files: tuple[str, ...]
-    removed: tuple[str, ...]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should be told."""
-        return _strays(self.removed, self.files)
+    notes: tuple[str, ...]
 
 
 def seal(
@@ -342,6 +338,7 @@ def seal(
     out: Path,
     base: Checkpoint | None = None,
     may_equal_base: bool = False,
+    removed: Sequence[str] = (),
 ) -> Sealed:
     """Check what was written, in one reading, and write covmerge.json with the hashes of all of it.
 
@@ -352,11 +349,12 @@ def seal(
         out: the folder that the output becomes, for the report.
         base: what the output is compared with.
         may_equal_base: an output that equals the base is no failure.
+        removed: what was removed already, for the notes.
 
     Raises:
         CheckFailed: the output failed its verification.
     """
-    removed = remove_others(folder, files)
+    removed = [*removed, *remove_others(folder, files)]
     checks, found = examine(folder, told, sorted(files), base=base)
     lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
     if lost:
@@ -366,18 +364,18 @@ def seal(
         report.raise_if_failed()
     hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
     write_manifest(folder, {**told, "files": hashes})
-    return Sealed(report, tuple(files), tuple(removed))
+    return Sealed(report, _strays(removed, files))
 
 
 def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
     """A note on what was removed from unfinished work, but for what is of the merge itself."""
-    strange = [n for n in dict.fromkeys(removed) if n not in files and n != MANIFEST_NAME]
+    strange = sorted({*removed} - {*files, MANIFEST_NAME})
     if not strange:
         return ()
     return (
         "removed from the unfinished output, as this merge had not written it: "
-        + ", ".join(strange[:5])
-        + (f" and {len(strange) - 5} more" if strange[5:] else ""),
+        + ", ".join(strange[:10])
+        + (f" and {len(strange) - 10} more" if strange[10:] else ""),
     )
 
 

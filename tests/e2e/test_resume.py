@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,3 +171,219 @@ def test_an_error_halfway_leaves_nothing_behind(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "base.safetensors", "e0.safetensors", "e1.safetensors", "e2.safetensors",
     ]  # fmt: skip
+
+
+def save_with_companions(folder):
+    """The checkpoints of `save_plain`, the base as a folder with a tokenizer and a config."""
+    base, experts = save_plain(folder, layers=4, width=32)
+    (folder / "base").mkdir()
+    base.rename(folder / "base" / "model.safetensors")
+    (folder / "base" / "config.json").write_text('{"hidden_size": 32}')
+    (folder / "base" / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder / "base", experts
+
+
+@pytest.mark.parametrize("changed", ["base/model.safetensors", "e1.safetensors"])
+def test_a_source_that_kept_its_size_and_time_is_not_resumed(tmp_path, monkeypatch, changed):
+    base, experts = save_with_companions(tmp_path)
+    interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+    path = tmp_path / changed
+    before = path.stat()
+    tensors = load_file(path)
+    tensors["layers.3.proj.weight"] += 1
+    save_file(tensors, path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(InputError, match=r"sources or covmerge changed since.*--overwrite"):
+        covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_companion_files_that_changed_are_not_resumed(tmp_path, monkeypatch, name):
+    base, experts = save_with_companions(tmp_path)
+    interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+    path = base / name
+    before = path.stat()
+    path.write_text(path.read_text().replace("1", "2").replace("32", "33"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(InputError, match=r"sources or covmerge changed since.*--overwrite"):
+        covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    (base / "merges.txt").write_text("a b")
+    with pytest.raises(InputError, match=r"sources or covmerge changed since.*--overwrite"):
+        covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+
+
+class Meanwhile:
+    """Does something when the first tensor of a merge is done."""
+
+    def __init__(self, do):
+        self.do = do
+
+    def start(self, total):
+        pass
+
+    def advance(self, what, size, *, resumed=False):
+        if self.do is not None:
+            self.do()
+            self.do = None
+
+    def finish(self):
+        pass
+
+
+def test_companion_files_are_those_of_the_plan(tmp_path):
+    base, experts = save_with_companions(tmp_path)
+    expected = (base / "tokenizer.json").read_bytes()
+
+    def change():
+        (base / "tokenizer.json").write_text('{"version": "2.0"}')
+        (base / "merges.txt").write_text("laid in while the merge runs")
+
+    covmerge.merge(base, experts, out=tmp_path / "out", progress=Meanwhile(change))
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == expected
+    assert not (tmp_path / "out" / "merges.txt").exists()
+
+
+STRANGE = ("pytorch_model.bin", "heads/stranger.safetensors", ".hidden", "adapter_config.json")
+
+
+def lay_in(folder, elsewhere):
+    """Put into unfinished work what the merge does not write, and links where it will write."""
+    (folder / "heads").mkdir(exist_ok=True)
+    for name in STRANGE:
+        (folder / name).write_text("stranger")
+    (folder / "a folder" / "empty").mkdir(parents=True)
+    os.mkfifo(folder / "a pipe")
+    for name in ("a link", "README.md", "covmerge.json"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("when", ["while it runs", "before it is resumed"])
+def test_what_is_laid_into_unfinished_work_does_not_survive(tmp_path, monkeypatch, when):
+    base, experts = save_with_companions(tmp_path)
+    covmerge.merge(base, experts, out=tmp_path / "undisturbed")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("precious")
+    folder = tmp_path / PARTIAL / "output"
+
+    def lay():
+        lay_in(folder, precious / "thesis.tex")
+        (folder / "a linked folder").symlink_to(precious)
+
+    if when == "while it runs":
+        (folder, options) = (folder, {"progress": Meanwhile(lay)})
+    else:
+        interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+        lay()
+        options = {"resume": True}
+    result = covmerge.merge(base, experts, out=tmp_path / "out", **options)
+    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "README.md", "config.json", "covmerge.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    (note,) = [note for note in result.notes if "had not written" in note]
+    assert note.endswith(
+        ": .hidden, a link, a linked folder, a pipe, adapter_config.json, heads/stranger.safetensors, "
+        "pytorch_model.bin"
+    )
+    assert [p.name for p in precious.iterdir()] == ["thesis.tex"]
+    assert (precious / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize("lay", ["folder", "link", "pipe"])
+def test_something_else_in_the_place_of_a_shard(tmp_path, monkeypatch, lay):
+    base, experts = save_with_companions(tmp_path)
+    covmerge.merge(base, experts, out=tmp_path / "undisturbed")
+    interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+    shard = tmp_path / PARTIAL / "output" / "model.safetensors"
+    shard.rename(tmp_path / "moved")
+    if lay == "folder":
+        (shard / "inside").mkdir(parents=True)
+        (shard / "inside" / "file").write_text("x")
+    elif lay == "link":
+        shard.symlink_to(tmp_path / "moved")
+    else:
+        os.mkfifo(shard)
+    moved = (tmp_path / "moved").read_bytes()
+    covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+    assert (tmp_path / "moved").read_bytes() == moved
+
+
+@pytest.mark.parametrize(
+    "error", [torch.linalg.LinAlgError, MemoryError, OSError, ZeroDivisionError]
+)
+@pytest.mark.parametrize("kind", ["merge", "compare", "adapter"])
+def test_after_an_unforeseen_error_nothing_is_left(tmp_path, error, kind):
+    base, experts = save_with_companions(tmp_path)
+    there = sorted(p.name for p in tmp_path.iterdir())
+
+    def fail():
+        raise error("unforeseen")
+
+    options = {"out": tmp_path / "out", "progress": Meanwhile(fail)}
+    with pytest.raises(error, match="unforeseen"):
+        if kind == "compare":
+            covmerge.compare(base, experts, ["average", "ties"], **options)
+        elif kind == "adapter":
+            covmerge.extract(base, experts["e0"], rank=2, **options)
+        else:
+            covmerge.merge(base, experts, **options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == there
+
+
+def test_a_damaged_journal_is_named_and_kept(tmp_path, monkeypatch):
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    interrupt_after(tmp_path, base, experts, items=3, monkeypatch=monkeypatch)
+    journal = tmp_path / PARTIAL / "journal.jsonl"
+    content = journal.read_text()
+    journal.write_text(re.sub(r'"merged":[^,]+', '"merged":1e300', content, count=1))
+    with pytest.raises(InputError, match=r"line 2 of the journal .*checksum.*--overwrite"):
+        covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    journal.unlink()
+    journal.symlink_to("/dev/zero")
+    with pytest.raises(InputError, match=r"cannot read the journal .*--overwrite"):
+        covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    assert not (tmp_path / "out").exists()
+    covmerge.merge(base, experts, out=tmp_path / "out", overwrite=True)
+
+
+def test_a_strangers_folder_is_not_overwritten(tmp_path):
+    base, experts = save_plain(tmp_path, layers=2, width=32)
+    out = tmp_path / "out"
+    covmerge.merge(base, experts, out=out)
+    covmerge.merge(base, experts, out=out, overwrite=True)
+    (out / "thesis.tex").write_text("precious")
+    with pytest.raises(InputError, match=r"did not write.*thesis\.tex"):
+        covmerge.merge(base, experts, out=out, overwrite=True)
+    study = tmp_path / "study"
+    covmerge.compare(base, experts, ["average", "ties"], study)
+    covmerge.compare(base, experts, ["average"], study, overwrite=True)
+    (study / "average" / "thesis.tex").write_text("precious")
+    (study / "notes").mkdir()
+    with pytest.raises(InputError, match=r"did not write.*: notes, average/thesis\.tex"):
+        covmerge.merge(base, experts, out=study, overwrite=True)
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "covmerge.json").write_text("{}")
+    (stranger / "thesis.tex").write_text("precious")
+    for command in (covmerge.merge, covmerge.compare):
+        with pytest.raises(InputError, match="not known for an output of covmerge"):
+            command(base, experts, out=stranger, overwrite=True)
+    assert (stranger / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["x" * 240, "a\0b"])
+def test_a_name_that_no_output_can_have(tmp_path, name):
+    base, experts = save_plain(tmp_path, layers=1, width=32)
+    with pytest.raises(InputError, match="cannot be the name of an output"):
+        covmerge.merge(base, experts, out=tmp_path / name)
+    with pytest.raises(InputError, match="cannot be the name of an output"):
+        covmerge.compare(base, experts, ["average"], tmp_path / name)
+    with pytest.raises(InputError, match="cannot be the name of an output"):
+        covmerge.extract(base, experts["e0"], tmp_path / name, 2)
+    with pytest.raises(InputError):
+        covmerge.merge(tmp_path / name, experts, out=tmp_path / "out")

@@ -16,7 +16,13 @@ from torch.nn.functional import pad
 
 from covmerge.adapters.names import naming_of
 from covmerge.adapters.tasks import Task, describe_left_out, plan_tasks
-from covmerge.checkpoints import AdaptedBase, AdapterCheckpoint, Staging, check_not_input
+from covmerge.checkpoints import (
+    AdaptedBase,
+    AdapterCheckpoint,
+    Staging,
+    check_not_input,
+    remove_others,
+)
 from covmerge.engine import (
     Change,
     Context,
@@ -120,13 +126,15 @@ def merge_to_adapter(
                 *parents.notes,
             ]
             told = manifest(plan, fingerprints, notes, warnings, stats)
+            # What was laid in meanwhile may be a link, through which something else would be written.
+            removed = remove_others(staging.folder, [writer.file_name])
             written = [
                 *writer.finish([adapter.adapter_config for adapter in adapters], checkpoints.base),
                 *write_heads(staging.folder, read_heads(plan, checkpoints)),
                 write_card(staging.folder, plan, parents, checkpoints.base.config, told),
             ]
         files = [path.relative_to(staging.folder).as_posix() for path in written]
-        sealed = seal(staging.folder, told, files, out=out)
+        sealed = seal(staging.folder, told, files, out=out, removed=removed)
         staging.commit()
     run: dict[str, Json] = {
         "seconds": time.perf_counter() - start,

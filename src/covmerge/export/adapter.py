@@ -20,7 +20,6 @@ from covmerge.checkpoints.strict_json import dumps
 from covmerge.checkpoints.writer import ShardWriter
 from covmerge.types import Json, LowRank, TensorHeader
 
-_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
 
@@ -116,6 +115,8 @@ class AdapterWriter:
         ResourceError: the disk is full.
     """
 
+    file_name = "adapter_model.safetensors"
+
     def __init__(
         self,
         folder: Path,
@@ -133,7 +134,7 @@ class AdapterWriter:
         headers += [
             TensorHeader(key, t.stored.shape, t.stored.dtype) for t in whole for key in t.keys
         ]
-        shard = plan_shard(_WEIGHTS, headers)
+        shard = plan_shard(self.file_name, headers)
         self._writer = ShardWriter(folder, Layout((shard,)))
 
     def write(self, tensor: AdaptedTensor, update: LowRank) -> None:
@@ -163,7 +164,7 @@ class AdapterWriter:
         )
         with disk_errors(path, len(content)):
             path.write_bytes(content)
-        return self._folder / _WEIGHTS, path
+        return self._folder / self.file_name, path
 
     def _targets(self, modules: Sequence[str]) -> Json:
         """The layers by name, or as one expression where a name is the end of another's."""
