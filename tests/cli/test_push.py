@@ -125,7 +125,8 @@ def test_a_failed_check_sends_nothing(merged, hub):
     tensors["layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(tensors, merged / "model.safetensors")
     told = refused(merged, "org/name", code=1)
-    assert "fails its verification. finite: layers.0.mlp.up_proj.weight" in told
+    assert "fails its verification. files: model.safetensors is not as it was written" in told
+    assert "finite: layers.0.mlp.up_proj.weight" in told
     assert (hub.commits, hub.stored, hub.exists) == ([], {}, False)
 
 

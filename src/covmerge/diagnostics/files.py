@@ -43,7 +43,7 @@ def hash_files(
 def check_files(folder: Path, manifest: Mapping[str, Any], found: Found) -> Check:
     """Check that the files of an output are those that the merge wrote.
 
-    The model card is for people, who may edit it. Files that were laid beside are named, and a
+    The model card is for people, who may edit or remove it. Files that were laid beside are named, and a
     failure where they could be loaded in place of the merge's.
     """
     recorded: Mapping[str, Mapping[str, Any]] | None = manifest.get("files")
@@ -59,11 +59,11 @@ def check_files(folder: Path, manifest: Mapping[str, Any], found: Found) -> Chec
     said: list[str] = []
     for name, record in recorded.items():
         for problem in _problems(record, found[name]):
-            edited = name == CARD_NAME and not isinstance(found[name], str)
-            if edited:
-                said.append(f"{name} was edited since")
-            else:
+            if name != CARD_NAME:
                 wrong.append(f"{name} {problem}")
+            else:
+                gone = isinstance(found[name], str)
+                said.append(f"{name} {problem}" if gone else f"{name} was edited since")
     for name in children(folder):
         if name not in recorded and name not in ADDED_LATER and name != MANIFEST_NAME:
             if _is_loaded(name):
