@@ -17,7 +17,7 @@ MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
 # What covmerge itself puts beside an output later: reports and evaluations.
 ADDED_LATER = frozenset({"report.html", "evaluation.json"})
 
-_MAX_BYTES = 2**29
+MAX_BYTES = 2**29
 
 _Size = Annotated[int, Field(ge=0)]
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -176,7 +176,7 @@ def children(folder: Path, inside: str = "") -> Iterator[str]:
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_NAME
     try:
-        manifest = parse_object(read_regular(path, _MAX_BYTES), str(path))
+        manifest = parse_object(read_regular(path, MAX_BYTES), str(path))
         (_Comparison if "comparison" in manifest else _Model).model_validate(manifest)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(

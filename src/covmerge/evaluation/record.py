@@ -11,7 +11,8 @@ from typing import Any
 
 from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.json_file import read_object
-from covmerge.checkpoints.manifest import MANIFEST_NAME
+from covmerge.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES
+from covmerge.checkpoints.regular import read_regular
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import InputError
 from covmerge.types import Json
@@ -77,8 +78,11 @@ def finite(value: float) -> float | None:
 
 def fingerprint(folder: Path) -> str | None:
     """Return SHA-256 of a model's covmerge.json, or None: it names every source and every parameter."""
-    path = folder / MANIFEST_NAME
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+    try:
+        content = read_regular(folder / MANIFEST_NAME, MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    return hashlib.sha256(content).hexdigest()
 
 
 def read(folder: Path) -> list[Result]:

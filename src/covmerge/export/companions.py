@@ -82,7 +82,9 @@ def hash_companions(source: Path | None) -> dict[str, str]:
         CheckpointError: a companion file leaves the folder, is too large, or cannot be read.
     """
     found: dict[str, str] = {}
-    for name in () if source is None else _companion_names(source):
+    if source is None:
+        return found
+    for name in _companion_names(source):
         digest = hashlib.sha256()
         with _opened(_inside(source, name), MAX_FILE_BYTES) as file:
             while chunk := file.read(_CHUNK):
@@ -127,8 +129,9 @@ def copy_companions(
             notes += told
         else:
             hashes[name] = _copy(_inside(source, name), destination)
-    for name in () if known is None else sorted({*known, *hashes}):
-        if known.get(name) != hashes.get(name):
+    planned = hashes if known is None else known
+    for name in sorted({*planned, *hashes}):
+        if planned.get(name) != hashes.get(name):
             raise CheckpointError(
                 f"{source / name} changed while it was in use: let whatever writes it finish, and "
                 "start again"

@@ -15,7 +15,7 @@ from torch import Tensor
 from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, open_checkpoint, safe_child, unpack
 from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.json_file import read_object
-from covmerge.checkpoints.manifest import MANIFEST_NAME
+from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.strict_json import dumps
@@ -177,11 +177,9 @@ def find_masks(folder: Path, expert: str) -> tuple[float, Path]:
 
 def _check_base(folder: Path, base: Checkpoint) -> None:
     """Refuse another base, where the merge knew it by the same files."""
-    sources: Any = read_object(folder / MANIFEST_NAME).get("sources")
-    try:
-        known = sources["base"]["content"]
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / MANIFEST_NAME} names no base: merge again") from error
+    known = read_manifest(folder)["sources"].get("base", {}).get("content")
+    if known is None:
+        raise CheckpointError(f"{folder / MANIFEST_NAME} names no base: merge again")
     content = base.fingerprint()
     if content.keys() == known.keys() and content != known:
         raise InputError(f"{base.source} is not the base that {folder} was merged over")
