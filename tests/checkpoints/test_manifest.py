@@ -145,7 +145,7 @@ def test_what_is_no_regular_file(merged, manifest):
     for lay in (lambda: path.symlink_to("/dev/zero"), lambda: os.mkfifo(path)):
         path.unlink()
         lay()
-        with pytest.raises(InputError, match="no regular file"):
+        with pytest.raises(InputError, match="cannot be read"):
             covmerge.verify(merged)
     path.unlink()
     path.write_text("put back by the fixture")
@@ -159,7 +159,7 @@ def test_evaluate_and_load_expert_tell_it_too(merged, manifest):
     (merged / "config.json").write_text("{}")
     path.unlink()
     path.mkdir()
-    with pytest.raises(InputError, match="no regular file"):
+    with pytest.raises(InputError, match="cannot be read"):
         evaluate(merged, tasks=["count"], callback=lambda folder: {"one": 1.0})
     path.rmdir()
     path.write_text("put back by the fixture")

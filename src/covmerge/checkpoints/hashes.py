@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
 from covmerge.checkpoints.paths import safe_child
-from covmerge.checkpoints.regular import open_regular
+from covmerge.checkpoints.regular_file import open_regular, reading
 from covmerge.errors import CheckpointError
 from covmerge.types import Json, TensorHeader
 
@@ -55,7 +55,11 @@ def hash_file(folder: Path, name: str, look: Look | None = None) -> FileHashes:
     path = folder
     for part in name.split("/"):
         path = safe_child(path, part)
-    with open_regular(path) as file, ThreadPoolExecutor(2, "covmerge-hash") as pool:
+    with (
+        reading(path),
+        open_regular(path) as file,
+        ThreadPoolExecutor(2, "covmerge-hash") as pool,
+    ):
         slots, header = _slots(file, path)
         whole = hashlib.sha256(header)
         tensors: dict[str, str] = {}
@@ -83,7 +87,7 @@ def hash_file(folder: Path, name: str, look: Look | None = None) -> FileHashes:
     return FileHashes(whole.hexdigest(), tensors)
 
 
-def _slots(file: FileIO, path: Path) -> tuple[Mapping[str, Slot], bytes]:
+def _slots(file: BufferedReader, path: Path) -> tuple[Mapping[str, Slot], bytes]:
     """The tensors of a safetensors file, and the bytes before them; nothing of any other."""
     if path.suffix != ".safetensors":
         return {}, b""
@@ -96,7 +100,7 @@ def _slots(file: FileIO, path: Path) -> tuple[Mapping[str, Slot], bytes]:
         return {}, start
 
 
-def _read(file: FileIO, size: int, path: Path) -> Tensor:
+def _read(file: BufferedReader, size: int, path: Path) -> Tensor:
     data = torch.empty(size, dtype=torch.uint8)
     view, done = memoryview(data.numpy().data), 0
     while done < size:

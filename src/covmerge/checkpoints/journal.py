@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from covmerge.checkpoints.disk import disk_errors
-from covmerge.checkpoints.regular import read_regular
+from covmerge.checkpoints.regular_file import read_regular
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError
 from covmerge.types import Json

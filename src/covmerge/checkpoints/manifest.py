@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covmerge.checkpoints.json_file import parse_object, shorten
-from covmerge.checkpoints.regular import read_regular
+from covmerge.checkpoints.regular_file import read_regular
 from covmerge.errors import CheckpointError, InputError
 
 MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known

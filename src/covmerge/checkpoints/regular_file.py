@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Generator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
+from covmerge.errors import CheckpointError
 
-def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read its bytes; links are followed.
+
+def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Open a regular file to read its bytes; `follow` says whether `path` may be a link.
 
     A pipe would be waited for, and a device may have no end. What a path is may change between a
     question and its use, so that the file is asked when it is open.
@@ -24,8 +28,9 @@ def open_regular(path: Path) -> BufferedReader:
         Traceback (most recent call last):
         OSError: [Errno 22] It is a pipe or a device, not a regular file: '/dev/zero'
     """
+    linked = 0 if follow else os.O_NOFOLLOW
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | linked)
     except ValueError as error:  # a NUL, or half of a surrogate pair
         raise OSError(errno.EINVAL, f"No file can have this name ({error})", repr(path)) from error
     mode = os.fstat(fd).st_mode
@@ -35,3 +40,32 @@ def open_regular(path: Path) -> BufferedReader:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "It is a pipe or a device, not a regular file", str(path))
+
+
+def read_regular(path: Path, limit: int, *, follow: bool = True) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises:
+        CheckpointError: it is larger, something else, or cannot be read.
+        FileNotFoundError: there is none.
+    """
+    with reading(path), open_regular(path, follow=follow) as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise CheckpointError(f"{path} is larger than {limit} bytes, which no such file is")
+        return file.read(limit)
+
+
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Tell what keeps a file from being read as a CheckpointError with its name.
+
+    Raises:
+        CheckpointError: any OSError but the next.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -12,6 +12,7 @@ from covmerge.plan import Merge, Plan
 from covmerge.text import some
 
 _SHARE = 0.1  # of a ridge in the covariance that it may have beside an expert
+_BLOWN_UP = 2.0  # times the sum of the experts' lengths from which it is more than worth knowing
 _LEAST_EPS = 1e-10  # a smaller ε leaves systems that float32 cannot solve
 # What a method counts in a matrix and a reader should know of, with what it means.
 _COUNTED = {
@@ -31,12 +32,13 @@ def method_warnings(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tup
         plan: of the merge.
         entries: its statistics by tensor.
     """
-    return (*_ridges(plan, entries), *_long(entries))
+    return (*_ridges(plan, entries), *(text for times, text in _long(entries) if times > _BLOWN_UP))
 
 
 def method_notes(entries: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     """What is worth knowing."""
-    return (*_poles(entries), *_counts(entries))
+    long = (text for times, text in _long(entries) if times <= _BLOWN_UP)
+    return (*_poles(entries), *_counts(entries), *long)
 
 
 def outweighed(matrix: Mapping[str, Any]) -> bool:
@@ -62,8 +64,8 @@ def _ridges(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[st
         )
 
 
-def _long(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """No mean and no sum of updates is longer than all of them in a line."""
+def _long(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[float, str]]:
+    """How many times as long as all of its experts' together an update is at most, in words."""
     ratios = {
         name: times
         for name, entry in entries.items()
@@ -73,9 +75,10 @@ def _long(entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     if ratios:
         longest = max(ratios, key=lambda name: ratios[name])
         yield (
+            ratios[longest],
             f"the merged update is longer than the experts' together in {len(ratios)} tensors "
             f"({some(list(ratios), 2)}), {ratios[longest]:.3g} times in '{longest}': take a smaller "
-            "scale where the method has one, or another method"
+            "scale where the method has one, or another method",
         )
 
 
