@@ -12,7 +12,7 @@ from typing import Any
 from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES
-from covmerge.checkpoints.regular import read_regular
+from covmerge.checkpoints.regular_file import read_regular
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import InputError
 from covmerge.types import Json
