@@ -37,7 +37,7 @@ def save(name, folder):
     base = build(name)
     base.save_pretrained(folder / "base")
     for seed, expert in enumerate(NAMES, start=1):
-        fine_tuned(base, seed, scale=0.002).save_pretrained(folder / expert)
+        fine_tuned(base, seed, scale=0.02).save_pretrained(folder / expert)
     return folder
 
 

@@ -342,7 +342,17 @@ def test_real_models(tmp_path):
 def test_adapters_into_one(family):  # noqa: F811
     named = [f"--expert={n}={path}" for n, path in experts(family, "adapter").items()]
     out = family / "reported"
-    command("merge", "--base", family / "base", "--as", "adapter", *named, out, "--report")
+    command(
+        "merge",
+        "--base",
+        family / "base",
+        "--as",
+        "adapter",
+        "--method=ace",
+        *named,
+        out,
+        "--report",
+    )
     root = parse((out / FILE_NAME).read_text())
     assert "became one adapter by ace" in root.text
     assert "of the update's energy its rank loses" in root.text
