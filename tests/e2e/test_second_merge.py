@@ -13,7 +13,7 @@ import sys
 import covmerge
 
 base, expert, out = sys.argv[1:]
-covmerge.merge(base, {"a": expert}, "task_arithmetic", out)
+covmerge.merge(base, {"a": expert}, "task_arithmetic", out, allow=["not-a-fine-tune"])
 print("transformers" in sys.modules)
 """
 
