@@ -8,6 +8,7 @@ from covmerge.methods import registry
 from covmerge.types import LinearGroup, LowRank
 from tests.methods.groups import relative
 from tests.methods.test_factored import VARIANTS
+from tests.methods.twins import TWINS
 
 WIDE, TALL = (96, 128), (128, 96)
 
@@ -139,3 +140,15 @@ class TestAce:
         merged = covmerge.merge_layer([strong, faint], "ace")
         alone = covmerge.merge_layer([strong], "ace")
         assert relative(merged, alone.double()) < 1e-6
+
+    @pytest.mark.parametrize("normalize", [True, False])
+    def test_the_twin_averages_them_too(self, normalize):
+        generator = torch.Generator().manual_seed(3)
+        usual = [torch.randn(12, 20, generator=generator, dtype=torch.float64) for _ in range(2)]
+        alike = torch.randn(1, 20, generator=generator, dtype=torch.float64).expand(12, 20)
+        faint = 1e-6 * torch.randn(12, 20, generator=generator, dtype=torch.float64)
+        group = LinearGroup((*usual, alike.contiguous(), faint), (1.0, 2.0, 0.5, 1.5))
+        ace = registry.get("ace")
+        merged = ace(group, **ace.resolve({"normalize": normalize}))
+        assert merged.stats["averaged"] == (2 if normalize else 1)
+        assert relative(merged.delta, TWINS["ace"](group, normalize=normalize)) < 1e-8

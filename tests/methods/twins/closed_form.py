@@ -41,25 +41,40 @@ def ace(
     refine: bool = True,
     gate: str = "paper",
 ) -> Tensor:
-    """ACE-Merging, Algorithm 1."""
+    """ACE-Merging, Algorithm 1; experts of which it can tell nothing are averaged."""
     weights = mean_one(group.updates, group.weights)
     pairs = [(d.double(), w) for d, w in zip(group.updates, weights, strict=True) if d.any()]
     if not pairs:
         return torch.zeros_like(group.updates[0], dtype=torch.float64)
-    deltas, weights = [d for d, _ in pairs], [w for _, w in pairs]
+
+    def fires(told: Sequence[tuple[Tensor, float]]) -> bool:  # Eq. 7
+        if len(told) < 2 or not normalize:
+            return False
+        log_energy = torch.stack([(d**2).sum().log() for d, _ in told])
+        gamma = log_energy.var(unbiased=True)
+        if gate == "paper":
+            gamma = gamma / log_energy.mean() ** 2
+        threshold = tau if tau is not None else {"paper": 0.3, "scale_free": 1.0}[gate]
+        return bool(gamma > threshold)
+
+    def energy(d: Tensor) -> float:
+        return float(((d - d.mean(0)) ** 2).sum())
+
+    rounding = 16 * torch.finfo(group.updates[0].dtype).eps
+    told = [(d, w) for d, w in pairs if energy(d) ** 0.5 > rounding * d.norm()]
+    if fires(told):
+        told = [(d, w) for d, w in told if eps <= 200 * energy(d)]
+    kept = [id(d) for d, _ in told]
+    rest = [w * d / len(pairs) for d, w in pairs if id(d) not in kept]
+    if not told:
+        return sum(rest)
+    deltas = [d for d, _ in told]
+    weights = mean_one(deltas, [w for _, w in told])
     T, (d_out, d_in) = len(deltas), deltas[0].shape
     one_out = torch.ones(d_out, 1, dtype=torch.float64)
     one_in = torch.ones(d_in, 1, dtype=torch.float64)
     identity = torch.eye(d_in, dtype=torch.float64)
-
-    log_energy = torch.stack([(d**2).sum().log() for d in deltas])
-    gamma = torch.tensor(0.0)
-    if T > 1:  # Eq. 7
-        gamma = log_energy.var(unbiased=True)
-        if gate == "paper":
-            gamma = gamma / log_energy.mean() ** 2
-    threshold = tau if tau is not None else {"paper": 0.3, "scale_free": 1.0}[gate]
-    fired = bool(gamma > threshold) and normalize
+    fired = fires(told)
 
     mu = [d.T @ one_out / d_out for d in deltas]  # Eq. 5
     centred = [d - one_out @ m.T for d, m in zip(deltas, mu, strict=True)]
@@ -86,7 +101,7 @@ def ace(
         tol = max(d_out, d_in) * torch.finfo(torch.float64).eps if rank_rtol is None else rank_rtol
         k = max(1, min(int(k_frac * min(d_out, d_in)), int((S > tol * S[0]).sum())))
         merged = merged + S[:k].mean() * U[:, :k] @ Vh[:k]  # Eqs. 18, 19
-    return merged
+    return merged + sum(rest)
 
 
 def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
