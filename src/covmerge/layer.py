@@ -17,7 +17,7 @@ from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.random import Stream
 from covmerge.measures.length import times_as_long
-from covmerge.measures.rounding import rounding_floors
+from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.choice import AUTO, choose
 from covmerge.methods.factored import merge_factors
@@ -110,7 +110,7 @@ def merge_layer(
         dense,
         tuple(shares),
         streams=_streams(dense, shares) if chosen.seeded else (),
-        floors=() if stored == dtype else rounding_floors(dense, [stored] * len(dense)),
+        rounding=() if stored == dtype else rounding_of(dense, [stored] * len(dense)),
         measured=tuple(
             Measured(value.to(dense[0].device, dtype), rows=0, total=norm(value))
             for value in data or ()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from math import prod
+from math import hypot, prod
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -125,6 +125,29 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """What rounding adds to a matrix: an error E of independent entries.
+
+    Attributes:
+        edge: its largest singular value.
+        energy: ‖E‖²_F.
+    """
+
+    edge: float = 0.0
+    energy: float = 0.0
+
+    def times(self, factor: float) -> Rounding:
+        """The same of factor · E."""
+        return Rounding(abs(factor) * self.edge, factor**2 * self.energy)
+
+    @staticmethod
+    def together(parts: Iterable[Rounding]) -> Rounding:
+        """Of a sum of independent errors, or of errors side by side."""
+        errors = list(parts)
+        return Rounding(hypot(*(e.edge for e in errors)), sum(e.energy for e in errors))
+
+
+@dataclass(frozen=True)
 class Frame:
     """Orthonormal bases U, Q that hold all updates of a layer: Δ_t = U · core_t · Qᵀ.
 
@@ -181,9 +204,8 @@ class LinearGroup:
             as the layer itself: sizes come from `shape`, and 𝟏 is `frame.ones_out`, `frame.ones_in`.
         factors: per expert, the factors that its update came in, in the coordinates of `updates`;
             empty where it came multiplied out.
-        floors: per expert, the largest singular value that rounding of its stored weights gives to
-            its update (`covmerge.measures.rounding`): directions below it are not the expert's. Empty:
-            the updates are what they are.
+        rounding: per expert, what rounding of its stored weights gives to its update
+            (`covmerge.measures.rounding`); empty: the updates are what they are.
     """
 
     updates: tuple[Tensor, ...]
@@ -194,7 +216,7 @@ class LinearGroup:
     shared: dict[str, Any] | None = None
     frame: Frame | None = None
     factors: tuple[LowRank, ...] = ()
-    floors: tuple[float, ...] = ()
+    rounding: tuple[Rounding, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from covmerge.linalg.spectral import numerical_rank
 from covmerge.measures.retention import energy_gram, retention
-from covmerge.measures.rounding import rounding_floors
+from covmerge.measures.rounding import rounding_of
 from covmerge.measures.spectrum import leading, spectrum_of
 from covmerge.measures.sums import sums_from_json, sums_of
 from covmerge.types import LowRank
@@ -112,17 +113,34 @@ def test_rounding_of_the_weights_does_not_count_as_rank(dtype):
     thin = 0.1 * draw(128, 4) @ draw(4, 192, seed=1) * 0.05
     expert = (base.float() + thin).to(dtype)
     update = expert.float() - base.float()
-    (floor,) = rounding_floors([update], [dtype], base.float())
-    assert spectrum_of(update).rank(floor) == 4
+    (error,) = rounding_of([update], [dtype], base.float())
+    sigma = spectrum_of(update).sigma
+    assert spectrum_of(update).rank(error.edge) == 4
+    assert numerical_rank(sigma, update.shape, rtol=1e-7, rounding=error)[0] == 4
+    # What rounding did is known here: the energy to a few per cent, the edge from above.
+    rounded = update - thin
+    assert error.energy == pytest.approx(float(rounded.square().sum()), rel=0.1)
+    assert 1.0 < error.edge / float(spectrum_of(rounded).sigma[0]) < 2.5
+
+
+def test_a_spectrum_that_goes_on_below_the_edge_keeps_its_rank():
+    base = draw(128, 192, scale=0.05).to(torch.bfloat16)
+    whole = draw(128, 192, seed=1, scale=1e-3)
+    update = (base.float() + whole).to(torch.bfloat16).float() - base.float()
+    (error,) = rounding_of([update], [torch.bfloat16], base.float())
+    sigma = spectrum_of(update).sigma
+    assert float(sigma[-1]) < error.edge
+    assert numerical_rank(sigma, update.shape, rtol=1e-6, rounding=error)[0] == 128
 
 
 def test_entries_that_did_not_change_have_no_rounding_of_their_own():
     base = draw(64, 64)
     whole = draw(64, 64, seed=1, scale=1e-9)
     part = whole * (torch.arange(64) % 4 == 0)
-    floors = rounding_floors([whole, part, whole], [torch.bfloat16, torch.bfloat16, None], base)
-    assert floors[1] / floors[0] == pytest.approx(0.5, rel=1e-6)
-    assert floors[2] == 0.0
+    errors = rounding_of([whole, part, whole], [torch.bfloat16, torch.bfloat16, None], base)
+    assert errors[1].edge / errors[0].edge == pytest.approx(0.5, rel=1e-6)
+    assert errors[1].energy / errors[0].energy == pytest.approx(0.25, rel=0.1)
+    assert errors[2].edge == errors[2].energy == 0.0
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (8, 5)])

@@ -13,14 +13,14 @@ from covmerge.engine.inputs import Inputs, Update, dense, take_updates
 from covmerge.engine.worker import Context, Result
 from covmerge.errors import NotFiniteError
 from covmerge.linalg.auto import Cost, svd_cost
-from covmerge.linalg.spectral import rank_tolerance
+from covmerge.linalg.spectral import numerical_rank, rank_tolerance
 from covmerge.measures.retention import retention
-from covmerge.measures.rounding import rounding_floors
+from covmerge.measures.rounding import rounding_of
 from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.measures.sums import sums_of
 from covmerge.plan import Merge, WorkItem
 from covmerge.tensors import MatrixLayout, matrices
-from covmerge.types import Json, LowRank
+from covmerge.types import Json, LowRank, Rounding
 
 # Of the experts in a run, the merged model itself: no expert can have this name.
 MERGED = ""
@@ -84,13 +84,12 @@ def inspect_rows(
             piece["retention"] = kept
         if item.tensor.name in spectra:
             taken = {name: spectrum_of(factors[name] or parts[name]) for name in parts}
-            floors = rounding_floors(
-                list(parts.values()), [stored.get(name) for name in parts], own
-            )
-            piece |= _spectra(taken, dict(zip(parts, floors, strict=True)), own)
+            errors = rounding_of(list(parts.values()), [stored.get(name) for name in parts], own)
+            piece |= _spectra(taken, dict(zip(parts, errors, strict=True)), own)
             redone = None if before is None else before(_of_experts(parts))
             if redone is not None:
-                piece["before"] = _shown(spectrum_of(redone), 0.0)
+                spectrum = spectrum_of(redone)
+                piece["before"] = _shown(spectrum, spectrum.rank(0.0))
         pieces.append(piece)
     yield Result(nothing, {"experts": list(updates), "pieces": pieces})
 
@@ -106,25 +105,25 @@ def inspection_cost(d_out: int, d_in: int, count: int, itemsize: int, *, spectra
 
 
 def _spectra(
-    taken: Mapping[str, Spectrum], floors: Mapping[str, float], base: Tensor
+    taken: Mapping[str, Spectrum], errors: Mapping[str, Rounding], base: Tensor
 ) -> dict[str, Json]:
     found: dict[str, Json] = {}
     for name, spectrum in taken.items():
-        top = float(spectrum.sigma[0]) if len(spectrum.sigma) else 0.0
-        floor = max(floors[name], top * rank_tolerance(base.shape, base.dtype, None))
-        found[name] = _shown(spectrum, floor)
+        rtol = rank_tolerance(base.shape, base.dtype, None)
+        rank, _ = numerical_rank(spectrum.sigma, base.shape, rtol=rtol, rounding=errors[name])
+        found[name] = _shown(spectrum, rank)
     pairs = combinations(_of_experts(taken).values(), 2)
     overlaps: list[Json] = [one.overlap(other) for one, other in pairs]
     return {"spectra": found, "overlaps": overlaps}
 
 
-def _shown(spectrum: Spectrum, floor: float) -> dict[str, Json]:
+def _shown(spectrum: Spectrum, rank: int) -> dict[str, Json]:
     count = len(spectrum.sigma)
     places = sorted({round(i * (count - 1) / (_SHOWN - 1)) for i in range(_SHOWN)}) if count else []
     return {
         "stable_rank": spectrum.stable_rank,
         "effective_rank": spectrum.effective_rank,
-        "rank": spectrum.rank(floor),
+        "rank": rank,
         "top_energy": spectrum.top_energy,
         "places": places,
         "sigma": [float(spectrum.sigma[place]) for place in places],

@@ -16,12 +16,12 @@ from covmerge.engine.inputs import Inputs, dense, in_parts, take_updates
 from covmerge.engine.measures import Measures
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import norm
-from covmerge.measures.rounding import rounding_floors
+from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
 from covmerge.plan import Merge, TensorPlan, WorkItem
 from covmerge.tensors import MatrixLayout, matrices, write_matrices
-from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged
+from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Layer:
         self._stored = inputs.stored_dtypes()
         self._given, self.sizes = take_updates(self._item, inputs, context.dtype, context.device)
         self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
-        self._floors: dict[MatrixLayout, list[tuple[float, ...]]] = {}
+        self._rounding: dict[MatrixLayout, list[tuple[Rounding, ...]]] = {}
 
     def merge(
         self, item: WorkItem, action: Merge, thresholds: Mapping[str, Mapping[str, float]]
@@ -298,8 +298,8 @@ class Layer:
         shared = self._shared.setdefault(
             layout, [{} if self._context.compare else None for _ in views]
         )
-        floors = [()] * len(views) if layout is None else self._floors_of(layout, views)
-        for updates, kept, own_floors in zip(views, shared, floors, strict=True):
+        errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
+        for updates, kept, rounding in zip(views, shared, errors, strict=True):
             yield LinearGroup(
                 updates,
                 weights,
@@ -313,21 +313,20 @@ class Layer:
                 if thresholds
                 else None,
                 shared=kept,
-                floors=own_floors,
+                rounding=rounding,
             )
 
-    def _floors_of(
+    def _rounding_of(
         self, layout: MatrixLayout, views: Sequence[Sequence[Tensor]]
-    ) -> list[tuple[float, ...]]:
+    ) -> list[tuple[Rounding, ...]]:
         """What rounding of the stored weights gives to the updates of each matrix."""
-        if layout not in self._floors:
+        if layout not in self._rounding:
             stored = [self._stored.get(expert) for expert in self._updates]
             base = matrices(self._base(), layout) if any(stored) else [None] * len(views)
-            self._floors[layout] = [
-                rounding_floors(updates, stored, own)
-                for updates, own in zip(views, base, strict=True)
+            self._rounding[layout] = [
+                rounding_of(updates, stored, own) for updates, own in zip(views, base, strict=True)
             ]
-        return self._floors[layout]
+        return self._rounding[layout]
 
     def _measured(self, tensor: TensorPlan, method: Method) -> tuple[Measured, ...]:
         if not tensor.statistics:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot
 from typing import Any, cast
 
 import torch
@@ -14,6 +13,7 @@ from covmerge.linalg.auto import spectrum_choice
 from covmerge.linalg.lapack import eigh, norm, svd
 from covmerge.linalg.spectral import numerical_rank, with_equals
 from covmerge.linalg.symmetric import add_gram_, mirror_
+from covmerge.types import Rounding
 
 _linalg: Any = torch.linalg
 # Beyond this ratio of sizes the directions of a small block may be below the rounding of a large one.
@@ -44,7 +44,7 @@ class JointDirections:
 
 
 def joint_directions(
-    blocks: Sequence[Tensor], *, rtol: float, floors: Sequence[float] = ()
+    blocks: Sequence[Tensor], *, rtol: float, rounding: Sequence[Rounding] = ()
 ) -> JointDirections:
     """Return U and σ of [F_1 … F_n] = U diag(σ) Vᵀ for blocks F_t `(d, n_t)`.
 
@@ -58,8 +58,7 @@ def joint_directions(
         blocks: at least one, of one dtype.
         rtol: directions at or below `rtol` times the largest singular value are not kept; of blocks
             brought to one size, where their sizes are far apart.
-        floors: for each block, the largest singular value that rounding gives to it; directions below
-            that of all blocks are not kept either.
+        rounding: what rounding gave to each block; directions that are no more are not kept either.
 
     Example:
         >>> found = joint_directions([torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0], [0.0]])],
@@ -70,16 +69,16 @@ def joint_directions(
     sizes = [norm(block) for block in blocks]
     if far_apart(sizes):
         units = [block / size for block, size in zip(blocks, sizes, strict=True) if size > 0.0]
-        own = [f / size for f, size in zip(floors, sizes, strict=False) if size > 0.0]
-        return _within(joint_directions(units, rtol=rtol, floors=own).left, blocks)
+        own = [e.times(1 / size) for e, size in zip(rounding, sizes, strict=False) if size > 0.0]
+        return _within(joint_directions(units, rtol=rtol, rounding=own).left, blocks)
     d, columns = blocks[0].shape
     if spectrum_choice(d, columns, d, blocks[0].dtype.itemsize).taken == "svd":
         left, sigma = _left_singular(torch.cat(tuple(blocks), 1))
     else:
         values, vectors = eigh(_float64_gram(blocks))
         left, sigma = vectors.flip(1), values.clamp_min(0.0).sqrt().flip(0)
-    # Rounding errors of two blocks are independent.
-    k, _ = numerical_rank(sigma, rtol=rtol, floor=hypot(*floors))
+    shape = (d, columns * len(blocks))
+    k, _ = numerical_rank(sigma, shape, rtol=rtol, rounding=Rounding.together(rounding))
     # A copy, so that the other directions are gone.
     return JointDirections(left[:, :k].clone(), sigma[:k])
 
@@ -88,7 +87,7 @@ def far_apart(sizes: Sequence[float]) -> bool:
     """Return whether one of the sizes, zeros aside, is lost beside another in single precision.
 
     Example:
-        >>> far_apart([1.0, 0.0, 0.01]), far_apart([1e3, 1e-6])
+        >>> far_apart([1.0, 0.0, 0.1]), far_apart([1e3, 1e-6])
         (False, True)
     """
     changed = [size for size in sizes if size > 0.0]

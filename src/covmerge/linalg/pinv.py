@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import sqrt
+
 import torch
 from torch import Tensor
 
 from covmerge.linalg.cholesky import factorize_above
 from covmerge.linalg.lapack import eigh, norm
+from covmerge.linalg.spectral import EXACT, numerical_rank
+from covmerge.types import Rounding
 
 # Beyond the cut-off by this much, so that neither the estimate of the largest eigenvalue nor rounding
 # decides whether the smallest is cut off.
@@ -47,13 +52,18 @@ def solve_full_rank(
 
 
 def pinv_right(
-    system: Tensor, rows: Tensor, *, rtol: float, floor: float = 0.0
+    system: Tensor,
+    rows: Tensor,
+    *,
+    rtol: float,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] = (1, 1),
 ) -> tuple[Tensor, int]:
     """Return rows · A† with A `(n, n)` symmetric and rows `(m, n)`, and the rank that was kept.
 
-    Eigenvalues at or below `rtol` times the largest count as zero, and those at or below `floor`
-    unless all are. The eigenproblem is solved in float64 whatever the input, since the cut-off
-    decides the answer.
+    Eigenvalues at or below `rtol` times the largest count as zero, and those of a Gram matrix
+    A = DᵀD, D of a `shape`, that are no more than `rounding` of D. The eigenproblem is solved in
+    float64 whatever the input, since the cut-off decides the answer.
 
     Example:
         >>> x, rank = pinv_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
@@ -61,8 +71,9 @@ def pinv_right(
         ([[0.5, 0.0]], 1)
     """
     values, vectors = eigh(system.to(torch.float64))
-    end = rtol * max(0.0, float(values[-1]))
-    kept = values > (floor if end < floor < float(values[-1]) else end)
+    sigma = values.clamp_min(0.0).sqrt().flip(0)
+    _, end = numerical_rank(sigma, shape, rtol=sqrt(rtol), rounding=rounding)
+    kept = values > end**2
     values, vectors = values[kept], vectors[:, kept]
     coordinates = rows.to(torch.float64) @ vectors
     return ((coordinates / values) @ vectors.mT).to(rows.dtype), int(kept.sum())

@@ -12,7 +12,11 @@ from torch import Tensor
 from covmerge.linalg.auto import spectrum_choice
 from covmerge.linalg.lapack import eigh, svd
 from covmerge.linalg.symmetric import add_gram_, gram, mirror_
+from covmerge.types import Rounding
 
+EXACT = Rounding()
+# Rounding errors add up to what they should within a few per cent; half as much again is something else.
+_MOSTLY = 1.5
 _BLOCK = 1024  # columns that are alive in float64 at once
 # Singular values are one value that differ by less than so much of themselves, and by less than what
 # rounding of float32 entries makes of equal ones, relative to the largest: float32 cannot tell their
@@ -111,26 +115,51 @@ def with_equals(sigma: Tensor, k: int) -> int:
 
 
 def numerical_rank(
-    sigma: Tensor, *, rtol: float, scale: float | None = None, floor: float = 0.0
+    sigma: Tensor,
+    shape: Sequence[int],
+    *,
+    rtol: float,
+    scale: float | None = None,
+    rounding: Rounding = EXACT,
 ) -> tuple[int, float]:
     """Return the numerical rank, and the singular value where it ends.
 
     Args:
         sigma: singular values, descending.
+        shape: `(d_out, d_in)` of the matrix.
         rtol: where it ends, in units of `scale`,
         scale: by default the largest of them.
-        floor: an absolute bound, where `scale` stands above it.
+        rounding: what rounding gave to the matrix. The rank ends at its edge where what is below is no
+            more than rounding; a spectrum that goes on below is the matrix's own.
 
     Example:
         >>> sigma = torch.tensor([3.0, 1e-2, 1e-9])
-        >>> numerical_rank(sigma, rtol=1e-6)[0], numerical_rank(sigma, rtol=1e-6, floor=0.1)
-        (2, (1, 0.1))
+        >>> numerical_rank(sigma, (3, 3), rtol=1e-6)[0]
+        2
+        >>> numerical_rank(sigma, (3, 3), rtol=1e-6, rounding=Rounding(edge=0.1, energy=1e-3))
+        (1, 0.1)
+        >>> numerical_rank(sigma, (3, 3), rtol=1e-6, rounding=Rounding(edge=0.1, energy=1e-6))[0]
+        2
     """
     if not sigma.numel():
         return 0, 0.0
     whole = float(sigma[0]) if scale is None else scale
-    end = floor if rtol * whole < floor < whole else rtol * whole
+    end = rtol * whole
+    if end < rounding.edge < whole and only_rounding(sigma, shape, rounding):
+        end = rounding.edge
     return int((sigma > end).sum()), end
+
+
+def only_rounding(sigma: Tensor, shape: Sequence[int], rounding: Rounding) -> bool:
+    """Whether singular values below the edge of rounding are no more than rounding.
+
+    Of the energy of errors in d_out × d_in entries, r directions that are something else leave the
+    share (1 − r/d_out)(1 − r/d_in).
+    """
+    below = sigma[sigma <= rounding.edge]
+    r = len(sigma) - len(below)
+    share = max(0.0, 1.0 - r / shape[0]) * max(0.0, 1.0 - r / shape[1])
+    return float(below.square().sum()) <= _MOSTLY * share * rounding.energy
 
 
 def truncated_svd(
@@ -139,14 +168,14 @@ def truncated_svd(
     *,
     rtol: float,
     scale: float | None = None,
-    floor: float = 0.0,
+    rounding: Rounding = EXACT,
     equals: bool = True,
 ) -> TruncatedSvd:
     """Return the `k` leading singular triplets of `matrix` `(d_out, d_in)`.
 
     Directions whose singular value is at or below `rtol` times `scale`, by default the largest
-    singular value, or at or below `floor`, are beyond the numerical rank; they are arbitrary and
-    never kept. A floor above all of it tells no direction from another, and is left out. Of singular
+    singular value, or that are no more than `rounding`, are beyond the numerical rank
+    (`numerical_rank`); they are arbitrary and never kept. Of singular
     values that equal the k-th all are kept: which of their directions come first would be arbitrary.
     Without `equals` k is a bound.
 
@@ -161,7 +190,7 @@ def truncated_svd(
     d_out, d_in = matrix.shape
     if spectrum_choice(d_out, d_in, k, matrix.dtype.itemsize).taken == "svd":
         left, sigma, right = svd(matrix)
-        rank, end = numerical_rank(sigma, rtol=rtol, scale=scale, floor=floor)
+        rank, end = numerical_rank(sigma, matrix.shape, rtol=rtol, scale=scale, rounding=rounding)
         k = min(k, rank)
         k = with_equals(sigma[:rank], k) if equals else k
         # Copies, so that the full factors are gone.
@@ -171,7 +200,7 @@ def truncated_svd(
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     values, vectors = eigh(_float64_gram(wide))
     sigma = values.clamp_min(0.0).sqrt().flip(0)
-    rank, end = numerical_rank(sigma, rtol=rtol, scale=scale, floor=floor)
+    rank, end = numerical_rank(sigma, matrix.shape, rtol=rtol, scale=scale, rounding=rounding)
     k = min(k, rank)
     k = with_equals(sigma[:rank], k) if equals else k
     short = vectors.flip(1)[:, :k]

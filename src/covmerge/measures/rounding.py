@@ -1,13 +1,14 @@
 r"""What rounding of stored weights gives to an update.
 
-A weight w stored with p bits is off by up to half a unit in its last place, ±eps·|w|/2, evenly spread
-and independent of its neighbours: an error of variance at most (eps·w)²/12. Of a matrix E of such
+A weight w that is stored with its last place worth u is off by up to ±u/2, evenly spread and
+independent of its neighbours: an error of variance u²/12, so that ‖E‖²_F = Σ u²/12. Of a matrix of such
 errors the largest singular value is about the largest row norm plus the largest column norm of the
-standard deviations (Bandeira and van Handel, Annals of Probability 2016, Theorem 1.1):
+standard deviations (Bandeira and van Handel, Annals of Probability 2016, Theorem 1.1), which are at
+most eps·|w|/√12:
 
     σ₁(E) ≈ eps/√12 · ( max_i ‖W_i:‖ + max_j ‖W_:j‖ )
 
-What is below this floor in an update W_t − W_0 may be the file's rounding and not the expert.
+What is below this edge in an update W_t − W_0 may be the file's rounding and not the expert.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from covmerge.types import Rounding
+
 _linalg: Any = torch.linalg
 
 
-def rounding_floors(
+def rounding_of(
     updates: Sequence[Tensor], stored: Sequence[torch.dtype | None], base: Tensor | None = None
-) -> tuple[float, ...]:
-    """Return for each update the largest singular value that rounding gives to it.
+) -> tuple[Rounding, ...]:
+    """Return for each update what rounding gave to it.
 
     Args:
         updates: Δ_t `(d_out, d_in)`.
-        stored: the dtype that W_0 + Δ_t was rounded to; None: it was not, and its floor is 0.
+        stored: the dtype that W_0 + Δ_t was rounded to; None: it was not.
         base: W_0 `(d_out, d_in)`; None: Δ_t itself was rounded.
 
     An entry that is 0 has no error of its own: it is stored as the base's. So the error of an update
@@ -37,18 +40,31 @@ def rounding_floors(
 
     Example:
         >>> w = torch.ones(100, 100)
-        >>> [round(floor, 3) for floor in rounding_floors([w, 0 * w, w], [torch.bfloat16] * 2 + [None])]
-        [0.045, 0.0, 0.0]
+        >>> found = rounding_of([w, 0 * w, w], [torch.bfloat16] * 2 + [None])
+        >>> [round(error.edge, 3) for error in found], round(found[0].energy, 4)
+        ([0.045, 0.0, 0.0], 0.0509)
     """
     own = 0.0 if base is None else _width(base)
     return tuple(
-        0.0
-        if dtype is None
-        else torch.finfo(dtype).eps
-        * sqrt(float(update.count_nonzero()) / max(1, update.numel()) / 12.0)
-        * (own + _width(update))
+        Rounding() if dtype is None else _rounding(update, dtype, base, own)
         for update, dtype in zip(updates, stored, strict=True)
     )
+
+
+def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, own: float) -> Rounding:
+    changed = float(update.count_nonzero()) / max(1, update.numel())
+    eps = torch.finfo(dtype).eps
+    edge = eps * sqrt(changed / 12.0) * (own + _width(update))
+    return Rounding(edge, _energy(update if base is None else base + update, update, dtype))
+
+
+def _energy(weights: Tensor, update: Tensor, dtype: torch.dtype) -> float:
+    """Σ u²/12 over the entries that changed, u what the last place of a stored weight is worth."""
+    limits = torch.finfo(dtype)
+    _, exponent = torch.frexp(weights)  # |w| = m · 2^e, m from a half to 1
+    place = torch.ldexp(torch.full_like(weights, 0.5), exponent).clamp_min_(limits.tiny)
+    place.mul_(update != 0)
+    return (limits.eps * float(_linalg.vector_norm(place))) ** 2 / 12.0
 
 
 def _width(matrix: Tensor) -> float:

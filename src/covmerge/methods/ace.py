@@ -346,5 +346,5 @@ def _refinement_directions(
 def _rank_of(active: Active, rtol: float) -> int:
     """The numerical rank of the updates' row space, each of norm 1: none is lost beside another."""
     units = [update.mT / size for update, size in zip(active.updates, active.norms, strict=True)]
-    floors = [max(rtol, f / size) for f, size in zip(active.floors, active.norms, strict=True)]
-    return len(joint_directions(units, rtol=rtol, floors=floors).sigma)
+    errors = [e.times(1 / size) for e, size in zip(active.rounding, active.norms, strict=True)]
+    return len(joint_directions(units, rtol=rtol, rounding=errors).sigma)

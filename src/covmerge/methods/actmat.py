@@ -9,6 +9,7 @@ from pydantic import Field
 
 from covmerge.covariance.estimate import gram
 from covmerge.linalg.auto import Cost, pinv_cost
+from covmerge.linalg.spectral import EXACT
 from covmerge.methods.closed_form import active_experts, solve_cut_off
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import LinearGroup, Merged
@@ -85,6 +86,6 @@ def actmat(
         for update, weight in zip(active.updates, active.weights, strict=True)
     ]
     cutoff = d_in * torch.finfo(torch.float32).eps if rtol is None else rtol
-    floor = active.energy_floor(covariances) if rtol is None else 0.0
-    merged, stats = solve_cut_off(covariances, rtol=cutoff, floor=floor)
+    rounding = active.rounding_of(covariances) if rtol is None else EXACT
+    merged, stats = solve_cut_off(covariances, rtol=cutoff, rounding=rounding)
     return Merged(merged.to(dtype), stats | {"unchanged": active.unchanged})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
 from statistics import fmean
 
 import torch
@@ -22,7 +23,8 @@ from covmerge.linalg.cholesky import Cholesky, factorize
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.pinv import pinv_right, solve_full_rank
 from covmerge.linalg.rank_one import add_rank_one_
-from covmerge.types import Json, LinearGroup
+from covmerge.linalg.spectral import EXACT
+from covmerge.types import Json, LinearGroup, Rounding
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Active:
     updates: tuple[Tensor, ...]
     weights: tuple[float, ...]
     norms: tuple[float, ...]
-    floors: tuple[float, ...]
+    rounding: tuple[Rounding, ...]
     unchanged: int
 
     def only(self, kept: Sequence[int]) -> Active:
@@ -47,13 +49,13 @@ class Active:
             updates=tuple(self.updates[t] for t in kept),
             weights=tuple(self.weights[t] / mean for t in kept),
             norms=tuple(self.norms[t] for t in kept),
-            floors=tuple(self.floors[t] for t in kept),
+            rounding=tuple(self.rounding[t] for t in kept),
         )
 
-    def energy_floor(self, covariances: Sequence[Covariance]) -> float:
-        """What rounding of the stored weights gives to an eigenvalue of Σ C_t, C_t = s_tΔ_tᵀΔ_t."""
-        pairs = zip(covariances, self.floors, strict=True)
-        return sum(covariance.scale * floor**2 for covariance, floor in pairs)
+    def rounding_of(self, covariances: Sequence[Covariance]) -> Rounding:
+        """What rounding of the stored weights gives to D = [√s_t Δ_t]_t, Σ C_t = DᵀD."""
+        pairs = zip(covariances, self.rounding, strict=True)
+        return Rounding.together(error.times(sqrt(own.scale)) for own, error in pairs)
 
 
 def active_experts(group: LinearGroup) -> Active:
@@ -68,7 +70,7 @@ def active_experts(group: LinearGroup) -> Active:
         updates=tuple(group.updates[t] for t in kept),
         weights=tuple(group.weights[t] / mean for t in kept),
         norms=tuple(norms[t] for t in kept),
-        floors=tuple(group.floors[t] for t in kept) if group.floors else (0.0,) * len(kept),
+        rounding=tuple(group.rounding[t] for t in kept) if group.rounding else (EXACT,) * len(kept),
         unchanged=len(norms) - len(kept),
     )
 
@@ -88,22 +90,31 @@ def solve_ridge(
     return solved, factor
 
 
-def solve_pinv(normal: NormalEquations, *, rtol: float, floor: float = 0.0) -> tuple[Tensor, int]:
-    """(Σ R_tC_t)(Σ C_t)† and the rank of Σ C_t at the cut-off `rtol`, or at `floor` if that is higher."""
-    solved, rank = pinv_right(normal.gram, normal.numerator, rtol=rtol, floor=floor)
+def solve_pinv(
+    normal: NormalEquations,
+    *,
+    rtol: float,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] = (1, 1),
+) -> tuple[Tensor, int]:
+    """(Σ R_tC_t)(Σ C_t)† and the rank of Σ C_t, cut off as in `covmerge.linalg.pinv`."""
+    solved, rank = pinv_right(
+        normal.gram, normal.numerator, rtol=rtol, rounding=rounding, shape=shape
+    )
     return normal.lift(solved), rank
 
 
 def solve_cut_off(
-    covariances: Sequence[Covariance], *, rtol: float, floor: float = 0.0
+    covariances: Sequence[Covariance], *, rtol: float, rounding: Rounding = EXACT
 ) -> tuple[Tensor, dict[str, Json]]:
-    """(Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, or at `floor` if that is higher, and what to say of it.
+    """(Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, or where `rounding` begins, and what to say of it.
 
     Where the cut-off takes nothing off, as on most layers, a Cholesky factorisation is exact; in
     float32 unless Σ C_t is badly conditioned. Otherwise the cut-off decides the answer, and sums and
     eigenproblem are computed in float64.
     """
     normal = normal_equations(covariances)
+    floor = rounding.edge**2
     solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol, floor=floor)
     if solved is None and normal.gram.dtype != torch.float64:
         del normal
@@ -111,7 +122,9 @@ def solve_cut_off(
         solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol, floor=floor)
     stats: dict[str, Json] = {"route": normal.route, "rtol": rtol}
     if solved is None:
-        lifted, rank = solve_pinv(normal, rtol=rtol, floor=floor)
+        d_out, d_in = covariances[0].update.shape
+        shape = (len(covariances) * d_out, d_in)
+        lifted, rank = solve_pinv(normal, rtol=rtol, rounding=rounding, shape=shape)
         return lifted, stats | {"rank": rank, "solver": "eigen64"}
     bits = torch.finfo(solved.dtype).bits
     return normal.lift(solved), stats | {"rank": len(normal.gram), "solver": f"cholesky{bits}"}

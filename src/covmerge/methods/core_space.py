@@ -25,7 +25,7 @@ from covmerge.methods.inner import (
 from covmerge.methods.iso import RankRtol, flattened
 from covmerge.methods.registry import Laws, Parameters, Reference, register, registry
 from covmerge.methods.resolution import resolution
-from covmerge.types import LinearGroup, LowRank, Merged
+from covmerge.types import LinearGroup, LowRank, Merged, Rounding
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -133,7 +133,7 @@ def core_space(
     if not changed:
         return Merged(torch.zeros_like(like), stats)
     factors = [
-        group.factors[t] if group.factors else _balanced(group.updates[t], rtol, known.floors[t])
+        group.factors[t] if group.factors else _balanced(group.updates[t], rtol, known.rounding[t])
         for t in changed
     ]
     outputs = joint_directions([each.left for each in factors], rtol=rtol)
@@ -148,7 +148,7 @@ def core_space(
         cores = _cores(group.updates, left, right)
     del factors
     merged = merge_inside(
-        LinearGroup(cores, group.weights, floors=group.floors),
+        LinearGroup(cores, group.weights, rounding=group.rounding),
         inner,
         scale=scale,
         density=density,
@@ -158,15 +158,15 @@ def core_space(
     )
     core = merged.delta
     if isotropize:
-        floor = known.of_sum(group.weights)
-        core = flattened(truncated_svd(core, min(core.shape), rtol=rtol, floor=floor))
+        error = known.of_sum(group.weights)
+        core = flattened(truncated_svd(core, min(core.shape), rtol=rtol, rounding=error))
     delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)
     return Merged(delta.to(like.dtype), {**merged.stats, **stats, "core": list(core.shape)})
 
 
-def _balanced(update: Tensor, rtol: float, floor: float) -> LowRank:
+def _balanced(update: Tensor, rtol: float, rounding: Rounding) -> LowRank:
     """The factors U σ^½ and σ^½ Vᵀ of an update."""
-    found = truncated_svd(update, min(update.shape), rtol=rtol, floor=floor)
+    found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
     root = found.kept.sqrt().to(update.dtype)
     return LowRank(found.left * root, found.right * root[:, None])
 

@@ -15,7 +15,7 @@ from covmerge.linalg.spectral import TruncatedSvd, truncated_svd
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.resolution import Resolution, resolution
-from covmerge.types import LinearGroup, Merged
+from covmerge.types import LinearGroup, Merged, Rounding
 
 _PAPER = Reference(
     title="No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces",
@@ -162,15 +162,15 @@ def iso_cts(
     if not whole.rank:
         return Merged(torch.zeros_like(group.updates[0]), {"rank": 0})
     changed = [
-        (update, weight, floor)
-        for update, weight, floor in zip(group.updates, group.weights, known.floors, strict=True)
+        (update, weight, error)
+        for update, weight, error in zip(group.updates, group.weights, known.rounding, strict=True)
         if update.any()
     ]
     c, s = _dimensions(whole.rank, len(changed), common_fraction)
     common = whole.first(c)
     tasks = [
-        _task_directions(update, common.left, s, rtol=known.rtol, floor=floor)
-        for update, _, floor in changed
+        _task_directions(update, common.left, s, rtol=known.rtol, rounding=error)
+        for update, _, error in changed
     ]
     sigma = [part.kept * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
     flat = float(torch.cat([*sigma, common.kept]).mean())
@@ -192,8 +192,8 @@ def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:
 
     def make() -> TruncatedSvd:
         total = stack_weighted(group.updates, group.weights)
-        floor = known.of_sum(group.weights)
-        return truncated_svd(total, min(total.shape), rtol=known.rtol, floor=floor)
+        error = known.of_sum(group.weights)
+        return truncated_svd(total, min(total.shape), rtol=known.rtol, rounding=error)
 
     return group.once(f"svd of the sum, {known}", make)
 
@@ -205,8 +205,8 @@ def _dimensions(rank: int, count: int, common_fraction: float) -> tuple[int, int
 
 
 def _task_directions(
-    update: Tensor, common: Tensor, k: int, *, rtol: float, floor: float
+    update: Tensor, common: Tensor, k: int, *, rtol: float, rounding: Rounding
 ) -> TruncatedSvd:
     """Return the leading directions of (I − U_cU_cᵀ)Δ."""
     residual = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
-    return truncated_svd(residual, k, rtol=rtol, scale=norm(update), floor=floor)
+    return truncated_svd(residual, k, rtol=rtol, scale=norm(update), rounding=rounding)

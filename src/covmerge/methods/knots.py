@@ -88,15 +88,15 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
     if far_apart([norm(update) for update in updates]):
         # The rounding of a large update would decide how the directions of a small one lie.
         updates = [
-            truncated_svd(each, min(each.shape), rtol=known.rtol, floor=floor).product()
-            for each, floor in zip(updates, known.floors, strict=True)
+            truncated_svd(each, min(each.shape), rtol=known.rtol, rounding=error).product()
+            for each, error in zip(updates, known.rounding, strict=True)
         ]
     changed = [update for update in updates if update.any()]
     unchanged = len(updates) - len(changed)
     if not changed:
         return Aligned(like[:, :0], tuple(like[:0] for _ in updates), unchanged)
-    floors = [f for f, update in zip(known.floors, updates, strict=True) if update.any()]
-    together = joint_directions(changed, rtol=known.rtol, floors=floors)
+    errors = [e for e, update in zip(known.rounding, updates, strict=True) if update.any()]
+    together = joint_directions(changed, rtol=known.rtol, rounding=errors)
     basis, coordinates = together.left, together.left.mT
     if space == "v":
         basis, coordinates = basis * together.sigma, coordinates / together.sigma[:, None]
@@ -204,7 +204,7 @@ def knots(
             aligned.components,
             group.weights,
             thresholds=group.thresholds,
-            floors=group.floors if space == "sv" else (),
+            rounding=group.rounding if space == "sv" else (),
         ),
         inner,
         scale=scale,

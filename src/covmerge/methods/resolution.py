@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot
 
-from covmerge.linalg.spectral import rank_tolerance
-from covmerge.types import LinearGroup
+from covmerge.linalg.spectral import EXACT, rank_tolerance
+from covmerge.types import LinearGroup, Rounding
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What can be told from rounding: a share of σ₁, and a singular value per expert.
+    """What can be told from rounding.
 
     Attributes:
         rtol: of the computation: √max(d_out, d_in) · eps of its dtype.
-        floors: of the stored weights (`LinearGroup.floors`).
+        rounding: of the stored weights, per expert (`LinearGroup.rounding`).
     """
 
     rtol: float
-    floors: tuple[float, ...]
+    rounding: tuple[Rounding, ...]
 
-    def of_sum(self, weights: Sequence[float]) -> float:
-        """The floor of Σ w_tΔ_t: rounding errors of two experts are independent."""
-        return hypot(*(w * floor for w, floor in zip(weights, self.floors, strict=True)))
+    def of_sum(self, weights: Sequence[float]) -> Rounding:
+        """What rounding gives to Σ w_tΔ_t."""
+        pairs = zip(self.rounding, weights, strict=True)
+        return Rounding.together(error.times(weight) for error, weight in pairs)
 
 
 def resolution(group: LinearGroup, rank_rtol: float | None) -> Resolution:
@@ -32,10 +32,10 @@ def resolution(group: LinearGroup, rank_rtol: float | None) -> Resolution:
 
     Example:
         >>> import torch
-        >>> group = LinearGroup((torch.eye(4),), (1.0,), floors=(0.1,))
-        >>> resolution(group, None), resolution(group, 0.5).floors
-        (Resolution(rtol=2.384185791015625e-07, floors=(0.1,)), (0.0,))
+        >>> group = LinearGroup((torch.eye(4),), (1.0,), rounding=(Rounding(0.1, 0.2),))
+        >>> resolution(group, None).rounding, resolution(group, 0.5).rounding
+        ((Rounding(edge=0.1, energy=0.2),), (Rounding(edge=0.0, energy=0.0),))
     """
     rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol)
-    unknown = rank_rtol is not None or not group.floors
-    return Resolution(rtol, (0.0,) * len(group.updates) if unknown else group.floors)
+    unknown = rank_rtol is not None or not group.rounding
+    return Resolution(rtol, (EXACT,) * len(group.updates) if unknown else group.rounding)

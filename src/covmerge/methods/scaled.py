@@ -42,7 +42,7 @@ def run_near_one(
     near_one = replace(
         group,
         updates=tuple(update * factor for update in group.updates),
-        floors=tuple(floor * factor for floor in group.floors),
+        rounding=tuple(error.times(factor) for error in group.rounding),
         factors=tuple(LowRank(each.left * factor, each.right) for each in group.factors),
         shared=None,  # what others keep there belongs to the updates as they are
     )

@@ -95,8 +95,8 @@ def tsv_m(
     """
     known = resolution(group, rank_rtol)
     changed = [
-        (update, weight, floor)
-        for update, weight, floor in zip(group.updates, group.weights, known.floors, strict=True)
+        (update, weight, error)
+        for update, weight, error in zip(group.updates, group.weights, known.rounding, strict=True)
         if update.any()
     ]
     unchanged = len(group.updates) - len(changed)
@@ -104,7 +104,9 @@ def tsv_m(
         return Merged(torch.zeros_like(group.updates[0]), {"unchanged": unchanged})
     side = min(group.shape)
     k = side if lossless else max(1, side // len(changed))
-    parts = [truncated_svd(update, k, rtol=known.rtol, floor=floor) for update, _, floor in changed]
+    parts = [
+        truncated_svd(update, k, rtol=known.rtol, rounding=error) for update, _, error in changed
+    ]
     sigma = torch.cat([part.kept * w for part, (_, w, _) in zip(parts, changed, strict=True)])
     joined = orthogonalized(parts, rtol=known.rtol)
     merged = joined.left.mul_(scale * sigma.to(joined.left.dtype)) @ joined.right

@@ -12,6 +12,7 @@ from torch import Tensor
 from covmerge.covariance.estimate import gram
 from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.linalg.auto import Cost, pinv_cost, sums_cost, system_choice
+from covmerge.linalg.spectral import EXACT
 from covmerge.methods.closed_form import active_experts, solve_cut_off, stack_weighted
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.types import Json, LinearGroup, Merged
@@ -135,8 +136,8 @@ def wudi(
         stats: dict[str, Json] = {"route": normal.route}
     else:
         cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
-        floor = active.energy_floor(covariances) if rtol is None else 0.0
-        merged, stats = solve_cut_off(covariances, rtol=cutoff, floor=floor)
+        rounding = active.rounding_of(covariances) if rtol is None else EXACT
+        merged, stats = solve_cut_off(covariances, rtol=cutoff, rounding=rounding)
     return Merged(merged.to(first.dtype), stats | {"unchanged": active.unchanged})
 
 
