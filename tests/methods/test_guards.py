@@ -83,7 +83,7 @@ def test_a_ridge_of_zero_climbs_the_jitter_ladder_and_reports_it():
         ([torch.zeros(2, 3), torch.zeros(3, 2)], r"\[3, 2\].*\[2, 3\]"),
         ([torch.zeros(2, 3), torch.zeros(2, 3).double()], "float64.*float32"),
         ([torch.zeros(2, 3, dtype=torch.int64)], "int64"),
-        ([torch.zeros(2, 3, 4)], r"merges matrices.*\[2, 3, 4\]"),
+        ([torch.zeros(2, 3, 4)] * 2, r"merges matrices.*\[2, 3, 4\]"),
     ],
 )
 def test_layers_that_cannot_be_merged(updates, message):

@@ -75,6 +75,37 @@ def test_bfloat16_weights(name, norms, computed):
     assert relative(found, expected) < 0.1
 
 
+def drawn(shape, seed, decay=0.0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(shape, generator=generator)
+    left, sigma, right = torch.linalg.svd(draw, full_matrices=False)
+    return (left * sigma * torch.arange(1, len(sigma) + 1) ** -decay) @ right
+
+
+@pytest.mark.parametrize("name", ["actmat", "wudi", "tsv_m", "core_space", "knots", "iso_c"])
+@pytest.mark.parametrize("size", [3e-5, 4e-5, 5e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_full_fine_tunes_in_bfloat16_lose_nothing_to_the_edge(name, size, decay):
+    """Their spectra go on below what rounding can give: it tells no direction from another there."""
+    base = (0.02 * drawn((128, 96), 0)).to(torch.bfloat16)
+    step = drawn((128, 96), 1, decay)
+    expert = (base.float() + size * step / step.square().mean().sqrt()).to(torch.bfloat16)
+    update = expert.double() - base.double()
+    models = [{"layer.weight": weights} for weights in (base, expert, expert)]
+    merged = covmerge.merge(models[0], models[1:], name, out_dtype="float64")
+    found = merged.tensors["layer.weight"] - base.double()
+    exact = covmerge.merge_layer([update, update], name)
+    assert relative(found, exact) < 2e-2
+
+
+@pytest.mark.parametrize("faint", [0.1, 0.02])
+def test_iso_cts_keeps_the_directions_of_a_small_expert(faint):
+    updates = adapters(WIDE, norms=(faint, 3.0, 3.0))
+    expected = covmerge.merge_layer(updates, "iso_cts").dense()
+    found = folded(updates, torch.float32, "float32", "iso_cts", {})
+    assert relative(found, expected) < 0.1
+
+
 @pytest.mark.parametrize("name", ["iso_c", "iso_cts", "tsv_m", "core_space", "actmat", "wudi"])
 def test_updates_that_are_stored_in_bfloat16(name):
     updates = adapters(WIDE, norms=(2.0, 2.5, 3.0), seed=4)
@@ -119,6 +150,17 @@ class TestAce:
         """Its centred update is zero: ACE would lose the row, or divide by nothing."""
         updates = [torch.randn(1, 768) * scale for scale in (0.005, 0.01, 0.03)]
         merged = covmerge.merge_layer(updates, "ace", normalize=normalize)
+        assert relative(merged, sum(updates).double() / 3) < 1e-6
+
+    @pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3, 5e-3])
+    def test_rows_that_are_nearly_alike_are_not_lost(self, noise):
+        generator = torch.Generator().manual_seed(0)
+        updates = [
+            0.1 * torch.randn(1, 96, generator=generator).expand(64, 96)
+            + noise * torch.randn(64, 96, generator=generator)
+            for _ in range(3)
+        ]
+        merged = covmerge.merge_layer(updates, "ace")
         assert relative(merged, sum(updates).double() / 3) < 1e-6
 
     def test_rows_that_are_all_alike_are_averaged_beside_the_others(self):

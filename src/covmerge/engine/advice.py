@@ -16,10 +16,10 @@ _BLOWN_UP = 2.0  # times the sum of the experts' lengths from which it is more t
 _LEAST_EPS = 1e-10  # a smaller ε leaves systems that float32 cannot solve
 # What a method counts in a matrix and a reader should know of, with what it means.
 _COUNTED = {
-    "averaged": "ACE can tell nothing of the inputs of {count} updates (rows that are all alike, or an "
+    "averaged": "ACE can tell nothing of the inputs of {count} updates (rows that are nearly alike, or an "
     "ε above all that the expert did) in {tensors} tensors ({names}): they are averaged there",
-    "dependent": "experts share {count} directions to within rounding in {tensors} tensors ({names}): "
-    "they are left out of the stacked singular vectors",
+    "dependent": "rounding may decide {count} directions that experts have nearly in common in {tensors} "
+    "tensors ({names})",
     "arbitrary": "{count} directions with equal singular values have no order in {tensors} tensors "
     "({names}): what TIES makes of entries along them is arbitrary",
 }

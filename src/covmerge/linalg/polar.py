@@ -21,7 +21,7 @@ def polar(matrix: Tensor, *, rtol: float, errors: Tensor | None = None) -> Leadi
     Args:
         matrix: A, of any shape.
         rtol: singular values at or below `rtol` times the largest count as zero.
-        errors: how far each column may be off; directions that these decide count as zero too.
+        errors: how far each column is off; directions that these have made count as zero too.
 
     Example:
         >>> polar(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), rtol=1e-6).isometry.tolist()
@@ -32,6 +32,10 @@ def polar(matrix: Tensor, *, rtol: float, errors: Tensor | None = None) -> Leadi
     return leading_directions(matrix, min(matrix.shape), rtol=rtol, errors=errors)
 
 
+# Of the edge of rounding, which is reckoned from above: below this share of it there is nothing else.
+_CERTAIN = 0.5
+
+
 @dataclass(frozen=True)
 class Orthogonalized:
     """Polar factors of singular vectors side by side.
@@ -39,7 +43,8 @@ class Orthogonalized:
     Attributes:
         left: of [U_1 … U_n] `(d_out, k)`.
         right: of [V_1 … V_n]ᵀ `(k, d_in)`.
-        dependent: directions that the vectors lack, or that rounding decides, on the side with more.
+        dependent: directions that the vectors have nearly in common, so that rounding may have decided
+            them, and those that it has, which are left out; on the side that has more.
     """
 
     left: Tensor
@@ -48,10 +53,20 @@ class Orthogonalized:
 
 
 def orthogonalized(parts: Sequence[TruncatedSvd], *, rtol: float) -> Orthogonalized:
-    """Return the polar factors of [U_1 … U_n] and of [V_1 … V_n]ᵀ."""
-    errors = torch.cat([part.errors for part in parts])
-    left = polar(torch.cat([part.left for part in parts], dim=1), rtol=rtol, errors=errors)
-    right = polar(torch.cat([part.right.mT for part in parts], dim=1), rtol=rtol, errors=errors)
-    count = min(len(left.isometry), len(errors)), min(len(right.isometry), len(errors))
-    dependent = max(count[0] - left.k, count[1] - right.k)
+    """Return the polar factors of [U_1 … U_n] and of [V_1 … V_n]ᵀ.
+
+    A singular vector of σ is off by rounding over σ: at most what its numerical rank was ended by, and
+    of stored weights at least half of their edge.
+    """
+    most = torch.cat([part.floor / part.kept for part in parts])
+    least = torch.cat([_CERTAIN * part.edge / part.kept for part in parts])
+    sides = [
+        torch.cat(stack, dim=1)
+        for stack in ([part.left for part in parts], [part.right.mT for part in parts])
+    ]
+    left, right = (polar(side, rtol=rtol, errors=least) for side in sides)
+    dependent = max(
+        min(len(side), len(most)) - found.k + found.within(most)
+        for side, found in zip(sides, (left, right), strict=True)
+    )
     return Orthogonalized(left.isometry, right.isometry.mT, dependent)

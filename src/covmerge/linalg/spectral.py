@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
@@ -38,6 +38,7 @@ class TruncatedSvd:
         sigma: all singular values of F, float64, descending.
         rank: numerical rank of F.
         floor: the singular value where it ends.
+        edge: that of rounding of the stored weights, if it ends there.
     """
 
     left: Tensor
@@ -45,6 +46,7 @@ class TruncatedSvd:
     sigma: Tensor
     rank: int
     floor: float
+    edge: float = 0.0
 
     @property
     def kept(self) -> Tensor:
@@ -58,12 +60,7 @@ class TruncatedSvd:
     def first(self, k: int) -> TruncatedSvd:
         """Return the part of the k largest singular values, with those that equal the k-th."""
         k = with_equals(self.kept, k)
-        return TruncatedSvd(self.left[:, :k], self.right[:k], self.sigma, self.rank, self.floor)
-
-    @property
-    def errors(self) -> Tensor:
-        """How far each kept singular vector may be off, by what is below the floor: `(k,)`, float64."""
-        return self.floor / self.kept
+        return replace(self, left=self.left[:, :k], right=self.right[:k])
 
 
 @dataclass(frozen=True)
@@ -75,12 +72,20 @@ class LeadingDirections:
         sigma: all singular values, float64, descending.
         k: directions kept: what was asked for and the equals of the last, at most the numerical rank.
         rank: numerical rank of F.
+        kept: their singular values, float64.
+        right: their right singular vectors `(k, d_in)`.
     """
 
     isometry: Tensor
     sigma: Tensor
     k: int
     rank: int
+    kept: Tensor
+    right: Tensor
+
+    def within(self, errors: Tensor) -> int:
+        """How many of them `errors` `(d_in,)` of the columns may have made: σ_i² ≤ Σ_j v_ij² errors_j²."""
+        return int((self.kept.square() <= _made(self.right, errors)).sum())
 
 
 def rank_tolerance(shape: Sequence[int], dtype: torch.dtype, given: float | None) -> float:
@@ -191,16 +196,18 @@ def truncated_svd(
     if spectrum_choice(d_out, d_in, k, matrix.dtype.itemsize).taken == "svd":
         left, sigma, right = svd(matrix)
         rank, end = numerical_rank(sigma, matrix.shape, rtol=rtol, scale=scale, rounding=rounding)
+        edge = end if end == rounding.edge else 0.0
         k = min(k, rank)
         k = with_equals(sigma[:rank], k) if equals else k
         # Copies, so that the full factors are gone.
-        return TruncatedSvd(left[:, :k].clone(), right[:k].clone(), sigma, rank, end)
+        return TruncatedSvd(left[:, :k].clone(), right[:k].clone(), sigma, rank, end, edge)
 
     # Oriented so that the small side is the rows.
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     values, vectors = eigh(_float64_gram(wide))
     sigma = values.clamp_min(0.0).sqrt().flip(0)
     rank, end = numerical_rank(sigma, matrix.shape, rtol=rtol, scale=scale, rounding=rounding)
+    edge = end if end == rounding.edge else 0.0
     k = min(k, rank)
     k = with_equals(sigma[:rank], k) if equals else k
     short = vectors.flip(1)[:, :k]
@@ -210,7 +217,7 @@ def truncated_svd(
         long[:, columns] = (whiten @ block).to(matrix.dtype)
     short = short.to(matrix.dtype)
     left, right = (short, long) if wide is matrix else (long.mT, short.mT)
-    return TruncatedSvd(left, right, sigma, rank, end)
+    return TruncatedSvd(left, right, sigma, rank, end, edge)
 
 
 def leading_directions(
@@ -218,8 +225,8 @@ def leading_directions(
 ) -> LeadingDirections:
     """Return U_k V_kᵀ of `matrix` `(d_out, d_in)`; `k` and `rtol` as in `truncated_svd`.
 
-    With `errors` `(d_in,)`, how far each column may be off, directions that these decide are beyond
-    the numerical rank too: σ_i² ≤ Σ_j v_ij² errors_j².
+    With `errors` `(d_in,)`, how far each column is off, directions that these have made are beyond the
+    numerical rank too (`LeadingDirections.within`).
 
     Each direction counts alike here, the weakest as much as the first. Where an eigenproblem has
     not resolved them all (an `rtol` far below the dtype's rounding), an SVD in float64 does, at
@@ -228,13 +235,18 @@ def leading_directions(
     top = truncated_svd(matrix, k, rtol=rtol)
     if not residual(top) <= _ORTHONORMAL:  # NaN is not
         top = truncated_svd(matrix.double(), k, rtol=rtol)
-    left, right, rank = top.left, top.right, top.rank
+    left, right, kept, rank = top.left, top.right, top.kept, top.rank
     if errors is not None:
-        known = top.kept.square() > right.double().square() @ errors.square()
-        if not known.all():
-            left, right = left[:, known], right[known]
-            rank -= int((~known).sum())
-    return LeadingDirections((left @ right).to(matrix.dtype), top.sigma, len(right), rank)
+        known = kept.square() > _made(right, errors)
+        left, right, kept = left[:, known], right[known], kept[known]
+        rank -= int((~known).sum())
+    isometry = (left @ right).to(matrix.dtype)
+    return LeadingDirections(isometry, top.sigma, len(right), rank, kept, right)
+
+
+def _made(right: Tensor, errors: Tensor) -> Tensor:
+    """Σ_j v_ij² errors_j², float64."""
+    return right.double().square() @ errors.square()
 
 
 def residual(top: TruncatedSvd) -> float:

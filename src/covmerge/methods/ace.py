@@ -37,8 +37,8 @@ from covmerge.methods.closed_form import Active, active_experts, solve_ridge, st
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import Frame, Json, LinearGroup, Merged
 
-# A centred update that is so many units of rounding of the update is nothing but rounding.
-_BLIND = 16.0
+# Share of an update's energy that centring must leave. A mean row of random rows has 1/d_out of it.
+_BLIND = 1e-2
 # An expert with so much ridge for its whole energy leaves the sums. The published code's own outputs
 # that covmerge is held to go up to 125 (`golden/ace_eps0.04`).
 _DROWNED = 200.0
@@ -157,12 +157,12 @@ def ace(
         TensorError: the system is singular beyond repair by jitter (only with a tiny `eps`).
 
     Departs from the paper: an expert that did not change the layer leaves the sums. So does one of
-    which the estimate tells nothing: centring leaves no more than rounding of it (one output row, rows
-    that are all alike), or where γ > τ its ε is more than 200 times its energy. ACE would lose the
-    first and, divided by its trace, let the second's ridge turn Δ_res into thousands of times the
-    updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them. 1 ≤ k ≤ rank,
-    that of the updates too; γ = 0 for norms that agree to rounding. The variance of Eq. 7 is the
-    unbiased one, as in the published code.
+    which the estimate tells nothing: centring leaves less than a hundredth of its energy (one output
+    row, rows that are nearly alike), or where γ > τ its ε is more than 200 times its energy. ACE would
+    lose the first and, divided by its trace, let the second's ridge turn Δ_res into thousands of times
+    the updates; here they are averaged, Δ_t/T, and `averaged` in the statistics counts them.
+    1 ≤ k ≤ rank, that of the updates too; γ = 0 for norms that agree to rounding. The variance of Eq. 7
+    is the unbiased one, as in the published code.
 
     Example:
         >>> import torch
@@ -226,9 +226,8 @@ def _estimated(
 ) -> tuple[Active, Gate]:
     """The experts of whose inputs their update says anything, and the gate over them (ACE, Eq. 7)."""
     energies = [centered_gram(update, frame=frame).energy() for update in changed.updates]
-    blind = _BLIND * torch.finfo(changed.updates[0].dtype).eps if changed.updates else 0.0
     pairs = zip(energies, changed.norms, strict=True)
-    told = [t for t, (energy, size) in enumerate(pairs) if energy > (blind * size) ** 2]
+    told = [t for t, (energy, size) in enumerate(pairs) if energy > _BLIND * size**2]
     found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
     if found.fired and normalize:
         told = [t for t in told if eps <= _DROWNED * energies[t]]

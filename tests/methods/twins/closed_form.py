@@ -60,8 +60,7 @@ def ace(
     def energy(d: Tensor) -> float:
         return float(((d - d.mean(0)) ** 2).sum())
 
-    rounding = 16 * torch.finfo(group.updates[0].dtype).eps
-    told = [(d, w) for d, w in pairs if energy(d) ** 0.5 > rounding * d.norm()]
+    told = [(d, w) for d, w in pairs if energy(d) > 0.01 * d.norm() ** 2]
     if fires(told):
         told = [(d, w) for d, w in told if eps <= 200 * energy(d)]
     kept = [id(d) for d, _ in told]
