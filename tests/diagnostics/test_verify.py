@@ -159,3 +159,16 @@ def test_a_comparison_is_verified_model_by_model(tmp_path):
     with pytest.raises(InputError, match=r"holds a comparison: verify one of its models.*average"):
         covmerge.verify(tmp_path / "study")
     assert covmerge.verify(tmp_path / "study" / "ties").ok
+
+
+def test_another_model_where_the_base_was_is_not_held_against_the_output(tmp_path):
+    base, experts = save_family("bert", tmp_path, experts=2)
+    out = tmp_path / "out"
+    covmerge.merge(base, experts, out=out, method="actmat", tensors={"embeddings": "base"})
+    shutil.rmtree(base)
+    shutil.copytree(experts[0] if isinstance(experts, list) else next(iter(experts.values())), base)
+    checks = outcome(out)
+    assert all(check.ok for check in checks.values())
+    assert not checks["copied"].made
+    assert f"the base at {base} is another than was merged" in checks["copied"].detail
+    assert "by recorded norms" in checks["differs from base"].detail

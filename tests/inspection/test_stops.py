@@ -229,3 +229,24 @@ def test_an_expert_of_which_only_the_head_was_trained():
     other = {"model.layers.0.fc.weight": 1.1 * torch.eye(4), "classifier.weight": torch.ones(3, 4)}
     (warning,) = covmerge.merge(base, {"a": probe, "b": other}, "average").warnings
     assert "'a'" in warning and "only its task head is its own" in warning
+
+
+def test_weights_that_were_multiplied_go_along_the_base_and_are_no_fine_tune(models):
+    change(models / "b", lambda tensors: tensors.update({n: 1000 * w for n, w in tensors.items()}))
+    assert "update of 999.0 times their norm" in stopped(models, "not-a-fine-tune")
+
+
+def test_rows_of_another_vocabulary_are_a_warning(models):
+    name = "embeddings.word_embeddings.weight"
+
+    def roll(tensors):
+        tensors[name] = tensors[name].roll(7, 0)
+
+    change(models / "b", roll)
+    result = covmerge.merge(models / "base", experts(models), "average")
+    (warning,) = (text for text in result.warnings if "vocabulary" in text)
+    assert f"'{name}' (cosine" in warning and "embeddings: base" in warning
+    found = covmerge.inspect(models / "base", experts(models)).findings
+    assert any("another vocabulary" in finding.text for finding in found)
+    usual = covmerge.merge(models / "base", {"a": models / "a"}, "average")
+    assert not any("vocabulary" in text for text in usual.warnings)

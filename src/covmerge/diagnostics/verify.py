@@ -85,6 +85,11 @@ def examine(
             dict.fromkeys([*names, *weights]),
             lambda name: values.look if name in weights else None,
         )
+        if values.lost and base is not None and opened is not None:
+            # Before the output is blamed: the same path may hold another model by now.
+            recorded = manifest.get("sources", {}).get("base", {}).get("content")
+            if recorded is not None and dict(base.fingerprint()) != recorded:
+                values.leave_out(f"the base at {base.source} is another than was merged")
         checks = [coverage, *(values.checks() if coverage.ok else ())]
         checks += [_rounding(manifest), check_heads(folder, manifest)]
         if "rescalers" in manifest:
@@ -179,6 +184,15 @@ class _Values:
         if not same:
             self._changed.add(name)
 
+    @property
+    def lost(self) -> list[str]:
+        """Tensors that were copied from the base, and do not equal it."""
+        return sorted(n for n in self._changed if "merged_norm" not in self._entries[n])
+
+    def leave_out(self, why: str) -> None:
+        """Hold nothing against the base after all."""
+        self._base, self._missing = None, why
+
     def checks(self) -> list[Check]:
         """What there is to say when all of them were seen.
 
@@ -207,9 +221,8 @@ class _Values:
         if self._base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
-        lost = sorted(n for n in self._changed if "merged_norm" not in entries[n])
-        detail = _listed(lost) or "tensors copied from the base equal it"
-        return [*checks, Check("copied", not lost, detail)]
+        detail = _listed(self.lost) or "tensors copied from the base equal it"
+        return [*checks, Check("copied", not self.lost, detail)]
 
 
 def _rounding(manifest: Mapping[str, Any]) -> Check:

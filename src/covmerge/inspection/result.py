@@ -11,6 +11,7 @@ from typing import Any
 from covmerge.covariance.gate import DEFAULT_TAU, Gate, Statistic, gate
 from covmerge.findings import Finding, Severity
 from covmerge.judgement import Layer
+from covmerge.judgement.layers import TABLES
 from covmerge.measures.retention import overall
 from covmerge.measures.sums import Sums
 from covmerge.types import Json
@@ -106,6 +107,7 @@ class LayerView:
             float(self.sums.base),
             {expert: norm**2 for expert, norm in self.norms.items()},
             self._by_expert(self.sums.along),
+            self.role in TABLES,
         )
 
     def gate(self, statistic: Statistic) -> Gate:

@@ -9,7 +9,13 @@ from covmerge.errors import InputError
 from covmerge.findings import Finding, Severity
 from covmerge.judgement.layers import Layer, layers_of
 from covmerge.judgement.swaps import find_swaps
-from covmerge.judgement.verdicts import foreign_layers, stranger, uneven, untouched
+from covmerge.judgement.verdicts import (
+    foreign_layers,
+    replaced_tables,
+    stranger,
+    uneven,
+    untouched,
+)
 from covmerge.output import OpenCheckpoints
 from covmerge.plan import Plan
 from covmerge.plan.align import Model
@@ -43,6 +49,9 @@ def judge(
                 yield unfit
             if foreign:
                 yield from find_swaps(foreign, _model(base), _model(expert))
+            tables = None if unfit else replaced_tables(layers, name)
+            if tables:
+                yield tables
         yield from untouched(layers, name, has_head=name in heads)
     different = uneven(layers, list(experts))
     if different:

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 from covmerge.measures.sums import cosine_with_base
 from covmerge.plan import Plan
-from covmerge.types import Json
+from covmerge.types import Json, Role
+
+TABLES = (Role.EMBEDDING, Role.OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Layer:
         base: ‖W_0‖².
         squares: ‖Δ_t‖² by expert.
         along: ⟨Δ_t, W_0⟩ by expert, of those whose weights were read.
+        is_table: whether its rows belong to tokens: an embedding, or an output head.
 
     Example:
         >>> layer = Layer("fc", "fc", True, base=4.0, squares={"a": 4.0}, along={"a": -4.0})
@@ -37,6 +40,7 @@ class Layer:
     base: float
     squares: Mapping[str, float]
     along: Mapping[str, float]
+    is_table: bool = False
 
     def norm(self, expert: str) -> float:
         """‖Δ_t‖; 0 of an expert that has no part in the layer."""
@@ -69,6 +73,7 @@ def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[Layer]
                 sum(part["base"] for part in own),
                 _added([part["updates"] for part in own]),
                 _added([part["along"] for part in own]),
+                tensor.role in TABLES,
             )
 
 

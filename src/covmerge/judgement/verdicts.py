@@ -14,6 +14,8 @@ from covmerge.judgement.names import block_of, ranges
 # Cosine between W_t and W_0. Fine-tunes of one base stay above 0.9 in every layer that was measured
 # for this; weights that were trained from another start are near 0.
 STRANGER = 0.5
+# ‖Δ‖ over ‖W_0‖ beyond which the direction says nothing: weights times three go along the base too.
+SCALED = 2.0
 UNEVEN = 10.0  # ratio of update norms from which the largest expert decides plain sums
 
 
@@ -29,10 +31,12 @@ class Foreign:
 def stranger(matrices: Sequence[Layer], expert: str) -> Finding | None:
     """Say that an expert was trained from another base, if it was."""
     seen = [(cosine, m) for m in matrices if (cosine := m.cosine(expert)) is not None]
-    middle = median(cosine for cosine, _ in seen) if seen else 1.0
-    if middle >= STRANGER:
+    if not seen:
         return None
+    middle = median(cosine for cosine, _ in seen)
     relative = median(matrix.relative(expert) for _, matrix in seen)
+    if middle >= STRANGER and relative <= SCALED:
+        return None
     return Finding(
         Severity.FAULT,
         f"is not a fine-tune of this base: its weights have a cosine of {middle:.2f} with the base's "
@@ -50,6 +54,26 @@ def foreign_layers(matrices: Sequence[Layer], expert: str) -> list[Foreign]:
         for matrix in matrices
         if (cosine := matrix.cosine(expert)) is not None and cosine < STRANGER
     ]
+
+
+def replaced_tables(layers: Sequence[Layer], expert: str) -> Finding | None:
+    """Say that the rows of embeddings are not the base's: merged, those of other tokens are mixed."""
+    found = {
+        layer.tensor: cosine
+        for layer in layers
+        if layer.is_table and (cosine := layer.cosine(expert)) is not None and cosine < STRANGER
+    }
+    if not found:
+        return None
+    shown = ", ".join(f"'{name}' (cosine {cosine:.2f})" for name, cosine in found.items())
+    return Finding(
+        Severity.WARNING,
+        f"has other rows than the base in {shown}: another vocabulary, or rows that were moved or "
+        "trained anew? Merged with the base's they mix tokens; leave them to the base by `tensors: "
+        "{embeddings: base}`",
+        expert,
+        tuple(found),
+    )
 
 
 def untouched(layers: Sequence[Layer], expert: str, *, has_head: bool) -> Iterator[Finding]:
