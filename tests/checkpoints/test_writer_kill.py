@@ -18,6 +18,7 @@ from covmerge.checkpoints.staging import Staging
 from covmerge.checkpoints.writer import ShardWriter
 from covmerge.errors import InputError
 from covmerge.types import TensorHeader
+from tests.checkpoints.test_writer_staging import manifest
 from tests.held import journaled, wait_until
 
 NAMES = [f"layer{i}" for i in range(8)]
@@ -55,7 +56,8 @@ def merge(out: Path, hold: Path | None = None, **options: bool) -> int:
                     checksum = writer.write(name, rows_of(name, start), rows)
                     journal.append(Entry(*key, checksum))
                     computed += 1
-        (staging.folder / "covmerge.json").write_text("{}")
+        files = [shard.file_name for shard in layout().shards]
+        (staging.folder / "covmerge.json").write_text(manifest(*files))
         staging.commit()
     return computed
 
