@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -67,8 +67,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
             f"{folder} is an adapter, and only merged models are computed again: verify it without "
             "--deep"
         )
-    experts = {name: expert.source for name, expert in recipe.experts.items()}
-    with open_checkpoints(recipe.base, experts, statistics_of(recipe.experts)) as checkpoints:
+    with _sources_of(recipe) as checkpoints:
         checkpoints.materialize()
         _check_sources(checkpoints, manifest)
         exact = recipe.model_copy(update={"dtype": "float64"})
@@ -94,6 +93,26 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
         ok=True,
         detail=f"{len(chosen)} of {merged} merged tensors are what the sources give in float64",
     )
+
+
+@contextmanager
+def _sources_of(recipe: Recipe) -> Generator[OpenCheckpoints]:
+    """Open base and experts as they were given to the merge."""
+    experts = {name: expert.source for name, expert in recipe.experts.items()}
+    given = [recipe.base, *experts.values()]
+    with ExitStack() as stack:
+        try:
+            opened = open_checkpoints(recipe.base, experts, statistics_of(recipe.experts))
+            checkpoints = stack.enter_context(opened)
+        except InputError as error:
+            # A state dict has no place: "<state dict>".
+            if all(source.startswith("<") or Path(source).is_absolute() for source in given):
+                raise
+            raise InputError(
+                f"a source of the merge cannot be opened from {Path.cwd()}, and they are recorded as they "
+                f"were given to it: run this in the folder of the merge. {error}"
+            ) from error
+        yield checkpoints
 
 
 def _pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:

@@ -42,3 +42,11 @@ def test_not_an_output(models):
     ran = covmerge("verify", models, "--json", code=2)
     assert "cannot be read as a covmerge manifest" in ran.stderr
     assert ran.stdout == ""
+
+
+def test_what_was_added_is_not_passed_over(models):
+    covmerge("merge", *flags(models), models / "out")
+    (models / "out" / "chat_template.jinja").write_text("{{ evil }}")
+    said = words(covmerge("verify", models / "out").stdout)
+    assert "chat_template.jinja was added since" in said
+    assert said.endswith("every check passed, but see what is said of files")

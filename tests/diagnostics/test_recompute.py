@@ -92,6 +92,17 @@ def test_sources_that_are_gone_or_others(merged, tmp_path):
     assert "e1.safetensors" in cli("verify", models / "ace", "--deep", code=2).stderr
 
 
+def test_sources_that_were_given_as_relative_paths(merged, tmp_path, monkeypatch):
+    models = shutil.copytree(merged, tmp_path / "models")
+    manifest = (models / "ace" / "covmerge.json").read_text()
+    (models / "ace" / "covmerge.json").write_text(manifest.replace(f"{merged}/", ""))
+    monkeypatch.chdir(models)
+    cli("verify", models / "ace", "--deep")
+    monkeypatch.chdir(tmp_path)
+    told = cli("verify", models / "ace", "--deep", code=2).stderr
+    assert "run this in the folder of the merge" in told
+
+
 def test_what_cannot_be_computed_again(merged, tmp_path):
     with pytest.raises(InputError, match="is an adapter"):
         recompute(merged / "adapter")

@@ -73,7 +73,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any], found: Found) -> Chec
     if wrong:
         return Check("files", ok=False, detail="; ".join(_some(wrong)))
     good = f"all {len(recorded)} files are as they were written"
-    return Check("files", ok=True, detail="; ".join([good, *_some(said)]))
+    return Check("files", ok=True, detail="; ".join([good, *_some(said)]), noted=bool(said))
 
 
 def _problems(record: Mapping[str, Any], found: FileHashes | str) -> Iterator[str]:

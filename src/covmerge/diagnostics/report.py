@@ -23,12 +23,14 @@ class Check:
         ok: whether nothing wrong was found.
         detail: what was found, or why nothing could be.
         made: whether there was what it takes to make the check.
+        noted: whether it passed with something that a reader should know.
     """
 
     name: str
     ok: bool
     detail: str
     made: bool = True
+    noted: bool = False
 
 
 @dataclass(frozen=True)
