@@ -184,9 +184,9 @@ def save_with_companions(folder):
 
 
 @pytest.mark.parametrize("changed", ["base/model.safetensors", "e1.safetensors"])
-def test_a_source_that_kept_its_size_and_time_is_not_resumed(tmp_path, monkeypatch, changed):
+def test_a_source_that_kept_its_size_and_time_is_not_resumed(tmp_path, changed):
     base, experts = save_with_companions(tmp_path)
-    interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+    interrupt_after(tmp_path, base, experts, items=2)
     path = tmp_path / changed
     before = path.stat()
     tensors = load_file(path)
@@ -200,9 +200,9 @@ def test_a_source_that_kept_its_size_and_time_is_not_resumed(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
-def test_companion_files_that_changed_are_not_resumed(tmp_path, monkeypatch, name):
+def test_companion_files_that_changed_are_not_resumed(tmp_path, name):
     base, experts = save_with_companions(tmp_path)
-    interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+    interrupt_after(tmp_path, base, experts, items=2)
     path = base / name
     before = path.stat()
     path.write_text(path.read_text().replace("1", "2").replace("32", "33"))
@@ -261,7 +261,7 @@ def lay_in(folder, elsewhere):
 
 
 @pytest.mark.parametrize("when", ["while it runs", "before it is resumed"])
-def test_what_is_laid_into_unfinished_work_does_not_survive(tmp_path, monkeypatch, when):
+def test_what_is_laid_into_unfinished_work_does_not_survive(tmp_path, when):
     base, experts = save_with_companions(tmp_path)
     covmerge.merge(base, experts, out=tmp_path / "undisturbed")
     precious = tmp_path / "precious"
@@ -276,7 +276,7 @@ def test_what_is_laid_into_unfinished_work_does_not_survive(tmp_path, monkeypatc
     if when == "while it runs":
         (folder, options) = (folder, {"progress": Meanwhile(lay)})
     else:
-        interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+        interrupt_after(tmp_path, base, experts, items=2)
         lay()
         options = {"resume": True}
     result = covmerge.merge(base, experts, out=tmp_path / "out", **options)
@@ -294,10 +294,10 @@ def test_what_is_laid_into_unfinished_work_does_not_survive(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("lay", ["folder", "link", "pipe"])
-def test_something_else_in_the_place_of_a_shard(tmp_path, monkeypatch, lay):
+def test_something_else_in_the_place_of_a_shard(tmp_path, lay):
     base, experts = save_with_companions(tmp_path)
     covmerge.merge(base, experts, out=tmp_path / "undisturbed")
-    interrupt_after(tmp_path, base, experts, items=2, monkeypatch=monkeypatch)
+    interrupt_after(tmp_path, base, experts, items=2)
     shard = tmp_path / PARTIAL / "output" / "model.safetensors"
     shard.rename(tmp_path / "moved")
     if lay == "folder":
@@ -335,9 +335,9 @@ def test_after_an_unforeseen_error_nothing_is_left(tmp_path, error, kind):
     assert sorted(p.name for p in tmp_path.iterdir()) == there
 
 
-def test_a_damaged_journal_is_named_and_kept(tmp_path, monkeypatch):
+def test_a_damaged_journal_is_named_and_kept(tmp_path):
     base, experts = save_plain(tmp_path, layers=4, width=32)
-    interrupt_after(tmp_path, base, experts, items=3, monkeypatch=monkeypatch)
+    interrupt_after(tmp_path, base, experts, items=3)
     journal = tmp_path / PARTIAL / "journal.jsonl"
     content = journal.read_text()
     journal.write_text(re.sub(r'"merged":[^,]+', '"merged":1e300', content, count=1))

@@ -235,7 +235,7 @@ class Method:
             if _NO_FLOAT not in str(error):
                 raise
             raise self._beyond(group, "overflows", parameters) from error
-        if self._multiplies and not all_finite(merged.delta):
+        if not all_finite(merged.delta):
             raise self._beyond(group, "gives NaN or Inf", parameters)
         return merged
 
