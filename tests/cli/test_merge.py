@@ -164,7 +164,7 @@ def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path):
     from safetensors.torch import save_file
 
     name = "evil\x1b[2J[red].weight"
-    for file, scale in (("base", 1.0), ("a", 2.0), ("b", 4.0)):
+    for file, scale in (("base", 1.0), ("a", 1.5), ("b", 2.0)):
         save_file({name: scale * torch.eye(4)}, tmp_path / f"{file}.safetensors")
     ran = covmerge("merge", *flags(tmp_path), "--set", "tau=0", tmp_path / "out")
     assert "\x1b" not in ran.stdout

@@ -403,7 +403,12 @@ class TestCompare:
         (foreign / "mine.txt").write_text("kept")
         before = names_in(tmp_path)
         refused = {
-            "no output of covmerge": ("--methods=ace", "--out", foreign, "--overwrite"),
+            "not known for an output of covmerge": (
+                "--methods=ace",
+                "--out",
+                foreign,
+                "--overwrite",
+            ),
             "overlap": ("--methods=ace", "--out", folder / "a.safetensors" / "x"),
             "must stay within": ("--methods=ace,della", "--set=della.window=0.9", "--out", "new"),
             "no method 'tis'": ("--methods=ace,tis", "--out", "new"),

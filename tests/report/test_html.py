@@ -49,7 +49,7 @@ def test_what_is_said_first(made, root):
     assert title.text == "out"
     (summary,) = (p for p in root.all("p") if p.attributes.get("class") == "summary")
     assert summary.text.startswith("3 experts of 'base.safetensors' became one model by ace; ")
-    assert "it passed all 6 checks; by prediction " in summary.text
+    assert "it passed all 7 checks; by prediction " in summary.text
     assert "least of 'code' (" in summary.text
     headings = [(h.tag, h.text) for h in root.all("h1", "h2")]
     assert [text for tag, text in headings if tag == "h2"] == [
