@@ -277,7 +277,7 @@ def _solve(
     # Before the solve, so that the system and its factor are gone when the spectrum is taken.
     residual = _structural_residual(active, covariances, normal) if refine else None
     merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
-    condition = condition_number(normal.gram, factor, ridge=normal.ridge)
+    condition = condition_number(normal.gram, factor, ridge=normal.ridge, enough=_FLOAT32_CONDITION)
     return _Preliminary(merged, residual, factor, condition, normal.route)
 
 
