@@ -11,7 +11,7 @@ from covmerge.methods import registry
 from covmerge.methods.factored import merge_factors
 from covmerge.types import LinearGroup, LowRank
 from tests.methods.groups import relative
-from tests.methods.twins import LOW_RANK
+from tests.methods.variants import LOW_RANK
 
 VARIANTS = [(m.name, {}) for m in registry if m.factored_for(m.resolve({}))] + [
     ("ace", {"eps": 1e-2}),

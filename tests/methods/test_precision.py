@@ -5,10 +5,10 @@ import torch
 
 import covmerge
 from covmerge.methods import registry
+from covmerge.twins import TWINS
 from covmerge.types import LinearGroup, LowRank
 from tests.methods.groups import relative
 from tests.methods.test_factored import VARIANTS
-from tests.methods.twins import TWINS
 
 WIDE, TALL = (96, 128), (128, 96)
 

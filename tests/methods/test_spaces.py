@@ -12,9 +12,9 @@ from covmerge.methods import knots as knots_module
 from covmerge.methods import registry
 from covmerge.methods.factored import merge_factors, survey_factors
 from covmerge.methods.knots import align
+from covmerge.twins import TWINS
 from covmerge.types import LinearGroup, LowRank
 from tests.methods.groups import random_rotation, random_updates, relative
-from tests.methods.twins import TWINS
 
 WEIGHTS = (1.0, 2.0, 0.5)
 

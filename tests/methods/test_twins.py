@@ -6,9 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from covmerge.methods import registry
+from covmerge.twins import TWINS
 from tests.methods.groups import group_of, random_updates, relative
-from tests.methods.twins import LOW_RANK, TWINS, VARIANTS
-from tests.methods.twins.closed_form import ABLATION
+from tests.methods.variants import ABLATION, LOW_RANK, VARIANTS
 
 
 def both(name, updates, weights=None, **params):

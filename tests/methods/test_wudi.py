@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from covmerge.methods import registry
+from covmerge.twins.data import wudi_loss
 from covmerge.types import LinearGroup
 from tests.methods.edge_cases import IDENTICAL, PUBLISHED, draw
 from tests.methods.golden_cases.common import EXPERTS, LINEAR, updates_of
 from tests.methods.groups import random_updates
-from tests.methods.twins.data import wudi_loss
 
 
 def wudi(updates, weights=None, **params):

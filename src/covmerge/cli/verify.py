@@ -18,7 +18,9 @@ def verify(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote.")],
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Compute some tensors again from the sources, in float64."),
+        typer.Option(
+            "--deep", help="Compute some tensors again from the sources, by float64 twins."
+        ),
     ] = False,
     tensors: Annotated[
         int, typer.Option(metavar="COUNT", min=1, help="How many --deep computes again, evenly.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +34,7 @@ class Context:
         device: where it runs.
         thresholds: what the surveys found, a plan: `Merge.key` -> expert -> threshold.
         compare: several methods run on each item: keep what they share, and measure their results.
+        method: what carries out a method of a name.
     """
 
     weights: Mapping[str, float]
@@ -41,6 +42,7 @@ class Context:
     device: torch.device
     thresholds: Sequence[Mapping[str, Mapping[str, float]]] = ()
     compare: bool = False
+    method: Callable[[str], Method] = registry.get
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Layer:
         Raises:
             TensorError: the result is not finite, or not in the output dtype.
         """
-        method = registry.get(action.method)
+        method = self._context.method(action.method)
         change = self.change(item, action, thresholds)
         merged, matrix_stats, masks = self._dense(change, action), change.matrices, change.masks
         del change
@@ -178,7 +180,7 @@ class Layer:
         self, item: WorkItem, action: Merge, thresholds: Mapping[str, Mapping[str, float]]
     ) -> Change:
         """Run the action's method on the tensor itself, on each of its matrices, or on factors."""
-        method = registry.get(action.method)
+        method = self._context.method(action.method)
         factors = self._factors(action, method)
         if factors is not None:
             weights = [self._context.weights[expert] for expert in self._given]
@@ -253,11 +255,14 @@ class Layer:
 
         None: the method must see them as tensors, or (one that takes any shape) may as well.
         """
-        layout = action.layout
         if not method.factored_for(action.parameters):
             return None
-        if layout is None and not self._inputs.base.is_meta:
+        if action.layout is None and not self._inputs.base.is_meta:
             return None
+        return self._by_factors(action.layout)
+
+    def _by_factors(self, layout: MatrixLayout | None) -> list[list[LowRank]] | None:
+        """All updates of each matrix by their factors, oriented; None: some came multiplied out."""
         if layout is not None and layout.parts is not None:
             return None
         stacked, transposed = (layout.stacked, layout.transposed) if layout else (False, False)
@@ -299,7 +304,8 @@ class Layer:
             layout, [{} if self._context.compare else None for _ in views]
         )
         errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
-        for updates, kept, rounding in zip(views, shared, errors, strict=True):
+        factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
+        for updates, kept, rounding, own in zip(views, shared, errors, factors, strict=True):
             yield LinearGroup(
                 updates,
                 weights,
@@ -313,6 +319,7 @@ class Layer:
                 if thresholds
                 else None,
                 shared=kept,
+                factors=tuple(own),
                 rounding=rounding,
             )
 

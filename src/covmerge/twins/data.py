@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from covmerge.twins.algebra import deltas_of, identity, length, pinv, total
+from covmerge.twins.closed_form import average, least_interference, mean_one
 from covmerge.types import LinearGroup
-from tests.methods.twins.closed_form import mean_one
 
 
 def wudi(
@@ -17,54 +20,62 @@ def wudi(
     iterations: int = 300,
     learning_rate: float = 1e-5,
 ) -> Tensor:
-    deltas = [d.double() for d in group.updates]
-    pairs = [
-        (d, w) for d, w in zip(deltas, mean_one(deltas, group.weights), strict=True) if d.any()
-    ]
+    """argmin_W Σ w_t ‖(W − Δ_t)Δ_tᵀ‖² / ‖Δ_t‖²  (WUDI), or Adam's steps from Σ w_t Δ_t towards it."""
+    deltas = deltas_of(group)
+    weights = mean_one(deltas, group.weights)
+    if solver == "closed":
+        each = zip(deltas, weights, strict=True)
+        return least_interference(
+            group, [w / length(d) ** 2 if d.any() else 0.0 for d, w in each], rtol
+        )
+    pairs = [(d, w) for d, w in zip(deltas, weights, strict=True) if d.any()]
     if not pairs:
         return torch.zeros_like(deltas[0])
-    if solver == "closed":
-        C = [w * d.T @ d / d.norm() ** 2 for d, w in pairs]
-        cutoff = deltas[0].shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
-        inverse = torch.linalg.pinv(sum(C), rtol=cutoff, hermitian=True)
-        return sum(d @ c for (d, _), c in zip(pairs, C, strict=True)) @ inverse
-
-    W = sum(w * d for d, w in pairs).requires_grad_()
-    optimizer = torch.optim.Adam([W], lr=learning_rate)
-    for _ in range(iterations):
-        optimizer.zero_grad()
-        wudi_loss(W, pairs).backward()
-        optimizer.step()
+    with torch.enable_grad():
+        W = total(w * d for d, w in pairs).requires_grad_()
+        optimizer: Any = torch.optim.Adam([W], lr=learning_rate)
+        for _ in range(iterations):
+            optimizer.zero_grad()
+            loss: Any = wudi_loss(W, pairs)
+            loss.backward()
+            optimizer.step()
     return W.detach()
 
 
 def wudi_loss(W: Tensor, pairs: list[tuple[Tensor, float]]) -> Tensor:
     """Σ w_t ‖(W − Δ_t)Δ_tᵀ‖² / ‖Δ_t‖² over (Δ_t, w_t)."""
-    return sum(w * ((W - d) @ d.T).square().sum() / d.square().sum() for d, w in pairs)
+    return total(w * ((W - d) @ d.T).square().sum() / d.square().sum() for d, w in pairs)
 
 
 def regmean(group: LinearGroup, *, off_diagonal: float = 0.9, ridge: float = 0.0) -> Tensor:
-    G = []
+    """(Σ w_t Δ_t G̃_t)(Σ w_t G̃_t + ρI)⁻¹, G̃_t = a·G_t + (1 − a)·diag G_t  (RegMean, §3).
+
+    Along inputs that no data has seen it is zero; without any data it is the average.
+    """
+    G: list[Tensor] = []
     for measured, weight in zip(group.measured, group.weights, strict=True):
         g = measured.value.double()
         G.append(weight * (off_diagonal * g + (1 - off_diagonal) * torch.diag(torch.diag(g))))
-    system = sum(G)
+    system = total(G)
+    if not system.any():
+        return average(group)
     d_in = len(system)
-    system = system + ridge * system.trace() / d_in * torch.eye(d_in, dtype=torch.float64)
-    return sum(d.double() @ g for d, g in zip(group.updates, G, strict=True)) @ system.inverse()
+    system = system + ridge * system.trace() / d_in * identity(d_in)
+    return total(d @ g for d, g in zip(deltas_of(group), G, strict=True)) @ pinv(system)
 
 
 def regmean_plus_plus(
     group: LinearGroup, *, off_diagonal: float = 0.95, ridge: float = 0.0
 ) -> Tensor:
+    """RegMean's equation; the data is another (RegMean++)."""
     return regmean(group, off_diagonal=off_diagonal, ridge=ridge)
 
 
 def lot(group: LinearGroup, *, rtol: float | None = None) -> Tensor:
+    """(Σ w_t Δ_t G_t)(Σ w_t G_t)†  (LOT Merging, Eq. 9)."""
     G = [w * m.value.double() for w, m in zip(group.weights, group.measured, strict=True)]
     cutoff = len(G[0]) * torch.finfo(torch.float32).eps if rtol is None else rtol
-    inverse = torch.linalg.pinv(sum(G), rtol=cutoff, hermitian=True)
-    return sum(d.double() @ g for d, g in zip(group.updates, G, strict=True)) @ inverse
+    return total(d @ g for d, g in zip(deltas_of(group), G, strict=True)) @ pinv(total(G), cutoff)
 
 
 def fisher(
@@ -75,7 +86,8 @@ def fisher(
     floor_on: str = "all",
     normalize: bool = True,
 ) -> Tensor:
-    F = []
+    """Σ c_t F_t Δ_t / Σ c_t F_t, c_t = w_t / ‖F_t‖₂  (Fisher merging), entry by entry."""
+    F: list[Tensor] = []
     for t, (measured, weight) in enumerate(zip(group.measured, group.weights, strict=True)):
         f = measured.value.double()
         if floor_on == "all" or t == 0:
@@ -86,7 +98,7 @@ def fisher(
         elif floor_how == "add":
             norm = norm + floor
         F.append(weight / norm * f)
-    return sum(f * d.double() for f, d in zip(F, group.updates, strict=True)) / sum(F)
+    return total(f * d for f, d in zip(F, deltas_of(group), strict=True)) / total(F)
 
 
 TWINS = {
@@ -96,19 +108,3 @@ TWINS = {
     "lot": lot,
     "fisher": fisher,
 }
-VARIANTS = [
-    ("wudi", {}),
-    ("wudi", {"rtol": 1e-3}),
-    ("wudi", {"solver": "adam", "iterations": 20, "learning_rate": 1e-3}),
-    ("regmean", {}),
-    ("regmean", {"off_diagonal": 1.0}),
-    ("regmean", {"off_diagonal": 0.1, "ridge": 0.5}),
-    ("regmean++", {}),
-    ("lot", {}),
-    ("lot", {"rtol": 0.2}),
-    ("fisher", {}),
-    ("fisher", {"floor": 0.5, "floor_how": "add", "normalize": False}),
-    ("fisher", {"floor": 0.5, "floor_on": "first"}),
-    ("fisher", {"floor": 0.5, "floor_how": "add"}),
-]
-LOW_RANK = {}

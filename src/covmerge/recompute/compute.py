@@ -1,0 +1,181 @@
+"""Some tensors of a merged model computed again from its sources, by the float64 twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covmerge.checkpoints import Checkpoint, open_checkpoint
+from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from covmerge.diagnostics import Check
+from covmerge.engine import Context, read_inputs, run_surveys
+from covmerge.engine.worker import compute
+from covmerge.errors import InputError, TensorError
+from covmerge.job import context_of
+from covmerge.linalg.lapack import norm
+from covmerge.methods import Method, registry
+from covmerge.output import OpenCheckpoints
+from covmerge.plan import Merge, Plan, WorkItem, build_plan
+from covmerge.recipe import parse_recipe
+from covmerge.recompute.choice import by_twin, choose
+from covmerge.recompute.sources import check_sources, pinned, sources_of
+from covmerge.types import TensorHeader
+
+# Of the norm of a merged update: what a merge in float32 may be off by.
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class _Distance:
+    """How far the stored rows of a tensor are from those computed again, in squared norms."""
+
+    error: float = 0.0
+    update: float = 0.0
+    weights: float = 0.0
+
+    def __add__(self, other: _Distance) -> _Distance:
+        return _Distance(
+            self.error + other.error, self.update + other.update, self.weights + other.weights
+        )
+
+    def share(self, stored: torch.dtype, compute_eps: float) -> float:
+        """How much of what it may be off by a tensor is off by.
+
+        Its computation may be off by e = TOLERANCE · ‖Δ‖ + 4 eps ‖W‖. Storage rounds both results; of
+        entries that e moves over the middle of two numbers the difference is the distance of these,
+        together √(e · eps' ‖W‖) on average.
+        """
+        weights = sqrt(self.weights)
+        error = TOLERANCE * sqrt(self.update) + 4 * compute_eps * weights
+        allowed = error + sqrt(error * torch.finfo(stored).eps * weights)
+        return sqrt(self.error) / allowed if allowed else float(self.error > 0) * 2
+
+    def __str__(self) -> str:
+        return f"off by {sqrt(self.error):.2g}, where its update has norm {sqrt(self.update):.2g}"
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor computed again; `instead`: why not by a twin, "" where it was."""
+
+    name: str
+    distance: _Distance
+    instead: str
+
+
+def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
+    """Compute some tensors of a merged model again, from its sources, and compare.
+
+    The sources must be those of the merge, by their hashes. Their plan is made anew from the
+    recorded recipe, and thresholds over the whole model are taken again. Then the tensors are merged
+    by the methods' twins (`covmerge.twins`), which share no code with what merged them. Where there
+    is no twin, or the tensor is too large for one, the method's own code is run in float64.
+
+    Args:
+        folder: the output.
+        tensors: how many are taken, evenly, of those that were merged; first those that a twin can do.
+
+    Returns:
+        A check that names the tensors that are not what the sources give, and those that no twin did.
+
+    Raises:
+        InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    recipe = pinned(parse_recipe(manifest["recipe"], origin=str(folder / MANIFEST_NAME)), manifest)
+    if recipe.output.format == "adapter":
+        raise InputError(
+            f"{folder} is an adapter, and only merged models are computed again: verify it without "
+            "--deep"
+        )
+    with sources_of(recipe) as checkpoints:
+        checkpoints.materialize()
+        check_sources(checkpoints, manifest)
+        exact = recipe.model_copy(update={"dtype": "float64"})
+        plan = build_plan(exact, checkpoints.base, checkpoints.experts, checkpoints.statistics)
+        if [tensor.name for tensor in plan.tensors] != list(manifest["tensors"]):
+            return Check("recomputed", ok=False, detail="the sources give other tensors than these")
+        with closing(open_checkpoint(folder)) as output:
+            found = _compare(plan, checkpoints, output, choose(plan, tensors))
+            stored = {tensor.name: output.headers[tensor.name].dtype for tensor in found}
+    eps = torch.finfo(getattr(torch, recipe.dtype)).eps
+    wrong = [tensor for tensor in found if tensor.distance.share(stored[tensor.name], eps) > 1.0]
+    merged = sum(isinstance(tensor.action, Merge) for tensor in plan.tensors)
+    return Check("recomputed", not wrong, _told(found, wrong, merged))
+
+
+def _told(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
+    """What was found, and how."""
+    own = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
+    kernels = f"covmerge's own kernels in float64: {_listed(own)}"
+    if not own:
+        how = "the float64 twins"
+    elif len(own) == len(found):
+        how = kernels
+    else:
+        how = f"the float64 twins, but for {len(own)} by {kernels}"
+    if wrong:
+        off = _listed([f"'{tensor.name}' is {tensor.distance}" for tensor in wrong])
+        return f"not what the sources give: {off}; computed by {how}"
+    return f"{len(found)} of {merged} merged tensors are what the sources give by {how}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "; ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+
+
+def _compare(
+    plan: Plan, checkpoints: OpenCheckpoints, output: Checkpoint, chosen: Mapping[str, str]
+) -> list[_Tensor]:
+    """Compute the chosen tensors, by their twins but for those that say why not."""
+    sources = checkpoints.sources()
+    context = context_of(plan, torch.device("cpu"))
+    thresholds = run_surveys(
+        [plan],
+        sources,
+        context,
+        lambda what, size: None,
+        lanes=1,
+        in_flight=2 * max(item.read_bytes for item in plan.items),
+    )
+    context = replace(context, thresholds=thresholds)
+    items: dict[str, list[WorkItem]] = {name: [] for name in chosen}
+    for item in plan.items:
+        if item.tensor.name in chosen:
+            items[item.tensor.name].append(_unrounded(item))
+
+    def distance(name: str, method: Callable[[str], Method]) -> _Distance:
+        own: Context = replace(context, method=method)
+        total = _Distance()
+        for item in items[name]:
+            stored = output.read(name, item.rows)
+            (result,) = compute([item], read_inputs([item], sources), own)
+            merged: Any = result.stats["merged"]
+            rounded = result.rows.to(stored.dtype).double()
+            total += _Distance(norm(stored.double() - rounded) ** 2, merged, norm(rounded) ** 2)
+        return total
+
+    found: list[_Tensor] = []
+    for name, instead in chosen.items():
+        if not instead:
+            try:
+                found.append(_Tensor(name, distance(name, by_twin), ""))
+                continue
+            except TensorError:
+                instead = "its twin fails"
+        found.append(_Tensor(name, distance(name, registry.get), instead))
+    return found
+
+
+def _unrounded(item: WorkItem) -> WorkItem:
+    """The item with a result in float64."""
+    output = item.tensor.output
+    header = TensorHeader(output.name, output.shape, torch.float64)
+    return replace(item, tensor=replace(item.tensor, output=header))

@@ -1,0 +1,61 @@
+"""The sources of a finished merge: opened as they were given, and only if they are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from covmerge.checkpoints.manifest import MANIFEST_NAME
+from covmerge.errors import InputError
+from covmerge.output import OpenCheckpoints, open_checkpoints, statistics_of
+from covmerge.recipe import Recipe
+from covmerge.types import Json
+
+
+@contextmanager
+def sources_of(recipe: Recipe) -> Generator[OpenCheckpoints]:
+    """Open base and experts as they were given to the merge."""
+    experts = {name: expert.source for name, expert in recipe.experts.items()}
+    given = [recipe.base, *experts.values()]
+    with ExitStack() as stack:
+        try:
+            opened = open_checkpoints(recipe.base, experts, statistics_of(recipe.experts))
+            checkpoints = stack.enter_context(opened)
+        except InputError as error:
+            # A state dict has no place: "<state dict>".
+            if all(source.startswith("<") or Path(source).is_absolute() for source in given):
+                raise
+            raise InputError(
+                f"a source of the merge cannot be opened from {Path.cwd()}, and they are recorded as they "
+                f"were given to it: run this in the folder of the merge. {error}"
+            ) from error
+        yield checkpoints
+
+
+def pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:
+    """The recipe with sources of the Hub at the commits that were merged."""
+
+    def at(key: str, source: str) -> str:
+        commit = manifest["sources"].get(key, {}).get("content", {}).get("revision")
+        return source if commit is None else f"{source.partition('@')[0]}@{commit}"
+
+    experts = {
+        name: expert.model_copy(update={"source": at(f"expert {name}", expert.source)})
+        for name, expert in recipe.experts.items()
+    }
+    return recipe.model_copy(update={"base": at("base", recipe.base), "experts": experts})
+
+
+def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> None:
+    """Refuse sources that are not those of the merge."""
+    recorded: Mapping[str, Mapping[str, Any]] = manifest["sources"]
+    now: dict[str, Json] = {key: dict(one.fingerprint()) for key, one in checkpoints.all()}
+    now |= {f"statistics {n}": file.identity() for n, file in checkpoints.statistics.items()}
+    for key, content in now.items():
+        if recorded.get(key, {}).get("content") != content:
+            raise InputError(
+                f"{key} is not what was merged: its content has another hash than {MANIFEST_NAME} "
+                "records. Put the source back, or verify without --deep"
+            )

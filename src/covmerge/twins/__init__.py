@@ -1,0 +1,29 @@
+"""The papers' equations typed literally, in float64, without any thought of speed.
+
+Every fast kernel is compared with its twin in the tests, and `covmerge verify --deep` holds merged
+models against them. So that no fault can be in both, twins share nothing with the kernels but
+`covmerge.types`: no solver, no estimate, no rule of where a rank ends (`covmerge.twins.rank`).
+
+A twin is a function `(group, **parameters) -> Tensor`: the merged update of a group that is not in a
+`Frame`, in float64, with the parameters of its method. Names follow the papers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from covmerge.twins import closed_form, data, elementwise, spaces, spectral
+
+Twin = Callable[..., Tensor]
+
+TWINS: Mapping[str, Twin] = {
+    **closed_form.TWINS,
+    **data.TWINS,
+    **elementwise.TWINS,
+    **spectral.TWINS,
+    **spaces.TWINS,
+}
+
+__all__ = ["TWINS", "Twin"]

@@ -1,0 +1,145 @@
+"""Averaging, Task Arithmetic, ACTMat and ACE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from covmerge.twins.algebra import deltas_of, identity, inverse, length, total, weighted
+from covmerge.twins.rank import gram_inverse, leading, roundings, together, tolerance
+from covmerge.types import LinearGroup, Rounding
+
+
+def average(group: LinearGroup) -> Tensor:
+    """Σ w_t Δ_t / Σ w_t  (Model soups)."""
+    return task_arithmetic(group, scale=1.0) / sum(group.weights)
+
+
+def task_arithmetic(group: LinearGroup, *, scale: float = 0.3) -> Tensor:
+    """λ Σ w_t Δ_t  (Task Arithmetic, §2)."""
+    return scale * weighted(deltas_of(group), group.weights)
+
+
+def actmat(group: LinearGroup, *, rtol: float | None = None) -> Tensor:
+    """(Σ w_t Δ_t C_t)(Σ w_t C_t)†, C_t = Δ_tᵀΔ_t  (ACTMat, Eq. 3 for differences)."""
+    return least_interference(group, mean_one(group.updates, group.weights), rtol)
+
+
+def least_interference(group: LinearGroup, scales: Sequence[float], rtol: float | None) -> Tensor:
+    """(Σ s_t Δ_t Δ_tᵀΔ_t)(Σ s_t Δ_tᵀΔ_t)†, with the cut-off of ACTMat's published code in float32."""
+    deltas = deltas_of(group)
+    cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
+    roots = [s**0.5 * d for s, d in zip(scales, deltas, strict=True)]
+    errors = [e.times(s**0.5) for e, s in zip(roundings(group, rtol), scales, strict=True)]
+    numerator = total(s * d @ d.T @ d for s, d in zip(scales, deltas, strict=True))
+    changed = [t for t, d in enumerate(deltas) if d.any()]
+    if not changed:
+        return numerator
+    D = torch.vstack([roots[t] for t in changed])
+    rounding = Rounding.together(errors[t] for t in changed)
+    return numerator @ gram_inverse(D, cutoff, rounding)
+
+
+def ace(
+    group: LinearGroup,
+    *,
+    eps: float = 1e-5,
+    tau: float | None = None,
+    k_frac: float = 0.3,
+    rank_rtol: float | None = None,
+    normalize: bool = True,
+    prior: bool = True,
+    refine: bool = True,
+    gate: str = "paper",
+) -> Tensor:
+    """ACE-Merging, Algorithm 1; experts of which it can tell nothing are averaged."""
+    weights = mean_one(group.updates, group.weights)
+    errors = roundings(group, rank_rtol)
+    each = zip(deltas_of(group), weights, errors, strict=True)
+    changed = [(d, w, e) for d, w, e in each if d.any()]
+    if not changed:
+        return torch.zeros_like(group.updates[0], dtype=torch.float64)
+
+    def fires(told: Sequence[Tensor]) -> bool:
+        threshold = tau if tau is not None else {"paper": 0.3, "scale_free": 1.0}[gate]
+        return normalize and gamma(told, gate) > threshold
+
+    told = [entry for entry in changed if energy(entry[0]) > 0.01 * length(entry[0]) ** 2]
+    if fires([d for d, _, _ in told]):
+        told = [entry for entry in told if eps <= 200 * energy(entry[0])]
+    kept = [id(d) for d, _, _ in told]
+    rest = [w * d / len(changed) for d, w, _ in changed if id(d) not in kept]
+    if not told:
+        return total(rest)
+    deltas = [d for d, _, _ in told]
+    weights = mean_one(deltas, [w for _, w, _ in told])
+    T, (d_out, d_in) = len(deltas), deltas[0].shape
+    one_out = torch.ones(d_out, 1, dtype=torch.float64)
+    one_in = torch.ones(d_in, 1, dtype=torch.float64)
+    fired = fires(deltas)
+
+    mu = [d.T @ one_out / d_out for d in deltas]  # Eq. 5
+    centred = [d - one_out @ m.T for d, m in zip(deltas, mu, strict=True)]
+    raw = [c.T @ c for c in centred]  # Eq. 6
+    traces = [float(r.trace()) + 1e-12 if fired else 1.0 for r in raw]
+    structural = [w * r / tr for w, r, tr in zip(weights, raw, traces, strict=True)]  # Eqs. 8, 15
+    reg = [  # Eqs. 9, 10
+        s + w * eps / tr * identity(d_in)
+        for s, w, tr in zip(structural, weights, traces, strict=True)
+    ]
+    system = total(reg)
+    if prior:
+        c = one_in.T @ total(structural) / d_in  # Eq. 11
+        if fired:
+            c = c / (sum(length(d) ** 2 for d in deltas) / T)  # Eqs. 12, 13
+        system = system + one_in @ c
+    numerator = total(c @ r for c, r in zip(centred, reg, strict=True))
+    merged = numerator @ inverse(system)  # Eq. 14
+    if fired and refine:
+        mean_reg = total(reg) / T  # Eq. 16
+        residual = total(
+            d @ (s - mean_reg) for d, s in zip(deltas, structural, strict=True)
+        )  # Eq. 17
+        rtol = max(d_out, d_in) * torch.finfo(torch.float64).eps if rank_rtol is None else rank_rtol
+        k = max(1, int(k_frac * min(d_out, d_in)))
+        if rank_rtol is None:  # the fused update has no more directions than the updates
+            k = min(k, joint_rank(deltas, [e for _, _, e in told], tolerance(group, None)))
+        top = leading(merged + residual, rtol).first(k)
+        merged = merged + top.S.mean() * top.U @ top.Vh  # Eqs. 18, 19
+    return total([merged, *rest])
+
+
+def energy(d: Tensor) -> float:
+    """Tr Δ̃ᵀΔ̃ of the centred update."""
+    return length(d - d.mean(0)) ** 2
+
+
+def gamma(deltas: Sequence[Tensor], gate: str) -> float:
+    """γ  (ACE, Eq. 7), and 0 for norms that agree to rounding."""
+    norms = [length(d) for d in deltas]
+    if len(norms) < 2 or max(norms) - min(norms) <= 1e-6 * max(norms):
+        return 0.0
+    log_energy = torch.tensor(norms, dtype=torch.float64).square().log()
+    variance, mean = float(log_energy.var(unbiased=True)), float(log_energy.mean())
+    if gate == "scale_free":
+        return variance
+    return variance / mean**2 if mean else inf
+
+
+def joint_rank(deltas: Sequence[Tensor], errors: Sequence[Rounding], rtol: float) -> int:
+    """The dimension of the row space of all updates, each of norm 1."""
+    units = [d.T / length(d) for d in deltas]
+    own = [e.times(1 / length(d)) for d, e in zip(deltas, errors, strict=True)]
+    return max(1, len(together(units, rtol, own)[1]))
+
+
+def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
+    """Weights of mean 1 over the experts that changed the layer."""
+    active = [w for d, w in zip(deltas, weights, strict=True) if d.any()] or [1.0]
+    return [w * len(active) / sum(active) for w in weights]
+
+
+TWINS = {"average": average, "task_arithmetic": task_arithmetic, "actmat": actmat, "ace": ace}

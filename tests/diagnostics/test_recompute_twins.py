@@ -1,0 +1,266 @@
+"""`verify --deep` computes by the twins: right merges pass it, and a wrong kernel does not."""
+
+import functools
+import inspect
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import covmerge
+from covmerge.methods import registry
+from covmerge.recompute import choice, recompute
+from covmerge.twins import TWINS
+from tests.cli.runs import covmerge as cli
+from tests.cli.runs import statistics_for
+from tests.methods.variants import VARIANTS
+
+EXPERTS = ("a", "b", "c")
+MATRICES = {"up_proj": (72, 48), "down_proj": (48, 72), "o_proj": (36, 24)}
+
+
+def base_of(dtype):
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        f"layers.{n}.mlp.{name}.weight": 0.1 * torch.randn(shape, generator=generator)
+        for n in range(2)
+        for name, shape in MATRICES.items()
+    }
+    drawn["layers.0.input_layernorm.weight"] = torch.ones(48)
+    drawn["embed_tokens.weight"] = 0.1 * torch.randn(100, 48, generator=generator)
+    return {name: weight.to(dtype) for name, weight in drawn.items()}
+
+
+def factors(rank=3):
+    """By expert, by matrix: B and A of a LoRA; norms are unlike."""
+    generator = torch.Generator().manual_seed(1)
+    made = {}
+    for number, expert in enumerate(EXPERTS):
+        made[expert] = {}
+        for name, weight in base_of(torch.float32).items():
+            if "proj" in name:
+                left = torch.randn(len(weight), rank, generator=generator)
+                right = torch.randn(rank, weight.shape[1], generator=generator)
+                made[expert][name] = (left * (0.5 * 2.0**number / (left @ right).norm()), right)
+    return made
+
+
+def save_all(folder, dtype, updates_of):
+    """A base and experts, each with the updates that a function draws for it."""
+    base = base_of(dtype)
+    save_file(base, folder / "base.safetensors")
+    for expert in EXPERTS:
+        updates = updates_of(expert, base)
+        own = {n: (w.double() + updates[n].double()).to(dtype) for n, w in base.items()}
+        save_file({n: w.contiguous() for n, w in own.items()}, folder / f"{expert}.safetensors")
+    return {expert: folder / f"{expert}.safetensors" for expert in EXPERTS}
+
+
+def fine_tuned(expert, base):
+    generator = torch.Generator().manual_seed(ord(expert))
+    size = 0.01 * 3.0 ** EXPERTS.index(expert)
+    return {n: size * torch.randn(w.shape, generator=generator) for n, w in base.items()}
+
+
+def low_rank(expert, base):
+    own = {name: left @ right for name, (left, right) in factors()[expert].items()}
+    return {name: own.get(name, torch.zeros(weight.shape)) for name, weight in base.items()}
+
+
+def tied(expert, base):
+    """Updates all of whose singular values are equal, or that change nothing."""
+    generator = torch.Generator().manual_seed(ord(expert))
+    size = 0.0 if expert == "b" else 0.1
+    made = {n: torch.zeros(w.shape) for n, w in base.items()}
+    for name in made:
+        if "proj" in name:
+            drawn = torch.randn(made[name].shape, generator=generator, dtype=torch.float64)
+            u, _, v = torch.linalg.svd(drawn, full_matrices=False)
+            made[name] = size * u @ v
+    return made
+
+
+def save_adapters(folder):
+    save_file(base_of(torch.float32), folder / "base.safetensors")
+    for expert, layers in factors().items():
+        (folder / expert).mkdir()
+        config = {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "target_modules": list(MATRICES)}
+        (folder / expert / "adapter_config.json").write_text(json.dumps(config))
+        stored = {}
+        for name, (left, right) in layers.items():
+            stem = "base_model.model." + name.removesuffix(".weight")
+            stored[f"{stem}.lora_B.weight"] = left
+            stored[f"{stem}.lora_A.weight"] = right.contiguous()
+        save_file(stored, folder / expert / "adapter_model.safetensors")
+    return {expert: folder / expert for expert in EXPERTS}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """By kind, a folder with a base, and its experts."""
+    drawn = {
+        "full": (torch.float32, fine_tuned),
+        "bfloat16": (torch.bfloat16, fine_tuned),
+        "folded": (torch.bfloat16, low_rank),
+        "tied": (torch.float32, tied),
+    }
+    made = {}
+    for kind, (dtype, updates_of) in drawn.items():
+        folder = tmp_path_factory.mktemp(kind)
+        made[kind] = folder, save_all(folder, dtype, updates_of)
+    folder = tmp_path_factory.mktemp("adapters")
+    made["adapters"] = folder, save_adapters(folder)
+    return made
+
+
+def merge(sources, out, kind, method, **given):
+    folder, experts = sources[kind]
+    statistics = statistics_for(method, folder, EXPERTS)
+    given.setdefault("allow", ["unchanged-expert"] if kind == "tied" else [])
+    base = folder / "base.safetensors"
+    covmerge.merge(base, experts, method, out, statistics=statistics, **given)
+    return out
+
+
+def assert_by_twins(out):
+    check = recompute(out, tensors=99)
+    assert check.ok, check.detail
+    assert check.detail.endswith("what the sources give by the float64 twins"), check.detail
+
+
+def test_a_twin_has_the_parameters_of_its_method():
+    assert set(TWINS) == set(registry.names())
+    for method in registry:
+        own = inspect.signature(TWINS[method.name]).parameters
+        known = {parameter.name: parameter.default for parameter in method.parameters}
+        assert {n: p.default for n, p in own.items() if n != "group"} == known
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        *((kind, method) for kind in ("full", "bfloat16") for method in registry.names()),
+        *(("adapters", method.name) for method in registry if method.data == "none"),
+    ],
+)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_every_method(sources, tmp_path, kind, stored, method):
+    assert_by_twins(merge(sources, tmp_path / "out", kind, method, out_dtype=stored))
+
+
+@pytest.mark.parametrize(("method", "parameters"), [v for v in VARIANTS if v[1]], ids=str)
+def test_their_parameters(sources, tmp_path, method, parameters):
+    assert_by_twins(merge(sources, tmp_path / "out", "full", method, **parameters))
+
+
+def faulty(name, wrong):
+    """The registered method with a kernel made wrong: `wrong(kernel, group, parameters)`."""
+    method = registry.get(name)
+
+    @functools.wraps(method.kernel)
+    def kernel(group, **parameters):
+        return wrong(method.kernel, group, parameters)
+
+    return replace(method, kernel=kernel)
+
+
+def longer(kernel, group, parameters):
+    right = kernel(group, **parameters)
+    return replace(right, delta=1.01 * right.delta)
+
+
+def without_prior(kernel, group, parameters):
+    return kernel(group, **{**parameters, "prior": False})
+
+
+def one_direction_turned(kernel, group, parameters):
+    right = kernel(group, **parameters)
+    u, sigma, v = torch.linalg.svd(right.delta, full_matrices=False)
+    sigma[-1] *= -1
+    return replace(right, delta=u @ torch.diag(sigma) @ v)
+
+
+def without_weights_of(part, kernel, group, parameters):
+    """The gate never fires, as if all norms were one."""
+    return kernel(group, **{**parameters, part: False})
+
+
+WRONG = [
+    *((name, longer) for name in registry.names()),
+    ("ace", without_prior),
+    ("ace", functools.partial(without_weights_of, "refine")),
+    ("tsv_m", one_direction_turned),
+    ("iso_c", one_direction_turned),
+    ("dare_ties", lambda kernel, group, given: kernel(group, **{**given, "rescale": False})),
+    ("della", lambda kernel, group, given: kernel(group, **{**given, "window": 0.0})),
+]
+
+
+@pytest.mark.parametrize(("method", "wrong"), WRONG)
+def test_a_wrong_kernel(sources, tmp_path, monkeypatch, method, wrong):
+    """The same wrong code, run again, would give the same: only a twin can tell."""
+    monkeypatch.setitem(registry._methods, method, faulty(method, wrong))
+    out = merge(sources, tmp_path / "out", "full", method)
+    assert cli("verify", out, "--json").json["ok"]
+    report = cli("verify", out, "--deep", "--json", "--tensors=99", code=1).json
+    (failed,) = [check for check in report["checks"] if not check["ok"]]
+    assert failed["name"] == "recomputed"
+    assert "up_proj.weight' is off by" in failed["detail"]
+    assert failed["detail"].endswith("computed by the float64 twins")
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "method", ["tsv_m", "iso_c", "iso_cts", "core_space", "knots", "actmat", "wudi", "ace", "cart"]
+)
+def test_adapters_folded_into_bfloat16(sources, tmp_path, method, stored):
+    """Below the edge of rounding there is no direction of the expert: the twins know that too."""
+    assert_by_twins(merge(sources, tmp_path / "out", "folded", method, out_dtype=stored))
+
+
+# Of equal singular values KnOTS' directions are arbitrary, and so is what TIES makes of them.
+@pytest.mark.parametrize(
+    "method", [m.name for m in registry if m.data == "none" and m.name != "knots"]
+)
+def test_equal_singular_values_and_an_expert_that_changed_nothing(sources, tmp_path, method):
+    assert_by_twins(merge(sources, tmp_path / "out", "tied", method))
+
+
+class TestWithoutATwin:
+    def test_a_method_of_somebody_else(self, sources, tmp_path, monkeypatch):
+        mine = replace(registry.get("average"), name="mine")
+        monkeypatch.setitem(registry._methods, "mine", mine)
+        out = merge(sources, tmp_path / "out", "full", "mine")
+        check = recompute(out, tensors=2)
+        assert check.ok
+        assert "2 of 8 merged tensors are what the sources give by covmerge's own" in check.detail
+        assert "('mine' has no twin)" in check.detail
+
+    def test_a_tensor_that_is_too_large_for_one(self, sources, tmp_path, monkeypatch):
+        """Others of its method are taken first, and it is said who computed it."""
+        monkeypatch.setattr(choice, "_MOST_NUMBERS", 3 * 72 * 72 - 1)
+        out = merge(sources, tmp_path / "out", "full", "ace")
+        few, everything = recompute(out, tensors=4), recompute(out, tensors=8)
+        assert few.ok and everything.ok
+        assert few.detail == "4 of 8 merged tensors are what the sources give by the float64 twins"
+        assert "by the float64 twins, but for 4 by covmerge's own kernels" in everything.detail
+        assert "'layers.0.mlp.up_proj.weight' (72 × 48 of 3 experts" in everything.detail
+
+    def test_a_method_with_none_within_reach_is_not_passed_over(
+        self, sources, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(choice, "_MOST_PRODUCTS", 1)
+        out = merge(sources, tmp_path / "out", "full", "ace")
+        assert "'layers.1.mlp.up_proj.weight' (72 × 48 of 3" in recompute(out, tensors=3).detail
+
+    def test_a_twin_that_fails(self, sources, tmp_path, monkeypatch):
+        def fails(group, **parameters):
+            raise torch.linalg.LinAlgError("no convergence")
+
+        monkeypatch.setitem(TWINS, "tsv_m", fails)
+        out = merge(sources, tmp_path / "out", "full", "tsv_m")
+        check = recompute(out, tensors=8)
+        assert check.ok
+        assert "layers.0.mlp.up_proj.weight' (its twin fails)" in check.detail
