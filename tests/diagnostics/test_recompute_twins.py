@@ -182,17 +182,15 @@ def one_direction_turned(kernel, group, parameters):
     return replace(right, delta=u @ torch.diag(sigma) @ v)
 
 
-def without_weights_of(part, kernel, group, parameters):
-    """The gate never fires, as if all norms were one."""
-    return kernel(group, **{**parameters, part: False})
+def without_refinement(kernel, group, parameters):
+    return kernel(group, **{**parameters, "refine": False})
 
 
 WRONG = [
     *((name, longer) for name in registry.names()),
     ("ace", without_prior),
-    ("ace", functools.partial(without_weights_of, "refine")),
+    ("ace", without_refinement),
     ("tsv_m", one_direction_turned),
-    ("iso_c", one_direction_turned),
     ("dare_ties", lambda kernel, group, given: kernel(group, **{**given, "rescale": False})),
     ("della", lambda kernel, group, given: kernel(group, **{**given, "window": 0.0})),
 ]

@@ -17,7 +17,7 @@ from covmerge.types import LinearGroup, Merged
 # A twin forms a d × d matrix of every expert, d the longer side, and multiplies updates with it: so
 # many float64 numbers (a few of 0.8 GB are alive at once), so many multiplications (minutes).
 _MOST_NUMBERS = 10**8
-_MOST_PRODUCTS = 10**11
+_MOST_PRODUCTS = 5 * 10**10
 
 _T = TypeVar("_T")
 
