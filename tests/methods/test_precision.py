@@ -100,7 +100,7 @@ OF_MATRICES = [
 
 @pytest.mark.parametrize(("name", "params"), OF_MATRICES, ids=str)
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("spread", [1.0, 30.0])
+@pytest.mark.parametrize("spread", [1.0, 30.0, 1000.0])
 def test_kernel_and_twin_agree_on_where_rounding_begins(name, params, stored, spread):
     method = registry.get(name)
     for rank in (4, 24):

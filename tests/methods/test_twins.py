@@ -67,3 +67,13 @@ def test_the_four_ablation_steps_differ():
     for i, first in enumerate(results):
         for second in results[i + 1 :]:
             assert relative(first, second) > 1e-3
+
+
+@pytest.mark.parametrize("step", ABLATION.values(), ids=ABLATION)
+@pytest.mark.parametrize(("shape", "rank"), [((20, 48), 20), ((20, 48), 4), ((48, 32), 4)])
+def test_ace_without_a_ridge_is_the_limit_of_a_vanishing_one(step, shape, rank):
+    updates = random_updates(*shape, 3, rank, 30.0, seed=1)
+    merged, twin = both("ace", updates, eps=0.0, **step)
+    limit, _ = both("ace", updates, eps=1e-10, **step)
+    assert relative(merged, twin) < 1e-2  # by Cholesky, as far as a singular system allows
+    assert relative(twin, limit) < 1e-3

@@ -97,7 +97,11 @@ def ace(
             c = c / (sum(length(d) ** 2 for d in deltas) / T)  # Eqs. 12, 13
         system = system + one_in @ c
     numerator = total(c @ r for c, r in zip(centred, reg, strict=True))
-    merged = numerator @ inverse(system)  # Eq. 14
+    if eps:
+        merged = numerator @ inverse(system)  # Eq. 14
+    else:  # the limit of a vanishing ridge, within the inputs of which the sums tell
+        V = leading(total(reg), d_in * torch.finfo(torch.float64).eps).U
+        merged = numerator @ V @ inverse(V.T @ system @ V) @ V.T
     if fired and refine:
         mean_reg = total(reg) / T  # Eq. 16
         residual = total(

@@ -19,8 +19,8 @@ def threshold(delta: Tensor, density: float) -> float:
 
 
 def trimmed(delta: Tensor, limit: float) -> Tensor:
-    """The entries from a magnitude on, those that equal it but for rounding too; the others are zero."""
-    return torch.where(delta.abs() >= limit * (1 - 1e-9), delta, torch.zeros_like(delta))
+    """The entries from a magnitude on; the others are zero."""
+    return torch.where(delta.abs() >= limit, delta, torch.zeros_like(delta))
 
 
 def disjoint(deltas: Sequence[Tensor], weights: Sequence[float], merge: str) -> Tensor:

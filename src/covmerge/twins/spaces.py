@@ -30,7 +30,9 @@ def inside(
     if inner == "task_arithmetic":
         return scale * weighted(group.updates, group.weights)
     if inner == "ties":
-        return scale * ties_of(group.updates, group.weights, density, merge, group.thresholds)
+        # Entries in other coordinates: those that equal a threshold do so but for rounding.
+        limits = group.thresholds and [limit * (1 - 1e-9) for limit in group.thresholds]
+        return scale * ties_of(group.updates, group.weights, density, merge, limits)
     if inner == "cart":
         return cart(group, rank_ratio=rank_ratio, scale=scale)
     return {"tsv_m": tsv_m, "iso_c": iso_c}[inner](group, scale=scale, rank_rtol=rank_rtol)
