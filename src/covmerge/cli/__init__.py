@@ -16,6 +16,7 @@ from covmerge.cli.collect import collect
 from covmerge.cli.compare import compare
 from covmerge.cli.evaluate import evaluate
 from covmerge.cli.explain import explain
+from covmerge.cli.extensions import OpenGroup
 from covmerge.cli.extract import extract
 from covmerge.cli.inspect import inspect
 from covmerge.cli.malloc import keep_freed_memory
@@ -32,9 +33,14 @@ from covmerge.version import __version__
 
 __all__ = ["app", "main"]
 
+
+class _Commands(ReportingGroup, OpenGroup):
+    """Which there are, and how they end."""
+
+
 app = typer.Typer(
     name="covmerge",
-    cls=ReportingGroup,
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

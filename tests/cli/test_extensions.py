@@ -1,0 +1,106 @@
+"""Commands of other packages: found by entry point, and never a traceback."""
+
+import subprocess
+import sys
+from importlib import invalidate_caches
+from importlib.metadata import entry_points
+
+import pytest
+
+from covmerge.cli.extensions import GROUP
+from tests.cli.runs import covmerge, words
+
+COMMANDS = '''
+from typing import Annotated
+import typer
+from covmerge.errors import InputError
+
+def greet(name: str, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
+    """Say good day."""
+    if name == "nobody":
+        raise InputError("nobody is there: name somebody")
+    print(f"good day {name}" + "!" * loud)
+'''
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Lay a package on the path, as an installer would; the lab, if it is installed, is not seen."""
+
+    def installed(package, module, code, **commands):
+        (tmp_path / f"{module}.py").write_text(code)
+        about = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"{name} = {module}:{function}" for name, function in commands.items()]
+        (about / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        invalidate_caches()
+
+    def seen(**chosen):
+        return [e for e in entry_points(**chosen) if (tmp_path / f"{e.module}.py").exists()]
+
+    monkeypatch.setattr("covmerge.cli.extensions.entry_points", seen)
+    monkeypatch.syspath_prepend(tmp_path)
+    return installed
+
+
+def test_a_command_of_another_package(install):
+    install("covmerge-greeter", "greeter", COMMANDS, greet="greet")
+    shown = words(covmerge("--help").stdout)
+    assert "Commands of covmerge-greeter" in shown
+    assert "greet Say good day." in shown
+    assert covmerge("greet", "Ada", "--loud").stdout == "good day Ada!\n"
+    assert "Usage: covmerge greet" in covmerge("greet", "--help").stdout
+    ran = covmerge("greet", "nobody", code=2)
+    assert (ran.stdout, ran.stderr) == ("", "error: nobody is there: name somebody\n")
+
+
+def test_a_name_of_covmerge_is_not_given_away(install):
+    install("covmerge-greeter", "greeter", COMMANDS, methods="greet")
+    ran = covmerge("--help")
+    said = "warning: the command 'methods' of covmerge-greeter is left out: covmerge has one"
+    assert said in words(ran.stderr)
+    assert "ace" in covmerge("methods").stdout
+
+
+def test_two_packages_with_one_name(install):
+    install("covmerge-one", "one", COMMANDS, greet="greet")
+    install("covmerge-two", "two", COMMANDS, greet="greet")
+    said = words(covmerge("greet", "Ada", code=2).stderr)
+    assert said.startswith("error: covmerge-")
+    assert "both have a command 'greet': uninstall one of them" in said
+    assert "both have a command 'greet'" in words(covmerge("--help").stderr)
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "reason"),
+    [
+        ("import nothing_of_this_name", "greet", "ModuleNotFoundError: No module named"),
+        ("raise SystemError('no luck')", "greet", "SystemError: no luck"),
+        (COMMANDS, "gret", "AttributeError: module 'greeter' has no attribute 'gret'"),
+        ("greet = 1", "greet", "TypeError: "),
+    ],
+)
+def test_a_package_that_is_broken_is_named_and_hinders_nothing(install, code, function, reason):
+    install("covmerge-greeter", "greeter", code, greet=function)
+    said = f"the command 'greet' of covmerge-greeter cannot be used ({reason}"
+    assert words(covmerge("greet", "Ada", "--loud", code=2).stderr).startswith(f"error: {said}")
+    ran = covmerge("--help")
+    assert words(ran.stderr).startswith(f"warning: {said}")
+    assert "verify" in ran.stdout
+    assert covmerge("schema").stderr == ""
+
+
+def test_a_command_that_nobody_has(install):
+    install("covmerge-greeter", "greeter", COMMANDS, greet="greet")
+    assert "No such command 'meet'" in covmerge("meet", code=2).stderr
+
+
+def test_other_packages_are_not_asked_for_a_command_of_covmerge():
+    code = (
+        "import sys, covmerge.cli.extensions as e; e.entry_points = None\n"
+        "from covmerge.cli import app; app(['schema'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
