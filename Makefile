@@ -5,9 +5,9 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test lint style types boundaries fast slow bench clean
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[dev]"
 	touch $@
 
 demo: $(VENV)/.ready  ## fine-tune eight experts of a real model, merge them by every method, show the table
@@ -37,7 +37,8 @@ slow: $(VENV)/.ready
 
 # With PEERS, the authors' repositories checked out there, and PEERS_PYTHON, a Python that has mergekit and
 # fusion-bench, both are measured beside covmerge (see the modules). `comparison` needs `make demo` before.
-bench: $(VENV)/.ready  ## time and memory: benchmarks/results/*.json, and from them docs/performance.md
+bench: export PYTHONPATH := lab
+bench: $(VENV)/.ready  ## time and memory: lab/benchmarks/results/*.json, and from them lab/docs/performance.md
 	$(BIN)/python -m benchmarks.kernels $(if $(PEERS),--peers $(PEERS))
 	$(BIN)/python -m benchmarks.checkpoints $(if $(PEERS_PYTHON),--peers-python $(PEERS_PYTHON))
 	$(BIN)/python -m benchmarks.streaming
@@ -49,4 +50,4 @@ bench: $(VENV)/.ready  ## time and memory: benchmarks/results/*.json, and from t
 	$(BIN)/python -m benchmarks.performance
 
 clean:
-	rm -rf $(VENV) demo-output benchmarks/work
+	rm -rf $(VENV) demo-output lab/benchmarks/work

@@ -10,8 +10,8 @@ import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.errors import InputError
-from covmerge.evaluation.harness import evaluate
 from covmerge.export.expert_models import _check_base
+from covmerge_lab.harness import evaluate
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain
 

@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from covmerge.cli.extensions import GROUP
+from covmerge.cli.extensions import GROUP, LAB
 from tests.cli.runs import covmerge, words
 
 COMMANDS = '''
@@ -95,6 +95,15 @@ def test_a_package_that_is_broken_is_named_and_hinders_nothing(install, code, fu
 def test_a_command_that_nobody_has(install):
     install("covmerge-greeter", "greeter", COMMANDS, greet="greet")
     assert "No such command 'meet'" in covmerge("meet", code=2).stderr
+
+
+@pytest.mark.parametrize("name", sorted(LAB))
+def test_without_the_lab_its_commands_say_where_they_are(install, name):
+    said = words(covmerge(name, "--any", "thing", code=2).stderr)
+    assert said == (
+        f"error: `covmerge {name}` is in a package of its own, which is not installed: "
+        "pip install covmerge-lab"
+    )
 
 
 def test_other_packages_are_not_asked_for_a_command_of_covmerge():

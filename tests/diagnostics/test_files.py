@@ -231,7 +231,7 @@ def test_what_people_add_and_edit_is_said_and_no_failure(output):
 
 
 def test_evaluating_changes_nothing_that_is_verified(output):
-    from covmerge.evaluation.harness import evaluate
+    from covmerge_lab.harness import evaluate
 
     folder = output("plain")
     for _ in range(2):

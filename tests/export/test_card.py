@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 import covmerge
 from covmerge.checkpoints import HubModel, open_checkpoint
 from covmerge.errors import CheckpointError
-from covmerge.evaluation.card import BEGIN
-from covmerge.evaluation.harness import evaluate
 from covmerge.export.front_matter import read_front_matter
 from covmerge.export.library import library_of, pipeline_of
 from covmerge.export.licences import Licence, licence_notes, read_licence, shared_licence
 from covmerge.recipe import parse_recipe
 from covmerge.recipe.strict_yaml import parse_yaml
+from covmerge_lab.card import BEGIN
+from covmerge_lab.harness import evaluate
 from tests.checkpoints.hub_server import COMMIT, connect, serve
 from tests.cli.runs import save_plain as save_files
 from tests.cli.runs import statistics_for

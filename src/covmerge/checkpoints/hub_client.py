@@ -1,6 +1,6 @@
 """What covmerge asks of the Hugging Face Hub, and the errors that come of it.
 
-Outside `evaluation/`, the only file that imports huggingface_hub, an optional dependency.
+The only file that imports huggingface_hub, an optional dependency.
 """
 
 # The client's signatures hold bare dicts, which strict checking reports at each import.

@@ -11,10 +11,8 @@ from typing import Annotated
 
 import typer
 
-from covmerge.cli.bench import bench
 from covmerge.cli.collect import collect
 from covmerge.cli.compare import compare
-from covmerge.cli.evaluate import evaluate
 from covmerge.cli.explain import explain
 from covmerge.cli.extensions import OpenGroup
 from covmerge.cli.extract import extract
@@ -25,9 +23,7 @@ from covmerge.cli.methods import methods
 from covmerge.cli.outcome import ReportingGroup
 from covmerge.cli.push import push
 from covmerge.cli.report import report
-from covmerge.cli.reproduce import convert, reproduce
 from covmerge.cli.schema import schema
-from covmerge.cli.study import study
 from covmerge.cli.verify import verify
 from covmerge.version import __version__
 
@@ -50,7 +46,6 @@ app = typer.Typer(
 for command in (
     *(merge, inspect, extract, compare, collect, methods, explain),
     *(verify, report, push, schema),
-    *(bench, study, evaluate, reproduce, convert),
 ):
     app.command()(command)
 

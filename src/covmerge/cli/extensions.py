@@ -18,6 +18,7 @@ from covmerge.cli.console import say
 from covmerge.errors import InputError
 
 GROUP = "covmerge.commands"
+LAB = frozenset({"bench", "study", "evaluate", "reproduce", "convert"})
 
 
 class OpenGroup(TyperGroup):
@@ -34,13 +35,18 @@ class OpenGroup(TyperGroup):
         """Return a command, None where there is no such.
 
         Raises:
-            InputError: it is of another package, and cannot be used.
+            InputError: it is of another package, and cannot be used or is not installed.
         """
         if cmd_name in self.commands:
             return super().get_command(ctx, cmd_name)
         commands, refused = self._others
         if cmd_name in refused:
             raise InputError(refused[cmd_name])
+        if cmd_name in LAB - commands.keys():
+            raise InputError(
+                f"`covmerge {cmd_name}` is in a package of its own, which is not installed: "
+                "pip install covmerge-lab"
+            )
         return commands.get(cmd_name)
 
     @cached_property

@@ -1,0 +1,90 @@
+"""All suites side by side: `python -m benchmarks.overview` writes README's table.
+
+It is of the committed results: mean accuracy of every model, by suite and kind of experts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
+SUITES = ("text", "vision", "llm")
+_KINDS = {"full": "full", "lora": "LoRA"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One table of a suite.
+
+    Attributes:
+        title: suite, kind of the experts and how many.
+        rows: by title, as `results.json` has them.
+    """
+
+    title: str
+    rows: dict[str, dict[str, Any]]
+
+
+def columns(results: Path = RESULTS) -> list[Column]:
+    """Read the tables of all suites: full fine-tunes first, fewer experts first."""
+    found: list[Column] = []
+    for suite in SUITES:
+        for kind, name in _KINDS.items():
+            path = results / suite / kind / "results.json"
+            groups = json.loads(path.read_text("utf-8"))["groups"] if path.exists() else []
+            for group in groups:
+                title = f"{suite}, {name}, {len(group['tasks'])}"
+                found.append(Column(title, {row["title"]: row for row in group["rows"]}))
+    return found
+
+
+def table(of: list[Column]) -> str:
+    """Lay out mean accuracies in percent; what beats tuned Task Arithmetic clearly has a star."""
+    lines = [
+        f"| experts | {' | '.join(column.title for column in of)} |",
+        f"|---|{'---:|' * len(of)}",
+    ]
+    section = None
+    for title, row in _rows(of).items():
+        if row["section"] != section:
+            section = row["section"]
+            lines.append(f"| *{section}* |{' |' * len(of)}")
+        lines.append(f"| {title} | {' | '.join(_cell(column.rows.get(title)) for column in of)} |")
+    return "\n".join(lines)
+
+
+def _rows(of: list[Column]) -> dict[str, dict[str, Any]]:
+    """Return one row of each title: section by section, by the mean over all columns."""
+    found = {title: row for column in of for title, row in column.rows.items()}
+    sections = list(dict.fromkeys(row["section"] for row in of[0].rows.values()))
+
+    def mean(title: str) -> float:
+        values = [c.rows[title]["mean"]["mean"] for c in of if title in c.rows]
+        return sum(values) / len(values)
+
+    order = sorted(found, key=lambda t: (sections.index(found[t]["section"]), -mean(t)))
+    return {title: found[title] for title in order}
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    beyond = row["beyond_tuned"]
+    star = "*" if beyond and beyond["low"] > 0 else ""
+    return f"{100 * row['mean']['mean']:.1f}{star}"
+
+
+def written(text: str) -> str:
+    """Return a text with the table between its two marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table(columns())}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text("utf-8")), "utf-8")

@@ -1,0 +1,52 @@
+"""`covmerge bench`: which method, on which kind of experts, and by how much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from covmerge.cli import options
+
+
+def bench(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="text, vision or llm.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel=options.OUTPUT,
+            help="Folder of the results; bench-SUITE.",
+        ),
+    ] = None,
+    cache: options.Cache = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="full|lora", help="One kind of experts; both by default.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Trainings of each expert.")] = 3,
+    methods: Annotated[
+        str | None, typer.Option(metavar="A,B", help="These methods only; all by default.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A smoke run: its numbers mean nothing.")
+    ] = False,
+) -> None:
+    """Train experts of a real base, merge them by every method, put all models to the test.
+
+    covmerge bench text --seeds 1 --kind full
+
+    Everything that is fetched and trained is kept in the cache folder; a run that is interrupted goes
+    on where it was.
+    """
+    from covmerge_lab.run import run_bench
+
+    run_bench(
+        suite,
+        out=out or Path(f"bench-{suite}"),
+        cache=options.cache_folder(cache),
+        kinds=None if kind is None else (kind,),
+        seeds=range(seeds),
+        methods=None if methods is None else [name.strip() for name in methods.split(",")],
+        quick=quick,
+    )

@@ -1,0 +1,5 @@
+"""The LLM suite: a small language model and generative tasks, each answered in a few tokens."""
+
+from covmerge_lab.llm.suite import LlmSuite
+
+__all__ = ["LlmSuite"]

@@ -1,0 +1,140 @@
+"""SmolLM2-135M-Instruct and five generative tasks, its experts fine-tuned whole or by LoRA."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import peft
+import torch
+import transformers
+
+from covmerge_lab import training
+from covmerge_lab.llm import base, corpora, definitions, tasks
+from covmerge_lab.llm.model import (
+    Encoder,
+    Inputs,
+    answer_loss,
+    answers,
+    load,
+    perplexity,
+)
+from covmerge_lab.llm.tasks import Question
+from covmerge_lab.suite import Lessons, Part, Scores, Suite, Variant
+from covmerge_lab.training import Settings
+from covmerge_lab.workers import Tell, untold
+
+# Its annotations are partial.
+_LanguageModel: Any = transformers.AutoModelForCausalLM
+
+_BATCH = 16
+_STEPS = 80
+_LEARNING_RATES = {"full": 5e-5, "lora": 1e-3}
+_WINDOW = 512  # tokens of each text that perplexity is of
+_QUICK = ("arithmetic", "verbs")  # shortest to answer
+_QUICK_LAYERS = 2
+
+
+class LlmSuite(Suite):
+    """Generative tasks, right or wrong by the whole answer."""
+
+    name: ClassVar[str] = "llm"
+    controlled_task: ClassVar[str] = "verbs"
+    lora: ClassVar[Mapping[str, Any]] = {"task_type": peft.TaskType.CAUSAL_LM}
+    autocast: ClassVar[bool] = True
+    adapted: ClassVar[tuple[str, ...]] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+
+    @property
+    def base(self) -> Path:
+        """Folder of SmolLM2-135M-Instruct; for a smoke run, of its first layers."""
+        return self.folder / "base"
+
+    @property
+    def tasks(self) -> Mapping[str, str]:
+        """The tasks by name."""
+        return {s.name: s.about for s in tasks.SPECS if not self.quick or s.name in _QUICK}
+
+    def prepare(self, tell: Tell) -> None:
+        """Unpack the base, read and split the corpora, and define the tasks for lm-eval."""
+        specs = [spec for spec in tasks.SPECS if spec.name in self.tasks]
+        steps = len(specs) + 1
+        tell(0, steps)
+        marker = {"layers": _QUICK_LAYERS if self.quick else None}
+        if not training.is_trained(self.base, marker):
+            with training.finished(self.base, marker) as folder:
+                base.unpack(folder, self.cache, **marker)
+        for done, spec in enumerate(specs, start=1):
+            tell(done, steps)
+            if not all(self._file(spec.name, part).exists() for part in tasks.SIZES):
+                for part, questions in tasks.build(spec, self.cache).items():
+                    tasks.save(questions, self._file(spec.name, part))
+            self._define(spec.name)
+        tell(steps, steps)
+
+    def fresh(self, task: str) -> Any:
+        """Return the language model: no task has a head."""
+        return _LanguageModel.from_pretrained(self.base, dtype=torch.float32)
+
+    def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
+        """See `Suite.lessons`."""
+        model = self.fresh(task)
+        questions = tasks.load(self._file(task, "train"))
+        batches = Encoder(self.base).answered(questions, batch_size, seed)
+        return Lessons(model, batches, lambda batch: answer_loss(model, *batch))
+
+    def settings(self, task: str, variant: Variant) -> Settings:
+        """See `Suite.settings`: all tasks alike."""
+        steps = 5 if self.quick else _STEPS
+        return Settings(steps, _LEARNING_RATES[variant.kind], batch_size=_BATCH)
+
+    def learnt_from(self, task: str) -> Mapping[str, str]:
+        """See `Suite.learnt_from`."""
+        return {"data": hashlib.sha256(self._file(task, "train").read_bytes()).hexdigest()}
+
+    @property
+    def tokenizer(self) -> Path:
+        """The base's."""
+        return self.base
+
+    def score(
+        self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
+    ) -> Scores:
+        """See `Suite.score`: 1.0 where the answer is right to the letter; no task has a head."""
+        questions = self._questions(task, part)
+        encoder, loaded = Encoder(self.base), load(model)
+        longest = encoder.longest(questions)
+        scores: list[float] = [0.0] * len(questions)
+        done = 0
+        for indices, inputs in encoder.prompts(questions, 2 * _BATCH):
+            written = answers(loaded, encoder, inputs, longest)
+            for index, answer in zip(indices, written, strict=True):
+                scores[index] = float(answer == questions[index].answer)
+            done += len(indices)
+            (tell or untold)(done, len(questions))
+        return scores
+
+    def inputs(self, task: str, examples: int) -> Sequence[Inputs]:
+        """See `Suite.inputs`."""
+        questions = tasks.load(self._file(task, "train"))[:examples]
+        return [inputs for _, inputs in Encoder(self.base).prompts(questions, _BATCH)]
+
+    def measures(self, model: Path) -> dict[str, float]:
+        """Return the perplexity on English that no task is about: what is lost of the base shows there."""
+        texts = corpora.general_text(self.cache)[: 1 if self.quick else None]
+        return {"perplexity": perplexity(load(model), Encoder(self.base).windows(texts, _WINDOW))}
+
+    def _file(self, task: str, part: Part) -> Path:
+        return self.examples / task / f"{part}.jsonl"
+
+    def _define(self, task: str) -> None:
+        test = self._file(task, "test")
+        most = Encoder(self.base).longest(tasks.load(test))
+        definitions.write(task, test, most, self.folder / "lm_eval")
+
+    def _questions(self, task: str, part: Part) -> list[Question]:
+        return tasks.load(self._file(task, part))[: _BATCH if self.quick else None]

@@ -1,0 +1,195 @@
+"""Merge the experts of a suite, from disk to disk, by covmerge's own engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import peft
+import safetensors.torch
+
+from covmerge import api
+from covmerge.export import load_expert
+from covmerge.methods import Method, registry
+from covmerge_lab import collecting
+from covmerge_lab.models import Merge, Model, Section
+from covmerge_lab.suite import Kind, Suite, Variant
+from covmerge_lab.workers import MergeSteps, Tell, untold
+
+# Their annotations are partial.
+_PeftModel: Any = peft.PeftModel
+_files: Any = safetensors.torch
+
+SCALES = tuple(tenths / 10 for tenths in range(1, 11))  # that Task Arithmetic is tuned over
+TUNED = "task_arithmetic, tuned"
+
+# Beside the defaults: ACE as its code was released. WUDI's published optimiser is left out: it takes a
+# hundred times as long as the closed form of its loss.
+_AS_RELEASED = (Merge("ace", {"eps": 1e-2}),)
+# They merge inside a space that adapters share; full updates share none.
+_FOR_ADAPTERS = ("knots", "core_space")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a suite that are merged together.
+
+    Attributes:
+        folders: as they were trained, by task: whole models or adapters.
+        whole: whole models, by task.
+        statistics: folder of the statistics files of the whole models.
+        work: folder for merged models.
+    """
+
+    suite: Suite
+    variant: Variant
+    folders: Mapping[str, Path]
+    whole: Mapping[str, Path]
+    statistics: Path
+    work: Path
+
+
+def catalogue(kind: Kind, only: Sequence[str] | None = None) -> tuple[Merge, ...]:
+    """Return every merge of the tables: all methods at their defaults, and as others released them.
+
+    Args:
+        kind: of the experts.
+        only: names of methods; None for all.
+    """
+    defaults = [Merge(method.name, section=_section(method)) for method in registry]
+    return tuple(
+        merge
+        for merge in (*defaults, *_AS_RELEASED)
+        if (kind == "lora" or merge.method not in _FOR_ADAPTERS)
+        and (only is None or merge.method in only)
+    )
+
+
+def statistics_of(merge: Merge) -> str | None:
+    """Return the kind of statistics that a merge needs."""
+    method = registry.get(merge.method)
+    if method.data == "none":
+        return None
+    return method.data if method.protocol == "inputs" else method.protocol
+
+
+def passes(merges: Sequence[Merge]) -> list[list[Merge]]:
+    """Split merges so that each part can be run in one reading of the experts."""
+    found: list[list[Merge]] = []
+    for merge in merges:
+        for part in found:
+            alike = statistics_of(part[0]) == statistics_of(merge)
+            if alike and merge.method not in {other.method for other in part}:
+                part.append(merge)
+                break
+        else:
+            found.append([merge])
+    return found
+
+
+def merge_together(
+    experts: Experts, merges: Sequence[Merge], folder: str, tell: Tell = untold
+) -> list[Model]:
+    """Merge by several methods in one reading of the experts.
+
+    Args:
+        experts: what to merge.
+        merges: of one part of `passes`.
+        folder: name inside the work folder; what an earlier run left there is replaced.
+        tell: hears of the progress.
+    """
+    out = experts.work / folder
+    kind = statistics_of(merges[0])
+    # Statistics speak of whole models.
+    sources = experts.folders if kind is None else experts.whole
+    files = kind and collecting.files(experts.statistics, kind, list(sources))
+    rows = api.compare(
+        experts.suite.base,
+        sources,
+        [merge.method for merge in merges],
+        out,
+        parameters={merge.method: merge.parameters for merge in merges},
+        statistics=files or None,
+        tensors={"few_rows": "allow"},  # 256 single words have fewer tokens than a layer has inputs
+        overwrite=True,
+        progress=MergeSteps(tell),
+    ).rows
+    return [
+        Model(
+            merge.section,
+            merge.title,
+            _folders(experts, merge, out / row.method),
+            merge,
+            row.seconds,
+        )
+        for merge, row in zip(merges, rows, strict=True)
+    ]
+
+
+def tuned_task_arithmetic(experts: Experts, tell: Tell) -> list[Model]:
+    """Keep Task Arithmetic at the scale of the best mean accuracy on the validation examples."""
+    suite, tasks = experts.suite, list(experts.folders)
+    steps = len(SCALES) * (1 + len(tasks))
+    done = 0
+    best: tuple[float, Model] | None = None
+    for scale in SCALES:
+        merge = Merge("task_arithmetic", {"scale": scale}, Section.TUNED)
+        (model,) = merge_together(experts, [merge], f"scale={scale}")
+        means: list[float] = []
+        for task in tasks:
+            done += 1
+            tell(done, steps)
+            folder, expert = model.folders[task], experts.folders[task]
+            means.append(fmean(suite.score(task, "validation", folder, expert)))
+        done += 1
+        tell(done, steps)
+        if best is None or fmean(means) > best[0]:
+            best, worse = (fmean(means), replace(model, title=TUNED)), best
+        else:
+            worse = (0.0, model)
+        if worse is not None:
+            remove(worse[1])
+    assert best is not None
+    return [best[1]]
+
+
+def make_whole(suite: Suite, task: str, adapter: Path, out: Path, tell: Tell) -> Path:
+    """Write the whole model that an adapter makes of the base, with its head, as PEFT merges it."""
+    tell(0, 1)
+    model = _PeftModel.from_pretrained(suite.fresh(task), adapter)
+    model.merge_and_unload().save_pretrained(out)
+    tell(1, 1)
+    return out
+
+
+def remove(model: Model) -> None:
+    """Delete a merged model's folders."""
+    for folder in set(model.folders.values()):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _section(method: Method) -> Section:
+    if method.writes_masks:
+        return Section.PER_TASK
+    return Section.DATA_FREE if method.data == "none" else Section.WITH_DATA
+
+
+def _folders(experts: Experts, merge: Merge, merged: Path) -> dict[str, Path]:
+    """Return the checkpoint that each task is run with."""
+    if merge.section is not Section.PER_TASK:
+        return dict.fromkeys(experts.folders, merged)
+    folders = {task: merged.with_name(f"{merged.name}-{task}") for task in experts.folders}
+    for task, folder in folders.items():
+        weights = load_expert(merged, task, experts.suite.base)
+        shutil.copytree(
+            merged,
+            folder,
+            ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", "heads"),
+            dirs_exist_ok=True,
+        )
+        _files.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folders

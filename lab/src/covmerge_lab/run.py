@@ -1,0 +1,196 @@
+"""`covmerge bench`: from the name of a suite to its results."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.markup import escape
+
+from covmerge.errors import InputError, did_you_mean
+from covmerge.methods import registry
+from covmerge_lab import bench, figures, report
+from covmerge_lab.bench import Bench, Outcome
+from covmerge_lab.collecting import EXAMPLES
+from covmerge_lab.llm import LlmSuite
+from covmerge_lab.studies import STUDIES, save
+from covmerge_lab.suite import Kind, Suite, Variant
+from covmerge_lab.summary import Group, summarise
+from covmerge_lab.text import TextSuite
+from covmerge_lab.vision import VisionSuite
+from covmerge_lab.workers import Workers, prepare
+
+_SUITES: dict[str, type[Suite]] = {
+    suite.name: suite for suite in (TextSuite, VisionSuite, LlmSuite)
+}
+
+
+def open_suite(name: str, cache: Path, *, quick: bool = False) -> Suite:
+    """Return a suite by its name.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    if name not in _SUITES:
+        raise InputError(f"unknown suite '{name}'.{did_you_mean(name, _SUITES)}")
+    return _SUITES[name](cache.resolve(), quick)
+
+
+def terminal() -> Console:
+    """Return the console that progress and tables go to."""
+    # A log file has no width of its own; the tables need this much.
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def run_bench(
+    name: str,
+    *,
+    out: Path,
+    cache: Path,
+    kinds: Sequence[str] | None,
+    seeds: Sequence[int],
+    methods: Sequence[str] | None,
+    quick: bool,
+) -> list[Group]:
+    """Run a suite and write `results.json`, its tables and pictures.
+
+    Args:
+        name: of the suite.
+        out: folder of the results; an earlier run's are replaced.
+        cache: folder of what is fetched and trained.
+        kinds: of experts; None for all that the suite has.
+        seeds: one training of all experts each.
+        methods: merge by these only; None for all.
+        quick: a smoke run.
+
+    Raises:
+        InputError: an unknown name, a folder of something else, or data that cannot be fetched.
+    """
+    suite = open_suite(name, cache, quick=quick)
+    chosen = _kinds(suite, kinds)
+    _check(out, methods)
+    prepare()
+    console = terminal()
+    groups: list[Group] = []
+    with Workers(console) as workers:
+        bench = Bench(suite, workers, console)
+        bench.prepare()
+        for kind in chosen:
+            for tasks in suite.subsets:
+                outcomes = [_outcome(bench, Variant(kind, seed), tasks, methods) for seed in seeds]
+                groups.append(summarise(outcomes))
+                console.print(report.table(groups[-1]))
+    console.print(report.LEGEND, style="dim", highlight=False)
+    _save(bench, groups, out, _command(f"bench {name}", kinds, seeds, methods, quick))
+    console.print(f"{sum(bench.seconds.values()):.0f} s in all; results are in {out}/")
+    return groups
+
+
+def list_studies() -> None:
+    """Print the studies and what they ask."""
+    console = terminal()
+    for name, study in STUDIES.items():
+        console.print(f"[bold]{name}[/]: {escape(study.about)}", highlight=False)
+
+
+def run_study(
+    name: str,
+    suite_name: str,
+    *,
+    out: Path,
+    cache: Path,
+    kinds: Sequence[str] | None,
+    seeds: Sequence[int],
+    quick: bool,
+) -> None:
+    """Run a study and write `results.json`, its text and its pictures.
+
+    Raises:
+        InputError: an unknown name, a folder of something else, or data that cannot be fetched.
+    """
+    if name not in STUDIES:
+        raise InputError(f"unknown study '{name}'.{did_you_mean(name, STUDIES)}")
+    suite = open_suite(suite_name, cache, quick=quick)
+    variants = [Variant(kind, seed) for kind in _kinds(suite, kinds) for seed in seeds]
+    _check(out, None)
+    prepare()
+    console = terminal()
+    study = STUDIES[name]()
+    with Workers(console) as workers:
+        bench = Bench(suite, workers, console)
+        bench.prepare()
+        found = study.run(bench, variants)
+    asked = _command(f"study {name} --suite {suite_name}", kinds, seeds, None, quick)
+    save(study, bench, found, out, asked)
+    console.print(Markdown(found.text))
+    console.print(f"{sum(bench.seconds.values()):.0f} s in all; results are in {out}/")
+
+
+def _kinds(suite: Suite, wanted: Sequence[str] | None) -> tuple[Kind, ...]:
+    for kind in wanted or ():
+        if kind not in suite.kinds:
+            raise InputError(
+                f"suite '{suite.name}' has no '{kind}' experts.{did_you_mean(kind, suite.kinds)}"
+            )
+    return tuple(kind for kind in suite.kinds if wanted is None or kind in wanted)
+
+
+def _check(out: Path, methods: Sequence[str] | None) -> None:
+    for method in methods or ():
+        registry.get(method)
+    if out.exists() and any(out.iterdir()) and not (out / "results.json").exists():
+        raise InputError(f"{out} holds something else than results of a suite: give another --out")
+
+
+def _outcome(
+    of: Bench, variant: Variant, tasks: Sequence[str], methods: Sequence[str] | None
+) -> Outcome:
+    """Run one variant, unless the same code has run it before on the same experts."""
+    asked = hashlib.sha256(repr((tuple(tasks), methods)).encode()).hexdigest()[:12]
+    path = of.suite.folder / "outcomes" / f"{variant}-{asked}.json"
+    key = bench.sources()
+    kept = bench.load_outcome(path, key, variant)
+    if kept is not None:
+        return kept
+    outcome = of.run(variant, tasks, methods)
+    bench.save_outcome(outcome, path, key)
+    return outcome
+
+
+def _command(
+    of: str,
+    kinds: Sequence[str] | None,
+    seeds: Sequence[int],
+    methods: Sequence[str] | None,
+    quick: bool,
+) -> str:
+    """Return the command that gives these results again, wherever its folders are."""
+    options = [
+        *(f"--kind {kind}" for kind in kinds or ()),
+        f"--seeds {len(seeds)}",
+        *([f"--methods {','.join(methods)}"] if methods else []),
+        *(["--quick"] if quick else []),
+    ]
+    return " ".join(["covmerge", of, *options])
+
+
+def _save(of: Bench, groups: Sequence[Group], out: Path, command: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for group in groups:
+        name = f"{group.kind}-{len(group.tasks)}"
+        figures.save(figures.accuracy(group), out / f"accuracy-{name}.png")
+        figures.save(figures.tasks(group), out / f"tasks-{name}.png")
+    results = {
+        "suite": of.suite.name,
+        "command": command,
+        "quick": of.suite.quick,
+        "tasks": {task: of.suite.describe(task) for task in of.suite.tasks},
+        "unlabelled_examples": EXAMPLES,
+        "seconds": of.seconds,
+        "machine": bench.machine(),
+    }
+    report.save(results, groups, out)

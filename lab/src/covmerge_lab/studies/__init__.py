@@ -1,0 +1,29 @@
+"""The papers' studies, put to the suites' experts: `covmerge study`."""
+
+from covmerge_lab.studies.accuracy import Ablation, Ridge, Sensitivity
+from covmerge_lab.studies.cost import CostOfMethods
+from covmerge_lab.studies.covariance import CovarianceReplaced
+from covmerge_lab.studies.entries import EntriesOfUpdates
+from covmerge_lab.studies.heterogeneity import Heterogeneity
+from covmerge_lab.studies.interference import Interference
+from covmerge_lab.studies.retention import Retention
+from covmerge_lab.studies.spectra import SpectraBeforeAndAfter
+from covmerge_lab.studies.study import Findings, Study, save
+
+__all__ = ["STUDIES", "Findings", "Study", "save"]
+
+STUDIES: dict[str, type[Study]] = {
+    study.name: study
+    for study in (
+        Ablation,
+        Sensitivity,
+        Ridge,
+        CovarianceReplaced,
+        Interference,
+        Heterogeneity,
+        SpectraBeforeAndAfter,
+        EntriesOfUpdates,
+        Retention,
+        CostOfMethods,
+    )
+}

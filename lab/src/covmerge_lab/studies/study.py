@@ -1,0 +1,68 @@
+"""What a study is: a question put to the experts of a suite, answered in numbers and pictures."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from covmerge_lab import figures
+from covmerge_lab.bench import Bench, machine
+from covmerge_lab.suite import Variant
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study found.
+
+    Attributes:
+        numbers: all of it, as plain JSON.
+        text: tables and what can be read from them, in Markdown.
+        pictures: matplotlib figures, by file name without its suffix.
+    """
+
+    numbers: Mapping[str, Any]
+    text: str
+    pictures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Study(ABC):
+    """A question of the papers.
+
+    Attributes:
+        name: what the command line calls it.
+        about: the question, and where the papers put it.
+    """
+
+    name: ClassVar[str]
+    about: ClassVar[str]
+
+    @abstractmethod
+    def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
+        """Answer it on a suite's experts, trained in each of these ways."""
+
+
+def save(study: Study, bench: Bench, found: Findings, out: Path, command: str) -> None:
+    """Write `results.json`, `README.md` and the pictures."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, picture in found.pictures.items():
+        figures.save(picture, out / f"{name}.png")
+    content = {
+        "study": study.name,
+        "suite": bench.suite.name,
+        "quick": bench.suite.quick,
+        "command": command,
+        "machine": machine(),
+        "seconds": bench.seconds,
+        **found.numbers,
+    }
+    (out / "results.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    shown = "\n".join(f"![{name}]({name}.png)" for name in found.pictures)
+    (out / "README.md").write_text(
+        f"# Study `{study.name}` on the suite `{bench.suite.name}`\n\n{study.about}\n\n"
+        f"Made by `{command}`.\n\n{found.text}\n\n{shown}\n",
+        encoding="utf-8",
+    )

@@ -1,0 +1,209 @@
+"""What a suite is: a base, tasks, how experts of the base are trained, and how any model does on a task.
+
+A suite is small enough to be sent to a worker process: what it knows lies in its cache folder.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+
+from covmerge import code
+from covmerge_lab import splits, training
+from covmerge_lab.training import ALPHA, RANK, Settings, device, products
+from covmerge_lab.workers import Tell
+
+# Its annotations are partial.
+_Tokenizer: Any = transformers.AutoTokenizer
+
+Kind = Literal["full", "lora"]
+Part = Literal["train", "validation", "test"]
+Scores = list[float]  # of each example, in [0, 1]: whether it is right
+Batch = tuple[Mapping[str, Tensor], Tensor]  # inputs of the model, and what it is to answer
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """One way of training the experts of all tasks.
+
+    Attributes:
+        kind: every weight, or LoRA.
+        seed: of the order of the examples, of fresh heads and of LoRA's random factors.
+    """
+
+    kind: Kind
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """What an expert learns from.
+
+    Attributes:
+        model: the base with a fresh head, where the task has one; without dropout.
+        batches: without end.
+        loss: the mean loss of a batch.
+    """
+
+    model: nn.Module
+    batches: Iterator[Batch]
+    loss: Callable[[Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Suite(ABC):
+    """A base model and its tasks.
+
+    Attributes:
+        cache: folder of the base, the data and the experts; kept between runs.
+        quick: a smoke run: few examples, few steps; its numbers mean nothing.
+        name: what the command line calls it.
+        kinds: how its experts can be trained.
+        adapted: names of the linear layers that LoRA adapts.
+        lora: what else PEFT is told of it.
+        autocast: whether experts are trained with products in bfloat16.
+        controlled_task: of the trainings that studies watch.
+    """
+
+    cache: Path
+    quick: bool = False
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[Kind, ...]] = ("full", "lora")
+    adapted: ClassVar[tuple[str, ...]]
+    lora: ClassVar[Mapping[str, Any]] = {}
+    autocast: ClassVar[bool] = False
+    controlled_task: ClassVar[str]
+
+    @property
+    def folder(self) -> Path:
+        """Where everything of this suite is kept."""
+        return self.cache / (f"{self.name}-quick" if self.quick else self.name)
+
+    @property
+    def examples(self) -> Path:
+        """Folder of the tasks' examples; another one for each state of the code that draws them."""
+        drawn_by = sys.modules[type(self).__module__.rpartition(".")[0]]
+        return self.folder / "tasks" / code.digest(drawn_by, splits)[:12]
+
+    @property
+    @abstractmethod
+    def base(self) -> Path:
+        """Folder of the base, there after `prepare`."""
+
+    @property
+    @abstractmethod
+    def tasks(self) -> Mapping[str, str]:
+        """Its tasks, and what each is about."""
+
+    @property
+    def subsets(self) -> Sequence[Sequence[str]]:
+        """The choices of tasks whose experts are merged, each for a table of its own."""
+        return (tuple(self.tasks),)
+
+    def expert(self, task: str, variant: Variant) -> Path:
+        """Return the folder of an expert: an ordinary checkpoint, or an adapter as PEFT saves it."""
+        return self.folder / "experts" / str(variant) / task
+
+    @abstractmethod
+    def prepare(self, tell: Tell) -> None:
+        """Fetch the data and make the base, unless they are there."""
+
+    @abstractmethod
+    def fresh(self, task: str) -> Any:
+        """Return the base as a task's experts begin: with a fresh head, where the task has one."""
+
+    @abstractmethod
+    def lessons(self, task: str, batch_size: int, seed: int) -> Lessons:
+        """Return what experts of a task learn from; the same seed gives the same batches."""
+
+    @abstractmethod
+    def settings(self, task: str, variant: Variant) -> Settings:
+        """Return how an expert is trained."""
+
+    @abstractmethod
+    def learnt_from(self, task: str) -> Mapping[str, str]:
+        """Return hashes of what else an expert depends on: its examples, a base of the suite's own."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Folder of the tokenizer that experts are saved with; None where there is no text."""
+        return None
+
+    def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
+        """Train an expert, unless it is there, trained alike on the same examples.
+
+        Returns:
+            Seconds per step, or None when the expert was there already.
+        """
+        settings = self.settings(task, variant)
+        marker = training.marker(settings, variant=str(variant), **self.learnt_from(task))
+        out = self.expert(task, variant)
+        if training.is_trained(out, marker):
+            tell(settings.steps, settings.steps)
+            return None
+        # One of its own for each expert: with one for all, adapters would share their random `lora_A`,
+        # which adapters that meet in practice do not.
+        seed = 1000 * variant.seed + list(self.tasks).index(task)
+        torch.default_generator.manual_seed(seed)
+        lessons = self.lessons(task, settings.batch_size, seed)
+        model: Any = self.adapt(lessons.model) if variant.kind == "lora" else lessons.model
+        model.to(device()).train()
+
+        def loss(batch: Batch) -> Tensor:
+            inputs, wanted = batch
+            there = {name: tensor.to(device()) for name, tensor in inputs.items()}
+            with products() if self.autocast else nullcontext():
+                return lessons.loss((there, wanted.to(device())))
+
+        seconds = training.fit(model, lessons.batches, loss, settings, tell)
+        with training.finished(out, marker) as folder:
+            model.save_pretrained(str(folder))
+            if self.tokenizer is not None:
+                _Tokenizer.from_pretrained(self.tokenizer).save_pretrained(folder)
+        return seconds
+
+    def adapt(self, model: Any) -> Any:
+        """Return the model with fresh adapters by PEFT, which are put into the model itself."""
+        config = peft.LoraConfig(
+            r=RANK, lora_alpha=ALPHA, target_modules=list(self.adapted), **self.lora
+        )
+        return peft.get_peft_model(model, config)
+
+    @abstractmethod
+    def score(
+        self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
+    ) -> Scores:
+        """Return how a model does on each example of a task.
+
+        Args:
+            task: the task.
+            part: of which part of its examples.
+            model: folder of an ordinary checkpoint: the base, a merge, an expert made whole.
+            expert: folder of the task's expert, whose head is used where a task has one.
+            tell: hears of the examples that are done.
+        """
+
+    @abstractmethod
+    def inputs(self, task: str, examples: int) -> Sequence[Mapping[str, Any]]:
+        """Return batches of the first training examples, without labels, for methods with data."""
+
+    def describe(self, task: str) -> dict[str, Any]:
+        """Return what the results say of a task."""
+        return {"about": self.tasks[task]}
+
+    def measures(self, model: Path) -> dict[str, float]:
+        """Return what else is measured of a model, such as its perplexity on general text."""
+        return {}

@@ -1,0 +1,150 @@
+"""From the outcomes of several seeds to the rows of a table, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from covmerge_lab.bench import EXPERTS, Outcome, Scored
+from covmerge_lab.bootstrap import Interval, Resamples
+from covmerge_lab.merging import TUNED
+from covmerge_lab.models import Section
+from covmerge_lab.suite import Kind
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of every seed, accuracies in [0, 1].
+
+    Attributes:
+        parameters: of the merge of each seed, where they are not at their defaults.
+        accuracy: by task, mean over the seeds.
+        seeds: mean over the tasks, of each seed.
+        mean: over tasks and seeds, with its interval.
+        of_experts: mean over the tasks of the accuracy over the expert's, of each seed.
+        beyond_tuned: the mean less that of tuned Task Arithmetic, on the same examples.
+        seconds: of the method's mathematics, mean.
+        measures: what else was measured, mean.
+    """
+
+    section: Section
+    title: str
+    method: str | None
+    parameters: Sequence[Mapping[str, Any]]
+    accuracy: Mapping[str, float]
+    seeds: Sequence[float]
+    mean: Interval
+    of_experts: Sequence[float]
+    beyond_tuned: Interval | None
+    seconds: float | None
+    measures: Mapping[str, float]
+
+    @property
+    def share(self) -> float:
+        """Mean over seeds and tasks of the accuracy over the expert's."""
+        return fmean(self.of_experts)
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the mean over the seeds; None of a single one."""
+        return stdev(self.seeds) if len(self.seeds) > 1 else None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain JSON."""
+        return {**asdict(self), "section": self.section.value, "spread": self.spread}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The table of one kind of experts and one choice of tasks.
+
+    Attributes:
+        variants: the seeds, as `full-0`.
+        examples: test examples by task.
+        rows: section by section, the best first in each.
+    """
+
+    kind: Kind
+    variants: tuple[str, ...]
+    tasks: tuple[str, ...]
+    examples: Mapping[str, int]
+    rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        """What stands over the table."""
+        experts = {"full": "full fine-tunes", "lora": "LoRA adapters"}[self.kind]
+        seeds = "one seed" if len(self.variants) == 1 else f"{len(self.variants)} seeds"
+        return f"{len(self.tasks)} experts, {experts}, {seeds}"
+
+    def row(self, title: str) -> Row:
+        """Return the row of a title."""
+        return next(row for row in self.rows if row.title == title)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain JSON."""
+        return {
+            "kind": self.kind,
+            "variants": list(self.variants),
+            "tasks": list(self.tasks),
+            "test_examples": dict(self.examples),
+            "rows": [row.as_json() for row in self.rows],
+        }
+
+
+def summarise(outcomes: Sequence[Outcome]) -> Group:
+    """Put the seeds of one kind of experts together.
+
+    Args:
+        outcomes: of the same tasks, one of each seed.
+    """
+    first = outcomes[0]
+    sizes = {task: len(scores) for task, scores in first.models[0].scores.items()}
+    resamples = Resamples(sizes)
+    by_title = [{scored.model.title: scored for scored in outcome.models} for outcome in outcomes]
+    titles = [t for t in by_title[0] if all(t in models for models in by_title)]
+
+    def scores(title: str) -> dict[str, list[list[float]]]:
+        return {t: [models[title].scores[t] for models in by_title] for t in first.tasks}
+
+    rows: list[Row] = []
+    for title in titles:
+        of_seeds = [models[title] for models in by_title]
+        accuracies = [_accuracies(scored) for scored in of_seeds]
+        experts = [_accuracies(models[EXPERTS]) for models in by_title]
+        model = of_seeds[0].model
+        seconds = [s.model.seconds for s in of_seeds if s.model.seconds is not None]
+        rows.append(
+            Row(
+                section=model.section,
+                title=title,
+                method=model.merge and model.merge.method,
+                parameters=[s.model.merge.parameters if s.model.merge else {} for s in of_seeds],
+                accuracy={t: fmean(each[t] for each in accuracies) for t in first.tasks},
+                seeds=[fmean(each.values()) for each in accuracies],
+                mean=resamples.mean(scores(title)),
+                of_experts=[
+                    fmean(each[t] / best[t] for t in first.tasks)
+                    for each, best in zip(accuracies, experts, strict=True)
+                ],
+                beyond_tuned=(
+                    resamples.difference(scores(title), scores(TUNED))
+                    if TUNED in titles and title != TUNED
+                    else None
+                ),
+                seconds=fmean(seconds) if seconds else None,
+                measures={
+                    name: fmean(s.measures[name] for s in of_seeds) for name in of_seeds[0].measures
+                },
+            )
+        )
+    order = list(Section)
+    rows.sort(key=lambda row: (order.index(row.section), -row.mean.mean))
+    variants = tuple(str(outcome.variant) for outcome in outcomes)
+    return Group(first.variant.kind, variants, first.tasks, sizes, tuple(rows))
+
+
+def _accuracies(scored: Scored) -> dict[str, float]:
+    return {task: fmean(scores) for task, scores in scored.scores.items()}

@@ -1,0 +1,103 @@
+"""The training loop of all suites, and the marker that tells a finished expert from half of one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from covmerge_lab.workers import Tell
+
+# Its annotations are partial.
+_transformers: Any = transformers
+_Adam: Any = torch.optim.AdamW
+
+MARKER = "training.json"
+RANK, ALPHA = 16, 32  # of every suite's LoRA
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one expert is trained: AdamW, a linear warm-up and decay, gradients clipped at norm 1."""
+
+    steps: int
+    learning_rate: float
+    batch_size: int = 32
+    warmup: float = 0.1
+    weight_decay: float = 0.01
+
+
+def device() -> torch.device:
+    """Return the GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def products() -> AbstractContextManager[object]:
+    """Multiply in bfloat16 and keep weights in float32: CPUs that know it are twice as fast."""
+    return torch.autocast(device().type, torch.bfloat16)
+
+
+def fit(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Callable[[Batch], Tensor],
+    settings: Settings,
+    tell: Tell,
+) -> float:
+    """Train what requires a gradient; the model is left as it was given, in training mode or not.
+
+    Returns:
+        Seconds per step.
+    """
+    started = time.perf_counter()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = _Adam(
+        parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+    )
+    schedule = _transformers.get_linear_schedule_with_warmup(
+        optimizer, round(settings.warmup * settings.steps), settings.steps
+    )
+    for step, batch in enumerate(islice(batches, settings.steps), start=1):
+        found: Any = loss(batch)
+        found.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        tell(step, settings.steps)
+    return (time.perf_counter() - started) / settings.steps
+
+
+def is_trained(folder: Path, marker: Mapping[str, Any]) -> bool:
+    """Whether a folder holds what was trained so before."""
+    path = folder / MARKER
+    return path.exists() and json.loads(path.read_text()) == json.loads(json.dumps(marker))
+
+
+@contextmanager
+def finished(folder: Path, marker: Mapping[str, Any]) -> Generator[Path]:
+    """Give a folder to fill; it takes its name and its marker when it is whole."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    (unfinished / MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def marker(settings: Settings, **more: Any) -> dict[str, Any]:
+    """Return what tells one training from another."""
+    return {"settings": asdict(settings), **more}

@@ -1,0 +1,189 @@
+"""Generative tasks: what leaks, what is right, that lm-eval says the same, and that experts merge."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.errors import InputError
+from covmerge_lab.harness import evaluate
+from covmerge_lab.llm import LlmSuite, corpora, model, tasks
+from covmerge_lab.llm.corpora import Example
+from covmerge_lab.llm.tasks import Question, TaskSpec
+from covmerge_lab.studies.controlled import Size, Training, linear_layers, run_training
+from covmerge_lab.suite import Variant
+from language import LEARNT, UNKNOWN, define, offline, save_llama, save_taught
+
+# transformers, PEFT and lm-eval warn of one another.
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+def untold(done, total):
+    pass
+
+
+def save_part(suite, task, part, questions):
+    tasks.save(questions, suite.examples / task / f"{part}.jsonl")
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A suite whose base answers half of one task."""
+    suite = LlmSuite(tmp_path_factory.mktemp("cache"))
+    save_taught(suite.base)
+    for part in ("train", "test"):
+        save_part(suite, "next", part, UNKNOWN + LEARNT)
+    return suite
+
+
+def numbered(cache: Path) -> Iterator[Example]:
+    for number in range(3000):
+        yield Example(f"text {number}", str(number), f"group {number // 4}")
+    yield Example("two ways", "one", "a")
+    yield Example("two ways", "another", "b")
+
+
+def test_parts_share_no_group(tmp_path):
+    parts = tasks.build(TaskSpec("n", "numbers", numbered, "Text", "Number"), tmp_path)
+    assert {part: len(questions) for part, questions in parts.items()} == tasks.SIZES
+    groups = {
+        part: {int(question.answer) // 4 for question in questions}
+        for part, questions in parts.items()
+    }
+    assert not groups["train"] & (groups["test"] | groups["validation"])
+    assert not groups["test"] & groups["validation"]
+    assert len(groups["test"]) >= tasks.SIZES["test"] / tasks.PER_GROUP
+    first = parts["train"][0]
+    assert first.prompt == f"Text: text {first.answer}\nNumber:"
+    assert not any("two ways" in question.prompt for part in parts.values() for question in part)
+    assert parts == tasks.build(TaskSpec("n", "numbers", numbered, "Text", "Number"), tmp_path)
+
+
+def test_a_part_is_kept_to_the_letter(tmp_path):
+    questions = [Question("año\u2028?\nSpanish:", 'a "b"'), Question("\t", "\\")]
+    tasks.save(questions, tmp_path / "part.jsonl")
+    assert tasks.load(tmp_path / "part.jsonl") == questions
+
+
+def test_word_problems_are_right():
+    operations = {"Each": "*", "packs": "*", "more": "+"}
+    for example in list(corpora.word_problems(Path()))[:200]:
+        numbers = [int(word) for word in example.text.replace(".", "").split() if word.isdigit()]
+        assert example.group == " ".join(map(str, sorted(numbers)))
+        for word, operation in operations.items():
+            if word in example.text and "How many more" not in example.text:
+                expected = math.prod(numbers) if operation == "*" else sum(numbers)
+                assert int(example.answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("header", "call"),
+    [
+        ("def f(self, a, b=1): ...", "f(a, b)"),
+        ("def f(a, /, *rest, c, **more): ...", "f(a, *rest, c=c, **more)"),
+    ],
+)
+def test_calls(header, call, tmp_path, monkeypatch):
+    (tmp_path / "module.py").write_text(f"{header}\ndef none(): ...\n")
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(corpora, "files", lambda name: tmp_path / "nothing")
+    (example,) = corpora.calls(tmp_path)
+    assert (example.answer, example.group) == (call, "f")
+
+
+def test_loss_is_of_the_answers_alone(tmp_path):
+    encoder = model.Encoder(save_llama(tmp_path))
+    inputs, targets = next(encoder.answered(LEARNT[:1] + UNKNOWN[:1], 2, seed=0))
+    text = [encoder.tokenizer.decode(row[row >= 0]) for row in targets]
+    assert sorted(text) == [" 1\n", " word\n"]
+    assert torch.equal(
+        torch.where(targets < 0, inputs["input_ids"][:, -targets.shape[1] :], targets),
+        inputs["input_ids"][:, -targets.shape[1] :],
+    )
+    loaded = model.load(tmp_path).float()
+    found = model.answer_loss(loaded, inputs, targets)
+    logits = loaded(**inputs).logits.log_softmax(-1)[:, -targets.shape[1] - 1 : -1]
+    picked = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(found, -picked[targets >= 0].mean())
+
+
+def test_score(taught):
+    scores = taught.score("next", "test", taught.base, taught.base)
+    assert scores == [0.0] * len(UNKNOWN) + [1.0] * len(LEARNT)
+
+
+def test_its_base_can_be_trained_under_control(taught, monkeypatch):
+    monkeypatch.setattr(LlmSuite, "controlled_task", "next")
+    found = run_training(taught, Training("AdamW", 1e-3), 0, Size(2, steps=(1,), held=1), untold)
+    assert len(found[1]) == len(linear_layers(taught.fresh("next"), taught.adapted)) > 0
+
+
+@pytest.mark.slow
+def test_lm_eval_says_the_same(taught, tmp_path, monkeypatch):
+    offline(monkeypatch, tmp_path)
+    scores = taught.score("next", "test", taught.base, taught.base)
+    (result,) = evaluate(
+        taught.base, tasks=["covmerge_next"], include_path=define(tmp_path), device="cpu"
+    )
+    assert result.metrics[0].value == sum(scores) / len(scores)
+
+
+def test_inputs_have_no_answers(taught):
+    (inputs,) = taught.inputs("next", 4)
+    texts = model.Encoder(taught.base).tokenizer.batch_decode(inputs["input_ids"])
+    assert all(text.endswith(("\nWord:", "\nNext:")) for text in texts)
+    assert len(texts) == 4
+
+
+def test_perplexity(taught):
+    encoder, loaded = model.Encoder(taught.base), model.load(taught.base)
+    text = "Some words of English."
+    (inputs,) = encoder.windows([text], 10)
+    assert inputs["input_ids"].shape == (1, 10)
+    found = model.perplexity(loaded, iter([inputs]))
+    with torch.no_grad():
+        expected = loaded(**inputs, labels=inputs["input_ids"]).loss.exp()
+    # exp makes a relative error of the loss's absolute one: some roundings of a float32 near 10.
+    rounding = 8 * torch.finfo(torch.float32).eps * math.log(expected)
+    assert found == pytest.approx(float(expected), rel=rounding)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_train(kind, taught, tmp_path):
+    suite = LlmSuite(taught.cache, quick=True)
+    save_llama(suite.base)
+    save_part(suite, "arithmetic", "train", LEARNT * 4)
+    save_part(suite, "arithmetic", "test", LEARNT)
+    expert = suite.expert("arithmetic", Variant(kind, 0))
+    assert suite.train("arithmetic", Variant(kind, 0), untold) > 0
+    assert suite.train("arithmetic", Variant(kind, 0), untold) is None
+    result = covmerge.merge(suite.base, {"a": expert, "b": expert}, out=tmp_path / "out")
+    assert result.path == tmp_path / "out"
+    assert len(suite.score("arithmetic", "test", tmp_path / "out", expert)) == len(LEARNT)
+
+
+@pytest.mark.slow
+def test_quick(tmp_path):
+    """The real packages; skipped where the registries cannot be reached."""
+    suite = LlmSuite(tmp_path, quick=True)
+    try:
+        suite.prepare(untold)
+    except InputError as error:
+        pytest.skip(str(error))
+    assert {path.stem for path in (suite.folder / "lm_eval").iterdir()} == {
+        f"covmerge_{task}" for task in suite.tasks
+    }
+    experts: dict[str, Path] = {}
+    for task in suite.tasks:
+        suite.train(task, Variant("lora", 0), untold)
+        experts[task] = suite.expert(task, Variant("lora", 0))
+    covmerge.merge(suite.base, experts, method="average", out=tmp_path / "merged")
+    for task in suite.tasks:
+        assert set(suite.score(task, "test", tmp_path / "merged", experts[task])) <= {0.0, 1.0}
+    assert suite.measures(tmp_path / "merged")["perplexity"] > 1
+    config = json.loads((suite.base / "config.json").read_text())
+    assert config["num_hidden_layers"] == 2

@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+
+from covmerge_lab import figures, report
+from covmerge_lab.bench import BASE, EXPERTS, Outcome, Scored, load_outcome, save_outcome
+from covmerge_lab.merging import TUNED, catalogue, passes, statistics_of
+from covmerge_lab.models import Merge, Model, Section
+from covmerge_lab.suite import Variant
+from covmerge_lab.summary import summarise
+
+TASKS = ("a", "b")
+RIGHT = {  # of ten examples a task
+    EXPERTS: (Section.BOUNDS, None, (10, 8)),
+    BASE: (Section.BOUNDS, None, (1, 2)),
+    "ace": (Section.DATA_FREE, Merge("ace"), (9, 4)),
+    "average": (Section.DATA_FREE, Merge("average"), (5, 4)),
+    TUNED: (Section.TUNED, Merge("task_arithmetic", {"scale": 0.4}), (5, 4)),
+}
+
+
+def outcome(seed):
+    def scores(right):
+        return [1.0] * right + [0.0] * (10 - right)
+
+    models = [
+        Scored(
+            Model(section, title, {}, merge, 1.5 if merge else None),
+            {t: scores(max(0, n - seed)) for t, n in zip(TASKS, right, strict=True)},
+            {} if title == EXPERTS else {"perplexity": 10.0 + seed},
+        )
+        for title, (section, merge, right) in RIGHT.items()
+    ]
+    return Outcome(Variant("full", seed), TASKS, tuple(models))
+
+
+@pytest.fixture
+def group():
+    return summarise([outcome(0), outcome(1)])
+
+
+def test_means_spread_and_shares_over_seeds(group):
+    ace = group.row("ace")
+    assert ace.accuracy == pytest.approx({"a": 0.85, "b": 0.35})
+    assert ace.seeds == pytest.approx([0.65, 0.55]) and ace.mean.mean == pytest.approx(0.6)
+    assert ace.spread == pytest.approx(0.0707, abs=1e-4)
+    assert ace.of_experts == pytest.approx([(9 / 10 + 4 / 8) / 2, (8 / 9 + 3 / 7) / 2])
+    assert ace.beyond_tuned.mean == pytest.approx(0.2)
+    assert group.row("average").beyond_tuned.mean == 0
+    assert group.row(TUNED).beyond_tuned is None
+    assert ace.measures == {"perplexity": 10.5}
+
+
+def test_rows_stand_by_section_and_the_best_first(group):
+    assert [row.title for row in group.rows] == [EXPERTS, BASE, "ace", "average", TUNED]
+
+
+def test_an_outcome_is_kept_for_the_same_code_only(tmp_path):
+    path = tmp_path / "runs" / "full-0.json"
+    assert load_outcome(path, "key", Variant("full", 0)) is None
+    save_outcome(outcome(0), path, "key")
+    kept = load_outcome(path, "key", Variant("full", 0))
+    assert summarise([kept]).rows == summarise([outcome(0)]).rows
+    assert load_outcome(path, "other", Variant("full", 0)) is None
+
+
+def test_results_are_written_with_every_number(tmp_path, group):
+    figures.save(figures.accuracy(group), tmp_path / "accuracy.png")
+    figures.save(figures.tasks(group), tmp_path / "tasks.png")
+    report.save({"suite": "text", "command": "covmerge bench text"}, [group], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "| ace | 85.0 | 35.0 | 60.0 ± 7.1 [" in text and "accuracy.png" in text
+    assert (tmp_path / "results.json").read_text().count('"title"') == 5
+    assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_same_figure_is_the_same_file(tmp_path, group):
+    for name in ("one", "two"):
+        figures.save(figures.accuracy(group), tmp_path / f"{name}.png")
+    assert Path(tmp_path / "one.png").read_bytes() == Path(tmp_path / "two.png").read_bytes()
+
+
+def test_every_method_stands_in_the_table():
+    from covmerge.methods import registry
+
+    full, lora = catalogue("full"), catalogue("lora")
+    names = {method.name for method in registry}
+    assert {merge.method for merge in lora} == names
+    assert {merge.method for merge in full} == names - {"knots", "core_space"}
+    assert {merge.title for merge in full} >= {"ace", "ace eps=0.01"}
+
+
+def test_a_pass_has_each_method_once_and_one_kind_of_statistics():
+    parts = passes(catalogue("lora"))
+    assert [merge for part in parts for merge in part]
+    for part in parts:
+        assert len({merge.method for merge in part}) == len(part)
+        assert len({statistics_of(merge) for merge in part}) == 1

@@ -1,0 +1,111 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+
+from covmerge_lab.heads import classifier
+from covmerge_lab.suite import Variant
+from covmerge_lab.text import TextSuite, tasks
+from covmerge_lab.text.corpora import Example
+
+# transformers' own, when PEFT wraps a model.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+def test_a_group_is_wholly_in_training_or_in_testing(tmp_path):
+    def read(cache):
+        for number in range(900):
+            yield Example(f"text {number}", str(number % 3), group=f"group {number // 3}")
+
+    task = tasks.build(tasks.TaskSpec("t", "about", read, 1000, 1000), tmp_path)
+    group_of = {f"text {number}": number // 3 for number in range(900)}
+    parts = [{group_of[t] for t in part.texts} for part in (task.train, task.validation, task.test)]
+    assert len(task.test.texts) == 400 and len(task.validation.texts) == 100
+    # A group may be cut off at the end of a part; it never goes on in another.
+    assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
+    path = tmp_path / "tasks" / "t.json"
+    tasks.save(task, path)
+    assert tasks.load(path) == task
+
+
+def test_a_text_with_two_labels_is_left_out(tmp_path):
+    def read(cache):
+        for number in range(700):
+            yield Example(f"text {number}", "a", str(number))
+            yield Example(f"TEXT {number}", "b" if number % 7 == 0 else "a", str(number))
+
+    task = tasks.build(tasks.TaskSpec("t", "about", read, 1000, 1000), tmp_path)
+    assert task.labels == ("a",)
+    assert len(task.train.texts) + len(task.validation.texts) + len(task.test.texts) == 600
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory):
+    made = TextSuite(tmp_path_factory.mktemp("cache"), quick=True)
+    made.prepare(lambda done, total: None)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_an_expert_is_trained_once_and_scored(suite, kind):
+    variant = Variant(kind, 0)
+    told = []
+    assert suite.train("sentiment", variant, lambda *step: told.append(step)) > 0
+    assert told[-1] == (5, 5)
+    expert = suite.expert("sentiment", variant)
+    stamp = (expert / "training.json").stat().st_mtime_ns
+    assert suite.train("sentiment", variant, lambda *step: None) is None
+    assert (expert / "training.json").stat().st_mtime_ns == stamp
+    weight, bias = classifier(expert)
+    assert weight.shape == (2, 384) and bias.shape == (2,)
+    scores = suite.score("sentiment", "test", suite.base, expert)
+    assert len(scores) == 32 and set(scores) <= {0.0, 1.0}
+    (batch,) = suite.inputs("sentiment", 8)
+    assert set(batch) >= {"input_ids", "attention_mask"} and len(batch["input_ids"]) == 8
+
+
+@pytest.mark.slow
+def test_other_seeds_share_nothing_random(suite):
+    """Adapters of one seed would share their random `lora_A`."""
+    for seed, task in ((0, "sentiment"), (0, "places"), (1, "places")):
+        suite.train(task, Variant("lora", seed), lambda *step: None)
+    stored = [
+        safetensors.torch.load_file(suite.expert(task, variant) / "adapter_model.safetensors")
+        for task, variant in (
+            ("sentiment", Variant("lora", 0)),
+            ("places", Variant("lora", 0)),
+            ("places", Variant("lora", 1)),
+        )
+    ]
+    name = next(name for name in stored[0] if "lora_A" in name)
+    factors = [tensors[name].flatten() for tensors in stored]
+    for one, other in ((0, 1), (1, 2)):
+        cosine = torch.nn.functional.cosine_similarity(factors[one], factors[other], dim=0)
+        assert abs(cosine) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_bench_from_the_command_line(suite, kind, tmp_path):
+    command = [sys.executable, "-m", "covmerge", "bench", "text", "--quick", "--seeds", "1"]
+    options = ["--kind", kind, "--methods", "ace,average,regmean,emr", "--out", tmp_path / "out"]
+    ran = subprocess.run(
+        [*command, *options, "--cache", suite.cache], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    (group,) = results["groups"]
+    titles = {row["title"] for row in group["rows"]}
+    wanted = {"ace", "ace eps=0.01", "average", "regmean", "emr", "task_arithmetic, tuned"}
+    assert wanted < titles
+    assert results["command"] == (
+        f"covmerge bench text --kind {kind} --seeds 1 --methods ace,average,regmean,emr --quick"
+    )
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        *("results.json", "README.md", f"accuracy-{kind}-2.png", f"tasks-{kind}-2.png")
+    }
+    assert not list((suite.folder / "work").iterdir())

@@ -1,5 +1,0 @@
-"""The LLM suite: a small language model and generative tasks, each answered in a few tokens."""
-
-from covmerge.evaluation.llm.suite import LlmSuite
-
-__all__ = ["LlmSuite"]

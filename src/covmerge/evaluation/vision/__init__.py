@@ -1,5 +1,0 @@
-"""The vision suite: a small ViT pretrained here, and tasks trained alike, as the CLIP suites' are."""
-
-from covmerge.evaluation.vision.suite import VisionSuite
-
-__all__ = ["VisionSuite"]
