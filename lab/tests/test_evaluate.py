@@ -1,9 +1,9 @@
 """`covmerge evaluate`: what it prints, what it writes, how it ends."""
 
 import pytest
-from tests.cli.runs import covmerge, words
 
 from language import LEARNT, UNKNOWN, define, offline, save_taught
+from tests.cli.runs import covmerge, words
 
 # lm-eval's dependencies warn of one another.
 pytestmark = pytest.mark.filterwarnings("default")

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from tests.cli.runs import covmerge, words
 
 from covmerge_lab.reproduce.report import STAND_INS
+from tests.cli.runs import covmerge, words
 
 
 def run(cache, table, *options):

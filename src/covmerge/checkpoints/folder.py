@@ -24,10 +24,11 @@ from covmerge.checkpoints.base import (
 from covmerge.checkpoints.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
+from covmerge.checkpoints.module_file import open_module
 from covmerge.checkpoints.paths import safe_child
 from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
-from covmerge.checkpoints.torch_file import TorchFile
+from covmerge.checkpoints.torch_file import NotLoadedError, TorchFile
 from covmerge.errors import CheckpointError
 from covmerge.types import Json, TensorHeader
 
@@ -277,12 +278,22 @@ def open_weights(path: Path) -> WeightFile:
     if path.suffix == _SAFETENSORS:
         return SafetensorsFile(path)
     if path.suffix in _TORCH:
-        return TorchFile(path)
+        return _open_torch(path)
     hint = "its folder" if path.name.endswith(_INDEX) else "a folder or one of these"
     raise CheckpointError(
         f"{path} is not a file of weights that covmerge reads "
         f"({', '.join((_SAFETENSORS, *_TORCH))}): pass {hint}"
     )
+
+
+def _open_torch(path: Path) -> WeightFile:
+    try:
+        return TorchFile(path)
+    except NotLoadedError as refusal:
+        try:
+            return open_module(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{refusal}. As a module: {error}") from error
 
 
 def _existing(folder: Path, name: str) -> Path:

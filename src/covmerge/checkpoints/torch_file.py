@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import pickletools
 import re
 import zipfile
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from covmerge.checkpoints.base import check_unchanged, copy_rows, find_header, header_of, stamp_of
+from covmerge.checkpoints.pickle_bounds import (
+    SAVE_AGAIN,
+    ZIP_MAGIC,
+    check_archive,
+    check_steps,
+    check_whole,
+)
 from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
 from covmerge.types import TensorHeader
 
 _WRAPPERS = ("state_dict", "model", "module")
-_ZIP_MAGIC = b"PK\x03\x04"
-_MAX_LEGACY_BYTES = 4 * 2**30
-_MAX_PICKLE_BYTES = 100_000_000
-_MAX_STEPS = 2_000_000  # a tensor takes 40
 _LEGACY_PICKLES = 5  # a mark, a version, the machine, the state dict, the keys of its storages
 _REFUSED_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
-_SAVE_AGAIN = "load it where you trust it, and save its state dict with safetensors.torch.save_file"
+
+
+class NotLoadedError(CheckpointError):
+    """What torch, allowed to run nothing, does not load."""
 
 
 class TorchFile:
@@ -65,7 +69,7 @@ class TorchFile:
 def _load(path: Path) -> tuple[object, tuple[str, ...]]:
     try:
         with open_regular(path) as file:
-            magic = file.read(len(_ZIP_MAGIC))
+            magic = file.read(len(ZIP_MAGIC))
             size = file.seek(0, 2)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -74,20 +78,16 @@ def _load(path: Path) -> tuple[object, tuple[str, ...]]:
             f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
         )
     notes: tuple[str, ...] = ()
-    if magic == _ZIP_MAGIC:
+    if magic == ZIP_MAGIC:
         _check_archive(path)
-    elif size > _MAX_LEGACY_BYTES:
-        raise CheckpointError(
-            f"{path} is {size} bytes in torch's format from before 1.6, which has to be loaded "
-            f"whole, and the most that is loaded so is {_MAX_LEGACY_BYTES}: {_SAVE_AGAIN}"
-        )
     else:
+        check_whole(size, str(path))
         with open_regular(path) as file:
-            _check_steps(file, path, _LEGACY_PICKLES)
+            check_steps(file, str(path), _LEGACY_PICKLES)
         notes = (f"{path} is in torch's format from before 1.6: all {size} bytes are in memory",)
     try:
         loaded: object = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=magic == _ZIP_MAGIC
+            path, map_location="cpu", weights_only=True, mmap=magic == ZIP_MAGIC
         )
     except Exception as error:  # hostile bytes make the unpickler raise anything
         raise _refusal(path, error) from error
@@ -95,10 +95,9 @@ def _load(path: Path) -> tuple[object, tuple[str, ...]]:
 
 
 def _check_archive(path: Path) -> None:
-    """Check what torch takes for granted about its own zip files before it maps one."""
     try:
         with zipfile.ZipFile(path) as archive:
-            _check_entries(archive, path)
+            check_archive(archive, str(path))
     except CheckpointError:
         raise
     except Exception as error:  # as above
@@ -108,54 +107,17 @@ def _check_archive(path: Path) -> None:
         ) from error
 
 
-def _check_entries(archive: zipfile.ZipFile, path: Path) -> None:
-    entries = archive.infolist()
-    if any(entry.filename.endswith("/constants.pkl") for entry in entries):
-        raise CheckpointError(f"{path} is TorchScript, which is code: {_SAVE_AGAIN}")
-    for entry in entries:
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(
-                f"{path} holds the compressed entry {entry.filename!r}, which torch would map as "
-                f"if it were tensors: {_SAVE_AGAIN}"
-            )
-        if entry.filename.endswith("/data.pkl") and entry.file_size > _MAX_PICKLE_BYTES:
-            raise CheckpointError(
-                f"{path} describes its tensors in {entry.file_size} bytes, and the most that is "
-                f"read is {_MAX_PICKLE_BYTES}: {_SAVE_AGAIN}"
-            )
-        if entry.filename.endswith("/data.pkl"):
-            with archive.open(entry) as description:
-                _check_steps(description, path)
-
-
-def _check_steps(pickled: IO[bytes], path: Path, pickles: int = 1) -> None:
-    """Count the steps of pickles, each of which may make an object; nothing is made here."""
-    steps = 0
-    # What is no pickle is left to torch to refuse.
-    with suppress(ValueError, MemoryError):
-        for _ in range(pickles):
-            for _ in pickletools.genops(pickled):
-                steps += 1
-                if steps > _MAX_STEPS:
-                    break
-    if steps > _MAX_STEPS:
-        raise CheckpointError(
-            f"{path} describes its tensors in more than {_MAX_STEPS} steps, which is far more than "
-            f"any model needs: {_SAVE_AGAIN}"
-        )
-
-
-def _refusal(path: Path, error: Exception) -> CheckpointError:
+def _refusal(path: Path, error: Exception) -> NotLoadedError:
     found = _REFUSED_GLOBAL.search(str(error))
     if found:
-        return CheckpointError(
+        return NotLoadedError(
             f"{path} holds more than tensors: loading it would run {found[1]}, and code in a "
-            f"checkpoint is never run. If it is a whole module or a training state, {_SAVE_AGAIN}"
+            f"checkpoint is never run. If it is a training state, {SAVE_AGAIN}"
         )
     reason = (str(error).strip().splitlines() or [""])[-1]
-    return CheckpointError(
+    return NotLoadedError(
         f"{path} cannot be loaded as tensors ({type(error).__name__}: {reason}): fetch the file "
-        f"again, or {_SAVE_AGAIN}"
+        f"again, or {SAVE_AGAIN}"
     )
 
 
@@ -163,7 +125,7 @@ def _state_dict(loaded: object, where: str) -> tuple[dict[str, Tensor], tuple[st
     """Find the dict of tensors: the file itself, or one of the usual keys of a training state."""
     if not isinstance(loaded, Mapping):
         raise CheckpointError(
-            f"{where} holds a {type(loaded).__name__}, not a dict of tensors: {_SAVE_AGAIN}"
+            f"{where} holds a {type(loaded).__name__}, not a dict of tensors: {SAVE_AGAIN}"
         )
     content = cast("Mapping[object, object]", loaded)
     if _all_tensors(content):
@@ -178,7 +140,7 @@ def _state_dict(loaded: object, where: str) -> tuple[dict[str, Tensor], tuple[st
         key, value = next((k, v) for k, v in content.items() if not isinstance(v, Tensor))
         raise CheckpointError(
             f"{where}: {key!r} is a {type(value).__name__}, not a tensor, and none of "
-            f"{', '.join(_WRAPPERS)} holds a dict of tensors only: {_SAVE_AGAIN}"
+            f"{', '.join(_WRAPPERS)} holds a dict of tensors only: {SAVE_AGAIN}"
         )
     others = ", ".join(sorted(repr(key) for key in content if key != found[0]))
     left = f"; not read: {others}" if others else ""
@@ -198,5 +160,5 @@ def _check_sizes(headers: Mapping[str, TensorHeader], path: Path, size: int) -> 
         if header.nbytes > size:
             raise CheckpointError(
                 f"{path}: '{header.name}' of shape {list(header.shape)} takes {header.nbytes} "
-                f"bytes, and the whole file has {size}: {_SAVE_AGAIN}"
+                f"bytes, and the whole file has {size}: {SAVE_AGAIN}"
             )

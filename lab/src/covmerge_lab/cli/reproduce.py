@@ -1,4 +1,4 @@
-"""`covmerge reproduce` and `covmerge convert`: the flags. What they do is in `reproducing`."""
+"""`covmerge reproduce`: the flags. What it does is in `reproducing`."""
 
 from __future__ import annotations
 
@@ -105,19 +105,3 @@ def reproduce(
             as_json=as_json,
         )
     )
-
-
-def convert(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A pickled module, or a file of torch.save.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="File to write.")],
-    overwrite: options.Overwrite = False,
-) -> None:
-    """Turn a pickled module into safetensors; nothing that it names is imported or run.
-
-    covmerge convert nonlinear_finetuned.pt mnist.safetensors
-    """
-    from covmerge_lab.cli import reproducing
-
-    reproducing.convert(file, out, overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""What `covmerge reproduce` and `covmerge convert` do."""
+"""What `covmerge reproduce` does."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 from rich.console import Console
 
 from covmerge.cli import flags
-from covmerge.cli.console import print_json, printable, say, stderr, stdout
+from covmerge.cli.console import print_json, say, stderr, stdout
 from covmerge.cli.progress import progress_on
 from covmerge.cli.show import NOTE, facts, table
 from covmerge.errors import InputError
 from covmerge.job import torch_threads
-from covmerge.recipe import format_size
 from covmerge_lab.reproduce import report, run, stand_ins
-from covmerge_lab.reproduce.pickled import convert as convert_file
 from covmerge_lab.reproduce.published import Setting, Table
 from covmerge_lab.reproduce.sources import Given
 from covmerge_lab.reproduce.tables import TABLES, choose_settings, find_table
@@ -103,19 +101,6 @@ def _one(given: Flags, setting: Setting, rows: Sequence[str] | None, out: Path) 
 def _files(statistics: Sequence[str]) -> Mapping[str, Path]:
     found = flags.pairs("--stats", statistics, "cola=cola.covstats.safetensors")
     return {name: Path(path) for name, path in found.items()}
-
-
-def convert(file: Path, out: Path, *, overwrite: bool) -> None:
-    """Convert one file.
-
-    Raises:
-        InputError: the output exists, or the file cannot be converted.
-    """
-    if out.exists() and not overwrite:
-        raise InputError(f"the output {out} exists: pass --overwrite, or choose another name")
-    tensors = convert_file(file, out)
-    size = format_size(sum(tensor.nbytes for tensor in tensors.values()))
-    stdout().print(printable(f"{out}: {len(tensors)} tensors, {size}"), soft_wrap=True)
 
 
 def _list(*, as_json: bool) -> None:

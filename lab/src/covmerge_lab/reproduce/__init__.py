@@ -3,13 +3,11 @@
 published   what a table, a setting, a row and a column are
 ace, actmat the tables; tables: all of them by name
 sources     where the checkpoints are; fetch: the hub, whole or not at all
-pickled     tensors out of pickled modules, without running them
 glue, clip, t5, lm   scoring by family; bench: what they share
 run         one setting: fetch, merge, score; report: paper value beside own value
 stand_ins   tiny models and data in the same formats
 """
 
-from covmerge_lab.reproduce.pickled import convert
 from covmerge_lab.reproduce.tables import TABLES, choose_settings, find_table
 
-__all__ = ["TABLES", "choose_settings", "convert", "find_table"]
+__all__ = ["TABLES", "choose_settings", "find_table"]

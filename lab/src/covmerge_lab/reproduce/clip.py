@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from torch.nn.functional import linear, normalize
 from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
 from covmerge_lab.reproduce.bench import Bench, optional
-from covmerge_lab.reproduce.pickled import read_tensors
 from covmerge_lab.reproduce.published import Column
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".ppm", ".bmp", ".webp", ".tif", ".tiff")
@@ -146,7 +145,7 @@ def _lines(path: Path) -> list[str]:
 
 def _head(bench: Bench, column: Column, classes: Sequence[str]) -> Head:
     """The suite's file beside the expert or its folder, or else a head made of the class names."""
-    origin = bench.models.origins[column.expert]
+    origin = bench.models.experts[column.expert]
     for folder in (origin.parent, origin.parent.parent):
         for name in (f"head_{column.task}Val.pt", f"head_{column.task}.pt"):
             if (folder / name).is_file():
@@ -155,7 +154,8 @@ def _head(bench: Bench, column: Column, classes: Sequence[str]) -> Head:
 
 
 def _read_head(file: Path) -> Head:
-    tensors = read_tensors(file)
+    with closing(open_checkpoint(file)) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.headers}
     if "weight" not in tensors:
         raise CheckpointError(f"{file} has no 'weight' but {', '.join(tensors)}: is it a head?")
     weight = tensors["weight"].float()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from pathlib import Path
 
 from covmerge.errors import InputError, did_you_mean
 from covmerge_lab.reproduce.fetch import fetch
-from covmerge_lab.reproduce.pickled import convert
 from covmerge_lab.reproduce.published import Setting, Source
 
 BASE = "base"  # what `--expert` calls it
@@ -37,22 +35,20 @@ class Models:
     """The checkpoints of a setting.
 
     Attributes:
-        base: a folder, or a safetensors file.
+        base: a folder, or a file of weights.
         experts: the same by name.
-        origins: per expert, the file or folder before it was converted: its head lies near.
     """
 
     base: Path
     experts: Mapping[str, Path]
-    origins: Mapping[str, Path]
 
 
 def resolve(setting: Setting, given: Given) -> Models:
-    """Fetch or convert the checkpoints of a setting.
+    """Find or fetch the checkpoints of a setting.
 
     Raises:
         InputError: nobody knows where some of them are; the message names them and what to pass.
-        CheckpointError: one cannot be fetched or converted.
+        CheckpointError: one cannot be fetched.
     """
     sources = {BASE: setting.base, **setting.experts}
     for name in given.experts:
@@ -66,14 +62,13 @@ def resolve(setting: Setting, given: Given) -> Models:
         raise InputError(
             f"{setting.name}: where {', '.join(missing)} are is not known: {sources[missing[0]].where}"
         )
-    origins = {
+    ready = {
         name: place if isinstance(place, Path) else fetch(place, given.cache)
         for name, place in places.items()
         if place is not None
     }
-    ready = {name: _readable(origin, given.cache) for name, origin in origins.items()}
     base = ready.pop(BASE)
-    return Models(base, ready, origins)
+    return Models(base, ready)
 
 
 def _place(name: str, source: Source, given: Given) -> Path | Source | None:
@@ -93,16 +88,3 @@ def _place(name: str, source: Source, given: Given) -> Path | Source | None:
         if path.exists():
             return path
     return source if source.hub else None
-
-
-def _readable(origin: Path, cache: Path) -> Path:
-    """Return a checkpoint that can be merged; pickled files are converted once for each state of them."""
-    if origin.is_dir() or origin.suffix == ".safetensors":
-        return origin
-    status = origin.stat()
-    stamp = f"{origin.resolve()}:{status.st_size}:{status.st_mtime_ns}"
-    name = f"{origin.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}.safetensors"
-    out = cache / "converted" / name
-    if not out.exists():
-        convert(origin, out)
-    return out

@@ -1,8 +1,8 @@
 """Pickled modules become tensors; what they name is neither imported nor run."""
 
-import copy
 import os
 import pickle
+import resource
 import sys
 import zipfile
 from pathlib import Path
@@ -11,12 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.cli.runs import covmerge
 from torch import nn
 
+from covmerge import merge
+from covmerge.checkpoints import open_checkpoint, pickled
 from covmerge.errors import CheckpointError
-from covmerge_lab.reproduce import pickled
-from covmerge_lab.reproduce.pickled import convert, read_tensors
 
 
 class Encoder(nn.Module):
@@ -46,6 +45,12 @@ def oldest(content, path):
 SAVES = [torch.save, legacy, plain, oldest]
 
 
+def read_tensors(path):
+    """All tensors of a file."""
+    checkpoint = open_checkpoint(path)
+    return {name: checkpoint.read(name) for name in checkpoint.headers}
+
+
 @pytest.fixture
 def gone(monkeypatch):
     """A class of a module that is there for saving only."""
@@ -63,12 +68,19 @@ def test_a_module_whose_class_nobody_has(tmp_path, gone, monkeypatch, save):
     encoder, path = gone(), tmp_path / "encoder.pt"
     save(encoder, path)
     monkeypatch.delitem(sys.modules, gone.__module__)
-    convert(path, tmp_path / "out" / "encoder.safetensors")
-    found, wanted = load_file(tmp_path / "out" / "encoder.safetensors"), encoder.state_dict()
-    assert set(found) == set(wanted)
+    checkpoint, wanted = open_checkpoint(path), encoder.state_dict()
+    (note,) = checkpoint.notes
+    assert "a module of class suite_of_somebody.Encoder" in note
+    assert list(checkpoint.headers) == list(wanted)
     for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-        assert found[name].dtype == tensor.dtype
+        header = checkpoint.headers[name]
+        assert (header.shape, header.dtype) == (tuple(tensor.shape), tensor.dtype)
+        assert torch.equal(checkpoint.read(name), tensor), name
+        for rows in (range(1, 2), range(0), range(len(tensor))):
+            assert torch.equal(checkpoint.read(name, rows), tensor[rows.start : rows.stop]), name
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpoint.read("small")
 
 
 def test_a_state_dict_is_converted_too(tmp_path):
@@ -94,7 +106,7 @@ def test_code_never_runs(tmp_path, save):
     assert b"system" in content and str(marker).encode() in content  # the trap is armed
     assert set(read_tensors(path)) == {"weight", "bias"}
     save(Trap(marker), path)
-    with pytest.raises(CheckpointError, match=r"m\.pt holds a (posix|nt)\.system"):
+    with pytest.raises(CheckpointError, match=r"m\.pt holds a (posix|nt)\.system, not a module"):
         read_tensors(path)
     assert not marker.exists()
 
@@ -151,8 +163,10 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
         ("stretched", torch.ones(1).expand(2**40)),
         ("whole", torch.ones(4)[1:]),  # this one is within it
     ):
-        torch.save({name: tensor}, tmp_path / f"{name}.pt")
-    assert read_tensors(tmp_path / "whole.pt")["whole"].tolist() == [1, 1, 1]
+        module = nn.Module()
+        module.w = nn.Parameter(tensor)
+        torch.save(module, tmp_path / f"{name}.pt")
+    assert read_tensors(tmp_path / "whole.pt")["w"].tolist() == [1, 1, 1]
     with pytest.raises(CheckpointError, match="does not fit its storage of 1 numbers"):
         read_tensors(tmp_path / "stretched.pt")
 
@@ -167,6 +181,17 @@ def test_modules_that_hold_themselves_end(tmp_path):
     loop = nn.Linear(2, 2)
     loop._modules["again"] = loop
     torch.save(loop, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match="without end"):
+        read_tensors(tmp_path / "m.pt")
+
+
+def test_modules_that_are_in_many_end(tmp_path):
+    inner = nn.Linear(2, 2)
+    for _ in range(60):
+        outer = nn.Module()
+        outer.left = outer.right = inner
+        inner = outer
+    torch.save(inner, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match="without end"):
         read_tensors(tmp_path / "m.pt")
 
@@ -188,13 +213,90 @@ def test_damaged_files_are_checkpoint_errors(tmp_path, save):
             assert "damaged.pt" in str(error)
 
 
-def test_the_command(tmp_path):
-    torch.save(copy.deepcopy(nn.Linear(2, 3)), tmp_path / "m.pt")
-    out = tmp_path / "m.safetensors"
-    assert "2 tensors" in covmerge("convert", tmp_path / "m.pt", out).stdout
-    assert set(load_file(out)) == {"weight", "bias"}
-    assert "--overwrite" in covmerge("convert", tmp_path / "m.pt", out, code=2).stderr
-    covmerge("convert", tmp_path / "m.pt", out, "--overwrite")
-    missing = covmerge("convert", tmp_path / "none.pt", tmp_path / "n.safetensors", code=2)
-    assert "none.pt" in missing.stderr
-    assert not list(tmp_path.glob(".*"))
+def test_a_dict_of_tensors_alone_needs_no_torch_file(tmp_path):
+    plain({"w": torch.arange(3), "t": torch.ones(2, 3).T}, tmp_path / "m.pt")
+    assert {name: list(t.shape) for name, t in read_tensors(tmp_path / "m.pt").items()} == {
+        "w": [3],
+        "t": [3, 2],
+    }
+    plain({"w": torch.arange(3), "step": 3}, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match="'step' is a int, not a plain tensor"):
+        read_tensors(tmp_path / "m.pt")
+
+
+class Packed(nn.Module):
+    """Keeps its tensors where nobody looks, as quantised modules do."""
+
+    def __getstate__(self):
+        return (torch.ones(3),)
+
+
+def test_no_part_of_a_module_is_left_out(tmp_path):
+    module = nn.Sequential(nn.Linear(2, 2), Packed())
+    torch.save(module, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"'1' is a .*Packed, which is stored as no module"):
+        read_tensors(tmp_path / "m.pt")
+    module = nn.Linear(2, 2)
+    module._parameters["bias"] = Packed
+    torch.save(module, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match=r"'bias' is a .*Packed, not a plain tensor"):
+        read_tensors(tmp_path / "m.pt")
+
+
+def test_a_module_that_changed_since_is_refused(tmp_path):
+    torch.save(nn.Linear(9, 9), tmp_path / "m.pt")
+    checkpoint = open_checkpoint(tmp_path / "m.pt")
+    os.truncate(tmp_path / "m.pt", 100)
+    with pytest.raises(CheckpointError, match="changed while"):
+        checkpoint.read("weight")
+
+
+BOMBS = {
+    # A text of a megabyte, made bytes of two thousand times.
+    "bytes": (
+        b"\x80\x02c_codecs\nencode\nq\x00X\x00\x00\x10\x00" + b"x" * 2**20 + b"q\x010]"
+        b"(" + b"h\x00h\x01\x85R" * 2000 + b"e.",
+        "makes more bytes than it holds",
+    ),
+    "names": (
+        b"\x80\x02](" + b"".join(b"cm\n%d\n" % n for n in range(20_000)) + b"e.",
+        "names more than 10000 classes",
+    ),
+    "objects": (b"\x80\x02" + b"]" * 3_000_000 + b".", "in more than 2000000 steps"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_a_pickle_may_make_is_bounded(tmp_path, name):
+    content, message = BOMBS[name]
+    path = tmp_path / "m.pt"
+    path.write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+
+
+def test_truth_values_are_0_or_1(tmp_path):
+    module = nn.Linear(2, 2)
+    module.register_buffer("mask", torch.tensor([True] * 7))
+    torch.save(module, tmp_path / "m.pt")
+    content = (tmp_path / "m.pt").read_bytes()
+    (tmp_path / "m.pt").write_bytes(content.replace(b"\1" * 7, b"\1\1\7\1\1\1\1"))
+    with pytest.raises(CheckpointError, match="'mask' holds bytes other"):
+        read_tensors(tmp_path / "m.pt")
+
+
+def test_a_pickled_module_is_merged_as_any_expert(tmp_path):
+    layers = [nn.Sequential(nn.Linear(6, 4)) for _ in range(3)]
+    for expert in layers[1:]:
+        for parameter, first in zip(expert.parameters(), layers[0].parameters(), strict=True):
+            parameter.data.mul_(0.01).add_(first.data)
+    for name, module in zip("bxy", layers, strict=True):
+        torch.save(module, tmp_path / f"{name}.pt")
+    sources = [tmp_path / f"{name}.pt" for name in "bxy"]
+    out = tmp_path / "out"
+    merge(sources[0], {"x": sources[1], "y": sources[2]}, "average", out)
+    merged = load_file(out / "model.safetensors")
+    mean = (layers[1][0].weight + layers[2][0].weight) / 2
+    assert torch.allclose(merged["0.weight"], mean, atol=1e-6)

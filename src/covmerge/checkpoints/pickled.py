@@ -1,39 +1,34 @@
-"""Tensors out of pickled modules, without running anything that the pickle names.
+"""What a pickle says of tensors, without running anything that it names.
 
 `torch.save(module)` and `pickle.dump(module)` store a program: which classes to make, which functions
 to call. It is read here by an unpickler that knows storages, torch's functions that lay a tensor over a
 storage, and `OrderedDict`. Whatever else is named becomes an inert record of its arguments and its state:
-no module is imported for it and nothing is called. The tree of `_modules` then has the tensors, under the
-names of a state dict.
+no module is imported for it and nothing is called.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import pickletools
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
-from safetensors import torch as safetensors_torch
 from torch import Tensor
 
+from covmerge.checkpoints.pickle_bounds import ZIP_MAGIC, check_archive, check_steps, check_whole
+from covmerge.checkpoints.regular_file import open_regular, reading
 from covmerge.errors import CheckpointError
 
-# Its annotations are partial.
-_safetensors: Any = safetensors_torch
-
-_ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's own, at the start of its format from before 1.6
-_MAX_PICKLE_BYTES = 100_000_000
-_MAX_WHOLE_BYTES = 4 * 2**30  # formats without an index, which have to be read whole
-_MAX_DEPTH = 100  # of modules in modules
+_MAX_NAMES = 10_000  # of classes and functions; a module has some tens
 _NEXT = "fetch the file again, or save the state dict with safetensors.torch.save_file where you trust it"
 _DTYPES = {
     "DoubleStorage": torch.float64,
@@ -49,14 +44,16 @@ _DTYPES = {
 }
 
 
-class _Sealed(type):
-    """A class whose attributes a pickle cannot set."""
+class Sealed(type):
+    """A class whose attributes a pickle cannot set: a stand-in of what is called `origin`."""
+
+    origin: str
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError(f"the pickle sets '{name}' of a class")
 
 
-class Inert(metaclass=_Sealed):
+class Inert(metaclass=Sealed):
     """What stands in for an object of any class that is not known here."""
 
     origin = ""
@@ -117,11 +114,11 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Storage:
-    """Numbers of one dtype in the file, `read` when they are asked for."""
+    """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them."""
 
     dtype: torch.dtype
     count: int
-    read: Callable[[], bytes]
+    read: Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True)
@@ -133,61 +130,91 @@ class Laid:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def tensor(self) -> Tensor:
-        """Read it into memory of its own."""
-        data = bytearray(self.storage.read())
-        numbers = torch.frombuffer(data, dtype=self.storage.dtype) if data else _nothing(self)
-        return torch.as_strided(numbers, self.shape, self.strides, self.offset).clone(
-            memory_format=torch.contiguous_format
-        )
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its numbers."""
+        return self.storage.dtype
+
+    def tensor(self, rows: range | None = None) -> Tensor:
+        """Read (rows of) it into memory of its own, and of its storage what lies between.
+
+        Raises:
+            CheckpointError: the file ends early.
+        """
+        first, shape = self.offset, self.shape
+        if rows is not None:
+            first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
+        if 0 in shape:
+            return torch.empty(shape, dtype=self.dtype)
+        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
+        data = bytearray(self.storage.read(first, spanned))
+        # As bytes, truth values stay as they are stored, whatever they are.
+        dtype = torch.uint8 if self.dtype is torch.bool else self.dtype
+        laid = torch.as_strided(torch.frombuffer(data, dtype=dtype), shape, self.strides)
+        return laid.clone(memory_format=torch.contiguous_format).view(self.dtype)
 
 
-def _nothing(laid: Laid) -> Tensor:
-    return torch.empty(0, dtype=laid.storage.dtype)
+@dataclass
+class _Loading:
+    """A file that is being read, and what it may still make.
+
+    Attributes:
+        where: its path.
+        left: bytes that it may still make; a storage was text once, then bytes, then numbers.
+        kinds: the stand-ins of what it names.
+    """
+
+    where: str
+    left: int
+    kinds: dict[str, type[Inert]] = field(default_factory=dict[str, "type[Inert]"])
+
+    def make(self, size: int) -> None:
+        """Count bytes that are about to be made.
+
+        Raises:
+            CheckpointError: there are more than the file has.
+        """
+        self.left -= size
+        if self.left < 0:
+            raise CheckpointError(f"{self.where} makes more bytes than it holds: {_NEXT}")
+
+    def kind(self, origin: str) -> type[Inert]:
+        """Return the stand-in of a class or function.
+
+        Raises:
+            CheckpointError: there are too many.
+        """
+        if origin not in self.kinds:
+            if len(self.kinds) == _MAX_NAMES:
+                raise CheckpointError(
+                    f"{self.where} names more than {_MAX_NAMES} classes and functions: {_NEXT}"
+                )
+            self.kinds[origin] = Sealed("Inert", (Inert,), {"origin": origin})
+        return self.kinds[origin]
 
 
-def convert(file: Path, out: Path) -> dict[str, Tensor]:
-    """Write the tensors of a pickled module, or of a pickled state dict, as safetensors.
+def load_records(path: Path) -> object:
+    """Return what is pickled in a file of `torch.save` (of any version) or `pickle.dump`.
 
-    Args:
-        file: of `torch.save` (of any version) or `pickle.dump`.
-        out: the safetensors file; it appears when it is whole.
-
-    Returns:
-        The tensors by name, as `module.state_dict()` would name them.
+    Plain values are themselves, tensors are `Laid`, and objects are `Inert`.
 
     Raises:
-        CheckpointError: the file holds no tensors, is damaged, or promises more than it holds.
+        CheckpointError: the file is damaged, or promises more than it holds.
     """
-    tensors = read_tensors(file)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}.partial")
+    where = str(path)
     try:
-        _safetensors.save_file(tensors, unfinished, metadata={"format": "pt"})
-        unfinished.replace(out)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return tensors
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a pickled module or state dict by name; see `convert`."""
-    where = str(file)
-    try:
-        with file.open("rb") as stream:
-            magic = stream.read(len(_ZIP_MAGIC))
-    except OSError as error:
+        with reading(path), open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            loading = _Loading(where, 2 * size)
+            if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
+                with zipfile.ZipFile(file) as archive:
+                    check_archive(archive, where)
+                    return _load_archive(archive, path, file, loading)
+            check_whole(size, where)
+            file.seek(0)
+            return _load_bytes(file.read(), loading)
+    except FileNotFoundError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
-    try:
-        if magic == _ZIP_MAGIC:
-            with zipfile.ZipFile(file) as archive:
-                return _tensors(_load_archive(archive, where), where)
-        if file.stat().st_size > _MAX_WHOLE_BYTES:
-            raise CheckpointError(
-                f"{where} is in a format that has to be read whole, and is larger than "
-                f"{_MAX_WHOLE_BYTES} bytes: {_NEXT}"
-            )
-        return _tensors(_load_bytes(file.read_bytes(), where), where)
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes make zipfile and the unpickler raise anything
@@ -197,82 +224,17 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         ) from error
 
 
-# From the tree of records to named tensors
-
-
-def _tensors(root: object, where: str) -> dict[str, Tensor]:
-    laid = dict(_named(root, "", where, 0))
-    if not laid:
-        kind = root.origin if isinstance(root, Inert) else type(root).__name__
-        raise CheckpointError(
-            f"{where} holds a {kind} without parameters, not a module or a state dict: is it the "
-            "right file?"
-        )
-    return {name: tensor.tensor() for name, tensor in laid.items()}
-
-
-def _named(value: object, prefix: str, where: str, depth: int) -> Iterator[tuple[str, Laid]]:
-    """Yield the tensors of a module's record or of a state dict, named as torch names them."""
-    if depth > _MAX_DEPTH:
-        raise CheckpointError(f"{where}: modules in modules without end at '{prefix}': {_NEXT}")
-    if isinstance(value, Mapping):
-        for key, item in cast("Mapping[object, object]", value).items():
-            if isinstance(key, str) and isinstance(item, Laid):
-                yield key, item
-        return
-    state = value.state if isinstance(value, Inert) else None
-    if not isinstance(state, Mapping):
-        return
-    state = cast("Mapping[object, object]", state)
-    skipped = _left_out(state)
-    for part in ("_parameters", "_buffers"):
-        for name, item in _entries(state, part):
-            if item is None or (part == "_buffers" and name in skipped):
-                continue
-            if not isinstance(item, Laid):
-                raise CheckpointError(
-                    f"{where}: '{prefix}{name}' is a {_kind(item)}, not a plain tensor: {_NEXT}"
-                )
-            yield f"{prefix}{name}", item
-    for name, item in _entries(state, "_modules"):
-        yield from _named(item, f"{prefix}{name}.", where, depth + 1)
-
-
-def _entries(state: Mapping[object, object], part: str) -> Iterator[tuple[str, object]]:
-    content = state.get(part)
-    if isinstance(content, Mapping):
-        for name, item in cast("Mapping[object, object]", content).items():
-            if isinstance(name, str):
-                yield name, item
-
-
-def _left_out(state: Mapping[object, object]) -> set[object]:
-    """Names of the buffers that a state dict does not have. A set is pickled as a call of `set`."""
-    found = state.get("_non_persistent_buffers_set")
-    if isinstance(found, Inert) and found.args and isinstance(found.args[0], list):
-        return {item for item in cast("list[object]", found.args[0]) if isinstance(item, str)}
-    return cast("set[object]", found) if isinstance(found, set) else set()
-
-
-def _kind(value: object) -> str:
-    return value.origin if isinstance(value, Inert) else type(value).__name__
-
-
 # The formats
 
 
-def _load_archive(archive: zipfile.ZipFile, where: str) -> object:
+def _load_archive(
+    archive: zipfile.ZipFile, path: Path, file: IO[bytes], loading: _Loading
+) -> object:
     """A zip of torch: `*/data.pkl`, and a member `*/data/KEY` for each storage."""
+    where = loading.where
     found = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
     if len(found) != 1:
         raise CheckpointError(f"{where} has {len(found)} members data.pkl, not one: {_NEXT}")
-    if any(entry.filename.endswith("/constants.pkl") for entry in archive.infolist()):
-        raise CheckpointError(f"{where} is TorchScript, which is code: {_NEXT}")
-    if found[0].file_size > _MAX_PICKLE_BYTES:
-        raise CheckpointError(
-            f"{where}: {found[0].filename} has {found[0].file_size} bytes, and the most that is read "
-            f"is {_MAX_PICKLE_BYTES}: {_NEXT}"
-        )
     folder = found[0].filename.removesuffix("data.pkl")
 
     def storage(dtype: torch.dtype, key: str, count: int) -> _Storage:
@@ -281,24 +243,45 @@ def _load_archive(archive: zipfile.ZipFile, where: str) -> object:
             entry = archive.getinfo(member)
         except KeyError:
             raise CheckpointError(f"{where} has no member {member}: {_NEXT}") from None
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"{where}: {member} is compressed, as torch never does: {_NEXT}")
         # What the file really has, not what it says, decides how much is allocated.
         if not entry.compress_size == entry.file_size == count * dtype.itemsize:
             raise CheckpointError(
                 f"{where}: {member} holds {entry.compress_size} bytes, and {count} numbers of {dtype} "
                 f"take {count * dtype.itemsize}: {_NEXT}"
             )
-        return _Storage(dtype, count, lambda: archive.read(entry))
+        start = _data_start(file, entry)
+        if start + entry.file_size > os.fstat(file.fileno()).st_size:
+            raise CheckpointError(f"{where}: {member} goes on after the end of the file: {_NEXT}")
 
-    return _unpickle(archive.read(found[0]), where, storage)
+        def read(first: int, wanted: int) -> bytes:
+            return _read_at(path, start + first * dtype.itemsize, wanted * dtype.itemsize)
+
+        return _Storage(dtype, count, read)
+
+    return _unpickle(archive.read(found[0]), loading, storage)
 
 
-def _load_bytes(data: bytes, where: str) -> object:
+def _data_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin: after a header of its own, whose length only it has."""
+    file.seek(entry.header_offset)
+    name, extra = struct.unpack("<26x2H", file.read(30))
+    return entry.header_offset + 30 + name + extra
+
+
+def _read_at(path: Path, start: int, size: int) -> bytes:
+    with reading(path), open_regular(path) as file:
+        file.seek(start)
+        data = file.read(size)
+    if len(data) != size:
+        raise CheckpointError(f"{path} ends at byte {start + len(data)}: {_NEXT}")
+    return data
+
+
+def _load_bytes(data: bytes, loading: _Loading) -> object:
     """Torch's format from before 1.6, or a plain pickle."""
-    stream = io.BytesIO(data)
+    stream, where = io.BytesIO(data), loading.where
     first = _next_pickle(stream, where)
-    found = _unpickle(first, where, _no_storage(where))
+    found = _unpickle(first, loading, _no_storage(where))
     if found != _LEGACY_MAGIC:
         return found
     for _ in ("protocol", "system"):
@@ -307,10 +290,13 @@ def _load_bytes(data: bytes, where: str) -> object:
     places: dict[str, bytes] = {}
 
     def storage(dtype: torch.dtype, key: str, count: int) -> _Storage:
-        return declared.setdefault(key, _Storage(dtype, count, lambda: places[key]))
+        def read(first: int, wanted: int) -> bytes:
+            return places[key][first * dtype.itemsize : (first + wanted) * dtype.itemsize]
 
-    content = _unpickle(_next_pickle(stream, where), where, storage)
-    keys = _unpickle(_next_pickle(stream, where), where, _no_storage(where))
+        return declared.setdefault(key, _Storage(dtype, count, read))
+
+    content = _unpickle(_next_pickle(stream, where), loading, storage)
+    keys = _unpickle(_next_pickle(stream, where), loading, _no_storage(where))
     for key in cast("list[str]", keys):
         if key not in declared:
             raise CheckpointError(f"{where} has the storage {key!r}, which nothing uses: {_NEXT}")
@@ -334,6 +320,8 @@ def _legacy_storage(stream: io.BytesIO, storage: _Storage, where: str) -> bytes:
 def _next_pickle(stream: io.BytesIO, where: str) -> bytes:
     """Return the bytes of one pickle, checked for what would take memory before any check of ours."""
     start = stream.tell()
+    check_steps(stream, where)
+    stream.seek(start)
     left = stream.getbuffer().nbytes - start
     for opcode, argument, _ in pickletools.genops(stream):
         # The unpickler's memo is an array, and an index makes it that long.
@@ -357,16 +345,17 @@ def _no_storage(where: str) -> _StorageOf:
     return refuse
 
 
-def _unpickle(data: bytes, where: str, storage: _StorageOf) -> object:
-    return _Unpickler(_next_pickle(io.BytesIO(data), where), where, storage).load()
+def _unpickle(data: bytes, loading: _Loading, storage: _StorageOf) -> object:
+    return _Unpickler(_next_pickle(io.BytesIO(data), loading.where), loading, storage).load()
 
 
 class _Unpickler(pickle.Unpickler):
     """Knows tensors and `OrderedDict`; of everything else it keeps a record."""
 
-    def __init__(self, data: bytes, where: str, storage: _StorageOf) -> None:
+    def __init__(self, data: bytes, loading: _Loading, storage: _StorageOf) -> None:
         super().__init__(io.BytesIO(data))
-        self._where = where
+        self._loading = loading
+        self._where = loading.where
         self._storage = storage
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -378,7 +367,8 @@ class _Unpickler(pickle.Unpickler):
             "torch._utils._rebuild_parameter_with_state": _first,
             "torch.storage._load_from_bytes": self._whole,
             "torch.Size": _first,
-            "_codecs.encode": _latin,
+            "copy_reg._reconstructor": _made,
+            "_codecs.encode": self._latin,
         }
         origin = f"{module_name}.{global_name}"
         if origin == "collections.OrderedDict":
@@ -387,7 +377,7 @@ class _Unpickler(pickle.Unpickler):
             return _Call(known[origin])
         if module_name == "torch" and global_name in _DTYPES:
             return _DTYPES[global_name]
-        return _Sealed("Inert", (Inert,), {"origin": origin})
+        return self._loading.kind(origin)
 
     def persistent_load(self, pid: Any, /) -> Any:
         """Return a storage of the file, or the class of a module, which old files store with its source."""
@@ -407,7 +397,15 @@ class _Unpickler(pickle.Unpickler):
         """A storage that was pickled as the bytes of a file of its own."""
         if not isinstance(data, bytes):
             raise CheckpointError(f"{self._where}: a storage is no bytes: {_NEXT}")
-        return _load_bytes(data, self._where)
+        self._loading.make(len(data))
+        return _load_bytes(data, self._loading)
+
+    def _latin(self, text: object, *_: object) -> bytes:
+        """Bytes are pickled as text before protocol 3."""
+        if not isinstance(text, str):
+            return b""
+        self._loading.make(len(text))
+        return text.encode("latin1")
 
     def _laid(
         self, storage: object, offset: object, shape: object, strides: object, *_: object
@@ -434,9 +432,9 @@ def _first(value: object, *_: object) -> object:
     return value
 
 
-def _latin(text: object, *_: object) -> bytes:
-    """Bytes are pickled as text before protocol 3."""
-    return text.encode("latin1") if isinstance(text, str) else b""
+def _made(kind: object, *_: object) -> object:
+    """Objects are made by this function before protocol 2."""
+    return kind() if isinstance(kind, type) and issubclass(kind, Inert) else Inert(kind)
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:

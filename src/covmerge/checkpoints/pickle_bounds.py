@@ -1,0 +1,85 @@
+"""What files of pickles may cost, looked at before anything of them is made.
+
+Both that read such files ask here: torch's own loader (`torch_file.py`), and ours (`pickled.py`).
+"""
+
+from __future__ import annotations
+
+import pickletools
+import zipfile
+from collections.abc import Generator
+from typing import IO
+
+from covmerge.errors import CheckpointError
+
+ZIP_MAGIC = b"PK\x03\x04"
+MAX_WHOLE_BYTES = 4 * 2**30  # of formats without an index
+SAVE_AGAIN = "load it where you trust it, and save its state dict with safetensors.torch.save_file"
+
+_MAX_PICKLE_BYTES = 100_000_000
+_MAX_STEPS = 2_000_000  # a tensor takes 40
+
+
+def check_whole(size: int, where: str) -> None:
+    """Refuse a file that has to be loaded whole and is too large for it.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if size > MAX_WHOLE_BYTES:
+        raise CheckpointError(
+            f"{where} is {size} bytes in torch's format from before 1.6, which has to be loaded "
+            f"whole, and the most that is loaded so is {MAX_WHOLE_BYTES}: {SAVE_AGAIN}"
+        )
+
+
+def check_archive(archive: zipfile.ZipFile, where: str) -> None:
+    """Check what torch takes for granted about its own zip files, and count the steps of the pickle.
+
+    Raises:
+        CheckpointError: it is code, is compressed, or describes its tensors at too great length.
+    """
+    entries = archive.infolist()
+    if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        raise CheckpointError(f"{where} is TorchScript, which is code: {SAVE_AGAIN}")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(
+                f"{where} holds the compressed entry {entry.filename!r}, which torch would map as "
+                f"if it were tensors: {SAVE_AGAIN}"
+            )
+        if not entry.filename.endswith("/data.pkl"):
+            continue
+        if entry.file_size > _MAX_PICKLE_BYTES:
+            raise CheckpointError(
+                f"{where} describes its tensors in {entry.file_size} bytes, and the most that is "
+                f"read is {_MAX_PICKLE_BYTES}: {SAVE_AGAIN}"
+            )
+        with archive.open(entry) as description:
+            check_steps(description, where)
+
+
+def check_steps(pickled: IO[bytes], where: str, pickles: int = 1) -> None:
+    """Count the steps of some pickles in a row, each of which may make an object.
+
+    What is no pickle is left to whoever loads it.
+
+    Raises:
+        CheckpointError: there are too many.
+    """
+    left = _MAX_STEPS
+    for _ in range(pickles):
+        for _ in _opcodes(pickled):
+            left -= 1
+            if left < 0:
+                raise CheckpointError(
+                    f"{where} describes its tensors in more than {_MAX_STEPS} steps, which is far "
+                    f"more than any model needs: {SAVE_AGAIN}"
+                )
+
+
+def _opcodes(pickled: IO[bytes]) -> Generator[object]:
+    try:
+        yield from pickletools.genops(pickled)
+    except (ValueError, MemoryError):
+        return
