@@ -22,10 +22,9 @@ from torch import Tensor
 
 import covmerge
 from benchmarks.measure import machine
-from covmerge import merge_layer
+from covmerge import LowRank, merge_layer
 from covmerge.linalg.auto import factored_choice
 from covmerge.methods import registry
-from covmerge.types import LowRank
 
 RESULTS = Path(__file__).parent / "results"
 METHODS = ("average", "ties", "ace", "actmat", "iso_c", "tsv_m")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from covmerge import api
+import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.covariance.gate import gate
 from covmerge.errors import InputError
@@ -281,7 +281,7 @@ def test_layers_are_read_in_order_as_differences(bench, experts):
 
 def test_gamma_of_the_norms_is_that_of_the_merge(bench, experts):
     norms = update_norms(bench.suite.base, experts, untold)
-    stats = api.merge(bench.suite.base, experts, method="ace").stats["tensors"]
+    stats = covmerge.merge(bench.suite.base, experts, method="ace").stats["tensors"]
     assert list(norms) == list(LAYERS)
     for name, of in norms.items():
         expected = stats[name]["matrices"][0]["gamma"]

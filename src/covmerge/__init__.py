@@ -27,14 +27,16 @@ if TYPE_CHECKING:
         report,
         run_recipe,
     )
+    from covmerge.checkpoints import open_checkpoint
     from covmerge.comparison import Comparison
     from covmerge.diagnostics.verify import verify
     from covmerge.export import load_expert
     from covmerge.layer import merge_layer
     from covmerge.publish import push
-    from covmerge.recipe import Recipe, load_recipe
+    from covmerge.recipe import Recipe, load_recipe, parse_recipe
     from covmerge.reporting import figures as figures
     from covmerge.statistics.collect import collect
+    from covmerge.statistics.regmean_pp import collect_regmean_pp
     from covmerge.types import LowRank
 
 _HOMES = {
@@ -42,12 +44,14 @@ _HOMES = {
     "LowRank": "covmerge.types",
     "MergeResult": "covmerge.api",
     "collect": "covmerge.statistics",
+    "collect_regmean_pp": "covmerge.statistics",
     "compare": "covmerge.api",
     "extract": "covmerge.api",
     "inspect": "covmerge.api",
     "load_expert": "covmerge.export",
     "merge": "covmerge.api",
     "merge_layer": "covmerge.layer",
+    "open_checkpoint": "covmerge.checkpoints",
     "plan_recipe": "covmerge.api",
     "push": "covmerge.publish",
     "report": "covmerge.api",
@@ -55,6 +59,7 @@ _HOMES = {
     "verify": "covmerge.diagnostics",
     "Recipe": "covmerge.recipe",
     "load_recipe": "covmerge.recipe",
+    "parse_recipe": "covmerge.recipe",
 }
 
 # Subpackages: `covmerge.methods.names()`. Figures are not in __all__, as they need an extra.
@@ -67,6 +72,7 @@ __all__ = [
     "Recipe",
     "__version__",
     "collect",
+    "collect_regmean_pp",
     "compare",
     "extract",
     "inspect",
@@ -75,6 +81,8 @@ __all__ = [
     "merge",
     "merge_layer",
     "methods",
+    "open_checkpoint",
+    "parse_recipe",
     "plan_recipe",
     "push",
     "report",

@@ -110,8 +110,7 @@ class Stages:
 
 
 def by_covmerge(order: Order, place: Place) -> dict[str, Any]:
-    from covmerge.api import run_recipe
-    from covmerge.recipe import parse_recipe
+    from covmerge import parse_recipe, run_recipe
 
     # covmerge asks transformers for the classes of the base's layers.
     _model_class(place.base)

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from covmerge.api import plan_recipe, run_recipe
+from covmerge import parse_recipe, plan_recipe, run_recipe
 from covmerge.engine import peak_memory
 from covmerge.errors import InputError
-from covmerge.recipe import parse_recipe
 
 _MODULE = "covmerge_lab.alone"
 

@@ -20,8 +20,7 @@ from rich.console import Console
 
 import covmerge
 import covmerge_lab
-from covmerge import code
-from covmerge.version import __version__
+from covmerge import __version__, code
 from covmerge_lab import collecting, merging
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from covmerge.statistics import collect, collect_regmean_pp
+from covmerge import collect, collect_regmean_pp
 from covmerge_lab.suite import Suite
 from covmerge_lab.workers import CollectSteps, Job, Tell
 

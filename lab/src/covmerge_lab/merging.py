@@ -12,8 +12,8 @@ from typing import Any
 import peft
 import safetensors.torch
 
-from covmerge import api
-from covmerge.export import load_expert
+import covmerge
+from covmerge import load_expert
 from covmerge.methods import Method, registry
 from covmerge_lab import collecting
 from covmerge_lab.models import Merge, Model, Section
@@ -107,7 +107,7 @@ def merge_together(
     # Statistics speak of whole models.
     sources = experts.folders if kind is None else experts.whole
     files = kind and collecting.files(experts.statistics, kind, list(sources))
-    rows = api.compare(
+    rows = covmerge.compare(
         experts.suite.base,
         sources,
         [merge.method for merge in merges],

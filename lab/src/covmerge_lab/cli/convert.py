@@ -26,7 +26,7 @@ def convert(
     """
     from safetensors import torch as safetensors_torch
 
-    from covmerge.checkpoints import open_checkpoint
+    from covmerge import open_checkpoint
     from covmerge.recipe import format_size
 
     if out.exists() and not overwrite:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, normalize
 
-from covmerge.checkpoints import open_checkpoint
+from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
 from covmerge_lab.reproduce.bench import Bench, optional
 from covmerge_lab.reproduce.published import Column

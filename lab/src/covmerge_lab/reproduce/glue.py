@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from covmerge import statistics
+import covmerge
 from covmerge.errors import CheckpointError, InputError
 from covmerge_lab.reproduce.bench import Bench, Record, optional, quiet, read_records
 from covmerge_lab.reproduce.metrics import METRICS, Numbers
@@ -60,9 +60,7 @@ def collect(bench: Bench, kinds: Sequence[str]) -> dict[str, Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         inputs = [tokenizer.pad([one], return_tensors="pt") for one in encoded]
         with quiet():
-            statistics.collect(
-                expert, inputs, out, kinds=kinds, device=bench.device, overwrite=True
-            )
+            covmerge.collect(expert, inputs, out, kinds=kinds, device=bench.device, overwrite=True)
         found[column.expert] = out
     return found
 

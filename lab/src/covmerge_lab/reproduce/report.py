@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from covmerge import __version__
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.types import Json
-from covmerge.version import __version__
 from covmerge_lab.reproduce.published import MEAN, Setting, Table
 from covmerge_lab.reproduce.run import Line, Result
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from covmerge import api
+import covmerge
 from covmerge.engine import Progress
 from covmerge.errors import InputError, did_you_mean
 from covmerge_lab.reproduce import clip, glue, lm, t5
@@ -168,7 +168,7 @@ def _merge(
     folders: dict[str, Path] = {}
     for number, group in enumerate(_passes(rows), start=1):
         needs = any(row.data for row in group)
-        api.compare(
+        covmerge.compare(
             bench.models.base,
             bench.models.experts,
             [row.method for row in group],

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge import api
-from covmerge.checkpoints import Checkpoint, open_checkpoint
+import covmerge
+from covmerge import open_checkpoint
+from covmerge.checkpoints import Checkpoint
 from covmerge.linalg.lapack import norm
 from covmerge.statistics.file import StatisticsFile
 from covmerge.statistics.write import Contents, Statistic, write_statistics
@@ -183,7 +184,7 @@ def _merge(experts: Experts, title: str, tell: Tell) -> tuple[Model, float]:
                 statistics.append(Statistic((tensor,), value, rows=1))
         contents = Contents(updates[place].expert, {"gram": statistics}, examples=1)
         write_statistics({files[name]: contents}, overwrite=False)
-    api.merge(
+    covmerge.merge(
         experts.suite.base,
         experts.whole,
         method="lot",

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import matplotlib.pyplot as plt
 
-from covmerge import api
+import covmerge
 from covmerge.covariance.gate import DEFAULT_TAU, Statistic, gate
 from covmerge.judgement.names import by_depth
 from covmerge_lab.bench import Bench
@@ -101,7 +101,7 @@ def update_norms(base: Path, experts: Mapping[str, Path], tell: Tell) -> Norms:
 
     A tensor of several matrices, such as q, k and v in one, is reported as one and left out.
     """
-    stats: Any = api.merge(base, experts, method=METHOD, progress=MergeSteps(tell)).stats
+    stats: Any = covmerge.merge(base, experts, method=METHOD, progress=MergeSteps(tell)).stats
     found: dict[str, Mapping[str, float]] = {}
     for name in by_depth(stats["tensors"]):
         entry = stats["tensors"][name]

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from covmerge import parse_recipe
 from covmerge.engine import Sources, read_inputs
 from covmerge.engine.inputs import dense, take_updates
 from covmerge.judgement.names import by_depth
 from covmerge.output import open_checkpoints
 from covmerge.plan import Merge, WorkItem, build_plan
-from covmerge.recipe import parse_recipe
 from covmerge.tensors import matrices
 from covmerge_lab.bench import Bench
 from covmerge_lab.suite import Variant

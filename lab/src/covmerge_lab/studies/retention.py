@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from covmerge import api
+import covmerge
 from covmerge.comparison import SPENT
 from covmerge.inspection import LayerView
 from covmerge.measures.retention import overall
@@ -136,7 +136,7 @@ def inspect_merged(
     base: Path, experts: Mapping[str, Path], folder: Path, tell: Tell
 ) -> tuple[LayerView, ...]:
     """Hold a merged model against the experts that it was made of, without singular values."""
-    report = api.report(folder, spectra="none", progress=MergeSteps(tell))
+    report = covmerge.report(folder, spectra="none", progress=MergeSteps(tell))
     assert set(report.inspection.experts) == set(experts), f"{folder} is of other experts"
     assert report.inspection.base == str(base), f"{folder} is of another base"
     return report.inspection.matrices

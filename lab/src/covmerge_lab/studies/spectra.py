@@ -12,8 +12,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 from torch import Tensor
 
+from covmerge import merge_layer
 from covmerge.covariance.gate import gate
-from covmerge.layer import merge_layer
 from covmerge.linalg.lapack import norm, svd
 from covmerge.measures.spectrum import TOP, leading
 from covmerge_lab.bench import Bench
