@@ -11,7 +11,6 @@ from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.errors import InputError
 from covmerge.export.expert_models import _check_base
-from covmerge_lab.harness import evaluate
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain
 
@@ -151,16 +150,8 @@ def test_what_is_no_regular_file(merged, manifest):
     path.write_text("put back by the fixture")
 
 
-def test_evaluate_and_load_expert_tell_it_too(merged, manifest):
+def test_load_expert_tells_it_too(merged, manifest):
     path = merged / MANIFEST_NAME
     path.write_text(json.dumps(put(manifest, ("sources", "base", "content"), "x")))
     with pytest.raises(InputError, match=r"sources\.base\.content"):
         _check_base(merged, open_checkpoint(merged / "model.safetensors"))
-    (merged / "config.json").write_text("{}")
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(InputError, match="cannot be read"):
-        evaluate(merged, tasks=["count"], callback=lambda folder: {"one": 1.0})
-    path.rmdir()
-    path.write_text("put back by the fixture")
-    (merged / "config.json").unlink()

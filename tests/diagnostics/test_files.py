@@ -230,15 +230,6 @@ def test_what_people_add_and_edit_is_said_and_no_failure(output):
     )
 
 
-def test_evaluating_changes_nothing_that_is_verified(output):
-    from covmerge_lab.harness import evaluate
-
-    folder = output("plain")
-    for _ in range(2):
-        evaluate(folder, tasks=["count"], callback=lambda path: {"one": 1.0})
-    assert covmerge.verify(folder).ok
-
-
 def test_an_output_of_an_older_covmerge_is_not_said_to_be_checked(output):
     folder = output("plain")
     manifest = json.loads((folder / "covmerge.json").read_text())

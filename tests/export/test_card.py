@@ -22,8 +22,6 @@ from covmerge.export.library import library_of, pipeline_of
 from covmerge.export.licences import Licence, licence_notes, read_licence, shared_licence
 from covmerge.recipe import parse_recipe
 from covmerge.recipe.strict_yaml import parse_yaml
-from covmerge_lab.card import BEGIN
-from covmerge_lab.harness import evaluate
 from tests.checkpoints.hub_server import COMMIT, connect, serve
 from tests.cli.runs import save_plain as save_files
 from tests.cli.runs import statistics_for
@@ -348,7 +346,7 @@ HOSTILE = [
     "<script>alert(1)</script>",
     "``` `` ` ~~~",
     "[a](javascript:alert) ![b](x) *c* __d__ $e$",
-    BEGIN,
+    "<!-- results of `covmerge evaluate`: begin -->",
     "a\x1b[2J\u202eb\x85c",
     "---",
     "{a: 1}, [b] & *c !d '\"",
@@ -484,22 +482,6 @@ class TestWhatItTells:
             [sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True
         )
         assert done.stdout == f"['{UP}']\n", done.stderr
-
-    @pytest.mark.parametrize("name", ["e", BEGIN])
-    def test_results_are_added_to_it(self, tmp_path, name):
-        expert = save(tmp_path / name, 1, "license: mit")
-        card, _ = merge(tmp_path, save(tmp_path / "base", 0, "license: mit"), {"e": expert})
-        folder = tmp_path / "out"
-        (folder / "config.json").write_text("{}")
-        for value in (0.5, 0.75):
-            evaluate(folder, tasks=["reading"], callback=lambda _, v=value: {"accuracy": v})
-        after = ModelCard.load(folder / "README.md")
-        assert after.text.startswith(card.text.rstrip())
-        assert after.text.count("| reading | accuracy |") == 1
-        (entry,) = after.data.eval_results
-        assert entry.metric_value == 0.75
-        before = card.data.to_dict()
-        assert {key: after.data.to_dict()[key] for key in before} == before
 
     def test_the_client_of_the_hub_is_not_needed(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
