@@ -27,9 +27,9 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
 
     Args:
         source: a folder as transformers saves it, or PEFT (then it is an `AdapterCheckpoint`); one
-            `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file; `"org/name"` or
-            `"org/name@revision"` on the Hugging Face Hub, where nothing of that name exists here;
-            or a state dict.
+            `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file (also of a whole pickled module, of
+            which nothing is run); `"org/name"` or `"org/name@revision"` on the Hugging Face Hub,
+            where nothing of that name exists here; or a state dict.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is malformed or unsafe to read.
