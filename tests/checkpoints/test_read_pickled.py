@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import resource
 import sys
 import zipfile
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from covmerge import merge
-from covmerge.checkpoints import open_checkpoint, pickled
+from covmerge.checkpoints import open_checkpoint, unpickler
 from covmerge.errors import CheckpointError
 
 
@@ -112,14 +113,14 @@ def test_code_never_runs(tmp_path, save):
 
 
 def test_a_pickle_cannot_change_what_reads_it(tmp_path):
-    before = dict(vars(pickled.Inert))
+    before = dict(vars(unpickler.Inert))
     for global_name in ("torch._utils _rebuild_tensor_v2", "collections OrderedDict", "some thing"):
         # GLOBAL; a state of (None, {"__call__": "x"}); BUILD: it sets an attribute of the global.
         text = b"c" + global_name.replace(" ", "\n").encode() + b"\n(NS'__call__'\nS'x'\nd"
         (tmp_path / "m.pt").write_bytes(text.replace(b"(NS", b"(N(S").replace(b"\nd", b"\ndtb.", 1))
         with pytest.raises(CheckpointError, match=r"m\.pt"):
             read_tensors(tmp_path / "m.pt")
-    assert dict(vars(pickled.Inert)) == before
+    assert dict(vars(unpickler.Inert)) == before
 
 
 def rewritten(source: Path, target: Path, change) -> Path:
@@ -300,3 +301,13 @@ def test_a_pickled_module_is_merged_as_any_expert(tmp_path):
     merged = load_file(out / "model.safetensors")
     mean = (layers[1][0].weight + layers[2][0].weight) / 2
     assert torch.allclose(merged["0.weight"], mean, atol=1e-6)
+
+
+def test_an_old_file_that_leaves_out_a_storage_is_refused(tmp_path):
+    path = tmp_path / "m.pt"
+    legacy(nn.Linear(2, 2), path)
+    content = path.read_bytes()
+    keys = re.search(rb"\x80\x02\]q\x00\((X.*?)e\.", content, re.DOTALL)
+    path.write_bytes(content[: keys.start()] + b"\x80\x02]." + content[keys.end() :])
+    with pytest.raises(CheckpointError, match="has no storage '"):
+        open_checkpoint(path)

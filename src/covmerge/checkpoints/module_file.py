@@ -12,9 +12,11 @@ from torch import Tensor
 
 from covmerge.checkpoints.base import Stamp, check_name, check_unchanged, find_header, stamp_of
 from covmerge.checkpoints.json_file import shorten
+from covmerge.checkpoints.laid import Laid
 from covmerge.checkpoints.layout import MAX_TENSORS
 from covmerge.checkpoints.pickle_bounds import SAVE_AGAIN
-from covmerge.checkpoints.pickled import Inert, Laid, Sealed, load_records
+from covmerge.checkpoints.pickled import load_records
+from covmerge.checkpoints.unpickler import Inert, Sealed
 from covmerge.errors import CheckpointError
 from covmerge.types import TensorHeader
 

@@ -1,0 +1,51 @@
+"""Tensors as a pickle describes them: laid over a storage, by shape and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them."""
+
+    dtype: torch.dtype
+    count: int
+    read: Callable[[int, int], bytes]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A tensor that is laid over a storage."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its numbers."""
+        return self.storage.dtype
+
+    def tensor(self, rows: range | None = None) -> Tensor:
+        """Read (rows of) it into memory of its own, and of its storage what lies between.
+
+        Raises:
+            CheckpointError: the file ends early.
+        """
+        first, shape = self.offset, self.shape
+        if rows is not None:
+            first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
+        if 0 in shape:
+            return torch.empty(shape, dtype=self.dtype)
+        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
+        data = bytearray(self.storage.read(first, spanned))
+        # As bytes, truth values stay as they are stored, whatever they are.
+        dtype = torch.uint8 if self.dtype is torch.bool else self.dtype
+        laid = torch.as_strided(torch.frombuffer(data, dtype=dtype), shape, self.strides)
+        return laid.clone(memory_format=torch.contiguous_format).view(self.dtype)
