@@ -6,6 +6,7 @@ import re
 import resource
 import sys
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from types import ModuleType
 
@@ -311,3 +312,53 @@ def test_an_old_file_that_leaves_out_a_storage_is_refused(tmp_path):
     path.write_bytes(content[: keys.start()] + b"\x80\x02]." + content[keys.end() :])
     with pytest.raises(CheckpointError, match="has no storage '"):
         open_checkpoint(path)
+
+
+class Stretched:
+    """A tensor of one number that is told to be larger after it was made."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __reduce__(self):
+        numbers = torch.ones(1)._typed_storage()
+        laid = (numbers, 0, (1,), (1,), False, OrderedDict())
+        larger = {"shape": (2**40,), "strides": (0,), "count": 2**40}
+        if self.of == "storage":
+            return torch._utils._rebuild_tensor_v2, (Told(numbers, larger), *laid[1:])
+        return torch._utils._rebuild_tensor_v2, laid, larger
+
+
+class Told:
+    def __init__(self, numbers, state):
+        self.numbers, self.state = numbers, state
+
+    def __reduce__(self):
+        return torch.Size, (self.numbers,), self.state
+
+
+@pytest.mark.parametrize("of", ["tensor", "storage"])
+def test_a_pickle_cannot_change_what_it_was_given(tmp_path, of):
+    module = nn.Linear(1, 1)
+    module._parameters["weight"] = Stretched(of)
+    torch.save(module, tmp_path / "m.pt")
+    with pytest.raises(CheckpointError, match="sets the state of a tensor"):
+        open_checkpoint(tmp_path / "m.pt")
+
+
+class Poisoned:
+    """A dict whose functions are others."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __reduce__(self):
+        others = {"items": print, "keys": print}
+        return OrderedDict, (), others, None, iter(self.content.items())
+
+
+def test_attributes_of_a_dict_are_not_kept(tmp_path):
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.__dict__["_modules"] = Poisoned(module._modules)
+    torch.save(module, tmp_path / "m.pt")
+    assert set(read_tensors(tmp_path / "m.pt")) == {"0.weight", "0.bias"}

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pickle import UnpicklingError
 
 import torch
 from torch import Tensor
 
 
+class _Fixed:
+    """What a pickle is given, and cannot change: it could set `__dict__` past what keeps others out."""
+
+    def __setstate__(self, state: object) -> None:
+        raise UnpicklingError("the pickle sets the state of a tensor or of its storage")
+
+
 @dataclass(frozen=True)
-class Storage:
+class Storage(_Fixed):
     """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them."""
 
     dtype: torch.dtype
@@ -19,7 +27,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Laid:
+class Laid(_Fixed):
     """A tensor that is laid over a storage."""
 
     storage: Storage

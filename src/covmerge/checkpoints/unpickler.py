@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -86,6 +85,15 @@ class Inert(metaclass=Sealed):
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+class Ordered(dict[object, object], metaclass=Sealed):
+    """What stands in for an `OrderedDict`, without its attributes: torch keeps versions in them."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        """Let them go by."""
 
 
 class _Call:
@@ -183,7 +191,7 @@ class Unpickler(pickle.Unpickler):
         }
         origin = f"{module_name}.{global_name}"
         if origin == "collections.OrderedDict":
-            return OrderedDict
+            return Ordered
         if origin in known:
             return _Call(known[origin])
         if module_name == "torch" and global_name in _DTYPES:
