@@ -13,14 +13,17 @@ from pathlib import Path
 # Ctrl-C lets go of the thread that reads. A test run in the background would pass on that it
 # ignores Ctrl-C, so the handler is set in any case.
 _HOLD = """
-import importlib, signal, sys, time
+import signal, sys, time
+import covmerge.engine.threads as reader
+from covmerge.plan import Count
 
-stage, name = sys.argv.pop(1), sys.argv.pop(1)
-reader = importlib.import_module(f"covmerge.engine.{stage}")
+surveyed, name = sys.argv.pop(1) == "survey", sys.argv.pop(1)
 read, interrupted = reader.read_inputs, []
 
 def held(items, sources):
-    while items[0].tensor.name == name and not interrupted:
+    tensor = items[0].tensor
+    here = tensor.name == name and isinstance(tensor.operation, Count) == surveyed
+    while here and not interrupted:
         time.sleep(0.002)
     return read(items, sources)
 

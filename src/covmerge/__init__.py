@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from covmerge.checkpoints import open_checkpoint
     from covmerge.comparison import Comparison
     from covmerge.diagnostics.verify import verify
+    from covmerge.engine import RunOptions
     from covmerge.export import load_expert
     from covmerge.layer import merge_layer
     from covmerge.publish import push
@@ -43,6 +44,7 @@ _HOMES = {
     "Comparison": "covmerge.comparison",
     "LowRank": "covmerge.types",
     "MergeResult": "covmerge.api",
+    "RunOptions": "covmerge.engine",
     "collect": "covmerge.statistics",
     "collect_regmean_pp": "covmerge.statistics",
     "compare": "covmerge.api",
@@ -70,6 +72,7 @@ __all__ = [
     "LowRank",
     "MergeResult",
     "Recipe",
+    "RunOptions",
     "__version__",
     "collect",
     "collect_regmean_pp",

@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from covmerge.comparison import CompareJob, Comparison
-from covmerge.engine import MemoryPlan, Progress, plan_memory
+from covmerge.engine import MemoryPlan, Progress, RunOptions
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
-from covmerge.job import Job, usable_device
-from covmerge.output import (
-    MergeResult,
-    OpenCheckpoints,
-    Source,
-    open_checkpoints,
-    statistics_of,
-)
-from covmerge.plan import Plan, build_plan
+from covmerge.job import Job
+from covmerge.output import MergeResult
+from covmerge.plan import Plan
 from covmerge.recipe import Recipe, parse_recipe, parse_size
 from covmerge.reporting import Report, ReportJob
+from covmerge.sources import OpenCheckpoints, Source, open_checkpoints, statistics_of
 
 
 def merge(
@@ -43,6 +38,7 @@ def merge(
     whole: bool = False,
     device: str = "cpu",
     threads: int | None = None,
+    workers: int = 1,
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -72,6 +68,7 @@ def merge(
         whole: have the adapter hold what full models changed outside their layers, as it is.
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
+        workers: processes that share the work, with the same bytes; sources and output are files.
         max_memory: bytes the process may take; obeyed, or refused before any work.
         resume: go on with an interrupted merge to `out`.
         overwrite: replace an earlier output.
@@ -113,12 +110,15 @@ def merge(
     job = Job(
         recipe=recipe,
         out=None if out is None else Path(out),
-        device=device,
-        threads=threads,
-        max_memory=None if max_memory is None else parse_size(max_memory),
-        resume=resume,
-        overwrite=overwrite,
-        progress=progress,
+        options=_options(
+            device,
+            threads,
+            max_memory,
+            workers=workers,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+        ),
     )
     with open_checkpoints(base, named, statistics or {}) as checkpoints:
         return job.run(checkpoints)
@@ -213,6 +213,7 @@ def compare(
     out_dtype: str = "base",
     device: str = "cpu",
     threads: int | None = None,
+    workers: int = 1,
     max_memory: int | str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -236,6 +237,7 @@ def compare(
         out_dtype: stored dtype of the results.
         device: where the mathematics runs.
         threads: CPU threads of the mathematics.
+        workers: processes that share the work.
         max_memory: bytes the process may take.
         overwrite: replace an earlier output.
         progress: hears of every finished piece of work.
@@ -270,11 +272,9 @@ def compare(
         methods=methods,
         parameters=parameters or {},
         out=None if out is None else Path(out),
-        device=device,
-        threads=threads,
-        max_memory=None if max_memory is None else parse_size(max_memory),
-        overwrite=overwrite,
-        progress=progress,
+        options=_options(
+            device, threads, max_memory, workers=workers, overwrite=overwrite, progress=progress
+        ),
     )
     with open_checkpoints(base, named, statistics or {}) as checkpoints:
         return job.run(checkpoints)
@@ -337,10 +337,7 @@ def inspect(
     job = InspectJob(
         recipe=recipe,
         spectra=spectra,
-        device=device,
-        threads=threads,
-        max_memory=None if max_memory is None else parse_size(max_memory),
-        progress=progress,
+        options=_options(device, threads, max_memory, progress=progress),
     )
     with open_checkpoints(base, named, {}) as checkpoints:
         return job.run(checkpoints)
@@ -375,10 +372,7 @@ def report(
     job = ReportJob(
         folder=Path(out),
         spectra=spectra,
-        device=device,
-        threads=threads,
-        max_memory=None if max_memory is None else parse_size(max_memory),
-        progress=progress,
+        options=_options(device, threads, max_memory, progress=progress),
         seconds={} if merged is None else merged.seconds,
         measured={} if merged is None else merged.run,
     )
@@ -391,48 +385,22 @@ def run_inspection(job: InspectJob) -> Inspection:
         return job.run(checkpoints)
 
 
-def run_recipe(
-    recipe: Recipe,
-    out: Path | None,
-    *,
-    device: str = "cpu",
-    threads: int | None = None,
-    max_memory: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> MergeResult:
-    """Carry out a recipe; see `merge` for the options."""
-    job = Job(
-        recipe=recipe,
-        out=out,
-        device=device,
-        threads=threads,
-        max_memory=max_memory,
-        resume=resume,
-        overwrite=overwrite,
-        progress=progress,
-    )
+def run_recipe(recipe: Recipe, out: Path | None, options: RunOptions | None = None) -> MergeResult:
+    """Carry out a recipe; see `merge`."""
+    job = Job(recipe, out, options or RunOptions())
     with _open_recipe(recipe) as checkpoints:
         return job.run(checkpoints)
 
 
-def plan_recipe(
-    recipe: Recipe,
-    *,
-    device: str = "cpu",
-    threads: int | None = None,
-    max_memory: int | None = None,
-) -> tuple[Plan, MemoryPlan]:
-    """Plan a recipe without reading a tensor: the dry run. See `merge` for the options.
+def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan, MemoryPlan]:
+    """Plan a recipe without reading a tensor: the dry run.
 
     Raises:
         InputError: everything that would stop the merge before its first tensor.
     """
     with _open_recipe(recipe) as checkpoints:
-        plan = build_plan(recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics)
-        target = usable_device(device)
-        return plan, plan_memory([plan], max_memory, device=target, threads=threads)
+        plan, _ = checkpoints.plan(recipe)
+        return plan, (options or RunOptions()).memory([plan])
 
 
 def run_comparison(job: CompareJob) -> Comparison:
@@ -488,6 +456,20 @@ def _recipe(
         },
         origin="arguments",
     )
+
+
+def _options(
+    device: str,
+    threads: int | None,
+    max_memory: int | str | None,
+    *,
+    workers: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None,
+) -> RunOptions:
+    limit = None if max_memory is None else parse_size(max_memory)
+    return RunOptions(device, threads, workers, limit, resume, overwrite, progress)
 
 
 def _label(source: Source) -> str:

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-import torch
-
 from covmerge.checkpoints import AdapterCheckpoint, Staging, check_not_input
 from covmerge.engine import (
+    Context,
     MemoryPlan,
-    NoSink,
-    Progress,
+    NoOutput,
+    Output,
+    RunOptions,
     RunStats,
-    Sink,
     peak_memory,
-    plan_memory,
     room_for,
     run,
+    torch_threads,
 )
 from covmerge.errors import RecipeError
 from covmerge.export import write_manifest
-from covmerge.job import Silent, context_of, torch_threads, usable_device
 from covmerge.judgement import check_fit
 from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
-from covmerge.output import Fingerprints, ModelFolder, OpenCheckpoints
-from covmerge.plan import Plan, build_plans
+from covmerge.output import OutputFolder
+from covmerge.plan import Plan
 from covmerge.recipe import Recipe, dump_recipe
+from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.statistics.file import StatisticsFile
 from covmerge.types import Json
 from covmerge.version import __version__
@@ -175,6 +175,7 @@ class CompareJob:
         methods: what to compare; `all` is every method that can run.
         parameters: by method, for those that are not to run at their defaults.
         out: a folder for the models, one each; None writes none.
+        options: how it is done.
     """
 
     recipe: Recipe
@@ -183,11 +184,7 @@ class CompareJob:
         default_factory=dict[str, Mapping[str, Any]]
     )
     out: Path | None = None
-    device: str = "cpu"
-    threads: int | None = None
-    max_memory: int | None = None
-    overwrite: bool = False
-    progress: Progress | None = None
+    options: RunOptions = field(default_factory=RunOptions)
 
     def run(self, checkpoints: OpenCheckpoints) -> Comparison:
         """Merge by every method.
@@ -196,7 +193,6 @@ class CompareJob:
             InputError: anything wrong with the inputs; nothing is left behind.
             CheckFailed: one of the models failed its verification.
         """
-        device = usable_device(self.device)
         names, left_out = choose_methods(self.methods, checkpoints.statistics)
         for name in self.parameters:
             if name not in names:
@@ -207,22 +203,14 @@ class CompareJob:
             )
             for name in names
         ]
-        plans = build_plans(
-            recipes, checkpoints.base, checkpoints.experts, checkpoints.statistics, whole=True
-        )
-        memory = plan_memory(
-            plans,
-            self.max_memory,
-            device=device,
-            threads=self.threads,
-            shared=_SHARED_COPIES,
-        )
+        plans, checkpoints = checkpoints.plans(recipes, whole=True)
+        memory = self.options.memory(plans, shared=_SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()
-            done = self._execute(plans, [NoSink() for _ in plans], checkpoints, memory, device)
+            done = self._execute(plans, [NoOutput() for _ in plans], checkpoints, memory)
             warnings = check_fit(plans[0], done[0].items, checkpoints)
             return self._comparison(plans, done, checkpoints, memory, left_out, warnings)
-        return self._to_disk(self.out, plans, checkpoints, memory, device, left_out)
+        return self._to_disk(self.out, plans, checkpoints, memory, left_out)
 
     def _to_disk(
         self,
@@ -230,23 +218,22 @@ class CompareJob:
         plans: Sequence[Plan],
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
-        device: torch.device,
         left_out: Mapping[str, str],
     ) -> Comparison:
         check_not_input(out, checkpoints.paths())
-        if not self.overwrite:
+        if not self.options.overwrite:
             room_for(plans, out).check()
         # Without a journal a comparison that is interrupted leaves nothing.
-        with Staging(out, overwrite=self.overwrite) as staging:
+        with Staging(out, overwrite=self.options.overwrite) as staging:
             checkpoints.materialize()
-            models: list[ModelFolder] = []
+            models: list[OutputFolder] = []
             for plan in plans:
                 folder = staging.folder / plan.recipe.method
                 folder.mkdir()
-                models.append(ModelFolder(folder, plan, checkpoints))
+                models.append(OutputFolder(folder, plan, checkpoints))
             with Fingerprints(checkpoints) as fingerprints:
-                sinks = [model.sink() for model in models]
-                done = self._execute(plans, sinks, checkpoints, memory, device, fingerprints.follow)
+                outputs = [model.output for model in models]
+                done = self._execute(plans, outputs, checkpoints, memory, fingerprints.follow)
                 warnings = check_fit(plans[0], done[0].items, checkpoints)
                 notes: list[str] = []
                 for plan, model, stats in zip(plans, models, done, strict=True):
@@ -280,21 +267,21 @@ class CompareJob:
     def _execute(
         self,
         plans: Sequence[Plan],
-        sinks: Sequence[Sink],
+        outputs: Sequence[Output],
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
-        device: torch.device,
         follow: Callable[[float], None] | None = None,
     ) -> list[RunStats]:
         checkpoints.check_ties(plans[0])
-        with torch_threads(self.threads):
+        options = self.options
+        executor = options.executor(memory, checkpoints.opener)
+        with torch_threads(options.threads), closing(executor):
             return run(
-                list(zip(plans, sinks, strict=True)),
+                list(zip(plans, outputs, strict=True)),
                 checkpoints.sources(),
-                context_of(plans[0], device, compare=True),
-                in_flight=memory.in_flight,
-                lanes=memory.lanes,
-                progress=self.progress or Silent(),
+                Context(plans[0].compute_dtype, options.torch_device, compare=True),
+                executor=executor,
+                progress=options.told,
                 follow=follow,
             )
 

@@ -1,13 +1,9 @@
-"""The checkpoints of a merge, and the folder that one merged model becomes."""
+"""The folder that one merged model becomes, or an adapter."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,28 +11,17 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import (
-    MASKS_FOLDER,
-    AdaptedBase,
     AdapterCheckpoint,
     Checkpoint,
-    Journal,
-    MaskWriter,
-    ShardWriter,
-    open_checkpoint,
-    plan_layout,
     remove_others,
 )
-from covmerge.checkpoints.base import stamp_of
 from covmerge.checkpoints.hashes import FileHashes
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.diagnostics import DIFFERS, Check, VerifyReport, examine
 from covmerge.engine import (
-    DiskSink,
     MemoryPlan,
     RunStats,
-    Sources,
     Span,
-    check_ties,
     method_notes,
     method_warnings,
     peak_memory,
@@ -44,25 +29,30 @@ from covmerge.engine import (
     totals,
 )
 from covmerge.export import (
-    Parents,
+    Companions,
+    bases_that_differ,
+    changed_and_left_out,
     copy_companions,
-    hash_companions,
-    read_parents,
+    files_of,
+    open_output,
+    plan_parts,
     rescalers_of,
+    write_adapter_config,
     write_card,
-    write_heads,
     write_index,
     write_manifest,
     write_rescalers,
 )
-from covmerge.plan import Plan
-from covmerge.recipe import Expert, Recipe, dump_recipe
-from covmerge.statistics.file import StatisticsFile
-from covmerge.tensors import conv1d_names, describe_checkpoint
+from covmerge.plan import (
+    MODEL,
+    AdapterFactors,
+    AdapterTensor,
+    Plan,
+)
+from covmerge.recipe import Recipe, dump_recipe
+from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.types import Json
 from covmerge.version import __version__
-
-Source = str | Path | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,111 +91,13 @@ class MergeResult:
     )
 
 
-@dataclass(frozen=True)
-class OpenCheckpoints:
-    """The checkpoints of a recipe, and the statistics files of its experts where it names them."""
-
-    base: Checkpoint
-    experts: Mapping[str, Checkpoint]
-    statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
-
-    def all(self) -> Iterator[tuple[str, Checkpoint]]:
-        """The base, then the experts, each with its key in reports."""
-        yield "base", self.base
-        for name, checkpoint in self.experts.items():
-            yield f"expert {name}", checkpoint
-
-    def materialize(self) -> None:
-        """Fetch what planning did not need."""
-        for _, checkpoint in self.all():
-            checkpoint.materialize()
-
-    def paths(self) -> list[Path]:
-        """Where they lie, for checks that nothing overwrites them; other sources do not exist."""
-        files = [file.path for file in self.statistics.values()]
-        return [*(Path(c.source).expanduser() for _, c in self.all()), *files]
-
-    @cached_property
-    def parents(self) -> Parents:
-        """Who they are, as the model card tells it; the cards of repositories are fetched."""
-        return read_parents(self.all())
-
-    @cached_property
-    def companions(self) -> Mapping[str, str]:
-        """Hashes of the base's companion files when they were first asked for."""
-        return hash_companions(self.base.folder)
-
-    def identity(self) -> dict[str, Json]:
-        """What tells these sources from others, for the digest of a plan."""
-        return {
-            **{key: checkpoint.identity() for key, checkpoint in self.all()},
-            **{
-                f"statistics {name}": [file.identity(), stamp_of(file.path.stat())]
-                for name, file in self.statistics.items()
-            },
-            "companions": dict(self.companions),
-        }
-
-    def sources(self) -> Sources:
-        """The same for the engine."""
-        return Sources(self.base, self.experts, self.statistics)
-
-    def check_ties(self, plan: Plan) -> None:
-        """Check that tied tensors that are stored twice agree; not of a base that is not read.
-
-        Raises:
-            TensorError: two of them differ.
-        """
-        if not isinstance(self.base, AdaptedBase):
-            check_ties(self.base, plan.tied[None])
-        for name, expert in self.experts.items():
-            check_ties(expert, plan.tied[name])
-
-
-@contextmanager
-def open_checkpoints(
-    base: Source, experts: Mapping[str, Source], statistics: Mapping[str, str | Path]
-) -> Generator[OpenCheckpoints]:
-    """Open base, experts and statistics files, and close all of them at the end."""
-    with ExitStack() as stack:
-
-        def opened(source: Source) -> Checkpoint:
-            checkpoint = open_checkpoint(source)
-            stack.callback(checkpoint.close)
-            return checkpoint
-
-        def measured(path: str | Path) -> StatisticsFile:
-            file = StatisticsFile.open(path)
-            stack.callback(file.close)
-            return file
-
-        start = opened(base)
-        models = {name: opened(source) for name, source in experts.items()}
-        adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
-        if adapters:
-            conv1d = conv1d_names(describe_checkpoint(start))
-            models |= {
-                n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()
-            }
-        yield OpenCheckpoints(
-            start,
-            models,
-            {name: measured(path) for name, path in statistics.items()},
-        )
-
-
-def statistics_of(experts: Mapping[str, Expert]) -> dict[str, str]:
-    """The statistics files that a recipe names, by expert."""
-    return {name: e.statistics for name, e in experts.items() if e.statistics is not None}
-
-
-class ModelFolder:
-    """A folder that becomes one merged model, written while the engine runs."""
+class OutputFolder:
+    """A folder that becomes one merged model, or an adapter, written while the engine runs."""
 
     def __init__(self, folder: Path, plan: Plan, checkpoints: OpenCheckpoints) -> None:
-        """Reserve the space of all shards, and copy what is not merged.
+        """Reserve the space of all files of weights, and copy what is not merged.
 
-        Of an earlier run only the weights and masks are kept.
+        Of an earlier run only the files of weights are kept.
 
         Raises:
             ResourceError: the disk is full.
@@ -215,24 +107,16 @@ class ModelFolder:
         self._plan = plan
         self._checkpoints = checkpoints
         self._parents = checkpoints.parents  # before the work, while the Hub is there
-        self._layout = plan_layout(
-            plan.output_headers, plan.recipe.output.shard_size, metadata=plan.metadata
-        )
-        masked = [tensor.output for tensor in plan.tensors if tensor.writes_masks]
-        experts = list(plan.recipe.experts) if masked else []
-        self._files = [shard.file_name for shard in self._layout.shards]
-        self._files += [f"{MASKS_FOLDER}/{expert}.safetensors" for expert in experts]
+        self._layouts = plan_parts(plan)
+        self._files = files_of(self._layouts)
         self._removed = remove_others(folder, self._files)
-        self._writer = ShardWriter(folder, self._layout)
-        self._masks = MaskWriter(folder, masked, experts) if masked else None
-        self._copied = copy_companions(
-            checkpoints.base.folder, folder, _config_dtype(plan), known=checkpoints.companions
-        )
+        self.output = open_output(folder, self._layouts)
+        self._copied = Companions()
+        if not self._is_adapter:  # which is loaded over a base that has them
+            self._copied = copy_companions(
+                checkpoints.base.folder, folder, _config_dtype(plan), known=checkpoints.companions
+            )
         self._files += self._copied.copied
-
-    def sink(self, journal: Journal | None = None) -> DiskSink:
-        """Where the engine puts the rows of this model."""
-        return DiskSink(self._writer, journal, self._masks)
 
     def finish(
         self,
@@ -244,7 +128,7 @@ class ModelFolder:
         warnings: Sequence[str] = (),
         may_equal_base: bool = False,
     ) -> MergeResult:
-        """Write all that belongs to the model beside its weights, and check it.
+        """Write all that belongs to the output beside its weights, and check it.
 
         Args:
             done: what the engine did.
@@ -258,26 +142,27 @@ class ModelFolder:
             CheckFailed: the output failed its verification.
         """
         plan, base, folder = self._plan, self._checkpoints.base, self._folder
-        self._writer.flush()
+        self.output.flush()
         # What was laid in meanwhile may be a link, through which something else would be written.
         self._removed += remove_others(folder, self._files)
-        index = write_index(self._layout, folder)
-        heads = write_heads(folder, read_heads(plan, self._checkpoints))
         stats = merge_stats(plan, done.items)
-        if self._masks is not None:
-            self._masks.flush()
-            heads += (write_rescalers(folder, cast("Mapping[str, float]", stats["rescalers"])),)
+        beside = self._write_config() if self._is_adapter else self._write_beside(stats)
         told_warnings, noticed = told_of(plan, stats, warnings)
-        notes = (*plan.notes, *noticed, *self._copied.notes, *self._parents.notes)
+        notes = (
+            *plan.notes,
+            *noticed,
+            *self._copied.notes,
+            *(self._adapter_notes(stats) if self._is_adapter else ()),
+            *self._parents.notes,
+        )
         told = manifest(plan, fingerprints, notes, told_warnings, stats)
-        card = write_card(folder, plan, self._parents, base.config, told)
-        beside = [path for path in (index, *heads, card) if path is not None]
+        beside.append(write_card(folder, plan, self._parents, base.config, told))
         sealed = seal(
             folder,
             told,
             [*self._files, *(path.relative_to(folder).as_posix() for path in beside)],
             out=out,
-            base=base,
+            base=None if self._is_adapter else base,
             may_equal_base=may_equal_base,
             removed=self._removed,
         )
@@ -294,6 +179,40 @@ class ModelFolder:
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
+
+    @property
+    def _is_adapter(self) -> bool:
+        return self._plan.recipe.output.format == "adapter"
+
+    @property
+    def _adapters(self) -> list[AdapterCheckpoint]:
+        return [e for e in self._checkpoints.experts.values() if isinstance(e, AdapterCheckpoint)]
+
+    def _write_beside(self, stats: Mapping[str, Json]) -> list[Path]:
+        """Write the index of a model in several files, and the factors beside masks."""
+        factors = cast("Mapping[str, float] | None", stats.get("rescalers"))
+        index = write_index(self._layouts[MODEL], self._folder)
+        rescalers = None if factors is None else write_rescalers(self._folder, factors)
+        return [path for path in (index, rescalers) if path is not None]
+
+    def _write_config(self) -> list[Path]:
+        """Write what PEFT needs to know of an adapter."""
+        forms = [tensor.form for tensor in self._plan.tensors]
+        return [
+            write_adapter_config(
+                self._folder,
+                [form.place for form in forms if isinstance(form, AdapterFactors)],
+                [form.place for form in forms if isinstance(form, AdapterTensor)],
+                self._plan.parameters,
+                [adapter.adapter_config for adapter in self._adapters],
+                self._checkpoints.base,
+            )
+        ]
+
+    def _adapter_notes(self, stats: Mapping[str, Any]) -> Iterator[str]:
+        yield from bases_that_differ(self._adapters)
+        changed = {n for n, entry in stats["tensors"].items() if entry.get("merged_norm")}
+        yield from changed_and_left_out(self._plan, changed)
 
 
 def manifest(
@@ -377,76 +296,6 @@ def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
         + ", ".join(strange[:10])
         + (f" and {len(strange) - 10} more" if strange[10:] else ""),
     )
-
-
-class Fingerprints:
-    """Hashes the sources in the background, in step with their reader.
-
-    It reads the files for itself, in their order, but never a larger share of a source than the
-    merge has read. Files in the base's order are then in the page cache when their turn comes, also
-    where the sources are larger than the memory; of another order, some are read from the disk twice.
-    """
-
-    def __init__(self, checkpoints: OpenCheckpoints) -> None:
-        self._checkpoints = checkpoints
-        self._changed = threading.Condition()
-        self._share = 0.0
-        self._stopped = False
-        sources = len(list(checkpoints.all()))
-        self._pool = ThreadPoolExecutor(sources, thread_name_prefix="covmerge-hash")
-
-    def __enter__(self) -> Fingerprints:
-        """Begin."""
-        try:
-            self._hashing = {
-                key: (checkpoint.source, self._pool.submit(checkpoint.fingerprint, self._pace))
-                for key, checkpoint in self._checkpoints.all()
-            }
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop: a run that failed does not wait for hashes."""
-        self._stop()
-        self._pool.shutdown()
-
-    def follow(self, share: float) -> None:
-        """So much of the sources has been read, and may be hashed."""
-        with self._changed:
-            self._share = share
-            self._changed.notify_all()
-
-    def result(self) -> dict[str, Json]:
-        """Wait for the hashes."""
-        self.follow(1.0)
-        found: dict[str, Json] = {
-            key: {"source": source, "content": hashing.result()}
-            for key, (source, hashing) in self._hashing.items()
-        }
-        for name, file in self._checkpoints.statistics.items():
-            found[f"statistics {name}"] = {"source": str(file.path), "content": file.identity()}
-        return found
-
-    def _pace(self, share: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or share <= self._share)
-            if self._stopped:
-                raise CancelledError("hashing the sources was stopped")
-
-    def _stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-
-def read_heads(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, dict[str, Tensor]]:
-    """Read the task head of every expert that has one of its own."""
-    return {
-        expert: {name: checkpoints.experts[expert].read(name) for name in kept}
-        for expert, kept in plan.heads.items()
-    }
 
 
 def _config_dtype(plan: Plan) -> torch.dtype | None:

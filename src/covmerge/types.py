@@ -53,6 +53,10 @@ class TensorHeader:
         """Bytes of the stored tensor."""
         return self.numel * self.dtype.itemsize
 
+    def nbytes_of(self, rows: range) -> int:
+        """Bytes of some rows of the first axis."""
+        return len(rows) * prod(self.shape[1:]) * self.dtype.itemsize
+
     def row_blocks(self, elements: int) -> Iterator[range | None]:
         """Ranges of the first axis of about `elements` elements each; None for a scalar.
 

@@ -14,6 +14,7 @@ from covmerge.errors import InputError
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import build, run
 from tests.e2e.test_adapters import experts, family, save_adapter  # noqa: F401 - a fixture
+from tests.held import COMMAND_LINE, held, journaled, wait_until
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore:fan_in_fan_out", "ignore:Setting `save_embedding_layers`"
@@ -125,9 +126,7 @@ def same_weights(found, expected, tolerance=1e-5):
     ("flags", "word"),
     [
         (["--as=adapter", "--method=emr", "--rank=4"], "masks"),
-        (["--as=adapter", "--resume"], "nothing to resume"),
-        (["--as=adapter", "--max-memory=8GB"], "no memory plan"),
-        (["--as=adapter", "--dry-run"], "no dry run"),
+        (["--as=adapter", "--max-memory=1MB"], "are allowed (--max-memory)"),
         (["--rank=4"], "'rank' belongs to 'format: adapter'"),
         (["--whole"], "'whole' belongs to 'format: adapter'"),
         (["--as=adapter", "--shard-size=1GB"], "'shard_size' belongs to 'format: model'"),
@@ -142,6 +141,69 @@ def test_what_an_adapter_cannot_have_is_refused(tmp_path, flags, word):
     failed = command(*arguments(tmp_path, *flags), tmp_path / "out", code=2)
     assert word in failed.stderr
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_dry_run_is_that_of_the_merge(family):  # noqa: F811
+    merge_adapters(family, family / "out")
+    sources = [f"--expert={n}={path}" for n, path in experts(family, "adapter").items()]
+    given = ["merge", "--base", family / "base", *sources, "--as=adapter", family / "again"]
+    planned = command(*given, "--dry-run", "--json").json
+    assert not (family / "again").exists()
+    written = load_file(family / "out" / "adapter_model.safetensors")
+    assert planned["write_bytes"] == sum(factor.nbytes for factor in written.values())
+    assert "Nothing is written" in command(*given, "--dry-run").stdout
+    done = command(*given, "--max-memory=8GB", "--json").json
+    assert done["run"]["expected_peak_memory"] <= 8e9
+
+
+@pytest.mark.parametrize("method", ["core_space", "ties"])
+def test_kill_and_resume_gives_the_same_bytes(family, method):  # noqa: F811
+    def merging(out, *more):
+        sources = [f"--expert={n}={path}" for n, path in experts(family, "adapter").items()]
+        flags = ["--as=adapter", f"--method={method}", "--rank=2", "--threads=1"]
+        return ["merge", "--base", family / "base", *sources, *flags, *more, family / out]
+
+    command(*merging("whole"))
+    stats = json.loads((family / "whole" / "covmerge.json").read_text())["tensors"]
+    last = list(stats)[-1]
+    journal = family / ".killed.covmerge-partial" / "journal.jsonl"
+    with held(COMMAND_LINE, *merging("killed"), before=last) as process:
+        wait_until(lambda: journaled(journal, 1), process)
+        process.kill()
+    assert not (family / "killed").exists()
+    resumed = command(*merging("killed", "--resume"), "--json").json
+    assert 0 < resumed["run"]["resumed_items"] < resumed["run"]["items"]
+    for name in ("adapter_model.safetensors", "adapter_config.json", "covmerge.json"):
+        assert (family / "killed" / name).read_bytes() == (family / "whole" / name).read_bytes()
+
+
+def test_adapters_are_compared_as_adapters(family):  # noqa: F811
+    recipe = {
+        "base": str(family / "base"),
+        "experts": {n: str(path) for n, path in experts(family, "adapter").items()},
+        "output": {"format": "adapter", "rank": 4},
+    }
+    (family / "recipe.yml").write_text(json.dumps(recipe))
+    methods = ["core_space", "average", "ties", "tsv_m"]
+    command(
+        "compare",
+        family / "recipe.yml",
+        f"--methods={','.join(methods)}",
+        f"--out={family / 'all'}",
+    )
+    for method in methods:
+        merge_adapters(family, family / method, method=method, rank=4)
+        alone, compared = (
+            load_file(folder / method / "adapter_model.safetensors")
+            for folder in (family, family / "all")
+        )
+        assert alone.keys() == compared.keys()
+        assert covmerge.verify(family / "all" / method).ok
+        for name in [n for n in alone if n.endswith("lora_A.weight")]:
+            other = name.replace("lora_A", "lora_B")
+            torch.testing.assert_close(
+                compared[other] @ compared[name], alone[other] @ alone[name], rtol=1e-4, atol=1e-6
+            )
 
 
 def test_full_models_among_adapters(family):  # noqa: F811

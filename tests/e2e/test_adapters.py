@@ -222,7 +222,7 @@ def test_stacks_merge_like_the_models_they_become(moe, method):
 
 
 def test_stacks_are_merged_on_their_factors(moe, monkeypatch):
-    monkeypatch.setattr("covmerge.engine.worker.dense", None)
+    monkeypatch.setattr("covmerge.engine.layer.dense", None)
     covmerge.merge(moe / "base", experts(moe, "adapter"), method="actmat")
 
 

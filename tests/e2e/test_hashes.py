@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.output import Fingerprints, open_checkpoints
+from covmerge.sources import Fingerprints, open_checkpoints
 from tests.e2e.models import save_family
 
 PIECE = 2**20  # hashed at once

@@ -7,14 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine import read_inputs
+from covmerge.engine import Silent, read_inputs
 from covmerge.errors import RecipeError, TensorError
-from covmerge.job import Silent
 from covmerge.linalg.select import kth_magnitude
 from covmerge.methods.emr import rescalers
-from covmerge.output import open_checkpoints
-from covmerge.plan import build, build_plan, types
+from covmerge.plan import Count, build, build_plan, types
 from covmerge.recipe import parse_recipe
+from covmerge.sources import open_checkpoints
 from tests.cli.runs import save_plain, statistics_for
 
 SHAPES = {
@@ -122,10 +121,10 @@ class TestTheSample:
         read = Counter()
 
         def counted(items, sources):
-            read[items[0].key] += 1
+            read[items[0].key] += isinstance(items[0].tensor.operation, Count)
             return read_inputs(items, sources)
 
-        monkeypatch.setattr("covmerge.engine.survey.read_inputs", counted)
+        monkeypatch.setattr("covmerge.engine.threads.read_inputs", counted)
         return read
 
     @pytest.mark.parametrize(("dtype", "expected"), [("float32", 1), ("float64", 3)])

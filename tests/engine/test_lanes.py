@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import plan_memory, read_inputs, run
-from covmerge.engine.budget import is_narrow
-from covmerge.engine.worker import compute
+from covmerge.engine import plan_memory, work
 from covmerge.errors import TensorError
-from covmerge.output import open_checkpoints
 from covmerge.plan import build_plan
 from covmerge.recipe import parse_recipe
+from covmerge.sources import open_checkpoints
 
 CPU = torch.device("cpu")
 
@@ -50,10 +48,10 @@ def test_the_number_of_lanes_changes_no_byte(method):
 def test_large_items_are_surveyed_alone(monkeypatch):
     base, experts = models()
     expected = covmerge.merge(base, experts, "ties", threads=3).tensors
-    monkeypatch.setattr("covmerge.engine.budget._NARROW_ELEMENTS", 0)
+    monkeypatch.setattr("covmerge.plan.work._NARROW_ELEMENTS", 0)
     running, lock = 0, threading.Lock()
 
-    def watched(items, sources):
+    def watched(items, *given):
         nonlocal running
         with lock:
             running += 1
@@ -61,9 +59,9 @@ def test_large_items_are_surveyed_alone(monkeypatch):
         time.sleep(0.005)
         with lock:
             running -= 1
-        return read_inputs(items, sources)
+        yield from work(items, *given)
 
-    monkeypatch.setattr("covmerge.engine.survey.read_inputs", watched)
+    monkeypatch.setattr("covmerge.engine.threads.work", watched)
     merged = covmerge.merge(base, experts, "ties", threads=3).tensors
     assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 
@@ -71,15 +69,15 @@ def test_large_items_are_surveyed_alone(monkeypatch):
 def test_items_really_run_beside_each_other(monkeypatch):
     together = threading.Barrier(3)  # broken, and an error, where one of three never comes
 
-    def watched(items, inputs, context):
+    def watched(*given):
         assert torch.get_num_threads() == 1
         together.wait(timeout=300)
-        yield from compute(items, inputs, context)
+        yield from work(*given)
 
     base, experts = models()
     assert len(base) % 3 == 0
     before = torch.get_num_threads()
-    monkeypatch.setattr("covmerge.job.run", lambda *a, **k: run(*a, **k, worker=watched))
+    monkeypatch.setattr("covmerge.engine.threads.work", watched)
     covmerge.merge(base, experts, "average", threads=3)
     assert torch.get_num_threads() == before
 
@@ -98,7 +96,7 @@ def test_lanes_are_bounded_by_memory(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: taken)
     base, experts = models(width=512)
     plan = plan_of(base, experts)
-    assert all(is_narrow(item, CPU) for item in plan.items)
+    assert all(item.is_narrow(CPU) for item in plan.items)
     many = plan_memory([plan], None, device=CPU, threads=10_000)
     assert 1 < many.lanes < 10_000
     assert many.workspace <= 2**31

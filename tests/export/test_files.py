@@ -5,46 +5,53 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import covmerge
 from covmerge.checkpoints.layout import plan_layout
-from covmerge.errors import InputError, TensorError
-from covmerge.export import write_heads, write_index, write_manifest
+from covmerge.errors import InputError
+from covmerge.export import write_index, write_manifest
 from covmerge.types import TensorHeader
 
 
-def test_heads_are_one_file_an_expert(tmp_path: Path) -> None:
+def save_heads(folder):
+    """A base and two experts, of which each has a task head of its own."""
+    base = {"fc.weight": torch.eye(4)}
     shared = torch.randn(4, 3)
     heads = {
         "code-v1.5": {"score.weight": shared.t(), "score.bias": torch.zeros(3)},
-        "none": {},
         "math": {"score.weight": shared, "other.weight": shared},
     }
-    paths = write_heads(tmp_path, heads)
-    assert paths == tuple(tmp_path / "heads" / f"{n}.safetensors" for n in ("code-v1.5", "math"))
-    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == [p.name for p in paths]
-    for path, head in zip(paths, (heads["code-v1.5"], heads["math"]), strict=True):
-        read = load_file(path)
-        assert read.keys() == head.keys()
-        assert all(torch.equal(read[name], tensor) for name, tensor in head.items())
-    before = [path.read_bytes() for path in paths]
-    write_heads(tmp_path, heads)  # a resumed merge does it again
-    assert [path.read_bytes() for path in paths] == before
+    experts = {
+        name: {"fc.weight": (1 + number) * torch.eye(4), **head}
+        for number, (name, head) in enumerate(heads.items(), start=1)
+    }
+    rules = [{"match": pattern, "use": "head"} for pattern in ("score.*", "other.*")]
+    return covmerge.merge(base, experts, "average", folder, rules=rules), heads
+
+
+def test_heads_are_one_file_an_expert(tmp_path: Path) -> None:
+    result, heads = save_heads(tmp_path / "out")
+    folder = tmp_path / "out" / "heads"
+    assert sorted(path.name for path in folder.iterdir()) == [f"{n}.safetensors" for n in heads]
+    assert result.verification.ok
+    in_memory, _ = save_heads(None)
+    for name, head in heads.items():
+        read = load_file(folder / f"{name}.safetensors")
+        assert read.keys() == head.keys() == in_memory.heads[name].keys()
+        assert all(torch.equal(read[key], tensor) for key, tensor in head.items())
 
 
 def test_no_heads_give_no_folder(tmp_path: Path) -> None:
-    assert write_heads(tmp_path, {}) == write_heads(tmp_path, {"a": {}}) == ()
-    assert list(tmp_path.iterdir()) == []
+    base = {"fc.weight": torch.eye(4)}
+    covmerge.merge(base, [{"fc.weight": 2 * torch.eye(4)}], "average", tmp_path / "out")
+    assert not (tmp_path / "out" / "heads").exists()
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".", ".hidden", "a\n", "ü", "/etc/x", "a\0"])
 def test_expert_names_that_are_no_file_names_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="cannot name a file"):
-        write_heads(tmp_path, {"fine": {"w": torch.ones(1)}, name: {"w": torch.ones(1)}})
+    base = {"fc.weight": torch.eye(4)}
+    with pytest.raises(InputError, match=r"cannot name an expert|spaces|control"):
+        covmerge.merge(base, {name: {"fc.weight": 2 * torch.eye(4)}}, "average", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_head_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TensorError, match=r"'score.weight' is torch\.complex128"):
-        write_heads(tmp_path, {"a": {"score.weight": torch.ones(1, dtype=torch.complex128)}})
 
 
 def test_the_index_says_where_every_tensor_lies(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import torch
 import covmerge
 from covmerge.engine import plan_memory
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
-from covmerge.output import open_checkpoints
 from covmerge.plan import Copy, Merge, build_plan
 from covmerge.recipe import parse_recipe
+from covmerge.sources import open_checkpoints
 from covmerge.types import Role
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ class TestRoles:
     def test_settings_by_kind(self, value):
         kinds = {"embeddings": value, "output_head": value, "convolutions": value}
         plan = plan_for(state(), {"a": state()}, method="ace", tensors=kinds)
-        by_role = {tensor.role: tensor.action for tensor in plan.tensors}
+        by_role = {tensor.role: tensor.operation for tensor in plan.tensors}
         for role in (Role.EMBEDDING, Role.OUTPUT, Role.CONV):
             action = by_role[role]
             if value == "base":
@@ -167,7 +167,7 @@ class TestMissing:
 
     def test_a_rule_that_takes_the_base_needs_no_expert(self):
         plan = plan_for(state(), self.experts, rules=[{"match": self.name, "use": "base"}])
-        assert isinstance({t.name: t.action for t in plan.tensors}[self.name], Copy)
+        assert isinstance({t.name: t.operation for t in plan.tensors}[self.name], Copy)
 
     def test_missing_buffers_do_not_matter(self):
         plan_for(state(), {"a": state(position_ids=None)})

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from covmerge import parse_recipe, plan_recipe, run_recipe
+from covmerge import RunOptions, parse_recipe, plan_recipe, run_recipe
 from covmerge.engine import peak_memory
 from covmerge.errors import InputError
 
@@ -93,7 +93,9 @@ def _merge(order: Order) -> dict[str, Any]:
     plan_recipe(recipe)
     before = peak_memory()
     started = time.perf_counter()
-    result: Any = run_recipe(recipe, Path(order.out), device=order.device, overwrite=True)
+    result: Any = run_recipe(
+        recipe, Path(order.out), RunOptions(device=order.device, overwrite=True)
+    )
     on_gpu = torch.device(order.device).type == "cuda"
     return {
         "mathematics": result.run["compute_seconds"],

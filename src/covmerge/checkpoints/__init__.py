@@ -11,7 +11,7 @@ from covmerge.checkpoints.folder import FileCheckpoint
 from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
-from covmerge.checkpoints.masks import MASKS_FOLDER, MaskWriter, unpack
+from covmerge.checkpoints.masks import MASKS_FOLDER, unpack
 from covmerge.checkpoints.open import open_checkpoint
 from covmerge.checkpoints.paths import safe_child
 from covmerge.checkpoints.staging import (
@@ -33,7 +33,6 @@ __all__ = [
     "FileCheckpoint",
     "HubModel",
     "Journal",
-    "MaskWriter",
     "ShardWriter",
     "Staging",
     "check_not_input",

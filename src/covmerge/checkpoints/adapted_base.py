@@ -29,9 +29,13 @@ class AdaptedBase:
     Args:
         stored: the base.
         adapters: of it.
+
+    Attributes:
+        decides: whether its weights decide the result after all: those that an adapter trained whole.
     """
 
     def __init__(self, stored: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> None:
+        self.decides = False
         self._stored = stored
         self.source = stored.source
         self.notes = stored.notes
@@ -92,8 +96,8 @@ class AdaptedBase:
         return self._stored.identity()
 
     def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """A hash of what is stored under which names: the result does not depend on the weights."""
-        if self.identity()["kind"] == "hub":
+        """A hash of what is stored under which names, where the result does not depend on the weights."""
+        if self.decides or self.identity()["kind"] == "hub":
             return self._stored.fingerprint(pace)
         digest = hashlib.sha256()
         for name, header in self._stored.headers.items():

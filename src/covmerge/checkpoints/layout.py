@@ -17,6 +17,7 @@ from covmerge.errors import InputError, TensorError
 from covmerge.types import TensorHeader
 
 INDEX_NAME = "model.safetensors.index.json"
+HEADS_FOLDER = "heads"  # task heads of one expert each, beside the model
 MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse more
 MAX_TENSORS = 300_000  # of one checkpoint; Kimi K2 Thinking has 210,000
 

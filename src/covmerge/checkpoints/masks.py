@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.disk import disk_errors
-from covmerge.checkpoints.layout import Layout, plan_shard
-from covmerge.checkpoints.writer import ShardWriter
 from covmerge.types import TensorHeader
 
 MASKS_FOLDER = "masks"
@@ -43,48 +39,6 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
         return packed.to(torch.bool)
     bits = np.unpackbits(packed.numpy(), axis=-1, count=shape[-1])
     return torch.as_tensor(bits).to(torch.bool)
-
-
-class MaskWriter:
-    """The mask files of all experts, being filled, in any order and by any rows.
-
-    Args:
-        folder: folder of the output.
-        headers: tensors that have masks.
-        experts: names of the experts.
-
-    Raises:
-        ResourceError: the disk is full.
-    """
-
-    def __init__(
-        self, folder: Path, headers: Sequence[TensorHeader], experts: Sequence[str]
-    ) -> None:
-        target = folder / MASKS_FOLDER
-        with disk_errors(target):
-            target.mkdir(exist_ok=True)
-        packed = [packed_header(header) for header in headers]
-        self._writers: Mapping[str, ShardWriter] = {
-            expert: ShardWriter(target, Layout((plan_shard(f"{expert}.safetensors", packed),)))
-            for expert in experts
-        }
-
-    def write(self, name: str, rows: range | None, masks: Mapping[str, Tensor]) -> str:
-        """Write the masks of some rows; experts without one have an empty mask there."""
-        return " ".join(
-            writer.write(name, pack(masks[expert]), rows)
-            for expert, writer in self._writers.items()
-            if expert in masks
-        )
-
-    def read_back(self, name: str, rows: range | None, experts: Sequence[str]) -> str:
-        """Return the checksum of what the files hold for some rows, as `write` does."""
-        return " ".join(self._writers[expert].read_back(name, rows) for expert in experts)
-
-    def flush(self) -> None:
-        """Wait until everything written is on the disk."""
-        for writer in self._writers.values():
-            writer.flush()
 
 
 def packed_header(header: TensorHeader) -> TensorHeader:

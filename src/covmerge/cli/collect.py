@@ -154,7 +154,7 @@ def collect(
     --data code=code.jsonl ... --out DIR
     """
     from covmerge.cli.flags import pairs
-    from covmerge.job import usable_device
+    from covmerge.engine import usable_device
     from covmerge.statistics import collect as collect_one
     from covmerge.statistics import collect_regmean_pp
 

@@ -54,6 +54,7 @@ def compare(
     overwrite: options.Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    workers: options.Workers = 1,
     max_memory: options.MaxMemory = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -62,7 +63,6 @@ def compare(
     covmerge compare --base B --expert code=./code --expert math=./math --methods all --out DIR
     """
     from covmerge.cli import comparing, flags
-    from covmerge.recipe import parse_size
 
     comparing.compare(
         flags.read_recipe(
@@ -80,9 +80,6 @@ def compare(
         methods=methods,
         parameters=flags.method_parameters(parameter or ()),
         out=out,
-        overwrite=overwrite,
-        device=device,
-        threads=threads,
-        max_memory=None if max_memory is None else parse_size(max_memory),
+        run=flags.run_options(device, threads, max_memory, workers=workers, overwrite=overwrite),
         as_json=as_json,
     )

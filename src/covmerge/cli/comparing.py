@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge import api
-from covmerge.cli.console import print_json, printable, stderr, stdout
-from covmerge.cli.progress import progress_on
+from covmerge.cli.console import print_json, printable, stdout
 from covmerge.cli.show import NOTE, WARNING, facts, table
 from covmerge.cli.units import format_seconds
 from covmerge.comparison import SPENT, CompareJob, Comparison
+from covmerge.engine import RunOptions
 from covmerge.recipe import Recipe, format_size
 
 _WIDTH = 80
@@ -26,10 +26,7 @@ def compare(
     methods: str,
     parameters: Mapping[str, Mapping[str, Any]],
     out: Path | None,
-    overwrite: bool,
-    device: str,
-    threads: int | None,
-    max_memory: int | None,
+    run: RunOptions,
     as_json: bool,
 ) -> None:
     """Compare, and print the table.
@@ -38,17 +35,7 @@ def compare(
         InputError: anything wrong with the inputs; nothing is left behind.
         CheckFailed: a model failed its verification.
     """
-    job = CompareJob(
-        recipe=recipe,
-        methods=methods,
-        parameters=parameters,
-        out=out,
-        overwrite=overwrite,
-        device=device,
-        threads=threads,
-        max_memory=max_memory,
-        progress=progress_on(stderr()),
-    )
+    job = CompareJob(recipe, methods, parameters, out, run)
     comparison = api.run_comparison(job)
     if as_json:
         print_json(comparison.as_json())

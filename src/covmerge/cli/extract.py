@@ -29,9 +29,12 @@ def extract(
     allow: options.Allow = None,
     out_dtype: options.OutDtype = None,
     whole: options.Whole = False,
+    resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    workers: options.Workers = 1,
+    max_memory: options.MaxMemory = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
@@ -59,13 +62,8 @@ def extract(
     merging.merge_to(
         recipe,
         out,
-        merging.RunFlags(
-            device=device,
-            threads=threads,
-            max_memory=None,
-            resume=False,
-            overwrite=overwrite,
-            report=False,
-            as_json=as_json,
+        flags.run_options(
+            device, threads, max_memory, workers=workers, resume=resume, overwrite=overwrite
         ),
+        as_json=as_json,
     )

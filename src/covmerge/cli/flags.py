@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from covmerge.cli.console import say
+from covmerge.cli.console import say, stderr
+from covmerge.cli.progress import progress_on
+from covmerge.engine import RunOptions
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods.choice import AUTO
-from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe
+from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe, parse_size
 from covmerge.recipe.strict_yaml import parse_yaml
 
 _SUFFIXES = (".yml", ".yaml", ".json")
@@ -117,6 +119,31 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
     data.update(_given(base=flags.base, dtype=flags.dtype))
     data["allow"] = list(dict.fromkeys((*data.get("allow", ()), *flags.allow)))
     return parse_recipe(data, origin="command line")
+
+
+def run_options(
+    device: str,
+    threads: int | None,
+    max_memory: str | None,
+    *,
+    workers: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> RunOptions:
+    """Return the options of a run; its progress is shown on standard error.
+
+    Raises:
+        RecipeError: a size that is none.
+    """
+    return RunOptions(
+        device=device,
+        threads=threads,
+        workers=workers,
+        max_memory=None if max_memory is None else parse_size(max_memory),
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress_on(stderr()),
+    )
 
 
 def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:

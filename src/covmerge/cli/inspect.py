@@ -44,7 +44,6 @@ def inspect(
     Reads every tensor once and merges nothing. Exits with 1 if a merge would fail or be worthless.
     """
     from covmerge.cli import flags, inspecting
-    from covmerge.recipe import parse_size
 
     inspecting.inspect(
         flags.read_recipe(
@@ -54,10 +53,7 @@ def inspect(
         inspecting.Flags(
             spectra=spectra,
             html=html,
-            overwrite=overwrite,
-            device=device,
-            threads=threads,
-            max_memory=None if max_memory is None else parse_size(max_memory),
+            run=flags.run_options(device, threads, max_memory, overwrite=overwrite),
             as_json=as_json,
         ),
     )

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge import api
-from covmerge.cli.console import print_json, printable, stderr, stdout
-from covmerge.cli.progress import progress_on
+from covmerge.cli.console import print_json, printable, stdout
 from covmerge.cli.show import facts, table
 from covmerge.cli.units import format_seconds
 from covmerge.covariance.gate import Statistic
+from covmerge.engine import RunOptions
 from covmerge.inspection import Inspection, InspectJob, LayerView, Severity, SpectraOf
 from covmerge.inspection.result import root_mean_square
 from covmerge.judgement.names import block_of, kind_of
@@ -39,10 +39,7 @@ class Flags:
 
     spectra: str
     html: Path | None
-    overwrite: bool
-    device: str
-    threads: int | None
-    max_memory: int | None
+    run: RunOptions
     as_json: bool
 
 
@@ -54,19 +51,16 @@ def inspect(recipe: Recipe, flags: Flags) -> None:
         Exit: with 1 if there is a fault.
     """
     if flags.html is not None:
-        check_page(flags.html, overwrite=flags.overwrite)
+        check_page(flags.html, overwrite=flags.run.overwrite)
     job = InspectJob(
         recipe=recipe,
         spectra=cast("SpectraOf", flags.spectra),
-        device=flags.device,
-        threads=flags.threads,
-        max_memory=flags.max_memory,
-        progress=progress_on(stderr()),
+        options=flags.run,
     )
     inspection = api.run_inspection(job)
     if flags.html is not None:
         title = f"Before a merge: {', '.join(inspection.experts)}"
-        write_html(Report(title, inspection), flags.html, overwrite=flags.overwrite)
+        write_html(Report(title, inspection), flags.html, overwrite=flags.run.overwrite)
     if flags.as_json:
         print_json(inspection.as_json())
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from covmerge.job import usable_device
+from covmerge.engine import usable_device
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe
 

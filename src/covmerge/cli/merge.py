@@ -80,12 +80,7 @@ def merge(
             help="Largest file, such as 5GB or 512MiB.",
         ),
     ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", rich_help_panel=options.OUTPUT, help="Go on with an interrupted merge."
-        ),
-    ] = False,
+    resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     report: Annotated[
         bool,
@@ -97,6 +92,7 @@ def merge(
     ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    workers: options.Workers = 1,
     max_memory: options.MaxMemory = None,
     dry_run: Annotated[
         bool,
@@ -119,7 +115,6 @@ def merge(
     covmerge merge --base B --expert lora=./lora OUT
     """
     from covmerge.cli import flags, merging
-    from covmerge.recipe import parse_size
 
     file, out = flags.place_paths(first, second, experts=bool(expert), dry_run=dry_run)
     recipe = flags.read_recipe(
@@ -141,16 +136,10 @@ def merge(
             whole=whole or None,
         ),
     )
-    how = merging.RunFlags(
-        device=device,
-        threads=threads,
-        max_memory=None if max_memory is None else parse_size(max_memory),
-        resume=resume,
-        overwrite=overwrite,
-        report=report,
-        as_json=as_json,
+    how = flags.run_options(
+        device, threads, max_memory, workers=workers, resume=resume, overwrite=overwrite
     )
     if out is None or dry_run:
-        merging.dry_run(recipe, out, how)
+        merging.dry_run(recipe, out, how, as_json=as_json)
     else:
-        merging.merge_to(recipe, out, how)
+        merging.merge_to(recipe, out, how, report=report, as_json=as_json)

@@ -76,6 +76,10 @@ Allow = Annotated[
         "not-a-fine-tune, swapped-tensors or unchanged-expert.",
     ),
 ]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume", rich_help_panel=OUTPUT, help="Go on with an interrupted merge."),
+]
 Overwrite = Annotated[
     bool,
     typer.Option(
@@ -89,6 +93,12 @@ Device = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", rich_help_panel=RUN, help="CPU threads."),
+]
+Workers = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="N", rich_help_panel=RUN, help="Processes that share the work; same bytes."
+    ),
 ]
 MaxMemory = Annotated[
     str | None,

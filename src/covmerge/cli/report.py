@@ -45,18 +45,14 @@ def report(
 
     Reads base, experts and output again. Exits with 1 if the output fails its verification.
     """
-    from covmerge.cli import reporting
-    from covmerge.recipe import parse_size
+    from covmerge.cli import flags, reporting
 
     reporting.report(
         out,
         reporting.Flags(
             html=html,
-            overwrite=overwrite,
             spectra=spectra,
-            device=device,
-            threads=threads,
-            max_memory=None if max_memory is None else parse_size(max_memory),
+            run=flags.run_options(device, threads, max_memory, overwrite=overwrite),
             as_json=as_json,
         ),
     )

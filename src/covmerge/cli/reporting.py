@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from covmerge import api
 from covmerge.checkpoints.manifest import read_manifest
-from covmerge.cli.console import print_json, printable, stderr, stdout
-from covmerge.cli.progress import progress_on
+from covmerge.cli.console import print_json, printable, stdout
+from covmerge.engine import RunOptions
 from covmerge.inspection import SpectraOf
-from covmerge.reporting import FILE_NAME, check_page, write_html
+from covmerge.reporting import FILE_NAME, ReportJob, check_page, write_html
 from covmerge.reporting.page import summary
 
 
@@ -20,11 +19,8 @@ class Flags:
     """The flags that say how to look, and where results go."""
 
     html: Path | None
-    overwrite: bool
     spectra: str
-    device: str
-    threads: int | None
-    max_memory: int | None
+    run: RunOptions
     as_json: bool
 
 
@@ -38,17 +34,11 @@ def report(out: Path, flags: Flags) -> None:
     read_manifest(out)  # a wrong folder is told before a missing package
     path = flags.html or (None if flags.as_json else out / FILE_NAME)
     if path is not None:
-        check_page(path, overwrite=flags.overwrite)
-    found = api.report(
-        out,
-        spectra=cast("SpectraOf", flags.spectra),
-        device=flags.device,
-        threads=flags.threads,
-        max_memory=flags.max_memory,
-        progress=progress_on(stderr()),
-    )
+        check_page(path, overwrite=flags.run.overwrite)
+    job = ReportJob(out, spectra=cast("SpectraOf", flags.spectra), options=flags.run)
+    found = job.run()
     if path is not None:
-        write_html(found, path, overwrite=flags.overwrite)
+        write_html(found, path, overwrite=flags.run.overwrite)
     if flags.as_json:
         print_json(found.as_json())
     else:

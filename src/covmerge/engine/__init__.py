@@ -1,45 +1,70 @@
 """Carry a plan out: read ahead, compute, write behind, within a memory budget.
 
-inputs   what an item reads, and the updates it becomes
-worker   one function: a work item's tensors in, the merged rows and statistics out
-survey   passes before the merge: thresholds over all tensors
-measures what a comparison says of a merged update
-budget   bytes that may be alive at once
-sinks    where results go: memory, or shards with a journal
-room     disk space an output needs
-run      the pipeline
-advice   what a method noticed, in words, with what to do
-stats    items joined to tensors, tensors to totals
-ties     tied tensors that are stored twice
+inputs     what an item reads, and the updates it becomes
+layer      the updates of some rows, and what methods make of them
+encode     a merged update in the form that the plan asks for
+look       what an inspection says of some rows
+worker     one function: the operands of some rows in, what becomes of them out
+measures   what a comparison says of merged updates
+selection  what surveys look for: the reduction of the work of counting
+survey     passes before the merge: thresholds over all tensors
+outputs    where results go: memory, or files at planned places
+executor   what carries work out: batches in, what was done out
+threads    the executor that reads, computes and writes in threads
+processes  the executor whose processes open the sources for themselves
+run        one run: surveys, then what is not finished, and the journal
+budget     bytes that may be alive at once
+options    how a run is done: device, threads, memory, resume, progress
+room       disk space an output needs
+advice     what a method noticed, in words, with what to do
+stats      items joined to tensors, tensors to totals
+ties       tied tensors that are stored twice
 """
 
 from covmerge.engine.advice import method_notes, method_warnings
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
+from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
+from covmerge.engine.layer import Change, Context, Layer
+from covmerge.engine.look import look_cost
+from covmerge.engine.options import RunOptions, Silent, torch_threads, usable_device
+from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
+from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.room import Room, room_for
-from covmerge.engine.run import Progress, RunStats, Span, run
-from covmerge.engine.sinks import DiskSink, MemorySink, NoSink, Sink
+from covmerge.engine.run import Progress, RunStats, run
 from covmerge.engine.stats import tensor_stats, totals
-from covmerge.engine.survey import run_surveys, survey_bytes
+from covmerge.engine.survey import find_thresholds, survey_bytes
+from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
-from covmerge.engine.worker import Change, Context, Layer
+from covmerge.engine.worker import work
 
 __all__ = [
+    "Batch",
     "Change",
     "Context",
-    "DiskSink",
+    "Done",
+    "Executor",
+    "FileOutput",
     "Layer",
+    "MemoryOutput",
     "MemoryPlan",
-    "MemorySink",
-    "NoSink",
+    "NoOutput",
+    "Opener",
+    "Output",
+    "Processes",
     "Progress",
     "Room",
+    "RunOptions",
     "RunStats",
-    "Sink",
+    "Silent",
     "Sizes",
     "Sources",
     "Span",
+    "Task",
+    "Threads",
     "check_ties",
+    "find_thresholds",
+    "look_cost",
     "method_notes",
     "method_warnings",
     "peak_memory",
@@ -47,8 +72,10 @@ __all__ = [
     "read_inputs",
     "room_for",
     "run",
-    "run_surveys",
     "survey_bytes",
     "tensor_stats",
+    "torch_threads",
     "totals",
+    "usable_device",
+    "work",
 ]

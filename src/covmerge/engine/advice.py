@@ -47,7 +47,7 @@ def outweighed(matrix: Mapping[str, Any]) -> bool:
 
 
 def _ridges(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    actions = {tensor.name: tensor.action for tensor in plan.tensors}
+    actions = {tensor.name: tensor.operation for tensor in plan.tensors}
     wanted: dict[str, float] = {}
     for name, entry in entries.items():
         action = actions[name]

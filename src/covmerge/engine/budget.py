@@ -6,14 +6,14 @@ import resource
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import psutil
 import torch
 
+from covmerge.engine.executor import moved_together
 from covmerge.errors import ResourceError
-from covmerge.plan import Plan, WorkItem
+from covmerge.plan import Plan
 from covmerge.recipe import format_size
 
 # What the process holds beside tensors of the plan: BLAS packing buffers, blocks that malloc keeps
@@ -24,8 +24,6 @@ _READ_AHEAD = 128 * 2**20
 _MOST_AHEAD = 2**30
 # What items that are computed at once may take together, unless one of them takes more.
 _LANES_WORKSPACE = 2 * 2**30
-# Items of at most so many elements are computed on one core each.
-_NARROW_ELEMENTS = 4 * 2**20
 
 
 class Budget:
@@ -62,16 +60,6 @@ class Budget:
             self._changed.notify_all()
 
 
-def is_narrow(item: WorkItem, device: torch.device) -> bool:
-    """Whether an item is computed on one core, beside others, rather than on all cores, alone.
-
-    Small factorisations and sums over a few rows gain little from a second core, and on one each
-    lose nothing. It follows from the shape, never from what else is going on: the number of threads
-    decides how sums are rounded.
-    """
-    return device.type == "cpu" and prod(item.shape) <= _NARROW_ELEMENTS
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """How the memory of a run is divided.
@@ -81,12 +69,14 @@ class MemoryPlan:
         workspace: the most that computing an item takes beside its inputs and result.
         in_flight: inputs read ahead plus results not yet written, at most.
         lanes: items that are computed at once, where they are small.
+        workers: processes that share the work, each with an item at a time; 1: none but this.
     """
 
     resident: int
     workspace: int
     in_flight: int
     lanes: int
+    workers: int = 1
 
     @property
     def peak(self) -> int:
@@ -107,17 +97,13 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def read_together(items: Sequence[WorkItem]) -> int:
-    """Bytes that several plans read for the same rows: the checkpoints once, statistics for each."""
-    return max(item.read_bytes for item in items) + sum(item.statistics_bytes for item in items)
-
-
 def plan_memory(
     plans: Sequence[Plan],
     max_memory: int | None,
     *,
     device: torch.device,
     threads: int | None = None,
+    workers: int = 1,
     held: int = 0,
     shared: int = 0,
 ) -> MemoryPlan:
@@ -128,6 +114,7 @@ def plan_memory(
         max_memory: bytes that the process may take; None: what the machine has free.
         device: where the work is done.
         threads: cores of the CPU; None: torch's setting.
+        workers: processes that are to share the work, as far as all of them fit.
         held: bytes that stay taken throughout.
         shared: copies of a layer's updates that methods running together may keep.
 
@@ -140,11 +127,11 @@ def plan_memory(
     """
     resident = psutil.Process().memory_info().rss + _OVERHEAD + held
     together = list(zip(*(plan.items for plan in plans), strict=True))
-    moved = [read_together(items) + sum(i.write_bytes for i in items) for items in together]
+    moved = list(map(moved_together, together))
     spaces = [
         max(item.workspace for item in items) + shared * items[0].read_bytes for items in together
     ]
-    narrow = [is_narrow(items[0], device) for items in together]
+    narrow = [items[0].is_narrow(device) for items in together]
     largest, workspace = max(moved), max(spaces)
     beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
@@ -159,8 +146,27 @@ def plan_memory(
             f"'{plans[0].peak_item.tensor.name}'. Allow more, or merge that tensor by `average` with "
             "a rule."
         )
+    if workers > 1:
+        return _among(workers, resident, workspace + largest, limit)
     room = min(max(workspace, _LANES_WORKSPACE), limit - resident - largest)
     lanes = max(1, min(threads or torch.get_num_threads(), room // max(1, beside)))
     workspace = max(workspace, lanes * beside)
     wanted = max(2 * largest, min((lanes + 1) * ahead, _MOST_AHEAD), _READ_AHEAD)
     return MemoryPlan(resident, workspace, min(wanted, limit - resident - workspace), lanes)
+
+
+def _among(workers: int, resident: int, largest: int, limit: int) -> MemoryPlan:
+    """Divide the memory among processes: each holds what this one does, and an item at a time.
+
+    Raises:
+        ResourceError: two of them do not fit.
+    """
+    fitting = min(workers, (limit - resident) // (resident + largest))
+    if fitting < 2:
+        raise ResourceError(
+            f"{workers} workers do not fit: this process and two of them take "
+            f"{format_size(3 * resident + 2 * largest)}, and {format_size(limit)} may be taken: leave "
+            "out --workers"
+        )
+    # What the workers hold of the run is workspace to this process.
+    return MemoryPlan(resident, fitting * (resident + largest), 0, lanes=1, workers=fitting)

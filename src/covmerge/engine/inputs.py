@@ -14,7 +14,7 @@ from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import NotFiniteError
 from covmerge.linalg.lapack import dot, norm
 from covmerge.methods import registry
-from covmerge.plan import Merge, Statistics, WorkItem
+from covmerge.plan import Copy, Count, Look, Merge, Operand, Statistics, WorkItem
 from covmerge.types import Json, LowRank, Measured
 
 # Of a stack of matrices, an adapter has factors of each.
@@ -28,17 +28,26 @@ class Sources:
     """Where the tensors of a run come from.
 
     Attributes:
-        base: the base.
-        experts: by name.
+        checkpoints: by key, as operands name them.
         statistics: by expert.
-        updates_only: the base is not added to what is merged, so it is read only where an update is
-            the difference to it.
     """
 
-    base: Checkpoint
-    experts: Mapping[str, Checkpoint]
+    checkpoints: Mapping[str, Checkpoint]
     statistics: Statistics = field(default_factory=dict[str, Any])
-    updates_only: bool = False
+
+    def read(self, operand: Operand, rows: range | None) -> Update:
+        """Read the rows of an operand; of an adapter the factors of its update."""
+        if operand.tensor is None:
+            return None
+        checkpoint = self.checkpoints[operand.source]
+        if isinstance(checkpoint, AdapterCheckpoint) and operand.tensor in checkpoint.low_rank:
+            return checkpoint.read_update(operand.tensor, rows)
+        return checkpoint.read(operand.tensor, operand.held(rows))
+
+    def read_rows(self, operand: Operand, rows: range | None) -> Tensor:
+        """Read the rows of an operand that has weights of its own."""
+        assert operand.tensor is not None
+        return self.checkpoints[operand.source].read(operand.tensor, rows)
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Inputs:
     Attributes:
         base: rows of the base; without content (on the meta device) where they were not read.
         experts: rows by expert; of an adapter the factors of its update.
+        merged: those of a merged model that is looked at.
         measured: by kind of statistic, by expert.
     """
 
@@ -59,6 +69,7 @@ class Inputs:
     measured: Mapping[str, Mapping[str, Measured]] = field(
         default_factory=dict[str, Mapping[str, Measured]]
     )
+    merged: Update = None
 
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """In which dtype the experts' weights are stored; adapters have none of their own."""
@@ -85,30 +96,41 @@ class Sizes:
 
 
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
-    """Read what the work on some rows needs, in the stored dtypes; one item for each plan."""
+    """Read the operands of the work on some rows, in the stored dtypes; one item for each plan."""
     first = items[0]
-    merging = [(item, a) for item in items if isinstance(a := item.tensor.action, Merge)]
-    if not merging:
-        return Inputs(sources.base.read(first.tensor.name, first.rows), {})
-    rows = {
-        expert: None if name is None else _read_rows(sources.experts[expert], name, first.rows)
-        for expert, name in merging[0][0].tensor.sources.items()
-    }
-    needed = not sources.updates_only or any(isinstance(stored, Tensor) for stored in rows.values())
+    merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
+    base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
     own = (
-        sources.base.read(first.tensor.name, first.rows)
-        if needed
-        else torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
+        torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
+        if base is None
+        else sources.read_rows(base, first.rows)
+    )
+    if not merging:
+        return Inputs(own, {})
+    tensor = merging[0].tensor
+    rows = {
+        expert: sources.read(operand, first.rows) for expert, operand in tensor.operands.items()
+    }
+    look = tensor.operation
+    merged = (
+        sources.read(look.merged, first.rows) if isinstance(look, Look) and look.merged else None
     )
     measured: dict[str, dict[str, Measured]] = {}
-    for item, action in merging:
-        kind = registry.get(action.method).data
+    for item in merging:
+        kind = _data_of(item)
         if item.tensor.statistics and kind not in measured:
             measured[kind] = {
                 expert: _read_measured(kind, sources, expert, name, item)
                 for expert, name in item.tensor.statistics.items()
             }
-    return Inputs(own, rows, measured)
+    return Inputs(own, rows, measured, merged)
+
+
+def _data_of(item: WorkItem) -> str:
+    """The kind of statistics that the method of an item needs."""
+    operation = item.tensor.operation
+    merge = operation.merge if isinstance(operation, Count) else operation
+    return registry.get(merge.method).data if isinstance(merge, Merge) else "none"
 
 
 def in_parts(
@@ -133,13 +155,6 @@ def in_parts(
             for kind, found in inputs.measured.items()
         }
         yield replace(item, rows=rows[part]), Inputs(inputs.base[part], experts, measured)
-
-
-def _read_rows(expert: Checkpoint, name: str, rows: range | None) -> Stored:
-    """Read rows of an expert, whose table may be shorter or longer than the base's."""
-    if isinstance(expert, AdapterCheckpoint) and name in expert.low_rank:
-        return expert.read_update(name, rows)
-    return expert.read(name, _held(rows, expert.headers[name].shape))
 
 
 def _held(rows: range | None, shape: tuple[int, ...]) -> range | None:

@@ -21,7 +21,7 @@ def tensor_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, di
     items: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
     for item, stats in zip(plan.items, done, strict=True):
         if stats:
-            items[item.tensor.name].append(cast("Mapping[str, Any]", stats))
+            items[item.tensor.key].append(cast("Mapping[str, Any]", stats))
     entries: dict[str, dict[str, Json]] = {}
     for tensor in plan.tensors:
         entry: dict[str, Json] = {

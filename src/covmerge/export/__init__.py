@@ -1,6 +1,10 @@
 """What an output needs besides its weights: config, tokenizer, index, heads, manifest, model card."""
 
-from covmerge.export.adapter import AdaptedTensor, AdapterWriter, WholeTensor
+from covmerge.export.adapter import (
+    bases_that_differ,
+    changed_and_left_out,
+    write_adapter_config,
+)
 from covmerge.export.card import write_card
 from covmerge.export.companions import (
     Companions,
@@ -9,29 +13,30 @@ from covmerge.export.companions import (
     is_weights,
 )
 from covmerge.export.expert_models import find_masks, load_expert, rescalers_of, write_rescalers
+from covmerge.export.files import files_of, open_output, plan_parts
 from covmerge.export.front_matter import read_front_matter
-from covmerge.export.heads import HEADS_FOLDER, write_heads
 from covmerge.export.index import write_index
 from covmerge.export.manifest import write_manifest
 from covmerge.export.parents import Parents, read_parents
 
 __all__ = [
-    "HEADS_FOLDER",
-    "AdaptedTensor",
-    "AdapterWriter",
     "Companions",
     "Parents",
-    "WholeTensor",
+    "bases_that_differ",
+    "changed_and_left_out",
     "copy_companions",
+    "files_of",
     "find_masks",
     "hash_companions",
     "is_weights",
     "load_expert",
+    "open_output",
+    "plan_parts",
     "read_front_matter",
     "read_parents",
     "rescalers_of",
+    "write_adapter_config",
     "write_card",
-    "write_heads",
     "write_index",
     "write_manifest",
     "write_rescalers",

@@ -13,7 +13,7 @@ import yaml
 
 from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
 from covmerge.checkpoints.disk import disk_errors
-from covmerge.export.heads import HEADS_FOLDER
+from covmerge.checkpoints.layout import HEADS_FOLDER
 from covmerge.export.library import how_to_load, library_of, pipeline_of
 from covmerge.export.licences import licence_notes, shared_licence
 from covmerge.export.markdown import fenced, inline, row

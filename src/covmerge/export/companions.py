@@ -71,8 +71,8 @@ _NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # these say what
 class Companions:
     """What was copied, as paths inside the output, and what the user should be told."""
 
-    copied: tuple[str, ...]
-    notes: tuple[str, ...]
+    copied: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def hash_companions(source: Path | None) -> dict[str, str]:

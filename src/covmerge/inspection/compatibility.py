@@ -42,7 +42,13 @@ def lenient(recipe: Recipe) -> Recipe:
         update={"missing": "base", "extra": "ignore", "vocabulary": "base"}
     )
     return recipe.model_copy(
-        update={"method": "average", "parameters": {}, "rules": rules, "tensors": tensors}
+        update={
+            "method": "average",
+            "parameters": {},
+            "rules": rules,
+            "tensors": tensors,
+            "output": recipe.output.model_copy(update={"format": "model"}),
+        }
     )
 
 

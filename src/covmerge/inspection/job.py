@@ -3,31 +3,49 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
 from typing import Any, Literal, cast, get_args
 
 import torch
 
 from covmerge.checkpoints import Checkpoint
-from covmerge.engine import MemoryPlan, NoSink, Progress, RunStats, peak_memory, plan_memory, run
-from covmerge.engine.inspect import MERGED, Redo, inspect_rows, inspection_cost
-from covmerge.engine.run import Worker
-from covmerge.engine.worker import Context
+from covmerge.engine import (
+    Context,
+    NoOutput,
+    RunOptions,
+    RunStats,
+    Threads,
+    look_cost,
+    peak_memory,
+    run,
+    torch_threads,
+)
 from covmerge.errors import InputError
 from covmerge.findings import Finding, Severity
 from covmerge.inspection.compatibility import check_headers, check_tokenizers, lenient
 from covmerge.inspection.result import Inspection, LayerView, SpectrumView
 from covmerge.inspection.verdicts import findings_of
-from covmerge.job import Silent, torch_threads, usable_device
 from covmerge.judgement import judge
 from covmerge.judgement.names import by_depth
 from covmerge.measures.sums import Sums, sums_from_json
-from covmerge.output import OpenCheckpoints
-from covmerge.plan import Plan, WorkItem, build_plans
-from covmerge.plan.align import Model
-from covmerge.recipe import Expert, Recipe
+from covmerge.plan import (
+    MERGED,
+    Look,
+    Merge,
+    Operand,
+    Plan,
+    Redo,
+    Unwritten,
+    WorkItem,
+    build_plans,
+)
+from covmerge.plan.align import Model, align, check_same_architecture
+from covmerge.plan.rules import Rules
+from covmerge.recipe import Recipe
+from covmerge.sources import OpenCheckpoints
 from covmerge.tensors import describe_checkpoint, matrix_shapes
 from covmerge.types import Json
 
@@ -44,14 +62,12 @@ class InspectJob:
         recipe: base, experts, what is left to the base; its method is not run.
         spectra: of which matrices singular values are taken, which is most of the work: of all, of
             some, evenly from the first to the last, where all would be long, or of none.
+        options: how it is done.
     """
 
     recipe: Recipe
     spectra: SpectraOf = "some"
-    device: str = "cpu"
-    threads: int | None = None
-    max_memory: int | None = None
-    progress: Progress | None = None
+    options: RunOptions = field(default_factory=RunOptions)
 
     def run(
         self,
@@ -64,12 +80,12 @@ class InspectJob:
         Args:
             checkpoints: base and experts.
             merged: a merged model.
-            before: merges a matrix again, to show its spectrum beside that of the merged model.
+            before: a merge to do again, to show its spectra beside those of the merged model.
 
         Raises:
             ResourceError: a matrix of all experts does not fit the memory.
         """
-        device = usable_device(self.device)
+        options = self.options
         base = _model(checkpoints.base)
         models = {name: _model(expert) for name, expert in checkpoints.experts.items()}
         findings, fitting = check_headers(self.recipe, base, models)
@@ -79,15 +95,20 @@ class InspectJob:
         layers: tuple[LayerView, ...] = ()
         cost: dict[str, Json] = {}
         if fitting:
-            plan = self._plan(checkpoints, fitting, merged)
+            plan = self._plan(checkpoints, fitting)
             taken, note = self._taken(plan)
             findings += note
-            plan = replace(
-                plan, items=tuple(self._measured(i, i.tensor.name in taken) for i in plan.items)
-            )
-            memory = plan_memory([plan], self.max_memory, device=device, threads=self.threads)
-            worker = partial(inspect_rows, spectra=taken, before=before)
-            done = self._execute(plan, checkpoints, merged, memory, device, worker)
+            plan = self._looking(plan, taken, base, merged, before)
+            memory = options.memory([plan])
+            sources = checkpoints.sources(merged)
+            with torch_threads(options.threads):
+                (done,) = run(
+                    [(plan, NoOutput())],
+                    sources,
+                    Context(plan.compute_dtype, options.torch_device),
+                    executor=Threads(in_flight=memory.in_flight, lanes=memory.lanes),
+                    progress=options.told,
+                )
             layers = tuple(_layers(plan, done, findings))
             cost = {
                 "seconds": done.seconds,
@@ -111,19 +132,58 @@ class InspectJob:
             run=cost,
         )
 
-    def _plan(
-        self, checkpoints: OpenCheckpoints, fitting: Sequence[str], merged: Checkpoint | None
-    ) -> Plan:
+    def _plan(self, checkpoints: OpenCheckpoints, fitting: Sequence[str]) -> Plan:
         """Plan to read every tensor that all fitting experts could be merged in."""
         experts = {name: self.recipe.experts[name] for name in fitting}
         sources = {name: checkpoints.experts[name] for name in fitting}
-        if merged is not None:
-            experts[MERGED] = Expert(source=merged.source)
-            sources[MERGED] = merged
-        # Not validated: the merged model's name can be no expert's.
         recipe = lenient(self.recipe).model_copy(update={"experts": experts})
         (plan,) = build_plans([recipe], checkpoints.base, sources, whole=True)
         return plan
+
+    def _looking(
+        self,
+        plan: Plan,
+        taken: Collection[str],
+        base: Model,
+        merged: Checkpoint | None,
+        before: Redo | None,
+    ) -> Plan:
+        """Return the plan of looking at what a plan merges, and at what it was merged to."""
+        result = None if merged is None else _model(merged)
+        found = {} if result is None else self._operands_of(result, base)
+        models = len(plan.recipe.experts) + (merged is not None)
+        looks = {
+            tensor.name: replace(
+                tensor,
+                operation=Look(
+                    found.get(tensor.name),
+                    tensor.name in taken,
+                    before,
+                ),
+                form=Unwritten(),
+            )
+            for tensor in plan.tensors
+            if isinstance(tensor.operation, Merge)
+        }
+        items: list[WorkItem] = []
+        for item in plan.items:
+            if item.tensor.key not in looks:
+                continue
+            tensor, size = looks[item.tensor.key], item.read_bytes
+            if result is not None and (name := found[tensor.name].tensor) is not None:
+                size += result.stored_bytes(name, prod(item.shape))
+            looking = replace(item, tensor=tensor, read_bytes=size)
+            taking = tensor.key in taken
+            items.append(self._measured(looking, spectra=taking, models=models))
+        return replace(plan, items=tuple(items))
+
+    def _operands_of(self, model: Model, base: Model) -> dict[str, Operand]:
+        """The tensors of a merged model, by the base's names."""
+        recipe = lenient(self.recipe)
+        check_same_architecture(base, MERGED, model)
+        rules = Rules(recipe, base.description.family)
+        names = align(base, MERGED, model, recipe.tensors, rules.chosen_use).names
+        return {name: model.operand(MERGED, names.get(name)) for name in base.headers}
 
     def _taken(self, plan: Plan) -> tuple[frozenset[str], list[Finding]]:
         """Choose the tensors whose singular values are taken; say so where it is not all of them.
@@ -134,9 +194,10 @@ class InspectJob:
         if self.spectra not in get_args(SpectraOf):
             raise InputError(f"spectra are taken of all, some or none, not of '{self.spectra}'")
         flops: dict[str, float] = {}
+        models = len(plan.recipe.experts)
         for item in plan.items:
             if item.matrices is not None:
-                own = self._measured(item, spectra=True).flops
+                own = self._measured(item, spectra=True, models=models).flops
                 flops[item.tensor.name] = flops.get(item.tensor.name, 0.0) + own
         names = by_depth(flops)
         total = sum(flops.values())
@@ -152,49 +213,21 @@ class InspectJob:
         )
         return chosen, [Finding(Severity.NOTE, text)]
 
-    def _measured(self, item: WorkItem, spectra: bool) -> WorkItem:
-        """The same item with what inspecting it costs."""
+    def _measured(self, item: WorkItem, *, spectra: bool, models: int) -> WorkItem:
+        """The same item with what it costs to look at so many models."""
         shape = item.shape or (1,)
         itemsize = getattr(torch, self.recipe.dtype).itemsize
-        numel, count = (
-            item.write_bytes // item.tensor.output.dtype.itemsize,
-            len(item.tensor.sources),
-        )
+        numel = prod(shape)
         shapes = [(1, numel)] if item.matrices is None else matrix_shapes(shape, item.matrices)
         spectra = spectra and item.matrices is not None
-        costs = [inspection_cost(m, n, count, itemsize, spectra=spectra) for m, n in shapes]
-        held = (count + 2) * numel * itemsize
+        costs = [look_cost(m, n, models, itemsize, spectra=spectra) for m, n in shapes]
+        held = (models + 2) * numel * itemsize
         return replace(
             item,
             write_bytes=0,
             workspace=held + max(cost.workspace for cost in costs),
             flops=sum(cost.flops for cost in costs),
         )
-
-    def _execute(
-        self,
-        plan: Plan,
-        checkpoints: OpenCheckpoints,
-        merged: Checkpoint | None,
-        memory: MemoryPlan,
-        device: torch.device,
-        worker: Worker,
-    ) -> RunStats:
-        sources = checkpoints.sources()
-        if merged is not None:
-            sources = replace(sources, experts={**sources.experts, MERGED: merged})
-        context = Context({}, plan.compute_dtype, device)
-        with torch_threads(self.threads):
-            (done,) = run(
-                [(plan, NoSink())],
-                sources,
-                context,
-                in_flight=memory.in_flight,
-                lanes=memory.lanes,
-                progress=self.progress or Silent(),
-                worker=worker,
-            )
-        return done
 
 
 def _model(checkpoint: Checkpoint) -> Model:
@@ -221,9 +254,10 @@ def _layers(plan: Plan, done: RunStats, findings: list[Finding]) -> Iterator[Lay
 
 def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
     whose: str | None = stats["of"]
-    source = {None: " of the base", MERGED: " of the merged model"}.get(whose, "")
+    merged = stats["of_merged"]
+    source = " of the merged model" if merged else " of the base" if whose is None else ""
     text = f"'{tensor}'{source} {stats['fault']}"
-    return Finding(Severity.FAULT, text, whose or None, (tensor,))
+    return Finding(Severity.FAULT, text, None if merged else whose, (tensor,))
 
 
 def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
@@ -233,49 +267,44 @@ def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
         total = sums if total is None else total + sums
     assert total is not None
     tensor = item.tensor
-    names, shape = tuple(stats[0]["experts"]), tensor.stored.shape
-    return _view(tensor.name, tensor.name, str(tensor.role), shape, False, names, total, {})
+    view = LayerView(
+        tensor.name,
+        tensor.name,
+        str(tensor.role),
+        tensor.stored.shape,
+        False,
+        tuple(stats[0]["experts"]),
+        total,
+    )
+    return _with_merged(view, {}) if stats[0]["merged"] else view
 
 
 def _layer(
     item: WorkItem, stats: Mapping[str, Any], piece: Mapping[str, Any], name: str
 ) -> LayerView:
-    tensor, sums = item.tensor, sums_from_json(piece["sums"])
+    tensor, experts = item.tensor, tuple(stats["experts"])
+    sums = sums_from_json(piece["sums"])
     shape = tuple(piece["shape"])
-    names = tuple(stats["experts"])
-    return _view(tensor.name, name, str(tensor.role), shape, True, names, sums, piece)
-
-
-def _view(
-    tensor: str,
-    name: str,
-    role: str,
-    shape: tuple[int, ...],
-    is_matrix: bool,
-    names: tuple[str, ...],
-    sums: Sums,
-    piece: Mapping[str, Any],
-) -> LayerView:
-    experts = tuple(expert for expert in names if expert != MERGED)
-    view = LayerView(tensor, name, role, shape, is_matrix, experts, sums)
+    view = LayerView(tensor.name, name, str(tensor.role), shape, True, experts, sums)
     spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
     if spectra:
-        pairs = [(a, b) for i, a in enumerate(experts) for b in experts[i + 1 :]]
-        view = replace(
-            view,
-            spectra={expert: spectra[expert] for expert in experts},
-            overlap=dict(zip(pairs, piece["overlaps"], strict=True)),
-        )
-    if MERGED not in names:
-        return view
-    last = names.index(MERGED)
+        pairs = combinations(experts, 2)
+        overlap = dict(zip(pairs, piece["overlaps"], strict=True))
+        view = replace(view, spectra=spectra, overlap=overlap)
+    return _with_merged(view, piece) if stats["merged"] else view
+
+
+def _with_merged(view: LayerView, piece: Mapping[str, Any]) -> LayerView:
+    """Add what the merged model has of a layer; of the sums it is the last."""
+    shown = {key: SpectrumView(**piece[key]) for key in ("after", "before") if key in piece}
+    cosines = zip(view.experts, view.sums.cosines, strict=False)
     return replace(
         view,
-        merged=spectra.get(MERGED),
-        before=SpectrumView(**piece["before"]) if "before" in piece else None,
+        merged=shown.get("after"),
+        before=shown.get("before"),
         retention=piece.get("retention", {}),
-        merged_cosines={e: sums.cosines[names.index(e)][last] for e in experts},
-        merged_norm=sums.norms[last],
+        merged_cosines={expert: of_all[-1] for expert, of_all in cosines},
+        merged_norm=view.sums.norms[-1],
     )
 
 

@@ -16,9 +16,9 @@ from covmerge.judgement.verdicts import (
     uneven,
     untouched,
 )
-from covmerge.output import OpenCheckpoints
 from covmerge.plan import Plan
 from covmerge.plan.align import Model
+from covmerge.sources import OpenCheckpoints
 from covmerge.tensors import describe_checkpoint
 from covmerge.types import Json
 

@@ -62,7 +62,7 @@ def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[Layer]
     parts: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for item, stats in zip(plan.items, done, strict=True):
         if stats:
-            parts[item.tensor.name].append(cast("Mapping[str, Any]", stats))
+            parts[item.tensor.key].append(cast("Mapping[str, Any]", stats))
     for tensor in plan.tensors:
         own = parts[tensor.name]
         if own:

@@ -80,6 +80,18 @@ class MagnitudeSelect:
                 self._counts[0] += below
                 self._counts[-1] += len(bits) - below - len(inside)
 
+    def absorb(self, other: MagnitudeSelect) -> None:
+        """Add what another one, at the same place of the same pass, has counted."""
+        with self._adding:
+            self._counts += other._counts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the lock, so that another process can count."""
+        return {name: value for name, value in vars(self).items() if name != "_adding"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _adding=threading.Lock())
+
     def end_pass(self) -> None:
         """Settle the next bits.
 

@@ -3,21 +3,54 @@
 align    the base's tensors found in every expert; task heads, vocabularies, what does not fit
 data     the statistics that methods with data need, found for each tensor
 rules    role and name rules resolved to one action a tensor
+operands, operations, forms   what work reads, what is done with it, what it becomes
+work     a tensor of the output, and the row ranges that are worked on as a whole
 build    the plan: tensors, work items with bytes and FLOPs, totals
 """
 
 from covmerge.plan.build import build_plan, build_plans
 from covmerge.plan.data import Statistics
-from covmerge.plan.types import Copy, Merge, Plan, Survey, TensorPlan, WorkItem
+from covmerge.plan.forms import (
+    MODEL,
+    AdapterFactors,
+    AdapterTensor,
+    Form,
+    ModelTensor,
+    Place,
+    Unwritten,
+    head_part,
+    mask_part,
+)
+from covmerge.plan.operands import BASE, MERGED, Operand, expert_key
+from covmerge.plan.operations import Copy, Count, Look, Merge, Operation, Redo
+from covmerge.plan.types import Plan, Survey
+from covmerge.plan.work import TensorPlan, WorkItem
 
 __all__ = [
+    "BASE",
+    "MERGED",
+    "MODEL",
+    "AdapterFactors",
+    "AdapterTensor",
     "Copy",
+    "Count",
+    "Form",
+    "Look",
     "Merge",
+    "ModelTensor",
+    "Operand",
+    "Operation",
+    "Place",
     "Plan",
+    "Redo",
     "Statistics",
     "Survey",
     "TensorPlan",
+    "Unwritten",
     "WorkItem",
     "build_plan",
     "build_plans",
+    "expert_key",
+    "head_part",
+    "mask_part",
 ]

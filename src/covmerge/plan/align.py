@@ -15,6 +15,7 @@ import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.errors import InputError, TensorError
+from covmerge.plan.operands import Operand
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription
 from covmerge.types import Role, TensorHeader
@@ -44,6 +45,12 @@ class Model:
     def dtype(self, name: str) -> torch.dtype:
         """Dtype in which a tensor, or the factors of its update, are stored."""
         return self.low_rank[name].dtype if name in self.low_rank else self.headers[name].dtype
+
+    def operand(self, source: str, name: str | None, weight: float = 1.0) -> Operand:
+        """Return one of its tensors as an operand; the factors of an adapter are read whole."""
+        stored = None if name is None or name in self.low_rank else self.headers[name]
+        rows = stored.shape[0] if stored is not None and stored.shape else None
+        return Operand(source, name, rows, weight)
 
     def stored_bytes(self, name: str, elements: int) -> int:
         """Bytes that are read for so many elements of a tensor; factors are read whole."""

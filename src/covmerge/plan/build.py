@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import InputError, RecipeError
+from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
 from covmerge.methods.choice import AUTO, choose
 from covmerge.methods.registry import Unit
+from covmerge.plan.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
 from covmerge.plan.data import Statistics, check_statistics, find_statistics
+from covmerge.plan.forms import AdapterFactors, ModelTensor, head_part
+from covmerge.plan.operands import BASE, Operand, expert_key
+from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.rules import Rules
-from covmerge.plan.types import Copy, Merge, Plan, Survey, TensorPlan, WorkItem
+from covmerge.plan.types import Plan, Survey
+from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe
 from covmerge.tensors import describe_checkpoint, matrix_shapes
 from covmerge.types import Role, TensorHeader
@@ -91,6 +97,7 @@ class _Draft:
     alignments: Mapping[str, Alignment]
     head_names: tuple[str, ...]
     tensors: tuple[TensorPlan, ...]
+    adapter: AdapterPlan | None = None
 
 
 def _draft(
@@ -114,7 +121,7 @@ def _draft(
     head_names = _head_names(base, alignments)
     tensors = tuple(
         find_statistics(recipe, tensor, statistics)
-        for tensor in _plan_tensors(recipe, base, rules, alignments, head_names)
+        for tensor in _plan_tensors(recipe, base, rules, models, alignments, head_names)
     )
     wanted = registry.get(recipe.method).data
     if wanted != "none" and not any(tensor.statistics for tensor in tensors):
@@ -124,12 +131,17 @@ def _draft(
             f"name '{held}'): were they collected on models with other names, or do the recipe's "
             "rules leave nothing to the method?"
         )
-    if not any(isinstance(tensor.action, Merge) for tensor in tensors):
+    if not any(isinstance(tensor.operation, Merge) for tensor in tensors):
         raise InputError(
             f"nothing to merge: all {len(tensors)} tensors of {base.checkpoint.source} are copied "
             "from the base under the recipe's rules."
         )
-    return _Draft(recipe, chosen, rules, alignments, head_names, tensors)
+    draft = _Draft(recipe, chosen, rules, alignments, head_names, tensors)
+    if recipe.output.format == "model":
+        return draft
+    checkpoints = {name: model.checkpoint for name, model in models.items()}
+    adapter = plan_adapter(recipe, tensors, checkpoints)
+    return replace(draft, tensors=adapter.tensors, adapter=adapter)
 
 
 def _plan(
@@ -141,7 +153,7 @@ def _plan(
     alone: bool,
 ) -> Plan:
     items = tuple(
-        _work_item(draft.recipe, tensor, rows, models, statistics, alone)
+        _work_item(draft, tensor, rows, models, statistics, alone)
         for tensor, tensor_ranges in zip(draft.tensors, ranges, strict=True)
         for rows in tensor_ranges
     )
@@ -154,7 +166,7 @@ def _plan(
     return Plan(
         recipe=draft.recipe,
         tensors=draft.tensors,
-        items=items,
+        items=(*items, *_head_items(heads)),
         surveys=tuple(_surveys(items)),
         heads=heads,
         family=base.description.family,
@@ -164,10 +176,32 @@ def _plan(
             *_mask_notes(draft.tensors),
             *_unused_rules(draft.recipe, base, models),
             *_notes(base, models, draft.alignments, draft.tensors),
+            *(() if draft.adapter is None else draft.adapter.notes),
         ),
         tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
         metadata={"covmerge": __version__, "method": draft.recipe.method},
+        parameters=() if draft.adapter is None else draft.adapter.parameters,
     )
+
+
+def _head_items(heads: Mapping[str, Mapping[str, TensorHeader]]) -> Iterator[WorkItem]:
+    """The work of keeping the experts' own task heads."""
+    for expert, kept in heads.items():
+        for name, header in kept.items():
+            own = TensorPlan(
+                stored=header,
+                output=header,
+                role=Role.HEAD,
+                why=f"the task head of expert '{expert}'",
+                operation=Copy(),
+                rule="kept for its expert",
+                operands={},
+                base=Operand(expert_key(expert), name),
+                form=ModelTensor(head_part(expert)),
+            )
+            for rows in header.row_blocks(BLOCK_ELEMENTS):
+                size = header.nbytes if rows is None else header.nbytes_of(rows)
+                yield WorkItem(own, rows, size, size, workspace=0, flops=0.0)
 
 
 def _with_method(recipe: Recipe, models: Mapping[str, Model]) -> tuple[Recipe, str | None]:
@@ -187,15 +221,15 @@ def _chosen(draft: _Draft) -> Iterator[str]:
 def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:
     together: dict[str, list[WorkItem]] = {}
     for item in items:
-        action = item.tensor.action
+        action = item.tensor.operation
         if isinstance(action, Merge) and _surveyed_density(action) is not None:
             together.setdefault(action.key, []).append(item)
     for surveyed in together.values():
-        action = surveyed[0].tensor.action
+        action = surveyed[0].tensor.operation
         assert isinstance(action, Merge)
         density = _surveyed_density(action)
         assert density is not None
-        yield Survey(action, density, tuple(surveyed))
+        yield Survey(action, density, tuple(map(Survey.counting, surveyed)))
 
 
 def _surveyed_density(action: Merge) -> float | None:
@@ -222,6 +256,7 @@ def _plan_tensors(
     recipe: Recipe,
     base: Model,
     rules: Rules,
+    models: Mapping[str, Model],
     alignments: Mapping[str, Alignment],
     head_names: tuple[str, ...],
 ) -> Iterator[TensorPlan]:
@@ -232,15 +267,22 @@ def _plan_tensors(
             continue  # merged and written once, under the name it is tied to
         decision = rules.decide(header, info)
         action, rule, role = decision.action, decision.rule, info.role
-        sources = {expert: a.names.get(name) for expert, a in alignments.items()}
+        operands = {
+            expert: models[expert].operand(
+                expert_key(expert), a.names.get(name), recipe.experts[expert].weight
+            )
+            for expert, a in alignments.items()
+        }
         if name in head_names:
             action, role = Copy(), Role.HEAD
             rule = "base (task head: each expert's own is kept under heads/)"
-        elif isinstance(action, Merge) and not any(sources.values()):
+        elif isinstance(action, Merge) and not any(o.tensor for o in operands.values()):
             action, rule = Copy(), "base (no expert has it)"
         output = TensorHeader(name, header.shape, _output_dtype(recipe, header))
         if skip_missing:
-            sources = {expert: found for expert, found in sources.items() if found is not None}
+            operands = {expert: o for expert, o in operands.items() if o.tensor is not None}
+        masked = isinstance(action, Merge) and action.writes_masks
+        masks = tuple(recipe.experts) if masked else ()
         yield TensorPlan(
             header,
             output,
@@ -248,7 +290,9 @@ def _plan_tensors(
             info.why,
             action,
             rule,
-            sources,
+            operands,
+            Operand(BASE, name),
+            ModelTensor(masks=masks),
             matrices=rules.matrices(header, info),
             parameter=info.parameter,
             takes_factors=info.takes_factors,
@@ -263,8 +307,11 @@ def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
 
 
 def _row_ranges(tensor: TensorPlan, elements: int, whole: bool) -> Iterator[range | None]:
-    """Ranges of rows that can be worked on by themselves."""
-    action, shape = tensor.action, tensor.output.shape
+    """Ranges of rows that can be worked on by themselves; what an adapter has of a tensor is one piece."""
+    if not isinstance(tensor.form, ModelTensor):
+        yield range(tensor.output.shape[0]) if tensor.output.shape else None
+        return
+    action, shape = tensor.operation, tensor.output.shape
     unit: Unit = "element"
     if isinstance(action, Merge):
         unit = registry.get(action.method).unit_for(action.parameters)
@@ -281,7 +328,7 @@ def _row_ranges(tensor: TensorPlan, elements: int, whole: bool) -> Iterator[rang
 
 
 def _work_item(
-    recipe: Recipe,
+    draft: _Draft,
     tensor: TensorPlan,
     rows: range | None,
     models: Mapping[str, Model],
@@ -291,19 +338,27 @@ def _work_item(
     """The work on some rows; `alone`: by this plan and no other."""
     shape = tensor.output.shape if rows is None else (len(rows), *tensor.output.shape[1:])
     numel = prod(shape)
-    stored = numel * tensor.stored.dtype.itemsize
-    write = numel * tensor.output.dtype.itemsize
-    if isinstance(tensor.action, Copy):
+    stored = 0 if tensor.base is None else numel * tensor.stored.dtype.itemsize
+    write = tensor.written_bytes(rows)
+    if isinstance(tensor.operation, Copy):
         return WorkItem(tensor, rows, stored, write, workspace=0, flops=0.0)
 
-    present = [(expert, name) for expert, name in tensor.sources.items() if name is not None]
+    present = [
+        (expert, operand.tensor)
+        for expert, operand in tensor.operands.items()
+        if operand.tensor is not None
+    ]
     raw = stored + sum(models[expert].stored_bytes(name, numel) for expert, name in present)
-    itemsize = getattr(torch, recipe.dtype).itemsize
-    count = max(1, len(tensor.sources))
-    method = registry.get(tensor.action.method)
-    layout = tensor.action.layout
+    itemsize = getattr(torch, draft.recipe.dtype).itemsize
+    count = max(1, len(tensor.operands))
+    thin = draft.adapter is not None and tensor.name in draft.adapter.thin
+    if thin:
+        return _thin_item(tensor, rows, raw, write, models, itemsize)
+    assert isinstance(tensor.operation, Merge)
+    method = registry.get(tensor.operation.method)
+    layout = tensor.operation.layout
     dense = not any(name in models[expert].low_rank for expert, name in present)
-    at_once = _rows_at_once(tensor.action, shape) if alone and dense else None
+    at_once = _rows_at_once(tensor.operation, shape) if alone and dense else None
     part = shape if at_once is None else (min(at_once, shape[0]), *shape[1:])
     if layout is None:
         shapes = [(part[0] if len(part) > 1 else 1, prod(part[1:] if len(part) > 1 else part))]
@@ -317,6 +372,11 @@ def _work_item(
         numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
         for expert, name in tensor.statistics.items()
     )
+    if isinstance(tensor.form, AdapterFactors):
+        costs = [
+            cost + svd_cost(*shape, tensor.form.place.rank, itemsize)
+            for cost, shape in zip(costs, shapes, strict=True)
+        ]
     return WorkItem(
         tensor,
         rows,
@@ -329,12 +389,39 @@ def _work_item(
     )
 
 
+def _thin_item(
+    tensor: TensorPlan,
+    rows: range | None,
+    read: int,
+    write: int,
+    models: Mapping[str, Model],
+    itemsize: int,
+) -> WorkItem:
+    """The work on factors: their bases, the method on the cores, and factors again."""
+    assert isinstance(tensor.operation, Merge)
+    operands = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
+    rank = sum(models[expert].low_rank[name].rank for expert, name in operands) + 1
+    d_out, d_in = tensor.stored.shape[0], prod(tensor.stored.shape[1:])
+    cost = registry.get(tensor.operation.method).cost(rank, rank, len(tensor.operands), 8)
+    # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations.
+    factors = (d_out + d_in) * rank
+    return WorkItem(
+        tensor,
+        rows,
+        read_bytes=read,
+        write_bytes=write,
+        workspace=4 * factors * itemsize + cost.workspace + svd_cost(rank, rank, rank, 8).workspace,
+        flops=6.0 * factors * rank + cost.flops,
+        thin=True,
+    )
+
+
 def _rows_at_once(action: Merge, shape: tuple[int, ...]) -> int | None:
     """Rows of an elementwise merge that are worked on together; None: all of them."""
     method = registry.get(action.method)
     by_rows = _goes_by_rows(method.unit_for(action.parameters), shape)
     # What a method says of its masks is of a whole item.
-    if not by_rows or not shape or method.writes_masks:
+    if not by_rows or not shape or action.writes_masks:
         return None
     return max(1, _PART_ELEMENTS // max(1, prod(shape[1:])))
 
@@ -345,7 +432,7 @@ def _goes_by_rows(unit: Unit, shape: tuple[int, ...]) -> bool:
 
 
 def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
-    if any(tensor.writes_masks for tensor in tensors):
+    if any(isinstance(t.form, ModelTensor) and t.form.masks for t in tensors):
         yield (
             "the merged weights alone serve no task: each expert's model is made of them, its mask and "
             "its factor by covmerge.load_expert(OUT, EXPERT, BASE)"
@@ -375,7 +462,11 @@ def _notes(
         yield f"tied tensors are merged and written once; left out: {', '.join(tied)}"
     for tensor in tensors:
         info = base.description.tensors[tensor.name]
-        if info.outside_backbone and info.role is Role.LINEAR and isinstance(tensor.action, Merge):
+        if (
+            info.outside_backbone
+            and info.role is Role.LINEAR
+            and isinstance(tensor.operation, Merge)
+        ):
             yield (
                 f"'{tensor.name}' lies outside the backbone and has one shape everywhere, so it is "
                 "merged; if it is a task head, add a rule with `use: head` to keep one per expert"

@@ -8,7 +8,8 @@ from dataclasses import replace
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import InputError, RecipeError, TensorError
 from covmerge.methods import Method, registry
-from covmerge.plan.types import Merge, TensorPlan
+from covmerge.plan.operations import Merge
+from covmerge.plan.work import TensorPlan
 from covmerge.recipe import Recipe
 from covmerge.statistics.file import StatisticsFile
 from covmerge.tensors import matrix_shapes
@@ -62,18 +63,19 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
         TensorError: only some of the experts have statistics of it, they are of another shape, or
             there are too few rows behind them.
     """
-    if not isinstance(tensor.action, Merge):
+    if not isinstance(tensor.operation, Merge):
         return tensor
-    method = registry.get(tensor.action.method)
+    method = registry.get(tensor.operation.method)
     if method.data == "none":
         return tensor
     kind = method.data
-    held = {expert: set(statistics[expert].names(kind)) for expert in tensor.sources}
-    found = {e: name for e, name in tensor.sources.items() if name is not None and name in held[e]}
+    held = {expert: set(statistics[expert].names(kind)) for expert in tensor.operands}
+    names = {expert: operand.tensor for expert, operand in tensor.operands.items()}
+    found = {e: name for e, name in names.items() if name is not None and name in held[e]}
     if not found:
         average = Merge("average", {}, layout=None)
-        return replace(tensor, action=average, rule=f"average (no {_KINDS[kind]} of it)")
-    for expert, name in tensor.sources.items():
+        return replace(tensor, operation=average, rule=f"average (no {_KINDS[kind]} of it)")
+    for expert, name in names.items():
         if expert not in found:
             raise TensorError(
                 f"'{tensor.name}': {statistics[expert].path} of expert '{expert}' has no "
@@ -94,8 +96,8 @@ def _check(
         if shape[1:] != tensor.stored.shape[1:]:
             raise _wrong_shape(tensor, file, name, shape, tensor.stored.shape)
         return
-    assert isinstance(tensor.action, Merge) and tensor.action.layout is not None
-    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.action.layout):
+    assert isinstance(tensor.operation, Merge) and tensor.operation.layout is not None
+    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.operation.layout):
         if shape != (d_in, d_in):
             raise _wrong_shape(tensor, file, name, shape, (d_in, d_in))
         rows = file.rows(method.data, name)

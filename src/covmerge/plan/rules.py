@@ -8,7 +8,7 @@ from typing import Any
 
 from covmerge.errors import RecipeError
 from covmerge.methods import Method, registry
-from covmerge.plan.types import Copy, Merge
+from covmerge.plan.operations import Copy, Merge
 from covmerge.recipe import Recipe, Rule
 from covmerge.tensors import MatrixLayout, TensorInfo
 from covmerge.types import Role, TensorHeader

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 
-from covmerge.linalg.random import Stream
-from covmerge.methods import registry
+from covmerge.plan.forms import MODEL, Unwritten
+from covmerge.plan.operations import Count, Merge
+from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe, dump_recipe
-from covmerge.tensors import MatrixLayout
 from covmerge.types import Json, Role, TensorHeader
 
 # Passes that an exact selection takes (`covmerge.linalg.select`), and with a good guess, by compute
@@ -27,149 +26,13 @@ _SAMPLED, _LEAST_SAMPLED = 1 / 16, 2**22
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Merge a tensor by a method.
-
-    Attributes:
-        method: registered name.
-        parameters: all of the method's parameters, resolved.
-        layout: how the tensor holds `(d_out, d_in)` matrices; None: any shape, as it lies.
-    """
-
-    method: str
-    parameters: Mapping[str, Any]
-    layout: MatrixLayout | None
-
-    @property
-    def key(self) -> str:
-        """Method and parameters: all tensors of one key share one survey."""
-        return json.dumps([self.method, dict(self.parameters)], sort_keys=True)
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Take the base's tensor as it is."""
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """One tensor of the output.
-
-    Attributes:
-        stored: its header in the base.
-        output: its header in the output (the base's name and shape, the output dtype).
-        role: what it is, and `why` that was concluded.
-        action: what happens to it, and by which `rule`.
-        sources: per expert, the name of its tensor there; None where the expert has no such tensor
-            and counts as unchanged. Experts that take no part in this tensor are not in it.
-        statistics: per expert, the name that its statistics file has for this tensor; empty where
-            the method needs no data.
-        matrices: how it holds `(d_out, d_in)` matrices, whatever its method sees of them; None where
-            it holds none, or they are no layer's.
-        parameter: its name in the model that transformers builds of config.json.
-        takes_factors: whether it is the weight of a layer that PEFT has factors for.
-        ties: the other parameters that the config ties to it, for which it stands too.
-    """
-
-    stored: TensorHeader
-    output: TensorHeader
-    role: Role
-    why: str
-    action: Merge | Copy
-    rule: str
-    sources: Mapping[str, str | None]
-    statistics: Mapping[str, str] = field(default_factory=dict[str, str])
-    matrices: MatrixLayout | None = None
-    parameter: str = ""
-    takes_factors: bool = False
-    ties: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Name in the base and in the output."""
-        return self.output.name
-
-    def stream(self, expert: str, first_element: int = 0) -> Stream:
-        """Random numbers of one expert's update, from an element on."""
-        return Stream(f"{self.name}\0{expert}", first_element)
-
-    @property
-    def writes_masks(self) -> bool:
-        """Whether its method writes a mask per expert beside it."""
-        return isinstance(self.action, Merge) and registry.get(self.action.method).writes_masks
-
-
-@dataclass(frozen=True)
-class WorkItem:
-    """A row range of one tensor: read, computed and written as a whole.
-
-    Attributes:
-        tensor: its plan.
-        rows: range of the first axis; None for the whole of a tensor (scalars have no rows).
-        read_bytes: stored bytes of base and experts.
-        write_bytes: bytes of the result.
-        statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
-        at_once: rows that are merged at once, where what a row becomes does not depend on others;
-            None: all of them.
-        workspace: bytes that computing it takes beside its inputs and its result.
-        flops: floating-point operations.
-    """
-
-    tensor: TensorPlan
-    rows: range | None
-    read_bytes: int
-    write_bytes: int
-    workspace: int
-    flops: float
-    statistics_bytes: int = 0
-    at_once: int | None = None
-
-    @property
-    def memory(self) -> int:
-        """Bytes alive while the item is computed."""
-        return self.read_bytes + self.statistics_bytes + self.workspace + self.write_bytes
-
-    @property
-    def key(self) -> tuple[str, tuple[int, int]]:
-        """Identity in the journal."""
-        span = (self.rows.start, self.rows.stop) if self.rows is not None else (0, 1)
-        return self.tensor.name, span
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of its rows."""
-        whole = self.tensor.stored.shape
-        return whole if self.rows is None else (len(self.rows), *whole[1:])
-
-    @property
-    def matrices(self) -> MatrixLayout | None:
-        """How its rows hold whole matrices; None where they hold none, or parts of them."""
-        layout, rows = self.tensor.matrices, self.rows
-        if layout is None or rows is None or layout.stacked:
-            return layout
-        return layout if len(rows) == self.tensor.stored.shape[0] else None
-
-    def leading(self, share: float) -> WorkItem:
-        """Return the first of its rows, one at least."""
-        if not self.rows:
-            return self
-        rows = self.rows[: max(1, int(share * len(self.rows)))]
-        return replace(self, rows=rows, read_bytes=self.read_bytes * len(rows) // len(self.rows))
-
-    @property
-    def first_element(self) -> int:
-        """Place of the item's first element in its tensor."""
-        return 0 if self.rows is None else self.rows.start * prod(self.tensor.stored.shape[1:])
-
-
-@dataclass(frozen=True)
 class Survey:
     """What must be known of all tensors of a method before the first is merged.
 
     Attributes:
         merge: one of the actions it is for; all of them have its key.
         density: share of each expert's entries that is kept.
-        items: the work items it goes through.
+        items: the work that counts, on the rows of the items that merge.
     """
 
     merge: Merge
@@ -187,6 +50,15 @@ class Survey:
             return ()
         return tuple(item.leading(_SAMPLED) for item in self.items)
 
+    @staticmethod
+    def counting(item: WorkItem, plan: int = 0) -> WorkItem:
+        """Return the work of counting what an item merges, for one of the plans that run together."""
+        operation = item.tensor.operation
+        merge = operation.merge if isinstance(operation, Count) else operation
+        assert isinstance(merge, Merge)
+        tensor = replace(item.tensor, operation=Count(merge, plan), form=Unwritten())
+        return replace(item, tensor=tensor, write_bytes=0)
+
     def passes(self, dtype: str) -> tuple[int, int]:
         """Return how often the sample is read, and then the items, if the guess is good."""
         usual, guessed = _PASSES[dtype]
@@ -200,7 +72,7 @@ class Plan:
     Attributes:
         recipe: the recipe with all defaults, and a method.
         tensors: the output's tensors in output order.
-        items: the work, in output order.
+        items: the work, in output order; task heads are copied last.
         surveys: passes over some of the items before the work.
         heads: per expert, tensors that are kept for it alone: name in the expert -> header.
         family: model family, which decides family defaults.
@@ -209,6 +81,7 @@ class Plan:
             them to another stored one, which stands for both.
         metadata: for the header of every output file.
         chosen: why the method is what it is; None: the recipe names it.
+        parameters: of an adapter, names of all tensors of the model that it is loaded over.
     """
 
     recipe: Recipe
@@ -223,11 +96,7 @@ class Plan:
     )
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     chosen: str | None = None
-
-    @cached_property
-    def output_headers(self) -> tuple[TensorHeader, ...]:
-        """Headers of the output in order."""
-        return tuple(tensor.output for tensor in self.tensors)
+    parameters: tuple[str, ...] = ()
 
     @property
     def read_bytes(self) -> int:
@@ -245,8 +114,17 @@ class Plan:
     @property
     def write_bytes(self) -> int:
         """Bytes of the output's tensors, heads included."""
-        heads = sum(h.nbytes for kept in self.heads.values() for h in kept.values())
-        return sum(item.write_bytes for item in self.items) + heads
+        return sum(item.write_bytes for item in self.items)
+
+    @property
+    def parts(self) -> dict[str, list[TensorHeader]]:
+        """What is stored in each part of the output, in output order."""
+        found: dict[str, list[TensorHeader]] = {MODEL: []}
+        tensors = {item.tensor.key: item.tensor for item in self.items}
+        for tensor in tensors.values():
+            for part, headers in tensor.form.headers(tensor.output).items():
+                found.setdefault(part, []).extend(headers)
+        return found
 
     @property
     def flops(self) -> float:
@@ -279,7 +157,7 @@ class Plan:
             "sources": sources,
             "torch": torch.__version__,
             "tensors": [
-                [t.name, list(t.output.shape), str(t.output.dtype), t.rule, repr(t.action)]
+                [t.name, list(t.output.shape), str(t.output.dtype), t.rule, repr(t.operation)]
                 for t in self.tensors
             ],
         }

@@ -42,9 +42,11 @@ def choose(plan: Plan, count: int) -> dict[str, str]:
         By name, why it is not for a twin; "" where it is.
     """
     reasons = {
-        t.name: _beyond_a_twin(t, t.action) for t in plan.tensors if isinstance(t.action, Merge)
+        t.name: _beyond_a_twin(t, t.operation)
+        for t in plan.tensors
+        if isinstance(t.operation, Merge)
     }
-    methods = {t.name: t.action.method for t in plan.tensors if isinstance(t.action, Merge)}
+    methods = {t.name: t.operation.method for t in plan.tensors if isinstance(t.operation, Merge)}
     reached = {methods[name] for name, reason in reasons.items() if not reason}
     first = [name for name, reason in reasons.items() if not reason or methods[name] not in reached]
     rest = [name for name in reasons if name not in set(first)]
@@ -52,16 +54,16 @@ def choose(plan: Plan, count: int) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if name in chosen}
 
 
-def _beyond_a_twin(tensor: TensorPlan, action: Merge) -> str:
+def _beyond_a_twin(tensor: TensorPlan, merge: Merge) -> str:
     """Why no twin computes a tensor; "" where one does."""
-    if action.method not in TWINS:
-        return f"'{action.method}' has no twin"
-    unit = registry.get(action.method).unit_for(action.parameters)
-    shape, count = tensor.stored.shape, len(tensor.sources)
+    if merge.method not in TWINS:
+        return f"'{merge.method}' has no twin"
+    unit = registry.get(merge.method).unit_for(merge.parameters)
+    shape, count = tensor.stored.shape, len(tensor.operands)
     numbers = products = 0
-    if action.layout is not None:
-        shapes = matrix_shapes(shape, action.layout)
-        steps = action.parameters["iterations"] if action.parameters.get("solver") == "adam" else 1
+    if merge.layout is not None:
+        shapes = matrix_shapes(shape, merge.layout)
+        steps = merge.parameters["iterations"] if merge.parameters.get("solver") == "adam" else 1
         numbers = count * max(max(sides) ** 2 for sides in shapes)
         products = count * sum(prod(sides) * max(sides) for sides in shapes) * steps
     elif unit == "tensor":

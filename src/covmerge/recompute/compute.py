@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -14,17 +14,16 @@ import torch
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.diagnostics import Check
-from covmerge.engine import Context, read_inputs, run_surveys
-from covmerge.engine.worker import compute
+from covmerge.engine import Batch, Context, Done, Task, Threads, find_thresholds, read_inputs, work
+from covmerge.engine.selection import Selections
 from covmerge.errors import InputError, TensorError
-from covmerge.job import context_of
 from covmerge.linalg.lapack import norm
 from covmerge.methods import Method, registry
-from covmerge.output import OpenCheckpoints
-from covmerge.plan import Merge, Plan, WorkItem, build_plan
+from covmerge.plan import Merge, Plan, WorkItem
 from covmerge.recipe import parse_recipe
 from covmerge.recompute.choice import by_twin, choose
 from covmerge.recompute.sources import check_sources, pinned, sources_of
+from covmerge.sources import OpenCheckpoints
 from covmerge.types import TensorHeader
 
 # Of the norm of a merged update: what a merge in float32 may be off by.
@@ -99,7 +98,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
         checkpoints.materialize()
         check_sources(checkpoints, manifest)
         exact = recipe.model_copy(update={"dtype": "float64"})
-        plan = build_plan(exact, checkpoints.base, checkpoints.experts, checkpoints.statistics)
+        plan, _ = checkpoints.plan(exact)
         if [tensor.name for tensor in plan.tensors] != list(manifest["tensors"]):
             return Check("recomputed", ok=False, detail="the sources give other tensors than these")
         with closing(open_checkpoint(folder)) as output:
@@ -107,7 +106,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
             stored = {tensor.name: output.headers[tensor.name].dtype for tensor in found}
     eps = torch.finfo(getattr(torch, recipe.dtype)).eps
     wrong = [tensor for tensor in found if tensor.distance.share(stored[tensor.name], eps) > 1.0]
-    merged = sum(isinstance(tensor.action, Merge) for tensor in plan.tensors)
+    merged = sum(isinstance(tensor.operation, Merge) for tensor in plan.tensors)
     return Check("recomputed", not wrong, _told(found, wrong, merged))
 
 
@@ -136,29 +135,27 @@ def _compare(
 ) -> list[_Tensor]:
     """Compute the chosen tensors, by their twins but for those that say why not."""
     sources = checkpoints.sources()
-    context = context_of(plan, torch.device("cpu"))
-    thresholds = run_surveys(
-        [plan],
-        sources,
-        context,
-        lambda what, size: None,
-        lanes=1,
-        in_flight=2 * max(item.read_bytes for item in plan.items),
-    )
-    context = replace(context, thresholds=thresholds)
+    context = Context(plan.compute_dtype, torch.device("cpu"))
+    executor = Threads(in_flight=2 * max(item.read_bytes for item in plan.items), lanes=1)
+
+    def count(batches: Sequence[Batch], selections: Selections) -> Generator[Done]:
+        return executor.run(enumerate(batches), Task(sources, context, selections=selections))
+
+    thresholds = find_thresholds([plan], count, lambda what, size: None)
+    informed = replace(context, thresholds=thresholds)
     items: dict[str, list[WorkItem]] = {name: [] for name in chosen}
     for item in plan.items:
-        if item.tensor.name in chosen:
+        if item.tensor.key in chosen:
             items[item.tensor.name].append(_unrounded(item))
 
     def distance(name: str, method: Callable[[str], Method]) -> _Distance:
-        own: Context = replace(context, method=method)
+        own = replace(informed, method=method)
         total = _Distance()
         for item in items[name]:
             stored = output.read(name, item.rows)
-            (result,) = compute([item], read_inputs([item], sources), own)
+            (result,) = work([item], read_inputs([item], sources), own)
             merged: Any = result.stats["merged"]
-            rounded = result.rows.to(stored.dtype).double()
+            rounded = result.tensors[0].to(stored.dtype).double()
             total += _Distance(norm(stored.double() - rounded) ** 2, merged, norm(rounded) ** 2)
         return total
 

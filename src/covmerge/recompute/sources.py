@@ -9,8 +9,8 @@ from typing import Any
 
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.errors import InputError
-from covmerge.output import OpenCheckpoints, open_checkpoints, statistics_of
 from covmerge.recipe import Recipe
+from covmerge.sources import OpenCheckpoints, open_checkpoints, statistics_of
 from covmerge.types import Json
 
 

@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch import Tensor
-
 from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.diagnostics import verify
-from covmerge.engine import Progress
-from covmerge.engine.inspect import Redo
+from covmerge.engine import RunOptions
 from covmerge.inspection import InspectJob, SpectraOf
 from covmerge.methods import registry
-from covmerge.output import open_checkpoints, statistics_of
-from covmerge.plan import Plan, build_plan
+from covmerge.plan import Plan, Redo
 from covmerge.recipe import Recipe, parse_recipe
 from covmerge.reporting.data import LayerCost, Report
-from covmerge.types import Json, LinearGroup
+from covmerge.sources import open_checkpoints, statistics_of
+from covmerge.types import Json
 
 
 @dataclass(frozen=True)
@@ -29,16 +26,14 @@ class ReportJob:
     Attributes:
         folder: the output.
         spectra: whose singular values are taken; see `InspectJob`.
+        options: how it is done.
         seconds: of the merge's mathematics by tensor, where it was just run.
         measured: what else that run measured, as in `MergeResult.run`.
     """
 
     folder: Path
     spectra: SpectraOf = "some"
-    device: str = "cpu"
-    threads: int | None = None
-    max_memory: int | None = None
-    progress: Progress | None = None
+    options: RunOptions = field(default_factory=RunOptions)
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     measured: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
@@ -55,10 +50,7 @@ class ReportJob:
             job = InspectJob(
                 recipe=recipe,
                 spectra=self.spectra,
-                device=self.device,
-                threads=self.threads,
-                max_memory=self.max_memory,
-                progress=self.progress,
+                options=self.options,
             )
             output = open_checkpoint(self.folder)
             try:
@@ -67,7 +59,7 @@ class ReportJob:
                 )
             finally:
                 output.close()
-            plan = build_plan(recipe, checkpoints.base, checkpoints.experts, checkpoints.statistics)
+            plan, _ = checkpoints.plan(recipe)
             verification = verify(self.folder, base=checkpoints.base)
         return Report(
             title=self.folder.resolve().name,
@@ -80,19 +72,11 @@ class ReportJob:
 
 
 def unrefined(recipe: Recipe, family: str | None) -> Redo | None:
-    """Return the recipe's merge of a matrix without spectral refinement, if it has that."""
-    method = registry.get(recipe.method)
-    parameters = method.resolve(recipe.parameters, family)
+    """Return the recipe's merge without spectral refinement, if it has that."""
+    parameters = registry.get(recipe.method).resolve(recipe.parameters, family)
     if not parameters.get("refine"):
         return None
-
-    def redo(updates: Mapping[str, Tensor]) -> Tensor | None:
-        weights = tuple(recipe.experts[name].weight for name in updates)
-        group = LinearGroup(tuple(updates.values()), weights)
-        merged = method(group, **{**parameters, "refine": False})
-        return merged.delta if merged.stats.get("gate_fired") else None
-
-    return redo
+    return Redo(recipe.method, {**parameters, "refine": False})
 
 
 def _costs(plan: Plan, seconds: Mapping[str, float]) -> dict[str, LayerCost]:

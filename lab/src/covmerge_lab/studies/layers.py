@@ -15,8 +15,8 @@ from covmerge import parse_recipe
 from covmerge.engine import Sources, read_inputs
 from covmerge.engine.inputs import dense, take_updates
 from covmerge.judgement.names import by_depth
-from covmerge.output import open_checkpoints
 from covmerge.plan import Merge, WorkItem, build_plan
+from covmerge.sources import open_checkpoints
 from covmerge.tensors import matrices
 from covmerge_lab.bench import Bench
 from covmerge_lab.suite import Variant
@@ -56,7 +56,7 @@ class Layers:
 
     def _of_tensor(self, name: str) -> list[Layer]:
         item = self._items[name]
-        action = item.tensor.action
+        action = item.tensor.operation
         assert isinstance(action, Merge) and action.layout is not None
         inputs = read_inputs([item], self._sources)
         updates, _ = take_updates(item, inputs, torch.float32, _CPU)
@@ -91,7 +91,7 @@ def open_layers(base: Path, experts: Mapping[str, Path]) -> Generator[Layers]:
         items = [
             item
             for item in plan.items
-            if isinstance(a := item.tensor.action, Merge) and a.method == METHOD
+            if isinstance(a := item.tensor.operation, Merge) and a.method == METHOD
         ]
         yield Layers(items, checkpoints.sources())
 

@@ -1,84 +1,118 @@
-"""What becomes of every tensor when the output is an adapter."""
+"""An adapter as the output: what it updates, holds whole or leaves out."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
-from covmerge.adapters.names import Naming
+import torch
+
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
+from covmerge.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
 from covmerge.errors import InputError, RecipeError, TensorError
-from covmerge.export import AdaptedTensor, WholeTensor
 from covmerge.methods import registry
-from covmerge.plan import Merge, Plan, TensorPlan, WorkItem
+from covmerge.plan.adapter_names import Naming, naming_of
+from covmerge.plan.forms import AdapterFactors, AdapterTensor, Form, Unwritten
+from covmerge.plan.operations import Merge
+from covmerge.plan.work import TensorPlan
 from covmerge.recipe import Recipe
 from covmerge.types import Role
 
 _BIAS = "bias"
 
-Place = AdaptedTensor | WholeTensor
-
 
 @dataclass(frozen=True)
-class Task:
-    """One tensor to merge, or to take from the base.
+class AdapterPlan:
+    """What becomes of every tensor.
 
     Attributes:
-        item: the whole tensor.
-        place: what it is in the adapter; None: it has no place there, and is merged only to say how
-            much is left out.
-        thin: nothing of it is ever as large as the tensor: factors in, factors out.
+        tensors: those that are merged, or that the adapter holds.
+        thin: names of those whose merge is exact on the factors of the updates.
+        parameters: names of all tensors of the model that the adapter is loaded over.
+        notes: what a user should know before starting.
     """
 
-    item: WorkItem
-    place: Place | None
-    thin: bool
+    tensors: tuple[TensorPlan, ...]
+    thin: frozenset[str]
+    parameters: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
-def plan_tasks(
-    recipe: Recipe, plan: Plan, experts: Mapping[str, Checkpoint], naming: Naming
-) -> list[Task]:
-    """Decide what becomes of every tensor that is merged.
+def plan_adapter(
+    recipe: Recipe, tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]
+) -> AdapterPlan:
+    """Decide what becomes of every tensor when the output is an adapter.
 
     Raises:
         InputError: what the experts or the recipe ask for cannot be held by an adapter.
     """
-    merged = {t.name: _Merged(t, experts, naming) for t in plan.tensors if _is_merged(t)}
-    places: dict[str, Place] = {
+    naming = naming_of(tensors, experts)
+    merged = {t.name: _Merged(t, experts, naming) for t in tensors if _is_merged(t)}
+    factors = {
         name: own.as_factors(recipe.output.rank) for name, own in merged.items() if own.has_factors
     }
-    if not places:
+    if not factors:
         raise InputError(
             "none of the tensors that are merged is a layer that an adapter updates: merge to a full "
             "model (--as model)"
         )
     adapted = {own.module for own in merged.values() if own.has_factors}
-    whole = _Whole(plan.tensors, naming, adapted)
+    whole = _Whole(tensors, naming, adapted)
     for name, own in merged.items():
-        if name not in places and (own.trained_whole or recipe.output.whole):
+        if name not in factors and (own.trained_whole or recipe.output.whole):
             whole.add(own.tensor, must=own.trained_whole)
-    places |= whole.places()
-    return [
-        _task(tensor, experts, places.get(tensor.name), merged.get(tensor.name))
-        for tensor in plan.tensors
-        if tensor.name in merged or tensor.name in places
-    ]
+    dtype = _dtype(recipe, tensors, experts)
+    forms: dict[str, Form] = {
+        **{name: AdapterFactors(place, dtype) for name, place in factors.items()},
+        **{name: AdapterTensor(place) for name, place in whole.places().items()},
+    }
+    held = [t for t in tensors if t.name in merged or t.name in forms]
+    notes = list(filter(None, [naming.note]))
+    left = [t for t in tensors if not isinstance(t.operation, Merge) and t.changed_by_experts]
+    by_rule: defaultdict[str, list[str]] = defaultdict(list)
+    for tensor in left:
+        by_rule[tensor.rule].append(tensor.name)
+    notes += [left_out(names, f"by the rule '{rule}'") for rule, names in by_rule.items()]
+    return AdapterPlan(
+        tuple(_with_form(t, forms.get(t.name, Unwritten()), merged.get(t.name)) for t in held),
+        frozenset(name for name, own in merged.items() if own.thin and name not in whole.names),
+        tuple(naming.of(tensor) for tensor in tensors),
+        tuple(notes),
+    )
 
 
-def _task(
-    tensor: TensorPlan, experts: Mapping[str, Checkpoint], place: Place | None, own: _Merged | None
-) -> Task:
-    thin = own is not None and own.thin
-    # Of a larger table the base's rows.
-    rows = range(tensor.stored.shape[0]) if tensor.stored.shape else None
-    size = _stored_bytes(tensor, experts) + (0 if thin else tensor.stored.nbytes)
-    return Task(WorkItem(tensor, rows, size, 0, workspace=0, flops=0.0), place, thin)
+def _with_form(tensor: TensorPlan, form: Form, own: _Merged | None) -> TensorPlan:
+    """The base's rows are asked for where they are in the result, or updates are differences to them."""
+    needed = isinstance(form, AdapterTensor) or own is None or own.is_difference
+    return replace(tensor, form=form, base=tensor.base if needed else None)
+
+
+def left_out(names: Sequence[str], why: str) -> str:
+    """Say that tensors are not in an adapter."""
+    more = ", ..." if len(names) > 1 else ""
+    return f"{len(names)} tensors are not in the adapter ('{names[0]}'{more}): {why}"
+
+
+def _dtype(
+    recipe: Recipe, tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]
+) -> torch.dtype:
+    """Dtype of the factors: what the recipe says, else the widest of the adapters', or the base's."""
+    if recipe.output.dtype != "base":
+        return getattr(torch, recipe.output.dtype)
+    adapters = [e for e in experts.values() if isinstance(e, AdapterCheckpoint)]
+    stored = {header.dtype for adapter in adapters for header in adapter.low_rank.values()}
+    if not stored:
+        stored = {t.stored.dtype for t in tensors if isinstance(t.operation, Merge)}
+    first, *others = stored
+    for other in others:
+        first = torch.promote_types(first, other)
+    return first
 
 
 def _is_merged(tensor: TensorPlan) -> bool:
-    return isinstance(tensor.action, Merge) and any(tensor.sources.values())
+    return isinstance(tensor.operation, Merge) and tensor.changed_by_experts
 
 
 class _Merged:
@@ -87,17 +121,17 @@ class _Merged:
     def __init__(
         self, tensor: TensorPlan, experts: Mapping[str, Checkpoint], naming: Naming
     ) -> None:
-        assert isinstance(tensor.action, Merge)
+        assert isinstance(tensor.operation, Merge)
         self.tensor = tensor
         self._name = naming.of(tensor)
         self.module = self._name.rpartition(".")[0]
-        self._action = tensor.action
+        self._merge = tensor.operation
         self._factors: list[FactorHeader] = []
         self._full = False
         self.trained_whole = False  # by an adapter
-        for expert, stored in tensor.sources.items():
-            if stored is not None:
-                self._take(expert, experts[expert], stored)
+        for expert, operand in tensor.operands.items():
+            if operand.tensor is not None:
+                self._take(expert, experts[expert], operand.tensor)
 
     def _take(self, expert: str, checkpoint: Checkpoint, stored: str) -> None:
         if not isinstance(checkpoint, AdapterCheckpoint):
@@ -125,28 +159,33 @@ class _Merged:
         return bool(self._factors) or (self._full and full)
 
     @property
+    def is_difference(self) -> bool:
+        """Whether some expert has weights of its own, from which the base's are taken."""
+        return self._full or self.trained_whole
+
+    @property
     def thin(self) -> bool:
         """Whether the merge is exact on the factors of the updates."""
-        layout = self._action.layout
+        layout = self._merge.layout
         divided = layout is not None and (layout.stacked or layout.parts is not None)
-        if self._full or self.trained_whole or divided:
+        if self.is_difference or divided:
             return False
-        method = registry.get(self._action.method)
-        return method.factored_for(self._action.parameters)
+        method = registry.get(self._merge.method)
+        return method.factored_for(self._merge.parameters)
 
     def as_factors(self, limit: int | None) -> AdaptedTensor:
         """Return its place among the layers with factors, of rank at most `limit`."""
         name, shape = self.tensor.name, self.tensor.stored.shape
-        if registry.get(self._action.method).writes_masks:
+        if self._merge.writes_masks:
             raise RecipeError(
-                f"'{name}': method '{self._action.method}' makes a model per expert by masks, which "
+                f"'{name}': method '{self._merge.method}' makes a model per expert by masks, which "
                 "an adapter has no place for: merge to a full model (--as model)"
             )
         if limit is None and not self.thin:
             why = (
                 "a full model changed it"
                 if self._full
-                else f"method '{self._action.method}' does not keep to the span of the updates"
+                else f"method '{self._merge.method}' does not keep to the span of the updates"
             )
             raise RecipeError(
                 f"'{name}': {why}, so the result has full rank. Say with `output.rank` (--rank) what "
@@ -205,6 +244,11 @@ class _Whole:
                 f"{{match: '{tensor.name}', use: base}} (or head, to keep it per expert)."
             )
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The tensors that are held."""
+        return frozenset(self.places())
+
     def places(self) -> dict[str, WholeTensor]:
         """Return the place of everything that is held."""
         names: defaultdict[str, list[str]] = defaultdict(list)
@@ -237,47 +281,3 @@ def _modules_around(parameter: str) -> Iterator[str]:
     while module:
         module = module.rpartition(".")[0]
         yield module
-
-
-def _stored_bytes(tensor: TensorPlan, experts: Mapping[str, Checkpoint]) -> int:
-    """Bytes that the experts store of a tensor."""
-    size = 0
-    for expert, stored in tensor.sources.items():
-        checkpoint = experts[expert]
-        if stored is None:
-            continue
-        if isinstance(checkpoint, AdapterCheckpoint) and stored in checkpoint.low_rank:
-            factors = checkpoint.low_rank[stored]
-            size += factors.elements * factors.dtype.itemsize
-        else:
-            size += checkpoint.headers[stored].nbytes
-    return size
-
-
-def describe_left_out(plan: Plan, tasks: Sequence[Task], changed: set[str]) -> list[str]:
-    """Say which tensors the adapter does not have, of those that the experts may have changed.
-
-    Args:
-        plan: the plan.
-        tasks: the work.
-        changed: tensors whose merged update is not zero.
-    """
-    reasons: defaultdict[str, list[str]] = defaultdict(list)
-    for tensor in plan.tensors:
-        if not isinstance(tensor.action, Merge) and any(tensor.sources.values()):
-            reasons[f"by the rule '{tensor.rule}'"].append(tensor.name)
-    for task in tasks:
-        tensor = task.item.tensor
-        if task.place is None and tensor.name in changed:
-            why = (
-                "PEFT would add factors of tied weights twice, so they are only held whole (--whole)"
-                if tensor.ties
-                else "they are no layers with factors (--whole holds them where PEFT can)"
-            )
-            reasons[why].append(tensor.name)
-    return [
-        f"{len(names)} tensors are not in the adapter ('{names[0]}'"
-        + (", ..." if len(names) > 1 else "")
-        + f"): {why}"
-        for why, names in reasons.items()
-    ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.plan import Plan, TensorPlan
+from covmerge.plan.work import TensorPlan
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Naming:
         return self.parameter(f"{name}.").removesuffix(".")
 
 
-def naming_of(plan: Plan, experts: Mapping[str, Checkpoint]) -> Naming:
+def naming_of(tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]) -> Naming:
     """Return the names that all adapters have; of several or none, those of the base's own model."""
-    pairs = list(_named_by_adapters(plan, experts))
+    pairs = list(_named_by_adapters(tensors, experts))
     for stored in (False, True):
         names = [(t.name if stored else t.parameter, found) for t, found in pairs]
         candidates = {_difference(name, found) for name, found in names}
@@ -56,12 +56,12 @@ def naming_of(plan: Plan, experts: Mapping[str, Checkpoint]) -> Naming:
 
 
 def _named_by_adapters(
-    plan: Plan, experts: Mapping[str, Checkpoint]
+    tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]
 ) -> Iterator[tuple[TensorPlan, str]]:
-    for tensor in plan.tensors:
-        for expert, stored in tensor.sources.items():
-            if stored is not None and isinstance(experts[expert], AdapterCheckpoint):
-                yield tensor, stored
+    for tensor in tensors:
+        for expert, operand in tensor.operands.items():
+            if operand.tensor and isinstance(experts[expert], AdapterCheckpoint):
+                yield tensor, operand.tensor
 
 
 def _difference(name: str, found: str) -> tuple[str, str] | None:

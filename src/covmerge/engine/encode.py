@@ -1,0 +1,154 @@
+"""What a method made of some rows, encoded in the form that the plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from covmerge.checkpoints.masks import pack
+from covmerge.engine.layer import Change, Layer
+from covmerge.errors import TensorError
+from covmerge.linalg.lapack import norm
+from covmerge.linalg.spectral import truncated_svd
+from covmerge.methods.factored import MergedFactors
+from covmerge.plan import AdapterFactors, AdapterTensor, Merge, ModelTensor, WorkItem
+from covmerge.types import Json, LowRank
+
+# So many singular values of each layer are kept for the reader: enough to choose a rank by.
+_SPECTRUM = 256
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an item gave.
+
+    Attributes:
+        tensors: on the CPU, one for each of the item's places.
+        stats: `Sizes` and squared norms, which add up over the items of a tensor, and what the method
+            noticed, a matrix.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
+
+
+def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compare: bool) -> Result:
+    """Encode a merged update.
+
+    Args:
+        item: the work.
+        merge: its operation.
+        layer: the updates that were merged.
+        change: what they were merged to; it may be written over.
+        compare: whether it is one of several, which are held against the updates.
+
+    Raises:
+        TensorError: the result is not finite, or not in the dtype that it is stored in.
+    """
+    form = item.tensor.form
+    stats: dict[str, Json] = {**layer.sizes.as_json()}
+    if change.matrices:
+        stats["matrices"] = change.matrices
+    if isinstance(form, AdapterFactors):
+        if compare:
+            stats |= layer.measures.of(change.dense(item, merge))
+        pieces, told = _as_factors(form, merge, item, change.delta)
+        return Result(pieces, {**stats, **told})
+    merged, masks = change.dense(item, merge), change.masks
+    square = norm(merged) ** 2
+    if not isfinite(square):
+        raise TensorError(
+            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf from finite updates of "
+            "norms "
+            + ", ".join(f"{n}: {sqrt(size):.3g}" for n, size in layer.sizes.updates.items())
+            + ". Please report this tensor; `average` merges it meanwhile."
+        )
+    stats["merged"] = square
+    if compare:
+        stats |= layer.measures.of(merged)
+    if not isinstance(form, ModelTensor | AdapterTensor):
+        return Result((), {**stats, "rounding": 0.0, "left_out": True})
+    exact = merged.add_(layer.base())
+    rows = exact.to(item.tensor.output.dtype)
+    lossy = rows.dtype != exact.dtype
+    stats["rounding"] = norm(exact.sub_(rows.to(exact.dtype))) ** 2 if lossy else 0.0
+    if not isfinite(stats["rounding"]):
+        raise TensorError(
+            f"'{item.tensor.name}': the merged weights overflow {rows.dtype}; store them in "
+            "another dtype (--out-dtype float32)"
+        )
+    rows = rows.cpu()
+    if isinstance(form, AdapterTensor):
+        return held_whole(form, rows, stats)
+    nothing = torch.zeros(rows.shape, dtype=torch.bool)
+    bits = (pack(masks[expert].cpu() if expert in masks else nothing) for expert in form.masks)
+    return Result((rows, *bits), stats)
+
+
+def held_whole(form: AdapterTensor, rows: Tensor, stats: Mapping[str, Json]) -> Result:
+    """Encode weights that an adapter holds as they are, under each of their names."""
+    names = form.place.names
+    told: dict[str, Json] = {"adapter": {"tensor": names[0], "ties": names[1:]}}
+    return Result(tuple(rows for _ in form.place.keys), {**stats, **told})
+
+
+def _as_factors(
+    form: AdapterFactors, merge: Merge, item: WorkItem, update: Tensor | MergedFactors
+) -> tuple[tuple[Tensor, ...], dict[str, Json]]:
+    place = form.place
+    transposed = merge.layout is not None and merge.layout.transposed
+    delta, sigma = _factored(update, place.rank, transposed=transposed)
+    rounded = delta.to(form.dtype)
+    energy = sigma.double().square()
+    total, kept = float(energy.sum()), float(energy[: place.rank].sum())
+    lost = _rounding(delta, rounded)
+    if not isfinite(total + lost):
+        raise TensorError(
+            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf from finite updates, "
+            f"or factors that {form.dtype} cannot hold: store them in another dtype "
+            "(--out-dtype float32), or merge by `average`"
+        )
+    return tuple(place.factors(rounded.to(torch.device("cpu")))), {
+        "merged": total,
+        "rounding": lost,
+        "adapter": {
+            "tensor": place.name,
+            "rank": place.rank,
+            "discarded_energy": 1.0 - kept / total if total else 0.0,
+            "singular_values": [float(value) for value in sigma[:_SPECTRUM]],
+        },
+    }
+
+
+def _factored(
+    delta: Tensor | MergedFactors, rank: int, *, transposed: bool
+) -> tuple[LowRank, Tensor]:
+    """Return the best approximation of a rank in the stored orientation, and all singular values."""
+    if isinstance(delta, MergedFactors):
+        found, sigma = delta.truncated(rank)
+        return (found.mT if transposed else found), sigma
+    top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0, equals=False)
+    root = top.kept.to(top.left.dtype).sqrt()
+    # A result of lower rank than its place in the file: terms that are zero.
+    spare = (0, rank - len(root))
+    return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma
+
+
+def _rounding(exact: LowRank, rounded: LowRank) -> float:
+    """‖LR − L̃R̃‖²_F ≈ Σ_j σ_j (‖L_j − L̃_j‖² + ‖R_j − R̃_j‖²), where LᵀL = RRᵀ = diag(σ).
+
+    What is left out are products of errors that do not know of each other; a Gram matrix of all
+    would be a third of the work on a layer.
+    """
+    if rounded.left.dtype == exact.left.dtype:
+        return 0.0
+    back = rounded.to(exact.left.dtype)
+    sigma = exact.right.square().sum(dim=1)
+    left = (exact.left - back.left).square().sum(dim=0)
+    right = (exact.right - back.right).square().sum(dim=1)
+    return float((sigma * (left + right)).sum(dtype=torch.float64))

@@ -1,0 +1,93 @@
+"""What carries work out: batches in, what was done out, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from covmerge.engine.inputs import Sources
+from covmerge.engine.layer import Context
+from covmerge.engine.outputs import Output
+from covmerge.engine.selection import Selections
+from covmerge.plan import WorkItem
+from covmerge.types import Json
+
+# The items of one range of rows, one for each plan: their operands are read once.
+Batch = tuple[WorkItem, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one thread did for one item, in seconds of `time.perf_counter`."""
+
+    stage: str
+    thread: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """An item whose result is where it belongs.
+
+    Attributes:
+        index: of its batch.
+        number: its place in the batch.
+        checksum: of what was written.
+        stats: what there is to say of it.
+        spans: when it was read, computed and written; reading counts for the first of a batch.
+    """
+
+    index: int
+    number: int
+    checksum: str
+    stats: Mapping[str, Json]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an executor needs beside the batches.
+
+    Attributes:
+        sources: the checkpoints.
+        context: what the work needs to know.
+        outputs: where the results go, by place in the batch; empty for counting.
+        selections: what counting adds to.
+    """
+
+    sources: Sources
+    context: Context
+    outputs: Sequence[Output] = ()
+    selections: Selections | None = None
+
+
+class Executor(Protocol):
+    """Carries work out."""
+
+    def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
+        """Do all batches, and yield each item when its result has been written.
+
+        Args:
+            batches: numbered; they are taken one by one, from another thread too.
+            task: what they need.
+
+        Raises:
+            CovmergeError: as the stages raise; the first error ends the work.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of what lives on between two runs."""
+        ...
+
+
+def read_together(items: Sequence[WorkItem]) -> int:
+    """Bytes that several plans read for the same rows: the checkpoints once, statistics for each."""
+    return max(item.read_bytes for item in items) + sum(item.statistics_bytes for item in items)
+
+
+def moved_together(items: Sequence[WorkItem]) -> int:
+    """Bytes read and written for the same rows by several plans."""
+    return read_together(items) + sum(item.write_bytes for item in items)

@@ -1,0 +1,262 @@
+"""The updates of some rows, and what methods make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from covmerge.engine.inputs import Inputs, dense, take_updates
+from covmerge.engine.measures import Measures
+from covmerge.errors import TensorError
+from covmerge.measures.rounding import rounding_of
+from covmerge.methods import Method, registry
+from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
+from covmerge.plan import Copy, Merge, TensorPlan, WorkItem
+from covmerge.tensors import MatrixLayout, matrices, write_matrices
+from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the work on an item needs beside its tensors.
+
+    Attributes:
+        dtype: dtype of the computation.
+        device: where it runs.
+        thresholds: what the surveys found, a plan: `Merge.key` -> expert -> threshold.
+        compare: several methods run on each item: keep what they share, and measure their results.
+        method: what carries out a method of a name.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    thresholds: Sequence[Mapping[str, Mapping[str, float]]] = ()
+    compare: bool = False
+    method: Callable[[str], Method] = registry.get
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a method makes of some rows, before the base is added.
+
+    Attributes:
+        delta: the merged update in the stored shape; by its factors and as `(d_out, d_in)` where
+            the method is exact on them.
+        matrices: what the method noticed, a matrix.
+        masks: by expert, from methods that write masks.
+    """
+
+    delta: Tensor | MergedFactors
+    matrices: list[Json]
+    masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    def dense(self, item: WorkItem, merge: Merge) -> Tensor:
+        """The merged update in the stored shape."""
+        if isinstance(self.delta, Tensor):
+            return self.delta
+        product = self.delta.delta.dense()
+        transposed = merge.layout is not None and merge.layout.transposed
+        stored = product.mT.contiguous() if transposed else product
+        return stored.view(item.shape)
+
+
+class Layer:
+    """The updates of some rows, and what several methods share on them."""
+
+    def __init__(self, items: Sequence[WorkItem], inputs: Inputs, context: Context) -> None:
+        """Turn the stored rows into updates; at least one of the items is not a copy."""
+        self._inputs = inputs
+        self._context = context
+        self._item = next(i for i in items if not isinstance(i.tensor.operation, Copy))
+        operands = self._item.tensor.operands
+        self._weights = tuple(operand.weight for operand in operands.values())
+        self._stored = inputs.stored_dtypes()
+        self._given, self.sizes = take_updates(self._item, inputs, context.dtype, context.device)
+        self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
+        self._rounding: dict[MatrixLayout, list[tuple[Rounding, ...]]] = {}
+
+    def change(
+        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
+    ) -> Change:
+        """Run the merge's method on the tensor itself, on each of its matrices, or on factors."""
+        method = self._context.method(merge.method)
+        factors = self._factors(merge, method)
+        if factors is not None:
+            limits = thresholds.get(merge.key)
+            surveyed = None if limits is None else [limits[expert] for expert in self._given]
+            with _naming(item.tensor):
+                found = [
+                    merge_factors(method, own, self._weights, merge.parameters, surveyed)
+                    for own in factors
+                ]
+            noticed: list[Json] = [dict(merged.stats) for merged in found]
+            if merge.layout is None or not merge.layout.stacked:
+                return Change(found[0], noticed)
+            stack = self._empty()
+            write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
+            return Change(stack, noticed)
+        groups = list(self._groups(item, merge, method, thresholds.get(merge.key)))
+        with _naming(item.tensor):
+            results = [method(group, **merge.parameters) for group in groups]
+        names = list(self._updates)
+        stats: list[Json] = [dict(result.stats) for result in results]
+        like = self._updates[names[0]]
+        if merge.layout is None:
+            masks = dict(zip(names, results[0].masks, strict=False))
+            noticed = stats if method.writes_masks else []
+            return Change(_owned(results[0], self._updates), noticed, masks)
+        if len(results) == 1 and not merge.layout.transposed and results[0].delta.is_contiguous():
+            return Change(_owned(results[0], self._updates).view_as(like), stats)
+        merged = torch.empty_like(like)
+        write_matrices(merged, merge.layout, [result.delta for result in results])
+        return Change(merged, stats)
+
+    def survey_vectors(self, item: WorkItem, merge: Merge) -> Iterator[tuple[str, Tensor]]:
+        """The values whose magnitudes the merge's survey ranks, by expert, matrix by matrix."""
+        method = registry.get(merge.method)
+        assert method.survey is not None
+        factors = self._factors(merge, method)
+        if factors is not None:
+            for own in factors:
+                vectors = survey_factors(method, own, self._weights, merge.parameters)
+                yield from zip(self._given, vectors, strict=True)
+            return
+        for group in self._groups(item, merge, method, None):
+            vectors = method.survey.vectors(group, merge.parameters)
+            yield from zip(self._given, vectors, strict=True)
+
+    @cached_property
+    def _updates(self) -> dict[str, Tensor]:
+        """The updates as tensors; those of adapters multiplied out, where a method asks for them."""
+        context = self._context
+        return {
+            expert: dense(update, self._inputs.base, context.dtype, context.device)
+            for expert, update in self._given.items()
+        }
+
+    @cached_property
+    def measures(self) -> Measures:
+        """What a comparison says of a merged update of them."""
+        return Measures(self._updates, self._item.matrices)
+
+    def _factors(self, merge: Merge, method: Method) -> list[list[LowRank]] | None:
+        """All updates of each matrix by their factors, oriented.
+
+        None: the method must see them as tensors, or (one that takes any shape) may as well.
+        """
+        if not method.factored_for(merge.parameters):
+            return None
+        if merge.layout is None and not self._inputs.base.is_meta:
+            return None
+        return self._by_factors(merge.layout)
+
+    def _by_factors(self, layout: MatrixLayout | None) -> list[list[LowRank]] | None:
+        """All updates of each matrix by their factors, oriented; None: some came multiplied out."""
+        if layout is not None and layout.parts is not None:
+            return None
+        stacked, transposed = (layout.stacked, layout.transposed) if layout else (False, False)
+        found: dict[str, tuple[LowRank, ...]] = {}
+        for expert, update in self._given.items():
+            own = update if isinstance(update, tuple) else (update,)
+            factors = tuple(matrix for matrix in own if isinstance(matrix, LowRank))
+            if len(factors) == len(own) and isinstance(update, tuple) == stacked:
+                found[expert] = factors
+            elif update is not None:
+                return None
+        if not found:
+            return None
+        nothing = tuple(matrix.zero() for matrix in next(iter(found.values())))
+        together = zip(*(found.get(expert, nothing) for expert in self._given), strict=True)
+        return [[u.mT if transposed else u for u in matrix] for matrix in together]
+
+    def _empty(self) -> Tensor:
+        context = self._context
+        return torch.empty(self._inputs.base.shape, dtype=context.dtype, device=context.device)
+
+    def base(self) -> Tensor:
+        """Return W_0 in the dtype of the computation."""
+        return self._inputs.base.to(self._context.device).to(self._context.dtype)
+
+    def _groups(
+        self,
+        item: WorkItem,
+        merge: Merge,
+        method: Method,
+        thresholds: Mapping[str, float] | None,
+    ) -> Iterator[LinearGroup]:
+        layout = merge.layout
+        if layout is None:
+            views = [tuple(self._updates.values())]
+        else:
+            views = list(zip(*(matrices(u, layout) for u in self._updates.values()), strict=True))
+        shared = self._shared.setdefault(
+            layout, [{} if self._context.compare else None for _ in views]
+        )
+        errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
+        factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
+        for updates, kept, rounding, own in zip(views, shared, errors, factors, strict=True):
+            yield LinearGroup(
+                updates,
+                self._weights,
+                streams=tuple(
+                    item.tensor.stream(expert, item.first_element) for expert in self._updates
+                )
+                if method.seeded
+                else (),
+                measured=self._measured(item.tensor, method),
+                thresholds=tuple(thresholds[expert] for expert in self._updates)
+                if thresholds
+                else None,
+                shared=kept,
+                factors=tuple(own),
+                rounding=rounding,
+            )
+
+    def _rounding_of(
+        self, layout: MatrixLayout, views: Sequence[Sequence[Tensor]]
+    ) -> list[tuple[Rounding, ...]]:
+        """What rounding of the stored weights gives to the updates of each matrix."""
+        if layout not in self._rounding:
+            stored = [self._stored.get(expert) for expert in self._updates]
+            base = matrices(self.base(), layout) if any(stored) else [None] * len(views)
+            self._rounding[layout] = [
+                rounding_of(updates, stored, own) for updates, own in zip(views, base, strict=True)
+            ]
+        return self._rounding[layout]
+
+    def _measured(self, tensor: TensorPlan, method: Method) -> tuple[Measured, ...]:
+        if not tensor.statistics:
+            return ()
+        found = self._inputs.measured[method.data]
+        return tuple(self._fitted(found[expert], method) for expert in self._updates)
+
+    def _fitted(self, measured: Measured, method: Method) -> Measured:
+        value = measured.value.to(self._context.device).to(self._context.dtype)
+        wanted = next(iter(self._updates.values()))
+        if method.data == "fisher" and value.shape != wanted.shape:
+            padded = torch.zeros_like(wanted)  # rows that the expert's table lacks
+            padded[: len(value)] = value
+            value = padded
+        return Measured(value, measured.rows, measured.total)
+
+
+@contextmanager
+def _naming(tensor: TensorPlan) -> Generator[None]:
+    """Say which tensor a method cannot merge; the method itself knows no names."""
+    try:
+        yield
+    except TensorError as error:
+        raise TensorError(f"'{tensor.name}': {error}") from error
+
+
+def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
+    """A result that may be added to: not one of the updates handed back."""
+    if any(result.delta.data_ptr() == update.data_ptr() for update in updates.values()):
+        return result.delta.clone()
+    return result.delta

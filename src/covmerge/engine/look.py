@@ -1,0 +1,139 @@
+"""What an inspection says of some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from covmerge.engine.encode import Result
+from covmerge.engine.inputs import Inputs, Update, dense, take_updates
+from covmerge.engine.layer import Context
+from covmerge.errors import NotFiniteError
+from covmerge.linalg.auto import Cost, svd_cost
+from covmerge.linalg.spectral import numerical_rank, rank_tolerance
+from covmerge.measures.retention import retention
+from covmerge.measures.rounding import rounding_of
+from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
+from covmerge.measures.sums import sums_of
+from covmerge.methods import registry
+from covmerge.plan import MERGED, Look, Redo, WorkItem
+from covmerge.tensors import MatrixLayout, matrices
+from covmerge.types import Json, LinearGroup, LowRank, Rounding
+
+# A spectrum is kept for pictures as so many of its values, evenly from the first to the last.
+_SHOWN = 64
+
+
+def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Result:
+    """Measure some rows of base and experts, and of a merged model where there is one.
+
+    What could not be read is a fault in the statistics: the next item goes on.
+    """
+    stored, merged_dtype = inputs.stored_dtypes(), _dtype_of(inputs.merged)
+    result = {} if look.merged is None else {MERGED: inputs.merged}
+    whose = "experts"
+    try:
+        given, _ = take_updates(item, inputs, context.dtype, context.device)
+        whose = MERGED
+        made, _ = take_updates(item, Inputs(inputs.base, result), context.dtype, context.device)
+    except NotFiniteError as error:
+        own = error.expert is not None and whose == MERGED
+        return Result((), {"fault": error.problem, "of": error.expert, "of_merged": own})
+    base = inputs.base.to(context.device).to(context.dtype)
+    updates, merged = (
+        {n: dense(u, inputs.base, context.dtype, context.device) for n, u in found.items()}
+        for found in (given, made)
+    )
+    layout = item.matrices
+    told: dict[str, Json] = {"experts": list(updates), "merged": bool(merged)}
+    if layout is None:
+        # The merged model comes last: all sums are one product.
+        sums = sums_of(base, [*updates.values(), *merged.values()]).as_json()
+        return Result((), {**told, "pieces": [{"sums": sums}]})
+    pieces: list[Json] = []
+    split = {name: matrices(update, layout) for name, update in updates.items()}
+    last = [matrices(update, layout) for update in merged.values()]
+    for place, own in enumerate(matrices(base, layout)):
+        parts = {name: found[place] for name, found in split.items()}
+        results = [found[place] for found in last]
+        piece: dict[str, Json] = {
+            "shape": list(own.shape),
+            "sums": sums_of(own, [*parts.values(), *results]).as_json(),
+        }
+        if results:
+            piece["retention"] = {n: retention(results[0], u) for n, u in parts.items()}
+        if look.spectra:
+            taken = {
+                n: spectrum_of(_factors(given[n], place, layout) or part)
+                for n, part in parts.items()
+            }
+            errors = rounding_of(list(parts.values()), [stored.get(n) for n in parts], own)
+            shown = zip(taken.items(), errors, strict=True)
+            pairs = combinations(taken.values(), 2)
+            overlaps: list[Json] = [one.overlap(other) for one, other in pairs]
+            piece["spectra"] = {n: _ranked(s, own, error) for (n, s), error in shown}
+            piece["overlaps"] = overlaps
+            if results:
+                (error,) = rounding_of(results, [merged_dtype], own)
+                spectrum = spectrum_of(_factors(made[MERGED], place, layout) or results[0])
+                piece["after"] = _ranked(spectrum, own, error)
+            again = look.redo and _merged_again(look.redo, item, parts)
+            if again is not None:
+                spectrum = spectrum_of(again)
+                piece["before"] = _shown(spectrum, spectrum.rank(0.0))
+        pieces.append(piece)
+    return Result((), {**told, "pieces": pieces})
+
+
+def _merged_again(redo: Redo, item: WorkItem, updates: Mapping[str, Tensor]) -> Tensor | None:
+    """Merge a matrix once more; None where the method's gate did not fire."""
+    weights = tuple(item.tensor.operands[name].weight for name in updates)
+    group = LinearGroup(tuple(updates.values()), weights)
+    merged = registry.get(redo.method)(group, **redo.parameters)
+    return merged.delta if merged.stats.get("gate_fired") else None
+
+
+def look_cost(d_out: int, d_in: int, count: int, itemsize: int, *, spectra: bool) -> Cost:
+    """Cost of looking at a matrix of `count` models."""
+    elementwise = Cost(40.0 * count * d_out * d_in, 0)
+    if not spectra:
+        return elementwise
+    one = svd_cost(d_out, d_in, leading(min(d_out, d_in)), itemsize)
+    kept = leading(min(d_out, d_in)) * d_in * itemsize
+    return elementwise + Cost(count * one.flops, one.workspace + count * kept)
+
+
+def _ranked(spectrum: Spectrum, base: Tensor, error: Rounding) -> dict[str, Json]:
+    """A spectrum with its numerical rank, which ends where rounding of stored weights begins."""
+    rtol = rank_tolerance(base.shape, base.dtype, None)
+    rank, _ = numerical_rank(spectrum.sigma, base.shape, rtol=rtol, rounding=error)
+    return _shown(spectrum, rank)
+
+
+def _shown(spectrum: Spectrum, rank: int) -> dict[str, Json]:
+    count = len(spectrum.sigma)
+    places = sorted({round(i * (count - 1) / (_SHOWN - 1)) for i in range(_SHOWN)}) if count else []
+    return {
+        "stable_rank": spectrum.stable_rank,
+        "effective_rank": spectrum.effective_rank,
+        "rank": rank,
+        "top_energy": spectrum.top_energy,
+        "places": places,
+        "sigma": [float(spectrum.sigma[place]) for place in places],
+    }
+
+
+def _dtype_of(update: Update) -> torch.dtype | None:
+    """In which dtype weights are stored; factors are no weights."""
+    return update.dtype if isinstance(update, Tensor) else None
+
+
+def _factors(update: Update, place: int, layout: MatrixLayout) -> LowRank | None:
+    """The factors of one matrix, oriented; None where it is known as a tensor."""
+    own = update[place] if isinstance(update, tuple) else update
+    if not isinstance(own, LowRank) or layout.parts is not None:
+        return None
+    return own.mT if layout.transposed else own

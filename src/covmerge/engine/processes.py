@@ -1,0 +1,268 @@
+"""The executor of processes: each opens the sources for itself, and writes what it has done."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, cast
+
+import torch
+
+from covmerge.engine.executor import Batch, Done, Span, Task
+from covmerge.engine.inputs import Sources, read_inputs
+from covmerge.engine.worker import work
+from covmerge.errors import CovmergeError, InputError, ResourceError
+
+# What opens the sources of a run in another process.
+Opener = Callable[[], AbstractContextManager[Sources]]
+
+_SPAWN = get_context("spawn")  # a fork of a process with threads may hang
+
+
+class Processes:
+    """An executor. The processes start with the first work, and live until it is closed.
+
+    Every item is computed with the number of threads that the executor of threads gives it, so that
+    the bytes are the same.
+
+    Args:
+        workers: how many.
+        opener: opens the sources; it is pickled.
+    """
+
+    def __init__(self, workers: int, opener: Opener) -> None:
+        self._count = workers
+        self._opener = opener
+        self._threads = 1
+        self._workers: list[_Worker] = []
+
+    def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
+        """See `Executor.run`. What a process that died had not handed over is done once more.
+
+        Raises:
+            ResourceError: two processes died over one batch.
+        """
+        if task.outputs and not all(output.in_files for output in task.outputs):
+            raise InputError("a merge in memory cannot be shared by processes: leave out --workers")
+        stage = _Stage(iter(batches), replace(task, sources=Sources({})))
+        self._threads = torch.get_num_threads()
+        for _ in range(self._count - len(self._workers)):
+            self._workers.append(self._start())
+        try:
+            for worker in self._workers:
+                worker.begin(stage)
+            while any(worker.batch is not None for worker in self._workers):
+                for worker in self._ready():
+                    yield from self._take(worker, stage)
+                if not any(worker.batch is not None for worker in self._workers):
+                    self._collect(task, stage)
+        except BaseException:
+            self.close()  # whatever the processes are at is of no use any more
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+
+    def _ready(self) -> list[_Worker]:
+        busy = [worker for worker in self._workers if worker.batch is not None]
+        ready = wait([worker.connection for worker in busy])
+        return [worker for worker in busy if worker.connection in ready]
+
+    def _take(self, worker: _Worker, stage: _Stage) -> Iterator[Done]:
+        """Hand on what a process has done, and give it more."""
+        try:
+            answer: list[Done] | BaseException = worker.connection.recv()
+        except (EOFError, ConnectionError, pickle.UnpicklingError):
+            self._replace(worker, stage)
+            return
+        if isinstance(answer, BaseException):
+            raise answer
+        assert worker.batch is not None
+        index, batch = worker.batch
+        worker.counted.append((index, batch))
+        first_time = index not in stage.seen
+        stage.seen.add(index)
+        worker.give(stage)
+        if first_time:
+            yield from answer
+
+    def _collect(self, task: Task, stage: _Stage) -> None:
+        """Add up what the processes have counted; what one had that died is counted again."""
+        for worker in list(self._workers):
+            try:
+                worker.add_to(task)
+            except (EOFError, ConnectionError, pickle.UnpicklingError):
+                self._replace(worker, stage)
+
+    def _replace(self, dead: _Worker, stage: _Stage) -> None:
+        """Start another process in the place of one that died."""
+        dead.process.join()
+        if dead.batch is not None:
+            index, batch = dead.batch
+            if index in stage.retried:
+                raise ResourceError(
+                    f"two worker processes ended over '{batch[0].tensor.name}' (the last by "
+                    f"{_ended(dead.process)}): is the memory used up? Take fewer --workers, and go on "
+                    "with --resume"
+                )
+            stage.retried.add(index)
+            stage.again.append((index, batch))
+        if stage.task.selections is not None:
+            stage.again.extend(dead.counted)  # its counters are gone
+        place = self._workers.index(dead)
+        dead.stop()
+        self._workers[place] = self._start()
+        self._workers[place].begin(stage)
+
+    def _start(self) -> _Worker:
+        ours, theirs = _SPAWN.Pipe()
+        process = _SPAWN.Process(
+            target=_serve, args=(theirs, self._opener, self._threads), daemon=True
+        )
+        process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        return _Worker(process, ours)
+
+
+@dataclass
+class _Stage:
+    """One run over batches, as the processes share it.
+
+    Attributes:
+        batches: those that nobody has begun.
+        task: without sources, which every process opens for itself.
+        again: what a process had when it died.
+        retried: the batches during which one died.
+        seen: the batches that have been handed on.
+    """
+
+    batches: Iterator[tuple[int, Batch]]
+    task: Task
+    again: deque[tuple[int, Batch]] = field(default_factory=deque[tuple[int, Batch]])
+    retried: set[int] = field(default_factory=set[int])
+    seen: set[int] = field(default_factory=set[int])
+
+    def next(self) -> tuple[int, Batch] | None:
+        """Return what is to be done next; None: nothing."""
+        return self.again.popleft() if self.again else next(self.batches, None)
+
+
+@dataclass
+class _Worker:
+    """A process, and what it is doing.
+
+    Attributes:
+        process: itself.
+        connection: to it.
+        batch: what it was given last; None: it has nothing to do.
+        counted: what its counters have of this stage.
+    """
+
+    process: BaseProcess
+    connection: Connection[Any, Any]
+    batch: tuple[int, Batch] | None = None
+    counted: list[tuple[int, Batch]] = field(default_factory=list[tuple[int, Batch]])
+
+    def begin(self, stage: _Stage) -> None:
+        """Tell it of a stage, and give it the first batch."""
+        self.counted = []
+        self._send(stage.task)
+        self.give(stage)
+
+    def give(self, stage: _Stage) -> None:
+        """Give it the next batch, if there is one."""
+        self.batch = stage.next()
+        if self.batch is not None:
+            self._send(self.batch)
+
+    def add_to(self, task: Task) -> None:
+        """Add what it has counted to the selections of the run."""
+        if task.selections is not None and self.counted:
+            self._send(None)
+            task.selections.absorb(self.connection.recv())
+            self.counted = []
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def _send(self, message: object) -> None:
+        # One that has died is noticed when it should answer.
+        with suppress(BrokenPipeError, ConnectionError):
+            self.connection.send(message)
+
+
+def _ended(process: BaseProcess) -> str:
+    code = process.exitcode or 0
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _serve(connection: Connection[Any, Any], opener: Opener, threads: int) -> None:
+    """What a worker process does until the run is over, or its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is ended by its parent
+    task: Task | None = None
+    try:
+        with opener() as sources:
+            while True:
+                message = connection.recv()
+                if isinstance(message, Task):
+                    task = replace(message, sources=sources)
+                    continue
+                assert task is not None
+                if message is None:
+                    connection.send(task.selections)
+                    continue
+                index, batch = cast("tuple[int, Batch]", message)
+                connection.send(list(_do(index, batch, task, threads)))
+    except EOFError:
+        return
+    except BaseException as error:
+        connection.send(_portable(error))
+
+
+def _do(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
+    cores = 1 if batch[0].is_narrow(task.context.device) else threads
+    torch.set_num_threads(cores)
+    start = time.perf_counter()
+    inputs = read_inputs(batch, task.sources)
+    spans = [("read", start, time.perf_counter())]
+    results = work(batch, inputs, task.context, task.selections)
+    for number, item in enumerate(batch):
+        start = time.perf_counter()
+        result = next(results)
+        spans.append(("compute", start, time.perf_counter()))
+        checksum = ""
+        if task.outputs:
+            checksum = task.outputs[number].write(item.places, result.tensors)
+            spans.append(("write", spans[-1][2], time.perf_counter()))
+        taken = tuple(Span(stage, id(task), begun, ended) for stage, begun, ended in spans)
+        yield Done(index, number, checksum, result.stats, taken)
+        spans = []
+
+
+def _portable(error: BaseException) -> BaseException:
+    """An error that another process can raise; of one that does not pickle, its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        kinds = (
+            kind for kind in type(error).__mro__ if kind.__module__ == CovmergeError.__module__
+        )
+        for kind in kinds:
+            with suppress(TypeError):
+                return kind(str(error))
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

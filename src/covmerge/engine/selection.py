@@ -1,0 +1,78 @@
+"""What surveys look for, while the rows go by: a magnitude for each expert of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from covmerge.linalg.select import MagnitudeSelect, threshold_rank
+from covmerge.plan import Count, Survey
+
+Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> threshold
+
+
+class Selections:
+    """The reduction of the work of counting. Any thread may add to it."""
+
+    def __init__(
+        self,
+        surveys: Sequence[Sequence[Survey]],
+        dtype: torch.dtype,
+        guesses: Sequence[Thresholds],
+    ) -> None:
+        """Look for the thresholds of the surveys of each plan, near those that are guessed."""
+        self._selects = [
+            {
+                survey.merge.key: {
+                    expert: MagnitudeSelect(
+                        partial(threshold_rank, survey.density),
+                        dtype,
+                        near=guessed.get(survey.merge.key, {}).get(expert),
+                    )
+                    for expert in {e: None for item in survey.items for e in item.tensor.operands}
+                }
+                for survey in own
+            }
+            for own, guessed in zip(surveys, guesses, strict=True)
+        ]
+
+    @property
+    def settled(self) -> bool:
+        """Whether all of them are found."""
+        return all(select.settled for select in self._all())
+
+    def add(self, count: Count, expert: str, vector: Tensor) -> None:
+        """Count values of an expert in this pass."""
+        select = self._selects[count.plan][count.merge.key][expert]
+        if not select.settled:
+            select.add(vector)
+
+    def absorb(self, other: Selections) -> None:
+        """Add what another, of the same pass, has counted."""
+        for select, counted in zip(self._all(), other._all(), strict=True):
+            if not select.settled:
+                select.absorb(counted)
+
+    def end_pass(self) -> None:
+        """Settle what all rows of a pass tell."""
+        for select in self._all():
+            if not select.settled:
+                select.end_pass()
+
+    def thresholds(self) -> list[Thresholds]:
+        """Return what was found, by plan."""
+        return [
+            {
+                key: {expert: select.value for expert, select in experts.items()}
+                for key, experts in own.items()
+            }
+            for own in self._selects
+        ]
+
+    def _all(self) -> Iterator[MagnitudeSelect]:
+        for own in self._selects:
+            for experts in own.values():
+                yield from experts.values()

@@ -1,0 +1,171 @@
+"""The executor of threads: one reads ahead, some compute, one writes behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import Queue
+
+import torch
+
+from covmerge.engine.budget import Budget
+from covmerge.engine.encode import Result
+from covmerge.engine.executor import Batch, Done, Span, Task, moved_together, read_together
+from covmerge.engine.inputs import Inputs, read_inputs
+from covmerge.engine.worker import work
+
+
+class Threads:
+    """An executor.
+
+    Args:
+        in_flight: bytes of inputs read ahead and results not yet written, at least those of one
+            item (see `plan_memory`).
+        lanes: small items that are computed at once, a core each.
+    """
+
+    def __init__(self, *, in_flight: int, lanes: int) -> None:
+        self._in_flight = in_flight
+        self._lanes = lanes
+
+    def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
+        """See `Executor.run`."""
+        yield from _Pipeline(batches, task, self._in_flight, self._lanes).run()
+
+    def close(self) -> None:
+        """See `Executor.close`; the threads end with every run."""
+
+
+class _Pipeline:
+    """Threads that read, compute and write, and the queues between them."""
+
+    def __init__(
+        self, batches: Iterable[tuple[int, Batch]], task: Task, in_flight: int, lanes: int
+    ) -> None:
+        self._batches = batches
+        self._task = task
+        self._lanes = lanes
+        self._threads = torch.get_num_threads()
+        self._budget, self._free = Budget(in_flight), Budget(lanes)
+        self._to_compute: Queue[tuple[int, Batch, Inputs, Span] | None] = Queue()
+        self._to_write: Queue[tuple[int, int, Batch, Result, tuple[Span, ...]] | None] = Queue()
+        self._done: Queue[Done | None] = Queue()
+        self._errors: list[BaseException] = []
+
+    def run(self) -> Generator[Done]:
+        """Start a thread for each stage, and hand on what they have done."""
+        with ThreadPoolExecutor(3, thread_name_prefix="covmerge") as pool:
+            try:
+                # Within the `try`: Ctrl-C may come while the threads start, and a thread that is
+                # still in torch when Python exits aborts the process.
+                for stage in (self._read, self._compute_all, self._write):
+                    pool.submit(self._guarded, stage)
+                while (done := self._done.get()) is not None:
+                    yield done
+            finally:
+                self._stop()
+        if self._errors:
+            raise self._errors[0]
+
+    def _stop(self) -> None:
+        self._budget.close()
+        self._free.close()
+        self._to_compute.put(None)
+        self._to_write.put(None)
+
+    def _guarded(self, stage: Callable[[], None]) -> None:
+        try:
+            stage()
+        except BaseException as error:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self._errors.append(error)
+        self._stop()
+        self._done.put(None)
+
+    def _read(self) -> None:
+        for index, batch in self._batches:
+            if not self._budget.acquire(moved_together(batch)):
+                return
+            with _span("read") as taken:
+                inputs = read_inputs(batch, self._task.sources)
+            self._to_compute.put((index, batch, inputs, taken[0]))
+            del inputs  # or the last item's inputs would outlive its turn
+        self._to_compute.put(None)
+
+    def _compute_all(self) -> None:
+        torch.set_num_threads(self._threads)  # of this thread: those that come later have one
+        with ThreadPoolExecutor(
+            self._lanes, "covmerge-lane", initializer=torch.set_num_threads, initargs=(1,)
+        ) as narrow:
+            while not self._errors and (given := self._to_compute.get()) is not None:
+                self._hand_out(*given, narrow)
+                del given
+        self._to_write.put(None)
+
+    def _hand_out(
+        self, index: int, batch: Batch, inputs: Inputs, read: Span, narrow: ThreadPoolExecutor
+    ) -> None:
+        """Compute an item on one core, beside others; or on all of them, alone."""
+        one_core = batch[0].is_narrow(self._task.context.device)
+        cores = 1 if one_core else self._lanes
+        if not self._free.acquire(cores):
+            return
+        if not one_core:
+            self._compute(index, batch, inputs, read)
+            del inputs
+            self._finish(batch, cores)
+            return
+
+        def on_one_core(held: list[Inputs]) -> None:
+            try:
+                if not self._errors:
+                    self._compute(index, batch, held.pop(), read)
+            except BaseException as error:
+                self._failed(error)
+            finally:
+                self._finish(batch, cores)
+
+        # In a list that is emptied: the pool would hold the inputs until it has another task.
+        narrow.submit(on_one_core, [inputs])
+
+    def _finish(self, batch: Batch, cores: int) -> None:
+        self._budget.release(read_together(batch))
+        self._free.release(cores)
+
+    def _compute(self, index: int, batch: Batch, inputs: Inputs, read: Span) -> None:
+        task = self._task
+        results = work(batch, inputs, task.context, task.selections)
+        for number in range(len(batch)):
+            with _span("compute") as taken:
+                result = next(results)
+            spans = (read, *taken) if number == 0 else tuple(taken)
+            self._to_write.put((index, number, batch, result, spans))
+            del result
+
+    def _write(self) -> None:
+        while (given := self._to_write.get()) is not None:
+            index, number, batch, result, spans = given
+            item, checksum = batch[number], ""
+            if self._task.outputs:
+                with _span("write") as taken:
+                    output = self._task.outputs[number]
+                    checksum = output.write(item.places, result.tensors)
+                spans = (*spans, *taken)
+            self._done.put(Done(index, number, checksum, result.stats, spans))
+            del given, result
+            self._budget.release(item.write_bytes)
+        self._done.put(None)
+
+
+@contextmanager
+def _span(stage: str) -> Generator[list[Span]]:
+    """Note when something began and ended; the list has it afterwards."""
+    taken: list[Span] = []
+    start = time.perf_counter()
+    yield taken
+    taken.append(Span(stage, threading.get_ident(), start, time.perf_counter()))

@@ -1,0 +1,61 @@
+"""The files of weights that an output becomes: shards of a model, an adapter, masks and heads beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from covmerge.checkpoints import ShardWriter, plan_layout
+from covmerge.checkpoints.adapter_layout import ADAPTER_NAME
+from covmerge.checkpoints.disk import disk_errors
+from covmerge.checkpoints.layout import Layout, plan_shard
+from covmerge.engine import FileOutput
+from covmerge.plan import MODEL, Plan
+
+
+def plan_parts(plan: Plan) -> dict[str, Layout]:
+    """Lay out every part of an output.
+
+    Raises:
+        TensorError: a dtype that safetensors cannot hold.
+    """
+    output = plan.recipe.output
+    layouts: dict[str, Layout] = {}
+    for part, headers in plan.parts.items():
+        if part != MODEL:
+            file_name = f"{part.rpartition('/')[2]}.safetensors"
+            layouts[part] = Layout((plan_shard(file_name, headers),))
+        elif output.format == "adapter":
+            layouts[part] = Layout((plan_shard(ADAPTER_NAME, headers),))
+        else:
+            layouts[part] = plan_layout(headers, output.shard_size, metadata=plan.metadata)
+    return layouts
+
+
+def files_of(layouts: Mapping[str, Layout]) -> list[str]:
+    """Return the files of all parts, as paths in the folder of the output."""
+    return [
+        (folder_of(part) / shard.file_name).as_posix()
+        for part, layout in layouts.items()
+        for shard in layout.shards
+    ]
+
+
+def open_output(folder: Path, layouts: Mapping[str, Layout]) -> FileOutput:
+    """Reserve the space of all files; those of an earlier run are kept.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    writers: dict[str, ShardWriter] = {}
+    for part, layout in layouts.items():
+        target = folder / folder_of(part)
+        with disk_errors(target):
+            target.mkdir(exist_ok=True)
+        writers[part] = ShardWriter(target, layout)
+    return FileOutput(writers)
+
+
+def folder_of(part: str) -> Path:
+    """Return the folder of a part, as a path in that of the output."""
+    return Path(part.rpartition("/")[0])

@@ -1,0 +1,286 @@
+"""The checkpoints of a merge: opened, planned over, hashed, and described for other processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor
+
+from covmerge.checkpoints import (
+    AdaptedBase,
+    AdapterCheckpoint,
+    Checkpoint,
+    open_checkpoint,
+)
+from covmerge.checkpoints.base import stamp_of
+from covmerge.engine import Opener, Sources, check_ties
+from covmerge.errors import CheckpointError, InputError
+from covmerge.export import Parents, hash_companions, read_parents
+from covmerge.plan import BASE, MERGED, Plan, build_plans, expert_key
+from covmerge.recipe import Expert, Recipe
+from covmerge.statistics.file import StatisticsFile
+from covmerge.tensors import conv1d_names, describe_checkpoint
+from covmerge.types import Json
+
+Source = str | Path | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class OpenCheckpoints:
+    """The checkpoints of a recipe, and the statistics files of its experts where it names them."""
+
+    base: Checkpoint
+    experts: Mapping[str, Checkpoint]
+    statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
+
+    def all(self) -> Iterator[tuple[str, Checkpoint]]:
+        """The base, then the experts, each with its key in reports."""
+        yield BASE, self.base
+        for name, checkpoint in self.experts.items():
+            yield expert_key(name), checkpoint
+
+    def plan(self, recipe: Recipe) -> tuple[Plan, OpenCheckpoints]:
+        """Plan one merge of them; see `plans`."""
+        (plan,), checkpoints = self.plans([recipe])
+        return plan, checkpoints
+
+    def plans(
+        self, recipes: Sequence[Recipe], *, whole: bool = False
+    ) -> tuple[list[Plan], OpenCheckpoints]:
+        """Plan merges of them, and return what the merges read.
+
+        An adapter that is made of adapters needs no weights of their base, which may then be stored
+        quantised, and are not fetched or hashed.
+
+        Raises:
+            InputError: as `covmerge.plan.build_plans`.
+        """
+        adapters = [e for e in self.experts.values() if isinstance(e, AdapterCheckpoint)]
+        base = self.base
+        if recipes[0].output.format == "adapter" and len(adapters) == len(self.experts):
+            base = AdaptedBase(self.base, adapters)
+        plans = build_plans(recipes, base, self.experts, self.statistics, whole=whole)
+        if isinstance(base, AdaptedBase):
+            base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
+        return plans, replace(self, base=base)
+
+    def materialize(self) -> None:
+        """Fetch what planning did not need."""
+        for _, checkpoint in self.all():
+            checkpoint.materialize()
+
+    def paths(self) -> list[Path]:
+        """Where they lie, for checks that nothing overwrites them; other sources do not exist."""
+        files = [file.path for file in self.statistics.values()]
+        return [*(Path(c.source).expanduser() for _, c in self.all()), *files]
+
+    @cached_property
+    def parents(self) -> Parents:
+        """Who they are, as the model card tells it; the cards of repositories are fetched."""
+        return read_parents(self.all())
+
+    @cached_property
+    def companions(self) -> Mapping[str, str]:
+        """Hashes of the base's companion files when they were first asked for."""
+        return hash_companions(self.base.folder)
+
+    def identity(self) -> dict[str, Json]:
+        """What tells these sources from others, for the digest of a plan."""
+        return {
+            **{key: checkpoint.identity() for key, checkpoint in self.all()},
+            **{
+                f"statistics {name}": [file.identity(), stamp_of(file.path.stat())]
+                for name, file in self.statistics.items()
+            },
+            "companions": dict(self.companions),
+        }
+
+    def sources(self, merged: Checkpoint | None = None) -> Sources:
+        """The same for the engine, and a merged model that is looked at."""
+        found = dict(self.all())
+        return Sources(found if merged is None else {**found, MERGED: merged}, self.statistics)
+
+    def opener(self) -> Opener:
+        """Return what opens the same sources in another process.
+
+        Raises:
+            InputError: one of them is a state dict, which no other process has.
+        """
+        held = [key for key, checkpoint in self.all() if checkpoint.identity()["kind"] == "memory"]
+        if held:
+            raise InputError(
+                f"{held[0]} is a state dict, which other processes do not have: save it to a file, or "
+                "leave out --workers"
+            )
+        adapted = isinstance(self.base, AdaptedBase)
+        places = {key: _place(checkpoint) for key, checkpoint in self.all()}
+        files = {name: str(file.path) for name, file in self.statistics.items()}
+        described = Description(places, files, adapted, {})
+        with described.open() as again:
+            return replace(described, identity=again.identity())
+
+    def check_ties(self, plan: Plan) -> None:
+        """Check that tied tensors that are stored twice agree; not of a base that is not read.
+
+        Raises:
+            TensorError: two of them differ.
+        """
+        if not isinstance(self.base, AdaptedBase) or self.base.decides:
+            check_ties(self.base, plan.tied[None])
+        for name, expert in self.experts.items():
+            check_ties(expert, plan.tied[name])
+
+
+@contextmanager
+def open_checkpoints(
+    base: Source, experts: Mapping[str, Source], statistics: Mapping[str, str | Path]
+) -> Generator[OpenCheckpoints]:
+    """Open base, experts and statistics files, and close all of them at the end."""
+    with ExitStack() as stack:
+
+        def opened(source: Source) -> Checkpoint:
+            checkpoint = open_checkpoint(source)
+            stack.callback(checkpoint.close)
+            return checkpoint
+
+        def measured(path: str | Path) -> StatisticsFile:
+            file = StatisticsFile.open(path)
+            stack.callback(file.close)
+            return file
+
+        start = opened(base)
+        models = {name: opened(source) for name, source in experts.items()}
+        adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
+        if adapters:
+            conv1d = conv1d_names(describe_checkpoint(start))
+            models |= {
+                n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()
+            }
+        yield OpenCheckpoints(
+            start,
+            models,
+            {name: measured(path) for name, path in statistics.items()},
+        )
+
+
+def statistics_of(experts: Mapping[str, Expert]) -> dict[str, str]:
+    """The statistics files that a recipe names, by expert."""
+    return {name: e.statistics for name, e in experts.items() if e.statistics is not None}
+
+
+@dataclass(frozen=True)
+class Description:
+    """What another process needs to open the same sources for itself.
+
+    Attributes:
+        places: where each of them lies, by key.
+        statistics: files by expert.
+        adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
+        identity: what tells them from others.
+    """
+
+    places: Mapping[str, str]
+    statistics: Mapping[str, str]
+    adapted: bool
+    identity: Mapping[str, Json]
+
+    @contextmanager
+    def __call__(self) -> Generator[Sources]:
+        """Open them.
+
+        Raises:
+            CheckpointError: they are not what they were.
+        """
+        with self.open() as opened:
+            if opened.identity() != self.identity:
+                raise CheckpointError(
+                    "a source changed while it was in use: let whatever writes it finish, and start "
+                    "again"
+                )
+            yield opened.sources()
+
+    @contextmanager
+    def open(self) -> Generator[OpenCheckpoints]:
+        """Open them, whatever they are by now."""
+        base, *others = self.places
+        experts = {key: self.places[key] for key in others}
+        with open_checkpoints(self.places[base], experts, self.statistics) as opened:
+            named = {key.removeprefix(expert_key("")): e for key, e in opened.experts.items()}
+            adapters = [e for e in named.values() if isinstance(e, AdapterCheckpoint)]
+            start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base
+            yield OpenCheckpoints(start, named, opened.statistics)
+
+
+def _place(checkpoint: Checkpoint) -> str:
+    """Where a checkpoint lies, or what it is called on the Hub where it was not fetched."""
+    if checkpoint.identity()["kind"] == "hub":
+        return checkpoint.source if checkpoint.folder is None else str(checkpoint.folder)
+    return str(Path(checkpoint.source).expanduser().absolute())
+
+
+class Fingerprints:
+    """Hashes the sources in the background, in step with their reader.
+
+    It reads the files for itself, in their order, but never a larger share of a source than the
+    merge has read. Files in the base's order are then in the page cache when their turn comes, also
+    where the sources are larger than the memory; of another order, some are read from the disk twice.
+    """
+
+    def __init__(self, checkpoints: OpenCheckpoints) -> None:
+        self._checkpoints = checkpoints
+        self._changed = threading.Condition()
+        self._share = 0.0
+        self._stopped = False
+        sources = len(list(checkpoints.all()))
+        self._pool = ThreadPoolExecutor(sources, thread_name_prefix="covmerge-hash")
+
+    def __enter__(self) -> Fingerprints:
+        """Begin."""
+        try:
+            self._hashing = {
+                key: (checkpoint.source, self._pool.submit(checkpoint.fingerprint, self._pace))
+                for key, checkpoint in self._checkpoints.all()
+            }
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop: a run that failed does not wait for hashes."""
+        self._stop()
+        self._pool.shutdown()
+
+    def follow(self, share: float) -> None:
+        """So much of the sources has been read, and may be hashed."""
+        with self._changed:
+            self._share = share
+            self._changed.notify_all()
+
+    def result(self) -> dict[str, Json]:
+        """Wait for the hashes."""
+        self.follow(1.0)
+        found: dict[str, Json] = {
+            key: {"source": source, "content": hashing.result()}
+            for key, (source, hashing) in self._hashing.items()
+        }
+        for name, file in self._checkpoints.statistics.items():
+            found[f"statistics {name}"] = {"source": str(file.path), "content": file.identity()}
+        return found
+
+    def _pace(self, share: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or share <= self._share)
+            if self._stopped:
+                raise CancelledError("hashing the sources was stopped")
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()

@@ -1,0 +1,136 @@
+"""The executor of processes: the same bytes as threads, whatever becomes of its workers."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import covmerge
+from covmerge.engine import Processes, plan_memory
+from covmerge.errors import InputError, ResourceError, TensorError
+from covmerge.plan import build_plan
+from covmerge.recipe import parse_recipe
+from covmerge.sources import open_checkpoints
+from tests.e2e.test_resume import digests, save_plain
+from tests.held import COMMAND_LINE, held, journaled, wait_until
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, *save_plain(folder, layers=12, width=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ace", "ties", "emr", "dare_ties"])
+def test_the_same_bytes_as_threads(plain, tmp_path, method):
+    _, base, experts = plain
+    for workers in (1, 3):
+        covmerge.merge(base, experts, method, tmp_path / str(workers), workers=workers)
+    assert digests(tmp_path / "1") == digests(tmp_path / "3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ace", "ties"])
+def test_workers_that_are_killed_at_random(plain, tmp_path, monkeypatch, method):
+    """Ten times each: with two methods, twenty kills of which every one must do no harm."""
+    _, base, experts = plain
+    covmerge.merge(base, experts, method, tmp_path / "whole")
+    rng = random.Random(0)
+    started, killed = [], []
+    start = Processes._start
+
+    def noted(self):
+        worker = start(self)
+        started.append(worker.process.pid)
+        return worker
+
+    def killer(until):
+        while not until.is_set() and len(killed) < 10:
+            time.sleep(rng.uniform(0.01, 0.5))
+            alive = [pid for pid in started if pid not in killed and psutil.pid_exists(pid)]
+            if alive:
+                killed.append(rng.choice(alive))
+                os.kill(killed[-1], signal.SIGKILL)
+
+    monkeypatch.setattr(Processes, "_start", noted)
+    tries = 0
+    while len(killed) < 10:
+        until = threading.Event()
+        thread = threading.Thread(target=killer, args=(until,))
+        thread.start()
+        out = tmp_path / f"killed{tries}"
+        try:
+            covmerge.merge(base, experts, method, out, workers=2)
+            assert digests(out) == digests(tmp_path / "whole")
+        except ResourceError as error:  # two of them over one batch
+            assert "two worker processes ended over 'layers" in str(error)
+            assert "SIGKILL" in str(error)
+            assert not out.exists()
+        finally:
+            until.set()
+            thread.join()
+        tries += 1
+    assert not any(psutil.pid_exists(pid) for pid in started)
+
+
+@pytest.mark.slow
+def test_a_killed_merge_of_processes_is_resumed_by_threads(plain, tmp_path):
+    _, base, experts = plain
+    covmerge.merge(base, experts, "ace", tmp_path / "whole")
+    sources = [f"--expert={name}={path}" for name, path in experts.items()]
+    given = ["merge", "--base", base, *sources, "--method=ace", "--workers=2", tmp_path / "out"]
+    journal = tmp_path / ".out.covmerge-partial" / "journal.jsonl"
+    with held(COMMAND_LINE, *given, before="nothing") as process:
+        wait_until(lambda: journaled(journal, 2), process)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    psutil.wait_procs(workers, timeout=60)
+    assert not any(worker.is_running() for worker in workers)
+    result = covmerge.merge(base, experts, "ace", tmp_path / "out", resume=True)
+    assert result.run["resumed_items"] >= 2
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_ends_the_merge(tmp_path):
+    tensors = {f"layers.{n}.mlp.up_proj.weight": torch.full((8, 8), 1.0) for n in range(3)}
+    save_file(tensors, tmp_path / "base.safetensors")
+    bad = {name: 1.1 * tensor for name, tensor in tensors.items()}
+    bad["layers.1.mlp.up_proj.weight"][2, 3] = float("nan")
+    save_file(bad, tmp_path / "bad.safetensors")
+    with pytest.raises(TensorError, match=r"layers\.1.*first at \[2, 3\]"):
+        covmerge.merge(
+            tmp_path / "base.safetensors",
+            [tmp_path / "bad.safetensors"],
+            "average",
+            tmp_path / "out",
+            workers=2,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_in_memory_are_refused(tmp_path):
+    base = {"fc.weight": torch.eye(4)}
+    with pytest.raises(InputError, match="base is a state dict"):
+        covmerge.merge(base, [base], "average", tmp_path / "out", workers=2)
+
+
+def test_memory_of_all_workers_together(plain):
+    _, base, experts = plain
+    given = {"base": str(base), "experts": {n: str(p) for n, p in experts.items()}, "method": "ace"}
+    with open_checkpoints(base, experts, {}) as opened:
+        plan = build_plan(parse_recipe(given), opened.base, opened.experts)
+    cpu = torch.device("cpu")
+    three = plan_memory([plan], None, device=cpu, workers=3)
+    assert three.workers == 3
+    fewer = plan_memory([plan], three.peak - 1, device=cpu, workers=3)
+    assert fewer.workers == 2 and fewer.peak < three.peak
+    with pytest.raises(ResourceError, match="leave out --workers"):
+        plan_memory([plan], fewer.resident * 2, device=cpu, workers=3)
