@@ -58,10 +58,15 @@ def draw(shape=(24, 40), norms=(0.4,) * 4, seed=0, dtype=torch.float32):
 
 
 def adapters(seed=0):
-    """Four updates 24 × 40 of rank 2."""
-    left = draw((24, 2), norms=(1.0,) * 4, seed=seed)
-    right = draw((2, 40), norms=(1.0,) * 4, seed=seed + 1)
-    return [0.4 * (b @ a) / (b @ a).norm() for b, a in zip(left, right, strict=True)]
+    """Four updates 24 × 40 of rank 2.
+
+    Random masks follow from the bits of the updates, so these are products in float64, rounded once:
+    kernels of another processor round a product in float32 otherwise.
+    """
+    left = draw((24, 2), norms=(1.0,) * 4, seed=seed, dtype=torch.float64)
+    right = draw((2, 40), norms=(1.0,) * 4, seed=seed + 1, dtype=torch.float64)
+    products = [b @ a for b, a in zip(left, right, strict=True)]
+    return [(0.4 * product / product.norm()).float() for product in products]
 
 
 def inputs(seed=0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -38,6 +38,7 @@ class Case:
     Attributes:
         run: computes it.
         says: method and parameters, for the table.
+        exact: computes it in float64.
         leaves_out: endings of names that covmerge treats otherwise on purpose.
         ill_posed: checks what is left to check of a tensor that the tolerances call ill-posed:
             `(variant, name, published)`.
@@ -45,6 +46,7 @@ class Case:
 
     run: Run
     says: str
+    exact: Run | None = None
     leaves_out: tuple[str, ...] = ()
     ill_posed: Callable[[str, str, Tensor], None] | None = None
 
@@ -90,7 +92,7 @@ def per_layer(
 ) -> Case:
     """Each tensor by itself; where the method merges matrices, the others are averaged."""
 
-    def run(variant: str) -> dict[str, Tensor]:
+    def run(variant: str, dtype: torch.dtype = dtype) -> dict[str, Tensor]:
         results = {}
         for name in LINEAR if lora else names:
             group = group_of(updates_of(variant, name, dtype, lora=lora))
@@ -100,7 +102,7 @@ def per_layer(
                 results[name] = merged("average", group)
         return results
 
-    return Case(run, says(method, parameters))
+    return Case(run, says(method, parameters), partial(run, dtype=torch.float64))
 
 
 def says(method: str, parameters: Mapping[str, object]) -> str:
