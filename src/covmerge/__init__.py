@@ -16,7 +16,7 @@ from covmerge.version import __version__
 if TYPE_CHECKING:
     # Each from the file that defines it: `covmerge.diagnostics.verify` and `covmerge.statistics.collect`
     # are a file and the function in it, and checkers differ on which of the two the package has.
-    from covmerge import methods
+    from covmerge import methods, steps, testing
     from covmerge.api import (
         MergeResult,
         compare,
@@ -33,18 +33,27 @@ if TYPE_CHECKING:
     from covmerge.engine import RunOptions
     from covmerge.export import load_expert
     from covmerge.layer import merge_layer
+    from covmerge.linalg.auto import Cost
+    from covmerge.methods.registry import Laws, Reference, Survey, register
     from covmerge.publish import push
     from covmerge.recipe import Recipe, load_recipe, parse_recipe
     from covmerge.reporting import figures as figures
     from covmerge.statistics.collect import collect
     from covmerge.statistics.regmean_pp import collect_regmean_pp
-    from covmerge.types import LowRank
+    from covmerge.steps.registry import register_step
+    from covmerge.types import LinearGroup, LowRank, Merged
 
 _HOMES = {
     "Comparison": "covmerge.comparison",
+    "Cost": "covmerge.linalg.auto",
+    "Laws": "covmerge.methods.registry",
+    "LinearGroup": "covmerge.types",
     "LowRank": "covmerge.types",
     "MergeResult": "covmerge.api",
+    "Merged": "covmerge.types",
+    "Reference": "covmerge.methods.registry",
     "RunOptions": "covmerge.engine",
+    "Survey": "covmerge.methods.registry",
     "collect": "covmerge.statistics",
     "collect_regmean_pp": "covmerge.statistics",
     "compare": "covmerge.api",
@@ -56,6 +65,8 @@ _HOMES = {
     "open_checkpoint": "covmerge.checkpoints",
     "plan_recipe": "covmerge.api",
     "push": "covmerge.publish",
+    "register": "covmerge.methods.registry",
+    "register_step": "covmerge.steps.registry",
     "report": "covmerge.api",
     "run_recipe": "covmerge.api",
     "verify": "covmerge.diagnostics",
@@ -65,14 +76,25 @@ _HOMES = {
 }
 
 # Subpackages: `covmerge.methods.names()`. Figures are not in __all__, as they need an extra.
-_PACKAGES = {"figures": "covmerge.reporting.figures", "methods": "covmerge.methods"}
+_PACKAGES = {
+    "figures": "covmerge.reporting.figures",
+    "methods": "covmerge.methods",
+    "steps": "covmerge.steps",
+    "testing": "covmerge.testing",
+}
 
 __all__ = [
     "Comparison",
+    "Cost",
+    "Laws",
+    "LinearGroup",
     "LowRank",
     "MergeResult",
+    "Merged",
     "Recipe",
+    "Reference",
     "RunOptions",
+    "Survey",
     "__version__",
     "collect",
     "collect_regmean_pp",
@@ -88,8 +110,12 @@ __all__ = [
     "parse_recipe",
     "plan_recipe",
     "push",
+    "register",
+    "register_step",
     "report",
     "run_recipe",
+    "steps",
+    "testing",
     "verify",
 ]
 

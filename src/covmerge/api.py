@@ -17,6 +17,7 @@ from covmerge.plan import Plan
 from covmerge.recipe import Recipe, parse_recipe, parse_size
 from covmerge.reporting import Report, ReportJob
 from covmerge.sources import OpenCheckpoints, Source, open_checkpoints, statistics_of
+from covmerge.steps import Steps
 
 
 def merge(
@@ -27,6 +28,8 @@ def merge(
     *,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
+    before: Steps = (),
+    after: Steps = (),
     tensors: Mapping[str, str] | None = None,
     rules: Sequence[Mapping[str, Any]] = (),
     allow: Sequence[str] = (),
@@ -57,6 +60,8 @@ def merge(
         out: output folder; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
         statistics: statistics files by expert name, for methods that use data.
+        before: steps before the method, in order: names, or `{name: {parameters}}`.
+        after: steps after the method.
         tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
         rules: exceptions by tensor name or role, as under `rules:` in a recipe.
         allow: faults of the experts that are not to stop the merge, as under `allow:` in a recipe.
@@ -95,6 +100,8 @@ def merge(
         params=params,
         weights=weights,
         statistics=statistics or {},
+        before=before,
+        after=after,
         tensors=tensors or {},
         rules=rules,
         allow=allow,
@@ -206,6 +213,8 @@ def compare(
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
+    before: Steps = (),
+    after: Steps = (),
     tensors: Mapping[str, str] | None = None,
     rules: Sequence[Mapping[str, Any]] = (),
     allow: Sequence[str] = (),
@@ -230,6 +239,8 @@ def compare(
         parameters: by method, for those that are not to run at their defaults.
         weights: one positive number per expert.
         statistics: statistics files by expert name.
+        before: steps before the method, in order: names, or `{name: {parameters}}`.
+        after: steps after the method.
         tensors: what happens to tensors by kind.
         rules: exceptions by tensor name or role.
         allow: faults of the experts that are not to stop it.
@@ -261,6 +272,8 @@ def compare(
         named,
         weights=weights,
         statistics=statistics or {},
+        before=before,
+        after=after,
         tensors=tensors or {},
         rules=rules,
         allow=allow,
@@ -422,6 +435,8 @@ def _recipe(
     params: Mapping[str, Any] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None,
     statistics: Mapping[str, str | Path],
+    before: Steps = (),
+    after: Steps = (),
     tensors: Mapping[str, str],
     rules: Sequence[Mapping[str, Any]],
     allow: Sequence[str] = (),
@@ -448,6 +463,8 @@ def _recipe(
             },
             "method": method,
             "parameters": dict(params or {}),
+            "before": list(before),
+            "after": list(after),
             "tensors": dict(tensors),
             "rules": [dict(rule) for rule in rules],
             "allow": list(allow),

@@ -149,6 +149,7 @@ def choose_methods(
         return tuple(names), {}
     reasons = {method.name: _cannot_run(method, statistics) for method in registry}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    left_out |= registry.broken
     return tuple(name for name in reasons if name not in left_out), left_out
 
 

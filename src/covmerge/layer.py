@@ -21,6 +21,7 @@ from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.choice import AUTO, choose
 from covmerge.methods.factored import merge_factors
+from covmerge.steps import Steps, resolve_steps, with_steps
 from covmerge.types import LinearGroup, LowRank, Measured
 
 _Update = TypeVar("_Update", Tensor, LowRank)
@@ -33,6 +34,9 @@ def merge_layer(
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
+    base: Tensor | None = None,
+    before: Steps = (),
+    after: Steps = (),
     **params: Any,
 ) -> Tensor: ...
 @overload
@@ -42,6 +46,9 @@ def merge_layer(
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
+    base: Tensor | None = None,
+    before: Steps = (),
+    after: Steps = (),
     **params: Any,
 ) -> Tensor | LowRank: ...
 def merge_layer(
@@ -50,6 +57,9 @@ def merge_layer(
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
+    base: Tensor | None = None,
+    before: Steps = (),
+    after: Steps = (),
     **params: Any,
 ) -> Tensor | LowRank:
     """Merge the task vectors of one layer and return the merged update.
@@ -62,6 +72,9 @@ def merge_layer(
         weights: one positive number per update; 1 is neutral.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
+        base: for methods and steps that need it, W_0 `(d_out, d_in)`.
+        before: steps before the method, in order: names, or `{name: {parameters}}`.
+        after: steps after it.
         **params: the method's parameters.
 
     Returns:
@@ -90,9 +103,13 @@ def merge_layer(
     """
     if method == AUTO:
         method, _ = choose(len(updates), sum(isinstance(u, LowRank) for u in updates))
-    chosen = registry.get(method)
-    parameters = chosen.resolve(params)
-    _check(chosen, updates, data or ())
+    chosen = with_steps(
+        registry.get(method),
+        resolve_steps(before, "before"),
+        resolve_steps(after, "after"),
+    )
+    parameters = registry.get(method).resolve(params)
+    _check(chosen, updates, data or (), base)
     shares = [1.0] * len(updates) if weights is None else list(weights)
     if len(shares) != len(updates) or not all(0 < weight < inf for weight in shares):
         raise RecipeError(
@@ -115,6 +132,7 @@ def merge_layer(
             Measured(value.to(dense[0].device, dtype), rows=0, total=norm(value))
             for value in data or ()
         ),
+        base=None if base is None else base.to(dense[0].device, dtype),
     )
     merged = chosen(group, **parameters).delta
     _say_if_long(method, norm(merged), [norm(update) for update in dense])
@@ -176,7 +194,12 @@ def _parts(update: Tensor | LowRank) -> tuple[Tensor, ...]:
     return (update.left, update.right) if isinstance(update, LowRank) else (update,)
 
 
-def _check(method: Method, updates: Sequence[Tensor | LowRank], data: Sequence[Tensor]) -> None:
+def _check(
+    method: Method,
+    updates: Sequence[Tensor | LowRank],
+    data: Sequence[Tensor],
+    base: Tensor | None,
+) -> None:
     """Refuse what cannot be merged, with the index of the update."""
     if not updates:
         raise TensorError("merge_layer: the list of updates is empty; pass at least one")
@@ -197,6 +220,15 @@ def _check(method: Method, updates: Sequence[Tensor | LowRank], data: Sequence[T
     for index, value in enumerate(data):
         if not all_finite(value):
             raise TensorError(f"data {index} holds NaN or Inf: collect it again")
+    if method.needs_base and base is None:
+        raise TensorError(f"method '{method.name}' needs the base's weights: pass them as `base=`")
+    if base is not None and not method.needs_base:
+        raise TensorError(f"method '{method.name}' does not look at the base: leave out `base=`")
+    if base is not None and (base.shape != first.shape or not all_finite(base)):
+        raise TensorError(
+            f"the base is {list(base.shape)}, the updates are {list(first.shape)}: pass finite weights "
+            "of their shape"
+        )
     if not method.takes_any_shape and len(first.shape) != 2:
         raise TensorError(
             f"method '{method.name}' merges matrices (d_out, d_in), the updates are "

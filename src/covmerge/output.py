@@ -228,6 +228,7 @@ def manifest(
         "torch": torch.__version__,
         "recipe": dump_recipe(plan.recipe),
         "chosen": plan.chosen,
+        **({"extensions": [own.as_json() for own in plan.origins]} if plan.origins else {}),
         "family": plan.family,
         "sources": fingerprints.result(),
         "notes": list(notes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import hypot, prod
 from typing import Any, Protocol, TypeVar
@@ -210,6 +210,8 @@ class LinearGroup:
             empty where it came multiplied out.
         rounding: per expert, what rounding of its stored weights gives to its update
             (`covmerge.measures.rounding`); empty: the updates are what they are.
+        base: W_0, oriented like the updates, of their dtype and device, for whom is registered with
+            `needs_base`; None for the others. It must not be modified.
     """
 
     updates: tuple[Tensor, ...]
@@ -221,11 +223,33 @@ class LinearGroup:
     frame: Frame | None = None
     factors: tuple[LowRank, ...] = ()
     rounding: tuple[Rounding, ...] = ()
+    base: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the layer, `(d_out, d_in)`, or of the updates of another shape."""
         return tuple(self.updates[0].shape) if self.frame is None else self.frame.shape
+
+    def times(self, factors: Sequence[float]) -> LinearGroup:
+        """Return the group with each expert's update multiplied by a number, and all that goes with it.
+
+        Example:
+            >>> group = LinearGroup((torch.ones(1, 2), torch.ones(1, 2)), (1.0, 1.0))
+            >>> [update.tolist() for update in group.times([2.0, 0.5]).updates]
+            [[[2.0, 2.0]], [[0.5, 0.5]]]
+        """
+        return replace(
+            self,
+            updates=tuple(u * f for u, f in zip(self.updates, factors, strict=True)),
+            rounding=tuple(
+                error.times(f) for error, f in zip(self.rounding, factors, strict=False)
+            ),
+            factors=tuple(
+                LowRank(own.left * f, own.right)
+                for own, f in zip(self.factors, factors, strict=False)
+            ),
+            shared=None,  # what others keep there belongs to the updates as they are
+        )
 
     def once(self, key: str, make: Callable[[], _T]) -> _T:
         """Return `make()`, kept under `key` while several methods run on this group."""

@@ -459,3 +459,25 @@ def test_copies_of_a_tied_tensor_that_differ_are_refused(tmp_path):
         failed = command(*arguments(tmp_path, f"--as={form}"), tmp_path / "out", code=2)
         assert "'lm_head.weight'" in failed.stderr and "differ" in failed.stderr
         assert not (tmp_path / "out").exists()
+
+
+def test_steps_that_are_exact_on_factors(family):  # noqa: F811
+    given = [*arguments(family), "--before=norm_balance", "--after=rescale"]
+    command(*given, "--as=adapter", "--method=ace", family / "stepped")
+    adapted = peft.PeftModel.from_pretrained(base_of(family), family / "stepped").eval()
+    weights = adapted.merge_and_unload().state_dict()
+    merged = covmerge.merge(
+        family / "base",
+        experts(family, "adapter"),
+        method="ace",
+        before=["norm_balance"],
+        after=["rescale"],
+    )
+    base = load_file(family / "base" / "model.safetensors")
+    for name, expected in merged.tensors.items():
+        found = weights.get(name, weights.get(f"transformer.{name}"))
+        change = (expected - base[name]).norm()
+        assert (found - expected).norm() <= 1e-5 * change + 1e-6, name
+    assert any(
+        "norm_balance + ace + rescale" in e["rule"] for e in merged.stats["tensors"].values()
+    )

@@ -179,7 +179,7 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         (
             "rules:\n  - norm",
             "r.yml:4: rules[0] is 'norm'; it must be a mapping with the keys match, role, method, "
-            "parameters, use",
+            "parameters, before, after, use",
         ),
         (
             "rules:\n  - {role: nrm, use: base}",

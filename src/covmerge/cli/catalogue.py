@@ -5,10 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from covmerge.methods import Method
+    from covmerge.methods.registry import Laws, Reference
+    from covmerge.registry import Declared
+    from covmerge.steps import Step
 
 _DEPARTS = "Departs from the paper:"
 _UNITS = {
@@ -23,13 +27,20 @@ _DATA = {
     "gram": "Gram matrices of the layers' inputs",
     "fisher": "diagonal Fisher information",
 }
+_ADAPTERS = {
+    "both": "exact on their factors",
+    "outputs": "exact in a basis of their outputs",
+    "inputs": "exact in a basis of their inputs",
+    "none": "multiplied out",
+}
 # What costs are quoted for: the widest layer of ViT-B/16, eight experts, float32.
 _D_OUT, _D_IN, _EXPERTS = 768, 3072, 8
 
 
 def page(method: Method) -> dict[str, Any]:
     """Everything there is to say about a method, as plain JSON."""
-    laws, reference = method.laws, method.reference
+    from covmerge.methods import registry
+
     command, recipe = _examples(method)
     cost = method.cost(_D_OUT, _D_IN, _EXPERTS, 4)
     return {
@@ -63,22 +74,81 @@ def page(method: Method) -> dict[str, Any]:
             }
             for parameter in method.parameters
         ],
-        "laws": {
-            "order_invariant": laws.order_invariant,
-            "scale_equivariant": laws.scale_equivariant,
-            "rotation_equivariant": laws.rotation_equivariant,
-            "replicas": laws.replicas_text,
-        },
-        "reference": {
-            "title": reference.title,
-            "venue": reference.venue,
-            "arxiv": reference.arxiv,
-            "equations": reference.equations,
-        },
+        "laws": {**_laws(method.laws), "replicas": method.laws.replicas_text},
+        "reference": _reference(method.reference),
         "departs": _departures(method),
+        "from": _origin(registry.origin(method.name)),
         "command": command,
         "recipe": recipe,
     }
+
+
+def step_page(step: Step) -> dict[str, Any]:
+    """Everything there is to say about a step, as plain JSON."""
+    from covmerge.steps import registry
+
+    shown = next((p for p in step.parameters if p.default is not None), None)
+    given = "" if shown is None else f": {{{shown.name}: {show_value(shown.default)}}}"
+    return {
+        "name": step.name,
+        "when": step.when,
+        "summary": step.summary,
+        "equation": step.equation,
+        "details": _details(step),
+        "tensors": _UNITS[step.unit],
+        "adapters": _ADAPTERS[step.factored],
+        "parameters": [
+            {
+                "name": parameter.name,
+                "allowed": parameter.annotation,
+                "default": parameter.default,
+                "description": parameter.description,
+            }
+            for parameter in step.parameters
+        ],
+        "laws": _laws(step.laws),
+        "reference": _reference(step.reference),
+        "from": _origin(registry.origin(step.name)),
+        "command": f"covmerge merge --base BASE --expert a=A --expert b=B --{step.when} {step.name} OUT",
+        "recipe": f"{step.when}: [{step.name if shown is None else f'{{{step.name}{given}}}'}]",
+    }
+
+
+def law_words(laws: Mapping[str, bool | None]) -> list[tuple[str, str]]:
+    """What is promised, in words."""
+    words = {
+        "order_invariant": ("order of experts", "changes nothing", "changes the result"),
+        "scale_equivariant": (
+            "updates times s",
+            "give the merged update times s",
+            "do not give the merged update times s: the absolute scale matters",
+        ),
+        "rotation_equivariant": (
+            "rotations",
+            "of all updates rotate the merged update",
+            "of all updates change the result: the axes matter",
+        ),
+    }
+    return [
+        (label, "nothing is promised" if laws[law] is None else yes if laws[law] else no)
+        for law, (label, yes, no) in words.items()
+    ]
+
+
+def _laws(laws: Laws) -> dict[str, bool | None]:
+    return {
+        "order_invariant": laws.order_invariant,
+        "scale_equivariant": laws.scale_equivariant,
+        "rotation_equivariant": laws.rotation_equivariant,
+    }
+
+
+def _reference(paper: Reference | None) -> dict[str, str] | None:
+    return None if paper is None else asdict(paper)
+
+
+def _origin(origin: object | None) -> str | None:
+    return None if origin is None else str(origin)
 
 
 def tensors(method: Method) -> str:
@@ -101,18 +171,18 @@ def show_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _details(method: Method) -> list[str]:
+def _details(method: Declared) -> list[str]:
     """The paragraphs of the kernel's docstring between its first line and its arguments."""
     paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")[1:]
     sections = ("Args:", "Returns:", "Raises:", "Example:", _DEPARTS)
-    end = next(n for n, text in enumerate(paragraphs) if text.startswith(sections))
-    return paragraphs[:end]
+    ends = (n for n, text in enumerate(paragraphs) if text.startswith(sections))
+    return paragraphs[: next(ends, len(paragraphs))]
 
 
 def _departures(method: Method) -> str:
-    """The paragraph of the kernel's docstring that says where it leaves the paper."""
+    """The paragraph of the kernel's docstring that says where it leaves the paper; empty: none."""
     paragraphs = (inspect.getdoc(method.kernel) or "").split("\n\n")
-    own = next(text for text in paragraphs if text.startswith(_DEPARTS))
+    own = next((text for text in paragraphs if text.startswith(_DEPARTS)), "")
     return " ".join(own.removeprefix(_DEPARTS).split())
 
 
@@ -131,9 +201,13 @@ def _examples(method: Method) -> tuple[str, str]:
     return f"{command} OUT", recipe
 
 
-def markdown(methods: Iterable[Method], absent: Iterable[tuple[str, str]]) -> str:
+def markdown(
+    methods: Iterable[Method], steps: Iterable[Step], absent: Iterable[tuple[str, str]]
+) -> str:
     """Return docs/methods.md."""
     pages = [page(method) for method in methods]
+    around = [step_page(step) for step in steps]
+    anchor = anchors([each["name"] for each in (*pages, *around)])
     lines = [
         "# Methods",
         "",
@@ -146,10 +220,29 @@ def markdown(methods: Iterable[Method], absent: Iterable[tuple[str, str]]) -> st
         f"{_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts in float32: floating-point operations (a",
         "float64 one counts as two), and memory beside the updates and the result.",
         "",
-        *_overview(pages, anchors([each["name"] for each in pages])),
+        *_overview(pages, anchor),
         "",
         "Data: what the method needs to know of the experts' data. *none (tuned)*: nothing, but the",
         "published numbers chose a parameter on labelled data; its page says which.",
+        "",
+        "## Steps around a method",
+        "",
+        "A recipe names steps before its method (`before: [...]`) and after it (`after: [...]`), in",
+        "order, each by its name or as `{name: {parameters}}`; a rule with a method of its own has steps",
+        "of its own. They go where the method goes: what is averaged or kept by another rule is left",
+        "alone. A step before a method makes other updates of the experts'; one after it makes another",
+        "merged update of the method's, and is given the experts' updates as they came.",
+        "",
+        *_steps_overview(around, anchor),
+        "",
+        "What a step needs the whole needs. An elementwise method with a step that works on whole",
+        "tensors reads whole tensors, and takes the memory of them. Steps that need matrices are left out",
+        "where an elementwise method merges what is none, such as norms and biases; the rule of each",
+        "tensor, in `--dry-run` and `covmerge.json`, names the steps that it went through. A threshold",
+        "over the whole model is one of the updates as the steps before the method made them. Adapters",
+        "are merged on their factors only if method and steps are exact there; otherwise they are",
+        "multiplied out, and a merge to an adapter needs a `rank`. Methods that write masks take no steps,",
+        "and `fisher`, whose data lies as tensors are stored, none that need matrices.",
         "",
         "## Not here",
         "",
@@ -157,6 +250,8 @@ def markdown(methods: Iterable[Method], absent: Iterable[tuple[str, str]]) -> st
     ]
     for each in pages:
         lines += ["", *_section(each)]
+    for each in around:
+        lines += ["", *_step_section(each)]
     return "\n".join(lines) + "\n"
 
 
@@ -164,40 +259,80 @@ def _overview(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Ite
     yield "| method | data | order | scale | rotation | cost | tensors | defaults | paper |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for each in pages:
-        laws = each["laws"]
+        laws, paper = each["laws"], each["reference"]
         kept = (laws["order_invariant"], laws["scale_equivariant"], laws["rotation_equivariant"])
         tuned = " (tuned)" if each["published_tuning"] else ""
         cells = [
             f"[`{each['name']}`](#{anchor[each['name']]})",
             each["data"] + tuned,
-            *("yes" if holds else "no" for holds in kept),
+            *map(_kept, kept),
             _cost(each),
             each["tensors"],
             _defaults(each),
-            f"[{each['reference']['venue']}](https://arxiv.org/abs/{each['reference']['arxiv']})",
+            "" if paper is None else f"[{paper['venue']}](https://arxiv.org/abs/{paper['arxiv']})",
         ]
         yield f"| {' | '.join(cells)} |"
 
 
-def _section(each: dict[str, Any]) -> Iterator[str]:
-    reference, laws = each["reference"], each["laws"]
+def _steps_overview(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
+    yield "| step | when | order | scale | rotation | works on | adapters | defaults |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for each in pages:
+        cells = [
+            f"[`{each['name']}`](#{anchor[each['name']]})",
+            each["when"],
+            *map(_kept, each["laws"].values()),
+            each["tensors"],
+            each["adapters"],
+            _defaults(each),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _kept(holds: bool | None) -> str:
+    return "not said" if holds is None else "yes" if holds else "no"
+
+
+def _heading(each: dict[str, Any]) -> Iterator[str]:
     yield f"## {each['name']}"
     yield ""
     yield each["summary"]
     yield ""
-    yield f"    {each['equation']}"
-    yield ""
+    if each["equation"]:
+        yield f"    {each['equation']}"
+        yield ""
     for paragraph in each["details"]:
         # A paragraph that begins with a formula stays as it is: Markdown would run its lines together.
         formula = " = " in paragraph.split("\n", 1)[0]
         yield from ([f"    {line}" for line in paragraph.splitlines()] if formula else [paragraph])
         yield ""
-    yield (
-        f"- Paper: {reference['title']}. {reference['venue']}, "
-        f"[arXiv:{reference['arxiv']}](https://arxiv.org/abs/{reference['arxiv']}), "
-        f"{reference['equations']}."
-    )
-    yield f"- Departs from it: {each['departs']}"
+    reference = each["reference"]
+    if reference is not None:
+        yield (
+            f"- Paper: {reference['title']}. {reference['venue']}, "
+            f"[arXiv:{reference['arxiv']}](https://arxiv.org/abs/{reference['arxiv']}), "
+            f"{reference['equations']}."
+        )
+    if each["from"] is not None:
+        yield f"- From {each['from']}."
+
+
+def _step_section(each: dict[str, Any]) -> Iterator[str]:
+    yield from _heading(each)
+    yield f"- A step {each['when']} a method; works on {each['tensors']}."
+    yield f"- Adapters: {each['adapters']}."
+    yield from _parameter_table(each)
+    yield ""
+    yield "```sh"
+    yield each["command"]
+    yield "```"
+
+
+def _section(each: dict[str, Any]) -> Iterator[str]:
+    laws = each["laws"]
+    yield from _heading(each)
+    if each["departs"]:
+        yield f"- Departs from it: {each['departs']}"
     if each["published_tuning"]:
         yield f"- Tuned in the published numbers: {each['published_tuning']}."
     yield f"- Merges {each['tensors']}."
@@ -208,20 +343,24 @@ def _section(each: dict[str, Any]) -> Iterator[str]:
     if each["writes_masks"]:
         yield "- Writes a mask per expert and its factor under `masks/`; `covmerge.load_expert` reads them."
     yield f"- Cost of one {_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts: {_cost(each)}."
-    if each["parameters"]:
-        yield ""
-        yield "| parameter | allowed | default | meaning |"
-        yield "|---|---|---|---|"
-        for parameter in each["parameters"]:
-            yield f"| {' | '.join(_escaped(cell) for cell in _parameter(parameter))} |"
+    yield from _parameter_table(each)
     yield ""
     yield "```sh"
     yield each["command"]
     yield "```"
 
 
+def _parameter_table(each: dict[str, Any]) -> Iterator[str]:
+    if each["parameters"]:
+        yield ""
+        yield "| parameter | allowed | default | meaning |"
+        yield "|---|---|---|---|"
+        for parameter in each["parameters"]:
+            yield f"| {' | '.join(_escaped(cell) for cell in _parameter(parameter))} |"
+
+
 def _parameter(parameter: dict[str, Any]) -> tuple[str, str, str, str]:
-    families = parameter["family_defaults"].items()
+    families = parameter.get("family_defaults", {}).items()
     special = ", ".join(f"{family}: {show_value(value)}" for family, value in families)
     return (
         f"`{parameter['name']}`",

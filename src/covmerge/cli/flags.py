@@ -28,6 +28,8 @@ class RecipeFlags:
     statistics: Sequence[str] = ()
     method: str | None = None
     parameters: Sequence[str] = ()
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
     tensors: Sequence[str] = ()
     dtype: str | None = None
     allow: Sequence[str] = ()
@@ -117,6 +119,7 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         )
     )
     data.update(_given(base=flags.base, dtype=flags.dtype))
+    data.update({k: list(v) for k, v in (("before", flags.before), ("after", flags.after)) if v})
     data["allow"] = list(dict.fromkeys((*data.get("allow", ()), *flags.allow)))
     return parse_recipe(data, origin="command line")
 

@@ -1,4 +1,4 @@
-"""`covmerge methods`: the list, or the page of one method."""
+"""`covmerge methods`: the list of methods and steps, or the page of one."""
 
 from __future__ import annotations
 
@@ -7,29 +7,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from covmerge.cli.catalogue import markdown, page, show_value
-from covmerge.cli.console import print_json, stdout
+from covmerge.cli.catalogue import law_words, markdown, page, show_value, step_page
+from covmerge.cli.console import print_json, say, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from covmerge.methods import Method
+    from covmerge.registry import Table as Registry
+    from covmerge.steps import Step
 
 
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", show_default=False, help="One method.")
+        str | None, typer.Argument(metavar="NAME", show_default=False, help="One method or step.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print all pages as Markdown: docs/methods.md.")
     ] = False,
 ) -> None:
-    """List the merge methods, or show one: equation, parameters, laws, paper."""
+    """List the merge methods and the steps around them, or show one: equation, parameters, laws, paper."""
     from covmerge.methods import registry
+    from covmerge.steps import registry as steps
 
     if as_markdown:
-        typer.echo(markdown(registry, registry.absent.items()), nl=False)
+        typer.echo(markdown(registry, steps, registry.absent.items()), nl=False)
+    elif name is not None and name in steps and name not in registry:
+        shown = step_page(steps.get(name))
+        if as_json:
+            print_json(shown)
+        else:
+            _show_step(shown)
     elif name is not None:
         method = registry.get(name)
         if as_json:
@@ -38,29 +47,73 @@ def methods(
             _show_page(page(method))
     elif as_json:
         print_json([page(method) for method in registry])
+        for why in (*registry.broken.values(), *steps.broken.values()):
+            say("warning", why)
     else:
-        _show_list(list(registry), registry.absent)
+        _show_list(registry, steps)
 
 
-def _show_list(methods: list[Method], absent: Mapping[str, str]) -> None:
+def _show_list(methods: Registry[Method], steps: Registry[Step]) -> None:
     from covmerge.cli.show import facts, table
 
     rows = table("name", "what it does", "data", "paper")
     for method in methods:
         data = method.data + ("*" if method.published_tuning else "")
-        rows.add_row(method.name, method.summary, data, f"arXiv:{method.reference.arxiv}")
+        rows.add_row(method.name, method.summary, data, _from(methods, method))
     console = stdout()
     console.print(rows)
     console.print("* the published numbers chose a parameter on labelled data")
+    around = table("step", "what it does", "when", "paper")
+    for step in steps:
+        around.add_row(step.name, step.summary, step.when, _from(steps, step))
+    console.print("\nSteps around a method (--before, --after):")
+    console.print(around)
+    broken = {**methods.broken, **steps.broken}
+    if broken:
+        console.print("\nInstalled, and cannot be used:")
+        console.print(facts(broken.items()))
     console.print("\nNot here:")
-    console.print(facts(absent.items()))
+    console.print(facts(methods.absent.items()))
     console.print("\n`covmerge methods NAME` shows one: equation, parameters, laws, reference.")
+
+
+def _from(registry: Registry[Any], shown: Method | Step) -> str:
+    """The paper that something is from, or the package."""
+    if shown.reference is not None:
+        return f"arXiv:{shown.reference.arxiv}"
+    origin = registry.origin(shown.name)
+    return "" if origin is None else str(origin)
+
+
+def _show_step(page: Mapping[str, Any]) -> None:
+    from covmerge.cli.show import facts
+
+    console = stdout()
+    console.print(f"{page['name']}: {page['summary']}\n\n  {page['equation']}\n", soft_wrap=True)
+    console.print(_parameters(page) if page["parameters"] else "It has no parameters.\n")
+    console.print(
+        facts(
+            [
+                ("when", f"{page['when']} a method"),
+                ("works on", page["tensors"]),
+                ("adapters", page["adapters"]),
+                *law_words(page["laws"]),
+                *([("from", page["from"])] if page["from"] else []),
+            ]
+        )
+    )
+    console.print(f"\nOn the command line\n  {page['command']}", soft_wrap=True)
+    console.print("\nIn a recipe", *page["recipe"].splitlines(), sep="\n  ", soft_wrap=True)
 
 
 def _show_page(page: Mapping[str, Any]) -> None:
     from covmerge.cli.show import facts
 
     laws, reference = page["laws"], page["reference"]
+    paper = reference and (
+        f"{reference['title']}. {reference['venue']}. arXiv:{reference['arxiv']}, "
+        f"{reference['equations']}"
+    )
     console = stdout()
     console.print(f"{page['name']}: {page['summary']}\n\n  {page['equation']}\n", soft_wrap=True)
     console.print(_parameters(page) if page["parameters"] else "It has no parameters.\n")
@@ -70,29 +123,11 @@ def _show_page(page: Mapping[str, Any]) -> None:
                 ("merges", page["tensors"]),
                 ("data", page["data"]),
                 *([("tuned", page["published_tuning"])] if page["published_tuning"] else []),
-                (
-                    "order of experts",
-                    "changes nothing" if laws["order_invariant"] else "changes the result",
-                ),
-                (
-                    "updates times s",
-                    "give the merged update times s"
-                    if laws["scale_equivariant"]
-                    else "do not give the merged update times s: the absolute scale matters",
-                ),
-                (
-                    "rotations",
-                    "of all updates rotate the merged update"
-                    if laws["rotation_equivariant"]
-                    else "of all updates change the result: the axes matter",
-                ),
+                *law_words(laws),
                 ("equal experts give", laws["replicas"]),
-                (
-                    "paper",
-                    f"{reference['title']}. {reference['venue']}. arXiv:{reference['arxiv']}, "
-                    f"{reference['equations']}",
-                ),
-                ("departs from it", page["departs"]),
+                *([("paper", paper)] if paper else []),
+                *([("departs from it", page["departs"])] if page["departs"] else []),
+                *([("from", page["from"])] if page["from"] else []),
             ]
         )
     )
@@ -105,7 +140,7 @@ def _parameters(page: Mapping[str, Any]) -> Table:
 
     rows = table("parameter", "allowed", "default", "meaning")
     for parameter in page["parameters"]:
-        families = parameter["family_defaults"].items()
+        families = parameter.get("family_defaults", {}).items()
         special = ", ".join(f"{family}: {show_value(value)}" for family, value in families)
         rows.add_row(
             parameter["name"],

@@ -39,6 +39,18 @@ Stats = Annotated[
         help="Statistics of an expert, from `covmerge collect`, for methods that use data.",
     ),
 ]
+Before = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="STEP",
+        rich_help_panel=HOW,
+        help="A step before the method, see `covmerge methods`; several in order.",
+    ),
+]
+After = Annotated[
+    list[str] | None,
+    typer.Option(metavar="STEP", rich_help_panel=HOW, help="A step after the method, likewise."),
+]
 Tensors = Annotated[
     list[str] | None,
     typer.Option(

@@ -13,7 +13,6 @@ from torch import Tensor
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import NotFiniteError
 from covmerge.linalg.lapack import dot, norm
-from covmerge.methods import registry
 from covmerge.plan import Copy, Count, Look, Merge, Operand, Statistics, WorkItem
 from covmerge.types import Json, LowRank, Measured
 
@@ -130,7 +129,7 @@ def _data_of(item: WorkItem) -> str:
     """The kind of statistics that the method of an item needs."""
     operation = item.tensor.operation
     merge = operation.merge if isinstance(operation, Count) else operation
-    return registry.get(merge.method).data if isinstance(merge, Merge) else "none"
+    return merge.procedure.data if isinstance(merge, Merge) else "none"
 
 
 def in_parts(

@@ -85,7 +85,7 @@ class Layer:
         self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
     ) -> Change:
         """Run the merge's method on the tensor itself, on each of its matrices, or on factors."""
-        method = self._context.method(merge.method)
+        method = merge.around(self._context.method(merge.method))
         factors = self._factors(merge, method)
         if factors is not None:
             limits = thresholds.get(merge.key)
@@ -119,7 +119,7 @@ class Layer:
 
     def survey_vectors(self, item: WorkItem, merge: Merge) -> Iterator[tuple[str, Tensor]]:
         """The values whose magnitudes the merge's survey ranks, by expert, matrix by matrix."""
-        method = registry.get(merge.method)
+        method = merge.procedure
         assert method.survey is not None
         factors = self._factors(merge, method)
         if factors is not None:
@@ -183,6 +183,10 @@ class Layer:
         """Return W_0 in the dtype of the computation."""
         return self._inputs.base.to(self._context.device).to(self._context.dtype)
 
+    def _bases(self, layout: MatrixLayout | None) -> Sequence[Tensor]:
+        """The base's matrices, oriented as the updates are."""
+        return [self.base()] if layout is None else matrices(self.base(), layout)
+
     def _groups(
         self,
         item: WorkItem,
@@ -200,7 +204,9 @@ class Layer:
         )
         errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
-        for updates, kept, rounding, own in zip(views, shared, errors, factors, strict=True):
+        bases = self._bases(layout) if method.needs_base else [None] * len(views)
+        each = zip(views, shared, errors, factors, bases, strict=True)
+        for updates, kept, rounding, own, base in each:
             yield LinearGroup(
                 updates,
                 self._weights,
@@ -216,6 +222,7 @@ class Layer:
                 shared=kept,
                 factors=tuple(own),
                 rounding=rounding,
+                base=base,
             )
 
     def _rounding_of(
@@ -224,7 +231,7 @@ class Layer:
         """What rounding of the stored weights gives to the updates of each matrix."""
         if layout not in self._rounding:
             stored = [self._stored.get(expert) for expert in self._updates]
-            base = matrices(self.base(), layout) if any(stored) else [None] * len(views)
+            base = self._bases(layout) if any(stored) else [None] * len(views)
             self._rounding[layout] = [
                 rounding_of(updates, stored, own) for updates, own in zip(views, base, strict=True)
             ]

@@ -18,8 +18,7 @@ from covmerge.measures.retention import retention
 from covmerge.measures.rounding import rounding_of
 from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.measures.sums import sums_of
-from covmerge.methods import registry
-from covmerge.plan import MERGED, Look, Redo, WorkItem
+from covmerge.plan import MERGED, Look, Merge, WorkItem
 from covmerge.tensors import MatrixLayout, matrices
 from covmerge.types import Json, LinearGroup, LowRank, Rounding
 
@@ -88,11 +87,11 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
     return Result((), {**told, "pieces": pieces})
 
 
-def _merged_again(redo: Redo, item: WorkItem, updates: Mapping[str, Tensor]) -> Tensor | None:
+def _merged_again(redo: Merge, item: WorkItem, updates: Mapping[str, Tensor]) -> Tensor | None:
     """Merge a matrix once more; None where the method's gate did not fire."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
     group = LinearGroup(tuple(updates.values()), weights)
-    merged = registry.get(redo.method)(group, **redo.parameters)
+    merged = redo.procedure(group, **redo.parameters)
     return merged.delta if merged.stats.get("gate_fired") else None
 
 

@@ -19,7 +19,9 @@ from covmerge.export.licences import licence_notes, shared_licence
 from covmerge.export.markdown import fenced, inline, row
 from covmerge.export.parents import Parent, Parents
 from covmerge.methods import Method, registry
+from covmerge.methods.registry import Reference
 from covmerge.plan import Plan
+from covmerge.steps import StepUse, resolve_steps
 from covmerge.types import Json
 from covmerge.version import __version__
 
@@ -83,6 +85,13 @@ class _Card:
         recipe = self.plan.recipe
         names = (recipe.method, *(rule.method for rule in recipe.rules if rule.method))
         return tuple(map(registry.get, dict.fromkeys(names)))
+
+    @property
+    def steps(self) -> tuple[StepUse, ...]:
+        """The steps around the recipe's method."""
+        recipe = self.plan.recipe
+        before, after = resolve_steps(recipe.before, "before"), resolve_steps(recipe.after, "after")
+        return (*before, *after)
 
     def metadata(self) -> dict[str, Any]:
         """What the Hub reads of the card; only what is certain."""
@@ -182,12 +191,26 @@ class _Card:
             yield ""
         for method in self.methods:
             yield from (f"`{method.name}`: {method.summary}", "")
-            yield from (fenced(method.equation, "text"), "")
+            yield from ([fenced(method.equation, "text"), ""] if method.equation else [])
         parameters = self.methods[0].resolve(recipe.parameters, self.plan.family)
         if parameters:
-            given = ", ".join(f"`{k}` {inline(_value(v))}" for k, v in parameters.items())
-            yield from (f"Parameters of `{recipe.method}`: {given}.", "")
-        yield fenced("\n".join(map(_citation, self.methods)), "bibtex")
+            yield from (f"Parameters of `{recipe.method}`: {_listed(parameters)}.", "")
+        for use in self.steps:
+            step = use.step
+            yield from (f"`{step.name}`, {step.when} the method: {step.summary}", "")
+            yield from ([fenced(step.equation, "text"), ""] if step.equation else [])
+            if use.parameters:
+                yield from (f"Parameters of `{step.name}`: {_listed(use.parameters)}.", "")
+        for origin in self.plan.origins:
+            said = f"`{origin.name}` is not covmerge's own {origin.kind}: {inline(str(origin))}."
+            yield from (said, "")
+        papers = [
+            _citation(m.name, m.reference)
+            for m in (*self.methods, *(use.step for use in self.steps))
+            if m.reference
+        ]
+        if papers:
+            yield fenced("\n".join(papers), "bibtex")
 
     def _recipe(self) -> Iterator[str]:
         yield fenced(_yaml(self._public_recipe()), "yaml")
@@ -255,8 +278,11 @@ def _value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _citation(method: Method) -> str:
-    paper = method.reference
+def _listed(parameters: Mapping[str, object]) -> str:
+    return ", ".join(f"`{k}` {inline(_value(v))}" for k, v in parameters.items())
+
+
+def _citation(name: str, paper: Reference) -> str:
     year = re.search(r"\d{4}", paper.venue)
     fields = {
         "title": paper.title,
@@ -267,7 +293,7 @@ def _citation(method: Method) -> str:
         "url": f"https://arxiv.org/abs/{paper.arxiv}",
     }
     listed = "".join(f"  {key} = {{{value}}},\n" for key, value in fields.items())
-    return f"@misc{{{method.name.replace('+', 'p')},\n{listed}}}"
+    return f"@misc{{{name.replace('+', 'p')},\n{listed}}}"
 
 
 def _yaml(data: Mapping[str, Any]) -> str:

@@ -37,7 +37,6 @@ from covmerge.plan import (
     Merge,
     Operand,
     Plan,
-    Redo,
     Unwritten,
     WorkItem,
     build_plans,
@@ -73,7 +72,7 @@ class InspectJob:
         self,
         checkpoints: OpenCheckpoints,
         merged: Checkpoint | None = None,
-        before: Redo | None = None,
+        before: Merge | None = None,
     ) -> Inspection:
         """Look at the experts, and at a model that they were merged to.
 
@@ -146,7 +145,7 @@ class InspectJob:
         taken: Collection[str],
         base: Model,
         merged: Checkpoint | None,
-        before: Redo | None,
+        before: Merge | None,
     ) -> Plan:
         """Return the plan of looking at what a plan merges, and at what it was merged to."""
         result = None if merged is None else _model(merged)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from torch import Tensor
 
-from covmerge.errors import RecipeError, TensorError, did_you_mean
+from covmerge.errors import TensorError
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import LinAlgError, norm
 from covmerge.methods.scaled import run_near_one
+from covmerge.registry import Declared, Parameters, Table
 from covmerge.types import LinearGroup, Merged
 
-Kernel = Callable[..., Merged]
+Kernel = Callable[..., Merged | Tensor]
 CostModel = Callable[[int, int, int, int], Cost]  # d_out, d_in, experts, itemsize
-Parameters = Mapping[str, Any]
 
 # What a method must see at once. The first three take tensors of any shape, as they are stored.
 Unit = Literal["element", "row", "tensor", "matrix"]
@@ -49,26 +46,28 @@ class Survey:
 
 @dataclass(frozen=True)
 class Laws:
-    """What a method promises; the laws suite checks every line of it.
+    """What a method promises; `covmerge.testing` checks every line of it.
 
-    All methods: zero updates give the base; transposed storage gives the transposed result.
+    All methods: zero updates give the base; transposed storage gives the transposed result. Of the
+    rest, None is no promise, and nothing is checked; True and False are held to.
 
     Attributes:
         order_invariant: permuting the experts changes nothing beyond rounding.
-        scale_equivariant: Δ → sΔ gives s times the merged update, at the default parameters.
+        scale_equivariant: Δ → sΔ gives s times the merged update, at the default parameters; a base
+            that it asks for stays as it is.
         rotation_equivariant: Δ → QΔPᵀ with orthogonal Q, P gives Q(merged update)Pᵀ; statistics of
-            the layer's inputs turn with P.
+            the layer's inputs, and the base, turn with them.
         replicas: f(parameters, T) such that T copies of one update Δ give f·Δ, or None where they
             do not give a multiple of it.
         replicas_text: the same for a reader.
         scales_with: whether `scale_equivariant` holds with other parameters too.
     """
 
-    order_invariant: bool
-    scale_equivariant: bool
-    rotation_equivariant: bool
-    replicas: Callable[[Mapping[str, Any], int], float | None]
-    replicas_text: str
+    order_invariant: bool | None = None
+    scale_equivariant: bool | None = None
+    rotation_equivariant: bool | None = None
+    replicas: Callable[[Parameters, int], float | None] | None = None
+    replicas_text: str = "nothing that is declared"
     scales_with: Callable[[Parameters], bool] = lambda parameters: True
 
 
@@ -82,27 +81,36 @@ class Reference:
     equations: str
 
 
+def generous_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """What a method on matrices is taken to cost that does not say: a bound that most keep far below.
+
+    A full SVD of every update in float64, two more copies of all updates, and two square matrices of
+    each side.
+    """
+    short, long = sorted((d_out, d_in))
+    flops = 2.0 * count * (6.0 * short * short * long + 20.0 * short**3)
+    copies = 2 * (count + 2) * d_out * d_in
+    return Cost(flops, 8 * (copies + 2 * (d_out * d_out + d_in * d_in)))
+
+
+def generous_elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """The same of a method on tensors of any shape: a hundred operations an entry, copies in float64."""
+    entries = (count + 2) * d_out * d_in
+    return Cost(100.0 * entries, 2 * 8 * entries)
+
+
 @dataclass(frozen=True)
-class Parameter:
-    """One named parameter of a method."""
-
-    name: str
-    default: Any
-    annotation: str
-    description: str
-
-
-@dataclass(frozen=True)
-class Method:
-    """A registered method.
+class Method(Declared):
+    """A registered method; all but its name and its function may be left undeclared.
 
     Attributes:
         name: as written in recipes.
-        kernel: pure function `(LinearGroup, **parameters) -> Merged`.
+        kernel: pure function `(LinearGroup, *, parameters) -> Merged`, or the merged update alone.
         equation: one line of mathematics, in Unicode.
-        reference: the paper.
-        laws: what the result satisfies.
-        cost: FLOPs and workspace of one matrix, for the plan.
+        reference: the paper; None: there is none.
+        laws: what the result satisfies; undeclared, it promises nothing.
+        cost: FLOPs and workspace of one matrix, for the plan; undeclared, `generous_cost`, or
+            `generous_elementwise_cost` where tensors of any shape are taken.
         unit: what it must see at once, or a function of the parameters that says so. A `matrix`
             method merges the oriented matrices of linear layers; the others take tensors of any
             shape as they are stored: by `element`, by `row` (of the first axis; a tensor with one
@@ -115,32 +123,42 @@ class Method:
             merged exactly in a basis of their factors there (see `covmerge.methods.factored`); or a
             function of the parameters that says so.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
+        needs_base: `LinearGroup.base` is W_0, oriented like the updates. Not with `factored`: the
+            base has no basis of low rank.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
         family_defaults: parameters that the paper sets per model family.
     """
 
-    name: str
+    kind: ClassVar[str] = "method"
+
     kernel: Kernel
-    equation: str
-    reference: Reference
-    laws: Laws
-    cost: CostModel
+    equation: str = ""
+    reference: Reference | None = None
+    laws: Laws = field(default_factory=Laws)
     unit: Unit | Callable[[Parameters], Unit] = "matrix"
+    cost: CostModel = generous_cost
     others: Literal["average", "base"] = "average"
     data: Data = "none"
     protocol: str = "inputs"
     survey: Survey | None = None
     factored: Sides | Callable[[Parameters], Sides] = "none"
     writes_masks: bool = False
+    needs_base: bool = False
     published_tuning: str = ""
     family_defaults: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict[str, Mapping[str, Any]]
     )
 
-    @property
-    def summary(self) -> str:
-        """First line of the kernel's docstring."""
-        return (inspect.getdoc(self.kernel) or "").split("\n", 1)[0]
+    def __post_init__(self) -> None:
+        """Refuse what does not go together."""
+        super().__post_init__()
+        if self.needs_base and self.factored != "none":
+            raise ValueError(
+                f"method '{self.name}' needs the base and is `factored`: the base has no basis of low "
+                "rank; leave `factored` out"
+            )
+        if self.cost is generous_cost and self.takes_any_shape:
+            object.__setattr__(self, "cost", generous_elementwise_cost)
 
     @property
     def takes_any_shape(self) -> bool:
@@ -150,7 +168,7 @@ class Method:
     @property
     def seeded(self) -> bool:
         """Whether it draws random numbers."""
-        return "seed" in self._model.model_fields
+        return self.has("seed")
 
     def unit_for(self, parameters: Parameters) -> Unit:
         """Return what it must see at once with these parameters."""
@@ -166,55 +184,19 @@ class Method:
 
     def scales_with(self, parameters: Parameters) -> bool:
         """Return whether Δ → sΔ gives s times the merged update with these parameters."""
-        return self.laws.scale_equivariant and self.laws.scales_with(parameters)
+        return self.laws.scale_equivariant is True and self.laws.scales_with(parameters)
 
     def surveyed(self, parameters: Parameters) -> float | None:
         """Return the density that its survey looks for; None: no survey."""
         return None if self.survey is None else self.survey.density(parameters)
 
-    @cached_property
-    def _model(self) -> type[BaseModel]:
-        hints = get_type_hints(self.kernel, include_extras=True)
-        fields: dict[str, Any] = {
-            name: (hints[name], parameter.default)
-            for name, parameter in inspect.signature(self.kernel).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-        # Strict but for int → float: a string or a bool is never a number here.
-        config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-        return create_model(self.name, __config__=config, **fields)
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The named parameters with defaults and descriptions."""
-        schema: dict[str, Any] = self._model.model_json_schema()
-        properties: dict[str, dict[str, Any]] = schema.get("properties", {})
-        return tuple(
-            Parameter(name, info.default, _allowed(properties[name]), info.description or "")
-            for name, info in self._model.model_fields.items()
-        )
-
-    def resolve(self, given: Mapping[str, Any], family: str | None = None) -> dict[str, Any]:
+    def resolve(self, given: Parameters, family: str | None = None) -> dict[str, Any]:
         """Return all parameters: given ones over the family's over the paper's defaults.
 
         Raises:
             RecipeError: an unknown name, or a value out of its range.
         """
-        for name in given:
-            if name not in self._model.model_fields:
-                raise RecipeError(
-                    f"method '{self.name}' has no parameter '{name}'."
-                    + did_you_mean(name, self._model.model_fields)
-                )
-        values = {**self.family_defaults.get(family or "", {}), **given}
-        try:
-            return self._model(**values).model_dump()
-        except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg'].lower()}"
-                for e in error.errors()
-            )
-            raise RecipeError(f"method '{self.name}': {problems}") from error
+        return super().resolve({**self.family_defaults.get(family or "", {}), **given})
 
     def __call__(self, group: LinearGroup, **parameters: Any) -> Merged:
         """Run the kernel on one layer; `parameters` as `resolve` returns them.
@@ -224,9 +206,9 @@ class Method:
         """
         try:
             if self._multiplies and self.scales_with(parameters):
-                merged = run_near_one(self.kernel, group, parameters)
+                merged = run_near_one(self._run, group, parameters)
             else:
-                merged = self.kernel(group, **parameters)
+                merged = self._run(group, **parameters)
         except (LinAlgError, ArithmeticError) as error:
             raise self._beyond(
                 group, f"fails ({type(error).__name__.strip('_')})", parameters
@@ -237,6 +219,26 @@ class Method:
             raise self._beyond(group, "overflows", parameters) from error
         if not all_finite(merged.delta):
             raise self._beyond(group, "gives NaN or Inf", parameters)
+        return merged
+
+    def _run(self, group: LinearGroup, **parameters: Any) -> Merged:
+        """Run the kernel, and see that it gives what can be added to the base."""
+        found = cast("object", self.kernel(group, **parameters))  # other people's may be anything
+        merged = Merged(found) if isinstance(found, Tensor) else found
+        if not isinstance(merged, Merged):
+            raise TensorError(
+                f"method '{self.name}' returns a {type(found).__name__}: it must return the merged "
+                "update as a tensor, or a covmerge.Merged"
+            )
+        given, wanted = merged.delta, group.updates[0]
+        if (given.shape, given.dtype, given.device) != (wanted.shape, wanted.dtype, wanted.device):
+            raise TensorError(
+                f"method '{self.name}' returns {list(given.shape)} {given.dtype} on {given.device} of "
+                f"updates that are {list(wanted.shape)} {wanted.dtype} on {wanted.device}: it must "
+                "return the merged update in their shape, dtype and device"
+            )
+        if group.base is not None and given.data_ptr() == group.base.data_ptr():
+            return replace(merged, delta=given.clone())  # it will be added to
         return merged
 
     @property
@@ -263,66 +265,34 @@ class Method:
         )
 
 
-def _allowed(schema: Mapping[str, Any]) -> str:
-    """Say in a few words what a JSON Schema of one parameter admits."""
-    if "anyOf" in schema:
-        return " | ".join(_allowed(option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return " | ".join(map(repr, schema["enum"]))
-    words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[key]:g}" for key, sign in words.items() if key in schema]
-    return " ".join([str(schema.get("type", "any")), *bounds])
+_Function = TypeVar("_Function", bound=Kernel)
+
+registry: Table[Method] = Table(Method, "covmerge.methods")
 
 
-class Registry:
-    """Methods by name, in alphabetical order."""
+def register(name: str, **declared: Any) -> Callable[[_Function], _Function]:
+    """Register a function `(group: LinearGroup, *, parameters) -> Merged` as the method `name`.
 
-    def __init__(self) -> None:
-        self._methods: dict[str, Method] = {}
-        self._absent: dict[str, str] = {}
+    Its keyword arguments are the parameters of the method, with defaults, and with ranges and
+    descriptions in their annotations. It may return the merged update alone, as a tensor. What it may
+    not do: modify the updates, or depend on anything but its arguments.
 
-    def register(self, name: str, **declared: Any) -> Callable[[Kernel], Kernel]:
-        """Register the decorated kernel as method `name`; see `Method` for what to declare."""
+    Args:
+        name: as it is to be written in recipes and on the command line.
+        **declared: what it needs, costs and promises: see `Method`. All of it may be left out: then
+            it sees one oriented matrix of a linear layer at a time, other tensors are averaged, its
+            cost is bounded generously, and it promises nothing.
 
-        def decorate(kernel: Kernel) -> Kernel:
-            if name in self._methods:
-                raise ValueError(
-                    f"method '{name}' is registered twice: "
-                    f"{self._methods[name].kernel.__module__} and {kernel.__module__}"
-                )
-            self._methods[name] = Method(name, kernel, **declared)
-            return kernel
+    Raises:
+        ValueError: the name is taken, or cannot be one.
 
-        return decorate
-
-    def reserve(self, name: str, why: str) -> None:
-        """Keep the name of a method that is not here, with what is missing for it."""
-        self._absent[name] = why
-
-    def names(self) -> tuple[str, ...]:
-        """All method names."""
-        return tuple(sorted(self._methods))
-
-    @property
-    def absent(self) -> Mapping[str, str]:
-        """Methods of the literature that are not here, and why."""
-        return self._absent
-
-    def get(self, name: str) -> Method:
-        """Return a method.
-
-        Raises:
-            RecipeError: there is no such method; the message has the nearest name.
-        """
-        if name in self._absent:
-            raise RecipeError(f"method '{name}' is not available: {self._absent[name]}")
-        if name not in self._methods:
-            raise RecipeError(f"there is no method '{name}'." + did_you_mean(name, self._methods))
-        return self._methods[name]
-
-    def __iter__(self) -> Iterator[Method]:
-        return (self._methods[name] for name in self.names())
-
-
-registry = Registry()
-register = registry.register
+    Example:
+        >>> import torch, covmerge
+        >>> @covmerge.register("mine", equation="W̄ = W₀ + max_t |Δ_t|", unit="element")
+        ... def mine(group, *, scale: float = 1.0):
+        ...     return scale * torch.stack(group.updates).abs().amax(0)
+        >>> covmerge.merge_layer([torch.eye(2), -3 * torch.eye(2)], "mine", scale=0.5).tolist()
+        [[1.5, 0.0], [0.0, 1.5]]
+        >>> covmerge.methods.registry.unregister("mine")
+    """
+    return registry.register(name, **declared)

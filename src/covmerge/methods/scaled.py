@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from covmerge.linalg.exponent import exponent_of
-from covmerge.types import Json, LinearGroup, LowRank, Merged
+from covmerge.types import Json, LinearGroup, Merged
 
 # Exponents of the largest entry that need nothing: d³ times the cube is far below float32's 2^127, and
 # cubes of entries 2^-20 as large far above its 2^-149.
@@ -39,14 +39,7 @@ def run_near_one(
         return kernel(group, **parameters)
     # An even power, so that a square root of it is one too.
     factor = 2.0 ** -(exponent + exponent % 2)
-    near_one = replace(
-        group,
-        updates=tuple(update * factor for update in group.updates),
-        rounding=tuple(error.times(factor) for error in group.rounding),
-        factors=tuple(LowRank(each.left * factor, each.right) for each in group.factors),
-        shared=None,  # what others keep there belongs to the updates as they are
-    )
-    merged = kernel(near_one, **parameters)
+    merged = kernel(group.times([factor] * len(group.updates)), **parameters)
     stats: dict[str, Json] = {
         name: value / factor if name in _LENGTHS and isinstance(value, float) else value
         for name, value in merged.stats.items()

@@ -22,7 +22,7 @@ from covmerge.plan.forms import (
     mask_part,
 )
 from covmerge.plan.operands import BASE, MERGED, Operand, expert_key
-from covmerge.plan.operations import Copy, Count, Look, Merge, Operation, Redo
+from covmerge.plan.operations import Copy, Count, Look, Merge, Operation
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.work import TensorPlan, WorkItem
 
@@ -42,7 +42,6 @@ __all__ = [
     "Operation",
     "Place",
     "Plan",
-    "Redo",
     "Statistics",
     "Survey",
     "TensorPlan",

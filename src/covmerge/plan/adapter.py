@@ -12,7 +12,6 @@ import torch
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
 from covmerge.errors import InputError, RecipeError, TensorError
-from covmerge.methods import registry
 from covmerge.plan.adapter_names import Naming, naming_of
 from covmerge.plan.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.operations import Merge
@@ -85,7 +84,7 @@ def plan_adapter(
 
 def _with_form(tensor: TensorPlan, form: Form, own: _Merged | None) -> TensorPlan:
     """The base's rows are asked for where they are in the result, or updates are differences to them."""
-    needed = isinstance(form, AdapterTensor) or own is None or own.is_difference
+    needed = isinstance(form, AdapterTensor) or own is None or own.needs_base
     return replace(tensor, form=form, base=tensor.base if needed else None)
 
 
@@ -164,14 +163,18 @@ class _Merged:
         return self._full or self.trained_whole
 
     @property
+    def needs_base(self) -> bool:
+        """Whether updates are differences to the base's weights, or the method asks for these."""
+        return self.is_difference or self._merge.procedure.needs_base
+
+    @property
     def thin(self) -> bool:
         """Whether the merge is exact on the factors of the updates."""
         layout = self._merge.layout
         divided = layout is not None and (layout.stacked or layout.parts is not None)
         if self.is_difference or divided:
             return False
-        method = registry.get(self._merge.method)
-        return method.factored_for(self._merge.parameters)
+        return self._merge.procedure.factored_for(self._merge.parameters)
 
     def as_factors(self, limit: int | None) -> AdaptedTensor:
         """Return its place among the layers with factors, of rank at most `limit`."""
@@ -185,7 +188,7 @@ class _Merged:
             why = (
                 "a full model changed it"
                 if self._full
-                else f"method '{self._merge.method}' does not keep to the span of the updates"
+                else f"method '{self._merge.procedure.name}' does not keep to the span of the updates"
             )
             raise RecipeError(
                 f"'{name}': {why}, so the result has full rank. Say with `output.rank` (--rank) what "

@@ -163,7 +163,7 @@ def _plan(
         own = [*alignment.heads, *kept]
         if own:
             heads[name] = {head: models[name].headers[head] for head in own}
-    return Plan(
+    plan = Plan(
         recipe=draft.recipe,
         tensors=draft.tensors,
         items=(*items, *_head_items(heads)),
@@ -173,6 +173,7 @@ def _plan(
         chosen=draft.chosen,
         notes=(
             *_chosen(draft),
+            *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
             *_unused_rules(draft.recipe, base, models),
             *_notes(base, models, draft.alignments, draft.tensors),
@@ -182,6 +183,8 @@ def _plan(
         metadata={"covmerge": __version__, "method": draft.recipe.method},
         parameters=() if draft.adapter is None else draft.adapter.parameters,
     )
+    others = [f"{own.kind} '{own.name}' is not covmerge's own: {own}" for own in plan.origins]
+    return replace(plan, notes=(*plan.notes, *others))
 
 
 def _head_items(heads: Mapping[str, Mapping[str, TensorHeader]]) -> Iterator[WorkItem]:
@@ -233,7 +236,7 @@ def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:
 
 
 def _surveyed_density(action: Merge) -> float | None:
-    return registry.get(action.method).surveyed(action.parameters)
+    return action.procedure.surveyed(action.parameters)
 
 
 def _head_names(base: Model, alignments: Mapping[str, Alignment]) -> tuple[str, ...]:
@@ -314,7 +317,7 @@ def _row_ranges(tensor: TensorPlan, elements: int, whole: bool) -> Iterator[rang
     action, shape = tensor.operation, tensor.output.shape
     unit: Unit = "element"
     if isinstance(action, Merge):
-        unit = registry.get(action.method).unit_for(action.parameters)
+        unit = action.procedure.unit_for(action.parameters)
         layout = action.layout
         if whole and layout is None and tensor.matrices is not None and unit != "tensor":
             unit, layout = "matrix", tensor.matrices
@@ -355,7 +358,7 @@ def _work_item(
     if thin:
         return _thin_item(tensor, rows, raw, write, models, itemsize)
     assert isinstance(tensor.operation, Merge)
-    method = registry.get(tensor.operation.method)
+    method = tensor.operation.procedure
     layout = tensor.operation.layout
     dense = not any(name in models[expert].low_rank for expert, name in present)
     at_once = _rows_at_once(tensor.operation, shape) if alone and dense else None
@@ -366,7 +369,7 @@ def _work_item(
         shapes = list(matrix_shapes(shape, layout))
     costs = [method.cost(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
-    held = (count + 2) * prod(part) * itemsize
+    held = (count + 2 + method.needs_base) * prod(part) * itemsize
     # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
     measured = sum(
         numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
@@ -402,7 +405,7 @@ def _thin_item(
     operands = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
     rank = sum(models[expert].low_rank[name].rank for expert, name in operands) + 1
     d_out, d_in = tensor.stored.shape[0], prod(tensor.stored.shape[1:])
-    cost = registry.get(tensor.operation.method).cost(rank, rank, len(tensor.operands), 8)
+    cost = tensor.operation.procedure.cost(rank, rank, len(tensor.operands), 8)
     # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations.
     factors = (d_out + d_in) * rank
     return WorkItem(
@@ -418,7 +421,7 @@ def _thin_item(
 
 def _rows_at_once(action: Merge, shape: tuple[int, ...]) -> int | None:
     """Rows of an elementwise merge that are worked on together; None: all of them."""
-    method = registry.get(action.method)
+    method = action.procedure
     by_rows = _goes_by_rows(method.unit_for(action.parameters), shape)
     # What a method says of its masks is of a whole item.
     if not by_rows or not shape or action.writes_masks:
@@ -429,6 +432,13 @@ def _rows_at_once(action: Merge, shape: tuple[int, ...]) -> int | None:
 def _goes_by_rows(unit: Unit, shape: tuple[int, ...]) -> bool:
     """Whether what becomes of a row depends on no other; a vector is one row."""
     return unit == "element" or (unit == "row" and len(shape) > 1)
+
+
+def _step_notes(recipe: Recipe) -> Iterator[str]:
+    for when in ("before", "after"):
+        names = [name for entry in getattr(recipe, when) for name in entry]
+        if names:
+            yield f"steps {when} the method: {', '.join(names)}"
 
 
 def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:

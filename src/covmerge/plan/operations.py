@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from covmerge.methods import registry
+from covmerge.methods import Method, registry
 from covmerge.plan.operands import Operand
+from covmerge.steps import StepUse, with_steps
 from covmerge.tensors import MatrixLayout
 
 
@@ -20,16 +21,30 @@ class Merge:
         method: registered name.
         parameters: all of the method's parameters, resolved.
         layout: how the tensor holds `(d_out, d_in)` matrices; None: any shape, as it lies.
+        before: steps before the method.
+        after: steps after it.
     """
 
     method: str
     parameters: Mapping[str, Any]
     layout: MatrixLayout | None
+    before: tuple[StepUse, ...] = ()
+    after: tuple[StepUse, ...] = ()
+
+    @property
+    def procedure(self) -> Method:
+        """The method with the steps around it: what is run, and what it needs."""
+        return self.around(registry.get(self.method))
+
+    def around(self, method: Method) -> Method:
+        """The steps around the method, or around what stands for it."""
+        return with_steps(method, self.before, self.after)
 
     @property
     def key(self) -> str:
-        """Method and parameters: all tensors of one key share one survey."""
-        return json.dumps([self.method, dict(self.parameters)], sort_keys=True)
+        """Method, parameters and steps: all tensors of one key share one survey."""
+        used = [[use.name, dict(use.parameters)] for use in (*self.before, *self.after)]
+        return json.dumps([self.method, dict(self.parameters), *used], sort_keys=True)
 
     @property
     def writes_masks(self) -> bool:
@@ -56,31 +71,18 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Redo:
-    """A merge that an inspection repeats in one part of it, to show its spectrum beside the merged one.
-
-    Attributes:
-        method: registered name.
-        parameters: all of its parameters, resolved.
-    """
-
-    method: str
-    parameters: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Look:
     """Measure updates, and a merged model; nothing is merged.
 
     Attributes:
         merged: the merged model's tensor; None: there is no such model.
         spectra: whether singular values are taken, which is most of the work.
-        redo: what is merged again where they are.
+        redo: a merge to do again where they are, to show its spectrum beside the merged model's.
     """
 
     merged: Operand | None = None
     spectra: bool = False
-    redo: Redo | None = None
+    redo: Merge | None = None
 
 
 Operation = Merge | Copy | Count | Look

@@ -10,6 +10,7 @@ from covmerge.errors import RecipeError
 from covmerge.methods import Method, registry
 from covmerge.plan.operations import Copy, Merge
 from covmerge.recipe import Recipe, Rule
+from covmerge.steps import StepUse, resolve_steps, with_steps
 from covmerge.tensors import MatrixLayout, TensorInfo
 from covmerge.types import Role, TensorHeader
 
@@ -24,21 +25,45 @@ class Decision:
     rule: str
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A method with its parameters, and the steps around it."""
+
+    method: Method
+    parameters: Mapping[str, Any]
+    before: tuple[StepUse, ...]
+    after: tuple[StepUse, ...]
+
+    @property
+    def whole(self) -> Method:
+        return with_steps(self.method, self.before, self.after)
+
+    def merge(self, layout: MatrixLayout | None) -> Merge:
+        return Merge(self.method.name, self.parameters, layout, self.before, self.after)
+
+    def without_matrices(self) -> _Way:
+        """The same without the steps that need matrices."""
+        before, after = (
+            tuple(use for use in steps if use.step.unit != "matrix")
+            for steps in (self.before, self.after)
+        )
+        return replace(self, before=before, after=after)
+
+
 class Rules:
     """The recipe's rules over the defaults of each role."""
 
     def __init__(self, recipe: Recipe, family: str | None) -> None:
-        """Resolve the parameters of every method the recipe names.
+        """Resolve the parameters of every method and step the recipe names.
 
         Raises:
-            RecipeError: an unknown method or parameter, or a value out of range.
+            RecipeError: an unknown method, step or parameter, or a value out of range.
         """
         self._recipe = recipe
         self._family = family
-        self._method = registry.get(recipe.method)
-        self._parameters = self._method.resolve(recipe.parameters, family)
+        self._way = self._resolved(recipe.method, recipe)
         for rule in recipe.rules:
-            self._named_method(rule)
+            self._way_of(rule)
 
     def chosen_use(self, name: str, role: Role) -> str | None:
         """Return `use` of the first matching rule, if it has one."""
@@ -57,7 +82,7 @@ class Rules:
             return Decision(Copy(), f"base ({setting})")
         if value == "average":
             return self._average(setting)
-        return self._merge(self._method, self._parameters, header, info, reason=setting)
+        return self._merge(self._way, header, info, reason=setting)
 
     def matrices(self, header: TensorHeader, info: TensorInfo) -> MatrixLayout | None:
         """Return how a tensor holds the matrices of layers, oriented; None where it does not."""
@@ -77,7 +102,8 @@ class Rules:
             Role.OUTPUT: ("output_head", tensors.output_head),
             Role.CONV: ("convolutions", tensors.convolutions),
         }
-        everywhere = "method" if self._method.takes_any_shape else self._method.others
+        method = self._way.method
+        everywhere = "method" if method.takes_any_shape else method.others
         if role in settings:
             key, value = settings[role]
             return f"{key}: {value}", everywhere if value == "auto" else value
@@ -93,15 +119,17 @@ class Rules:
             return Decision(Copy(), f"{rule.use or 'base'} ({text})")
         if rule.use == "average":
             return self._average(text)
-        method, parameters = self._named_method(rule)
-        return self._merge(method, parameters, header, info, reason=text)
+        return self._merge(self._way_of(rule), header, info, reason=text)
 
-    def _named_method(self, rule: Rule) -> tuple[Method, Mapping[str, Any]]:
-        """Return a rule's method and parameters; without a name, the recipe's."""
-        if rule.method is None:
-            return self._method, self._parameters
-        method = registry.get(rule.method)
-        return method, method.resolve(rule.parameters, self._family)
+    def _way_of(self, rule: Rule) -> _Way:
+        """Return a rule's method, parameters and steps; without a name, the recipe's."""
+        return self._way if rule.method is None else self._resolved(rule.method, rule)
+
+    def _resolved(self, name: str, given: Recipe | Rule) -> _Way:
+        method = registry.get(name)
+        before, after = resolve_steps(given.before, "before"), resolve_steps(given.after, "after")
+        with_steps(method, before, after)  # those that do not go with the method are refused
+        return _Way(method, method.resolve(given.parameters, self._family), before, after)
 
     def _first_match(self, name: str, role: Role) -> Rule | None:
         return next((rule for rule in self._recipe.rules if rule.applies_to(name, role)), None)
@@ -111,16 +139,18 @@ class Rules:
 
     def _merge(
         self,
-        method: Method,
-        parameters: Mapping[str, Any],
+        way: _Way,
         header: TensorHeader,
         info: TensorInfo,
         *,
         reason: str,
     ) -> Decision:
+        if way.method.takes_any_shape and self.matrices(header, info) is None:
+            way = way.without_matrices()
+        method = way.whole
         text = f"{method.name} ({reason})" if reason else method.name
         if method.takes_any_shape:
-            return Decision(Merge(method.name, parameters, layout=None), text)
+            return Decision(way.merge(layout=None), text)
         if len(header.shape) < 2:
             raise RecipeError(
                 f"'{header.name}' {list(header.shape)} ({info.role}) is not a matrix, and method "
@@ -131,4 +161,4 @@ class Rules:
             layout = replace(layout, transposed=False)
         elif self._recipe.tensors.fused == "split" and info.parts is not None:
             layout = replace(layout, parts=info.parts)
-        return Decision(Merge(method.name, parameters, layout), text)
+        return Decision(way.merge(layout), text)

@@ -12,10 +12,13 @@ from math import prod
 
 import torch
 
+from covmerge.methods import registry
 from covmerge.plan.forms import MODEL, Unwritten
 from covmerge.plan.operations import Count, Merge
 from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe, dump_recipe
+from covmerge.registry import Origin
+from covmerge.steps import registry as steps
 from covmerge.types import Json, Role, TensorHeader
 
 # Passes that an exact selection takes (`covmerge.linalg.select`), and with a good guess, by compute
@@ -137,6 +140,15 @@ class Plan:
         return max(self.items, key=lambda item: item.memory)
 
     @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Whose code the methods and steps are that are not covmerge's own."""
+        merges = [t.operation for t in self.tensors if isinstance(t.operation, Merge)]
+        methods = dict.fromkeys(merge.method for merge in merges)
+        used = dict.fromkeys(use.name for m in merges for use in (*m.before, *m.after))
+        found = [*map(registry.origin, methods), *map(steps.origin, used)]
+        return tuple(origin for origin in found if origin is not None)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype the methods compute in."""
         return getattr(torch, self.recipe.dtype)
@@ -156,6 +168,7 @@ class Plan:
             "recipe": dump_recipe(self.recipe),
             "sources": sources,
             "torch": torch.__version__,
+            "origins": [origin.as_json() for origin in self.origins],
             "tensors": [
                 [t.name, list(t.output.shape), str(t.output.dtype), t.rule, repr(t.operation)]
                 for t in self.tensors

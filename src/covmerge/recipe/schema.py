@@ -79,9 +79,35 @@ def _faults(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(fault_name, names))
 
 
+def _step(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return {entry: {}}
+    if not isinstance(entry, dict) or len(cast("dict[object, object]", entry)) != 1:
+        raise ValueError(f"{entry!r} is not a step: write its name, or {{name: {{parameters}}}}")
+    return cast("dict[object, object]", entry)
+
+
 Source = Annotated[str, Field(min_length=1), AfterValidator(_source)]
 MethodName = Annotated[str, Field(min_length=1)]
 Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
+StepEntry = Annotated[
+    dict[Annotated[str, Field(min_length=1)], Parameters],
+    BeforeValidator(_step),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "object",
+                    "minProperties": 1,
+                    "maxProperties": 1,
+                    "additionalProperties": {"type": "object"},
+                },
+            ]
+        }
+    ),
+]
+Steps = Annotated[tuple[StepEntry, ...], Field(max_length=20)]
 Size = Annotated[
     int,
     BeforeValidator(_size),
@@ -189,7 +215,7 @@ class Rule(_Model):
         json_schema_extra={
             "anyOf": [{"required": ["match"]}, {"required": ["role"]}],
             "oneOf": [{"required": ["method"]}, {"required": ["use"]}],
-            "dependentRequired": {"parameters": ["method"]},
+            "dependentRequired": {key: ["method"] for key in ("parameters", "before", "after")},
         }
     )
 
@@ -209,6 +235,14 @@ class Rule(_Model):
         default_factory=dict[str, Any],
         description="Parameters of this rule's method. Those of the recipe are not inherited.",
     )
+    before: Steps = Field(
+        default=(),
+        description="Steps before this rule's method. Those of the recipe are not inherited.",
+    )
+    after: Steps = Field(
+        default=(),
+        description="Steps after this rule's method. Those of the recipe are not inherited.",
+    )
     use: Literal["method", "average", "base", "head"] | None = Field(
         default=None,
         description="`method`: the recipe's method and parameters. `average`: the weighted mean of "
@@ -225,6 +259,10 @@ class Rule(_Model):
             raise ValueError("the rule has two effects; remove 'method' or 'use'")
         if self.parameters and self.method is None:
             raise ValueError("'parameters' belong to a 'method', and the rule has none")
+        if (self.before or self.after) and self.method is None:
+            raise ValueError(
+                "steps ('before', 'after') belong to a 'method', and the rule has none"
+            )
         return self
 
     def applies_to(self, name: str, role: Role) -> bool:
@@ -311,6 +349,15 @@ class Recipe(_Model):
     parameters: Parameters = Field(
         default_factory=dict[str, Any],
         description="Parameters of the method; `covmerge methods NAME` lists them.",
+    )
+    before: Steps = Field(
+        default=(),
+        description="Steps before the method, in order: what becomes of the updates first. A name, or "
+        "{name: {parameters}}; `covmerge methods` lists them.",
+    )
+    after: Steps = Field(
+        default=(),
+        description="Steps after the method, in order: what becomes of the merged update.",
     )
     tensors: TensorRules = Field(
         default_factory=TensorRules, description="What happens to tensors by kind."

@@ -12,10 +12,11 @@ from covmerge.diagnostics import verify
 from covmerge.engine import RunOptions
 from covmerge.inspection import InspectJob, SpectraOf
 from covmerge.methods import registry
-from covmerge.plan import Plan, Redo
+from covmerge.plan import Merge, Plan
 from covmerge.recipe import Recipe, parse_recipe
 from covmerge.reporting.data import LayerCost, Report
 from covmerge.sources import open_checkpoints, statistics_of
+from covmerge.steps import resolve_steps
 from covmerge.types import Json
 
 
@@ -71,12 +72,14 @@ class ReportJob:
         )
 
 
-def unrefined(recipe: Recipe, family: str | None) -> Redo | None:
+def unrefined(recipe: Recipe, family: str | None) -> Merge | None:
     """Return the recipe's merge without spectral refinement, if it has that."""
     parameters = registry.get(recipe.method).resolve(recipe.parameters, family)
-    if not parameters.get("refine"):
+    before, after = resolve_steps(recipe.before, "before"), resolve_steps(recipe.after, "after")
+    merge = Merge(recipe.method, {**parameters, "refine": False}, None, before, after)
+    if not parameters.get("refine") or merge.procedure.needs_base:
         return None
-    return Redo(recipe.method, {**parameters, "refine": False})
+    return merge
 
 
 def _costs(plan: Plan, seconds: Mapping[str, float]) -> dict[str, LayerCost]:

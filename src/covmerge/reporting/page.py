@@ -17,6 +17,7 @@ from covmerge.recipe import format_size
 from covmerge.reporting.data import Report
 from covmerge.reporting.numbers import keeps_least
 from covmerge.reporting.words import counted, number, quoted, share
+from covmerge.steps import registry as steps
 from covmerge.text import some
 
 RETENTION = (
@@ -109,6 +110,11 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     given = {key: value for key, value in parameters.items() if value is not None}
     if given:
         yield "parameters", ", ".join(f"{k}: {json.dumps(v)}" for k, v in given.items())
+    for when in ("before", "after"):
+        for entry in recipe.get(when, ()):
+            ((name, given),) = entry.items()
+            chosen = "".join(f"; {k}: {json.dumps(v)}" for k, v in given.items())
+            yield f"{when} it", f"{name}: {steps.get(name).summary}{chosen}"
     yield (
         "rounding",
         f"storing the result loses {share(totals['rounding_loss'])} of the merged update's norm",

@@ -1,0 +1,125 @@
+"""A function that recipes call by its name, and what its signature says of its parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from covmerge.errors import RecipeError, did_you_mean
+
+Parameters = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One named parameter."""
+
+    name: str
+    default: Any
+    annotation: str
+    description: str
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A registered function; its keyword arguments are its parameters.
+
+    Attributes:
+        name: as written in recipes.
+        kernel: the function.
+    """
+
+    kind: ClassVar[str] = "function"
+
+    name: str
+    kernel: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        """Refuse a function that cannot be called as it will be."""
+        given = inspect.signature(self.kernel).parameters.values()
+        positional = [p for p in given if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        plain = all(
+            p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for p in positional
+        )
+        if not plain or len(positional) != len(self.operands):
+            raise ValueError(
+                f"{self.kind} '{self.name}' is a function {inspect.signature(self.kernel)}: write it as "
+                f"({', '.join(self.operands)}, *, parameters), its parameters after the star"
+            )
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """What it is called with beside its parameters."""
+        return ("group",)
+
+    @property
+    def summary(self) -> str:
+        """First line of the kernel's docstring."""
+        return (inspect.getdoc(self.kernel) or "No description.").split("\n", 1)[0]
+
+    @cached_property
+    def _model(self) -> type[BaseModel]:
+        hints = get_type_hints(self.kernel, include_extras=True)
+        fields: dict[str, Any] = {
+            name: (
+                hints.get(name, Any),
+                ... if parameter.default is parameter.empty else parameter.default,
+            )
+            for name, parameter in inspect.signature(self.kernel).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        # Strict but for int → float: a string or a bool is never a number here.
+        config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+        return create_model(self.name, __config__=config, **fields)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The named parameters with defaults and descriptions."""
+        schema: dict[str, Any] = self._model.model_json_schema()
+        properties: dict[str, dict[str, Any]] = schema.get("properties", {})
+        return tuple(
+            Parameter(name, info.default, _allowed(properties[name]), info.description or "")
+            for name, info in self._model.model_fields.items()
+        )
+
+    def has(self, parameter: str) -> bool:
+        """Whether it has a parameter of this name."""
+        return parameter in inspect.signature(self.kernel).parameters
+
+    def resolve(self, given: Parameters) -> dict[str, Any]:
+        """Return all parameters: given ones over the defaults.
+
+        Raises:
+            RecipeError: an unknown name, or a value out of its range.
+        """
+        for name in given:
+            if name not in self._model.model_fields:
+                raise RecipeError(
+                    f"{self.kind} '{self.name}' has no parameter '{name}'."
+                    + did_you_mean(name, self._model.model_fields)
+                )
+        try:
+            return self._model(**given).model_dump()
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg'].lower()}"
+                for e in error.errors()
+            )
+            raise RecipeError(f"{self.kind} '{self.name}': {problems}") from error
+
+
+def _allowed(schema: Mapping[str, Any]) -> str:
+    """Say in a few words what a JSON Schema of one parameter admits."""
+    if "anyOf" in schema:
+        return " | ".join(_allowed(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(map(repr, schema["enum"]))
+    words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in words.items() if key in schema]
+    return " ".join([str(schema.get("type", "any")), *bounds])

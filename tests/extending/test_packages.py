@@ -1,0 +1,92 @@
+"""What installed packages announce: found when names are asked for, and named when it is broken."""
+
+import pytest
+
+from tests.cli.runs import flags, save_plain
+
+pytestmark = pytest.mark.slow
+
+GOOD = """
+import covmerge
+@covmerge.register("good")
+def good(group):
+    "Take the first."
+    return group.updates[0].clone()
+"""
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+def test_a_package_that_cannot_be_imported_is_named_and_spoils_nothing(package, run, tmp_path):
+    package("broken", "import not_there_at_all", methods=["bad"])
+    folder = package("working", GOOD, methods=["good"])
+    own = flags(save_plain(tmp_path))
+    asked, merged = run(
+        [folder], ["methods", "bad"], ["merge", *own, "--method=bad", tmp_path / "no"], code=2
+    )
+    why = "method 'bad' is announced by the package broken 1.0, and importing broken fails: "
+    assert asked.stderr.startswith(f"error: {why}ModuleNotFoundError: No module named 'not_there")
+    assert "pip uninstall broken" in asked.stderr
+    assert why in merged.stderr
+    assert not (tmp_path / "no").exists()
+    listed, as_json, merged, compared = run(
+        [folder],
+        ["methods"],
+        ["methods", "--json"],
+        ["merge", *own, "--method=good", tmp_path / "out", "--json"],
+        ["compare", *own, "--json"],
+    )
+    said = words(listed.stdout)
+    assert "announced by the package broken 1.0" in said
+    assert "good Take the first." in said
+    assert "working 1.0" in said
+    assert "good" in [page["name"] for page in as_json.json]
+    assert f"warning: {why}" in as_json.stderr
+    assert merged.json["method"] == "good"
+    assert "good" in [row["method"] for row in compared.json["methods"]]
+    assert why in compared.json["left_out"]["bad"]
+
+
+@pytest.mark.parametrize("exits", ["raise SystemExit(3)", "1/0"])
+def test_whatever_a_package_raises(exits, package, run):
+    folder = package("odd", GOOD + exits, methods=["good"])
+    asked = run([folder], ["methods", "good"], code=2)
+    assert (
+        "method 'good' is announced by the package odd 1.0, and importing odd fails" in asked.stderr
+    )
+    listed = run([folder], ["methods"]).stdout
+    assert "ace" in listed
+    assert "Take the first." not in listed  # what it registered before it failed
+
+
+def test_names_of_two_packages(package, run):
+    package("one", GOOD, methods=["good"])
+    package("rival", GOOD, methods=["ace"])
+    package("empty", "", methods=["nothing"])
+    folder = package("two", GOOD, methods=["good"], version="2.0")
+    names = ("good", "ace", "nothing")
+    good, ace, nothing = run([folder], *(["methods", name] for name in names), code=2)
+    assert "method 'good' is of two packages, one 1.0 and two 2.0" in good.stderr
+    assert "method 'ace' is of two packages, covmerge itself and rival 1.0" in ace.stderr
+    assert "package empty 1.0, and importing empty registers no such name" in nothing.stderr
+    listed, other = run([folder], ["methods"], ["methods", "wudi"])
+    assert "one 1.0 and two 2.0" in words(listed.stdout)
+    assert "wudi" in other.stdout
+
+
+def test_nothing_is_imported_before_it_is_asked_for(package, script, run):
+    folder = package("loud", "print('LOUD')\n" + GOOD, methods=["good"])
+    assert "LOUD" not in run([folder], ["--help"]).stdout
+    code = """
+import covmerge
+print(covmerge.merge.__name__, covmerge.methods.get('ace').name)
+print(covmerge.methods.names()[0], covmerge.methods.names()[0])
+"""
+    assert script([folder], code) == "merge ace\nLOUD\nace ace\n"
+
+
+def test_a_name_that_the_literature_has_and_we_have_not(package, run):
+    folder = package("theirs", GOOD.replace('"good"', '"adamerging"'), methods=["adamerging"])
+    assert "Take the first." in run([folder], ["methods", "adamerging"]).stdout

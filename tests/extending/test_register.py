@@ -1,0 +1,159 @@
+"""A method in a few lines: what need not be declared, and what is refused."""
+
+import json
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.errors import RecipeError, TensorError
+from covmerge.types import LinearGroup
+
+pytestmark = pytest.mark.usefixtures("forget")
+
+UPDATES = [torch.eye(3), 2 * torch.eye(3)]
+
+
+def largest(group: covmerge.LinearGroup, *, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.stack(group.updates).amax(0)
+
+
+def test_a_method_in_three_lines():
+    covmerge.register("largest")(largest)
+    assert torch.equal(covmerge.merge_layer(UPDATES, "largest", scale=0.5), torch.eye(3))
+    assert "largest" in covmerge.methods.names()
+    base = {"fc.weight": torch.zeros(3, 3), "norm.weight": torch.zeros(3)}
+    experts = [{"fc.weight": update, "norm.weight": torch.ones(3)} for update in UPDATES]
+    merged = covmerge.merge(base, experts, "largest").tensors
+    assert torch.equal(merged["fc.weight"], 2 * torch.eye(3))
+    assert torch.equal(merged["norm.weight"], torch.ones(3))  # averaged, as it is no matrix
+    covmerge.testing.check_method("largest")
+
+
+def test_what_is_not_declared():
+    covmerge.register("largest")(largest)
+    covmerge.register("any_shape", unit="element")(largest)
+    method, anywhere = covmerge.methods.get("largest"), covmerge.methods.get("any_shape")
+    assert (method.unit, method.others, method.data) == ("matrix", "average", "none")
+    assert not (method.needs_base or method.writes_masks or method.factored_for({}))
+    laws = method.laws
+    assert {laws.order_invariant, laws.scale_equivariant, laws.rotation_equivariant} == {None}
+    assert laws.replicas is None
+    assert method.reference is None
+    own = [covmerge.methods.get(n).cost(64, 64, 4, 4) for n in covmerge.methods.names()]
+    cost = method.cost(64, 64, 4, 4)
+    assert (
+        cost.flops > 0 and cost.workspace >= sorted(each.workspace for each in own)[len(own) // 2]
+    )
+    # A bias of 4096 entries is no reason to hold a matrix of 4096 × 4096.
+    assert anywhere.cost(1, 4096, 4, 4).workspace < 2**20
+
+
+def test_a_name_is_registered_once():
+    covmerge.register("largest")(largest)
+    with pytest.raises(
+        ValueError, match=r"method 'largest' is registered twice: by tests\.extending"
+    ):
+        covmerge.register("largest")(largest)
+    with pytest.raises(
+        ValueError, match=r"method 'ace' is registered twice: by covmerge\.methods\.ace"
+    ):
+        covmerge.register("ace")(largest)
+    covmerge.methods.registry.unregister("largest")
+    covmerge.register("largest")(largest)
+
+
+@pytest.mark.parametrize("name", ["../out", "a b", "", "all", "auto", "a/b", ".hidden"])
+def test_what_cannot_be_a_name(name):
+    with pytest.raises(ValueError, match="cannot name a method"):
+        covmerge.register(name)(largest)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: None,
+        lambda group, scale: None,
+        lambda group, *rest: None,
+        lambda group, **rest: None,
+    ],
+)
+def test_a_function_of_another_form(function):
+    with pytest.raises(ValueError, match=r"method 'odd' is a function .*\(group, \*, parameters\)"):
+        covmerge.register("odd")(function)
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (lambda d: d.double(), r"method 'odd' returns \[3, 3\] torch.float64 .* torch.float32"),
+        (lambda d: d[:2], r"method 'odd' returns \[2, 3\]"),
+        (lambda d: d.tolist(), "method 'odd' returns a list"),
+        (lambda d: d / 0, "method 'odd' gives NaN or Inf"),
+    ],
+)
+def test_a_result_that_cannot_be_merged(result, says):
+    covmerge.register("odd")(lambda group: result(group.updates[0]))
+    with pytest.raises(TensorError, match=says):
+        covmerge.merge_layer(UPDATES, "odd")
+
+
+def test_parameters_are_those_of_the_signature():
+    covmerge.register("largest")(largest)
+    with pytest.raises(
+        RecipeError, match=r"method 'largest' has no parameter 'scal'. Did you mean"
+    ):
+        covmerge.merge_layer(UPDATES, "largest", scal=1.0)
+    with pytest.raises(RecipeError, match="method 'largest': scale = 'x'"):
+        covmerge.merge_layer(UPDATES, "largest", scale="x")
+
+    @covmerge.register("needy")
+    def needy(group, *, power):
+        return group.updates[0] * power
+
+    with pytest.raises(RecipeError, match=r"method 'needy': power = .*required"):
+        covmerge.merge_layer(UPDATES, "needy")
+    assert torch.equal(covmerge.merge_layer(UPDATES, "needy", power=2), 2 * torch.eye(3))
+
+
+def test_the_types_are_public():
+    for name in ("Cost", "Laws", "LinearGroup", "Merged", "Reference", "Survey"):
+        assert name in covmerge.__all__
+        assert isinstance(getattr(covmerge, name), type)
+    assert covmerge.LinearGroup is LinearGroup
+
+
+def test_a_result_that_is_the_base_is_not_added_to_itself():
+    covmerge.register("twice", needs_base=True)(lambda group: group.base)
+    base = {"fc.weight": torch.full((3, 3), 5.0)}
+    kept = base["fc.weight"].clone()
+    merged = covmerge.merge(base, [{"fc.weight": kept + 1}], "twice").tensors["fc.weight"]
+    assert torch.equal(merged, 2 * kept)
+    assert torch.equal(base["fc.weight"], kept)
+
+
+def test_a_script_is_recorded_by_its_code(tmp_path):
+    from tests.cli.runs import save_plain
+
+    covmerge.register("largest")(largest)
+    covmerge.register_step("halve", when="after")(lambda group, merged: merged.delta / 2)
+    folder = save_plain(tmp_path)
+    experts = {name: folder / f"{name}.safetensors" for name in ("a", "b")}
+    rule = {"match": "*layers.0.mlp*", "method": "average", "after": ["halve"]}
+    out = tmp_path / "out"
+    done = covmerge.merge(folder / "base.safetensors", experts, "largest", out, rules=[rule])
+    recorded = json.loads((out / "covmerge.json").read_text())["extensions"]
+    assert [(own["kind"], own["name"]) for own in recorded] == [
+        ("method", "largest"),
+        ("step", "halve"),
+    ]
+    for own in recorded:
+        assert (own["distribution"], own["version"]) == (None, None)
+        assert own["module"] == "tests.extending.test_register"
+        assert len(own["code"]) == 64
+    note = "method 'largest' is not covmerge's own: module tests.extending.test_register, of no installed"
+    assert any(note in each for each in done.notes)
+    assert "`halve` is not covmerge's own step" in (out / "README.md").read_text()
+    ours = tmp_path / "ours"
+    covmerge.merge(folder / "base.safetensors", experts, "ace", ours, after=["rescale"])
+    assert "extensions" not in json.loads((ours / "covmerge.json").read_text())
