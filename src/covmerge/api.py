@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from covmerge.comparison import CompareJob, Comparison
+from covmerge.comparison import CompareJob, Comparison, Wanted
 from covmerge.engine import MemoryPlan, Progress, RunOptions
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
@@ -207,7 +207,7 @@ def extract(
 def compare(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
-    methods: str | Sequence[str] = "all",
+    methods: str | Sequence[Wanted] = "all",
     out: str | Path | None = None,
     *,
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
@@ -234,7 +234,8 @@ def compare(
     Args:
         base: folder, file, hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence.
-        methods: names, or `all` for every method that can run on what is given.
+        methods: names, or pairs of a name and its parameters, which may name a method several times;
+            `all` for every method that can run on what is given.
         out: folder for the models, one each; None writes none and only compares.
         parameters: by method, for those that are not to run at their defaults.
         weights: one positive number per expert.

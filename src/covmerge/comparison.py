@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -43,6 +44,7 @@ _SHARED_COPIES = 5
 # Methods that minimise what the prediction sums up, so that it is near 1 for them by construction:
 # as a measure it is spent on them.
 SPENT = ("actmat", "wudi")
+_LABEL = re.compile(r"[\w.=+-]{1,150}")  # what a folder can be called anywhere
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Row:
     """One method's line in the comparison.
 
     Attributes:
+        label: what it is called here, and its folder: the method's name, and parameters where several
+            entries are of one method.
         method: its name.
         parameters: all of its parameters; those of the recipe's rules are in the manifest.
         norm: ‖W̄ − W_0‖_F over all merged tensors.
@@ -63,6 +67,7 @@ class Row:
         folder: its model; None if none was written.
     """
 
+    label: str
     method: str
     parameters: Mapping[str, Json]
     norm: float
@@ -101,7 +106,7 @@ class Comparison:
 
     @property
     def recommended(self) -> str | None:
-        """The method whose worst served expert keeps most, by prediction.
+        """The entry whose worst served expert keeps most, by prediction.
 
         Of equal ones that of the highest mean. Not one of `SPENT`. None where nothing is predicted,
         and for adapters, where predictions did not agree with accuracy (docs/report.md).
@@ -109,7 +114,7 @@ class Comparison:
         if self.adapters:
             return None
         served = {
-            row.method: (min(row.retention.values()), fmean(row.retention.values()))
+            row.label: (min(row.retention.values()), fmean(row.retention.values()))
             for row in self.rows
             if row.retention and row.method not in SPENT
         }
@@ -129,28 +134,71 @@ class Comparison:
         }
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One line of a comparison to be.
+
+    Attributes:
+        method: registered name.
+        parameters: those that are not at their defaults.
+        label: what its row and its folder are called: the method, and the parameters where these tell it
+            from other entries of the method.
+    """
+
+    method: str
+    parameters: Mapping[str, Any]
+    label: str
+
+
+# A method's name, or with parameters of its own: several entries may be of one method.
+Wanted = str | tuple[str, Mapping[str, Any]]
+
+
 def choose_methods(
-    wanted: str | Sequence[str], statistics: Mapping[str, StatisticsFile]
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the methods to compare, and those of `all` that cannot run, with the reason.
+    wanted: str | Sequence[Wanted],
+    parameters: Mapping[str, Mapping[str, Any]],
+    statistics: Mapping[str, StatisticsFile],
+) -> tuple[tuple[Entry, ...], dict[str, str]]:
+    """Return what is compared, and the methods of `all` that cannot run, with the reason.
 
     Raises:
-        RecipeError: an unknown method, or one that is named twice.
+        RecipeError: an unknown method, an entry that is named twice, or parameters of a method that
+            is not compared.
     """
-    if wanted != "all":
-        given = wanted.split(",") if isinstance(wanted, str) else list(wanted)
-        names = [name.strip() for name in given]
-        if not names:
-            raise RecipeError("no methods to compare: name some, or `all`")
-        for name in names:
-            registry.get(name)
-            if names.count(name) > 1:
-                raise RecipeError(f"method '{name}' is named twice: name it once")
-        return tuple(names), {}
-    reasons = {method.name: _cannot_run(method, statistics) for method in registry}
-    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
-    left_out |= registry.broken
-    return tuple(name for name in reasons if name not in left_out), left_out
+    left_out: dict[str, str] = {}
+    if wanted == "all":
+        reasons = {method.name: _cannot_run(method, statistics) for method in registry}
+        left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+        left_out |= registry.broken
+        given: Sequence[Wanted] = [name for name in reasons if name not in left_out]
+    else:
+        given = wanted.split(",") if isinstance(wanted, str) else wanted
+    if not given:
+        raise RecipeError("no methods to compare: name some, or `all`")
+    entries = tuple(_entry(one, parameters) for one in given)
+    labels = [entry.label for entry in entries]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise RecipeError(f"method '{label}' is named twice: name it once")
+    names = [entry.method for entry in entries]
+    for name in parameters:
+        if name not in names:
+            raise RecipeError(f"parameters for '{name}', which is not compared: {names}")
+    return entries, left_out
+
+
+def _entry(wanted: Wanted, parameters: Mapping[str, Mapping[str, Any]]) -> Entry:
+    nothing: Mapping[str, Any] = {}
+    name, own = (wanted, nothing) if isinstance(wanted, str) else wanted
+    method = registry.get(name.strip())
+    values = {**parameters.get(method.name, {}), **own}
+    resolved = method.resolve(values)
+    label = "-".join([method.name, *(f"{key}={resolved[key]}" for key in own)])
+    if not _LABEL.fullmatch(label):
+        raise RecipeError(
+            f"'{label}' cannot name a folder: give these values by `parameters` (--set {name}.KEY=VALUE)"
+        )
+    return Entry(method.name, values, label)
 
 
 def _cannot_run(method: Method, statistics: Mapping[str, StatisticsFile]) -> str | None:
@@ -173,14 +221,15 @@ class CompareJob:
 
     Attributes:
         recipe: base, experts, rules, dtypes; its method and parameters are replaced.
-        methods: what to compare; `all` is every method that can run.
+        methods: what to compare, names or pairs of a name and parameters; `all` is every method that can
+            run.
         parameters: by method, for those that are not to run at their defaults.
         out: a folder for the models, one each; None writes none.
         options: how it is done.
     """
 
     recipe: Recipe
-    methods: str | Sequence[str] = "all"
+    methods: str | Sequence[Wanted] = "all"
     parameters: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict[str, Mapping[str, Any]]
     )
@@ -194,28 +243,27 @@ class CompareJob:
             InputError: anything wrong with the inputs; nothing is left behind.
             CheckFailed: one of the models failed its verification.
         """
-        names, left_out = choose_methods(self.methods, checkpoints.statistics)
-        for name in self.parameters:
-            if name not in names:
-                raise RecipeError(f"parameters for '{name}', which is not compared: {list(names)}")
+        entries, left_out = choose_methods(self.methods, self.parameters, checkpoints.statistics)
         recipes = [
             self.recipe.model_copy(
-                update={"method": name, "parameters": dict(self.parameters.get(name, {}))}
+                update={"method": entry.method, "parameters": dict(entry.parameters)}
             )
-            for name in names
+            for entry in entries
         ]
+        labels = [entry.label for entry in entries]
         plans, checkpoints = checkpoints.plans(recipes, whole=True)
         memory = self.options.memory(plans, shared=_SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()
             done = self._execute(plans, [NoOutput() for _ in plans], checkpoints, memory)
             warnings = check_fit(plans[0], done[0].items, checkpoints)
-            return self._comparison(plans, done, checkpoints, memory, left_out, warnings)
-        return self._to_disk(self.out, plans, checkpoints, memory, left_out)
+            return self._comparison(labels, plans, done, checkpoints, memory, left_out, warnings)
+        return self._to_disk(self.out, labels, plans, checkpoints, memory, left_out)
 
     def _to_disk(
         self,
         out: Path,
+        labels: Sequence[str],
         plans: Sequence[Plan],
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
@@ -228,8 +276,8 @@ class CompareJob:
         with Staging(out, overwrite=self.options.overwrite) as staging:
             checkpoints.materialize()
             models: list[OutputFolder] = []
-            for plan in plans:
-                folder = staging.folder / plan.recipe.method
+            for label, plan in zip(labels, plans, strict=True):
+                folder = staging.folder / label
                 folder.mkdir()
                 models.append(OutputFolder(folder, plan, checkpoints))
             with Fingerprints(checkpoints) as fingerprints:
@@ -237,8 +285,7 @@ class CompareJob:
                 done = self._execute(plans, outputs, checkpoints, memory, fingerprints.follow)
                 warnings = check_fit(plans[0], done[0].items, checkpoints)
                 notes: list[str] = []
-                for plan, model, stats in zip(plans, models, done, strict=True):
-                    name = plan.recipe.method
+                for name, model, stats in zip(labels, models, done, strict=True):
                     # To give the base is a failure of one merge; of a comparison it is a result.
                     result = model.finish(
                         stats,
@@ -251,7 +298,9 @@ class CompareJob:
                     if result.verification is not None and not result.verification.ok:
                         notes.append(f"method '{name}' gives the base")
                 sources = fingerprints.result()
-            comparison = self._comparison(plans, done, checkpoints, memory, left_out, warnings)
+            comparison = self._comparison(
+                labels, plans, done, checkpoints, memory, left_out, warnings
+            )
             comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(
                 staging.folder,
@@ -288,6 +337,7 @@ class CompareJob:
 
     def _comparison(
         self,
+        labels: Sequence[str],
         plans: Sequence[Plan],
         done: Sequence[RunStats],
         checkpoints: OpenCheckpoints,
@@ -295,7 +345,8 @@ class CompareJob:
         left_out: Mapping[str, str],
         warnings: tuple[str, ...],
     ) -> Comparison:
-        rows = tuple(_row(plan, stats, self.out) for plan, stats in zip(plans, done, strict=True))
+        together = zip(labels, plans, done, strict=True)
+        rows = tuple(_row(label, plan, stats, self.out) for label, plan, stats in together)
         first = done[0]
         return Comparison(
             path=self.out,
@@ -317,7 +368,7 @@ class CompareJob:
         )
 
 
-def _row(plan: Plan, done: RunStats, out: Path | None) -> Row:
+def _row(label: str, plan: Plan, done: RunStats, out: Path | None) -> Row:
     items = [cast("Mapping[str, Any]", item) for item in done.items if item]
     norm = sqrt(sum(item["merged"] for item in items))
     sizes = _norms(done.items)
@@ -326,6 +377,7 @@ def _row(plan: Plan, done: RunStats, out: Path | None) -> Row:
     name = plan.recipe.method
     layers = _retention_by_layer(plan, done.items)
     return Row(
+        label=label,
         method=name,
         parameters=registry.get(name).resolve(plan.recipe.parameters, plan.family),
         norm=norm,
@@ -339,7 +391,7 @@ def _row(plan: Plan, done: RunStats, out: Path | None) -> Row:
         retention_by_layer=layers,
         seconds=done.compute_seconds,
         workspace=max(item.workspace for item in plan.items),
-        folder=None if out is None else str(out / name),
+        folder=None if out is None else str(out / label),
     )
 
 

@@ -1,8 +1,10 @@
 import json
+from collections import Counter
 
 import pytest
 from rich.cells import cell_len
 
+from covmerge.engine import read_inputs
 from covmerge.methods import registry
 from tests.cli.runs import covmerge, flags, save_plain, statistics_for, words, write_recipe
 
@@ -31,6 +33,53 @@ def test_the_table_as_json(models):
     assert ace["folder"] == str(models / "out" / "ace")
     manifest = json.loads((models / "out" / "covmerge.json").read_text("utf-8"))
     assert manifest["comparison"]["methods"] == ran.json["methods"]
+
+
+def test_one_method_several_times(models):
+    wanted = ",".join(f"task_arithmetic(scale={tenth / 10})" for tenth in range(1, 11))
+    given = ["compare", *flags(models), "--methods", f"{wanted},average", "--out", models / "out"]
+    rows = covmerge(*given, "--json").json["methods"]
+    assert [row["label"] for row in rows[:2]] == [
+        "task_arithmetic-scale=0.1",
+        "task_arithmetic-scale=0.2",
+    ]
+    norms = [row["norm"] for row in rows[:10]]
+    assert norms == pytest.approx([norms[0] * tenth for tenth in range(1, 11)], rel=1e-5)
+    for row in rows:
+        assert row["folder"] == str(models / "out" / row["label"])
+        covmerge("verify", row["folder"])
+    table = covmerge("compare", *flags(models), "--methods", f"{wanted},average").stdout
+    assert "task_arithmetic-scale=0.7" in table
+    assert max(map(cell_len, table.splitlines())) <= 80
+
+
+def test_a_sweep_reads_every_tensor_once(models, monkeypatch):
+    read = Counter()
+
+    def counted(items, sources):
+        read[items[0].key] += 1
+        return read_inputs(items, sources)
+
+    monkeypatch.setattr("covmerge.engine.threads.read_inputs", counted)
+    wanted = ",".join(f"task_arithmetic(scale={tenth / 10})" for tenth in range(1, 11))
+    covmerge("compare", *flags(models), "--methods", wanted)
+    assert set(read.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "word"),
+    [
+        ("ties,ties", "named twice"),
+        ("ties(density=0.2),ties(density=0.20)", "'ties-density=0.2' is named twice"),
+        ("ties(density", "is not NAME(KEY=VALUE,...)"),
+        ("ties(density)", "is not NAME=VALUE"),
+        ("ties(densty=1)", "has no parameter 'densty'"),
+        ("tiies", "Did you mean 'ties'"),
+        ("", "no method ''"),
+    ],
+)
+def test_what_cannot_be_compared(models, wanted, word):
+    assert word in covmerge("compare", *flags(models), "--methods", wanted, code=2).stderr
 
 
 def test_without_an_output_only_the_table(models):

@@ -82,8 +82,7 @@ def passes(merges: Sequence[Merge]) -> list[list[Merge]]:
     found: list[list[Merge]] = []
     for merge in merges:
         for part in found:
-            alike = statistics_of(part[0]) == statistics_of(merge)
-            if alike and merge.method not in {other.method for other in part}:
+            if statistics_of(part[0]) == statistics_of(merge):
                 part.append(merge)
                 break
         else:
@@ -110,9 +109,8 @@ def merge_together(
     rows = covmerge.compare(
         experts.suite.base,
         sources,
-        [merge.method for merge in merges],
+        [(merge.method, merge.parameters) for merge in merges],
         out,
-        parameters={merge.method: merge.parameters for merge in merges},
         statistics=files or None,
         tensors={"few_rows": "allow"},  # 256 single words have fewer tokens than a layer has inputs
         overwrite=True,
@@ -122,7 +120,7 @@ def merge_together(
         Model(
             merge.section,
             merge.title,
-            _folders(experts, merge, out / row.method),
+            _folders(experts, merge, out / row.label),
             merge,
             row.seconds,
         )
@@ -136,9 +134,8 @@ def tuned_task_arithmetic(experts: Experts, tell: Tell) -> list[Model]:
     steps = len(SCALES) * (1 + len(tasks))
     done = 0
     best: tuple[float, Model] | None = None
-    for scale in SCALES:
-        merge = Merge("task_arithmetic", {"scale": scale}, Section.TUNED)
-        (model,) = merge_together(experts, [merge], f"scale={scale}")
+    merges = [Merge("task_arithmetic", {"scale": scale}, Section.TUNED) for scale in SCALES]
+    for model in merge_together(experts, merges, "scales"):
         means: list[float] = []
         for task in tasks:
             done += 1

@@ -26,9 +26,11 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            metavar="all|NAME,NAME,...",
+            metavar="all|NAME,NAME(KEY=VALUE),...",
             rich_help_panel=options.HOW,
-            help="Methods to compare; all: every one that can run on what is given.",
+            help="Methods to compare, one of them several times if its parameters differ: "
+            "'ties,task_arithmetic(scale=0.1),task_arithmetic(scale=0.3)'; all: every one that can run on "
+            "what is given.",
         ),
     ] = "all",
     parameter: Annotated[
@@ -81,7 +83,7 @@ def compare(
                 allow=allow or (),
             ),
         ),
-        methods=methods,
+        methods=flags.methods_to_compare(methods),
         parameters=flags.method_parameters(parameter or ()),
         out=out,
         run=flags.run_options(device, threads, max_memory, workers=workers, overwrite=overwrite),

@@ -13,7 +13,7 @@ from covmerge import api
 from covmerge.cli.console import print_json, printable, stdout
 from covmerge.cli.show import NOTE, WARNING, facts, table
 from covmerge.cli.units import format_seconds
-from covmerge.comparison import SPENT, CompareJob, Comparison
+from covmerge.comparison import SPENT, CompareJob, Comparison, Wanted
 from covmerge.engine import RunOptions
 from covmerge.recipe import Recipe, format_size
 
@@ -23,7 +23,7 @@ _WIDTH = 80
 def compare(
     recipe: Recipe,
     *,
-    methods: str,
+    methods: str | Sequence[Wanted],
     parameters: Mapping[str, Mapping[str, Any]],
     out: Path | None,
     run: RunOptions,
@@ -89,7 +89,7 @@ def _advice(comparison: Comparison) -> list[tuple[str, str]]:
         ]
     if comparison.recommended is None:
         return []
-    spent = " and ".join(row.method for row in comparison.rows if row.method in SPENT)
+    spent = " and ".join(row.label for row in comparison.rows if row.method in SPENT)
     aside = f" ({spent} left aside: they minimise what is predicted)" if spent else ""
     return [
         (
@@ -106,7 +106,7 @@ def _sizes(comparison: Comparison) -> Table:
     for row in comparison.rows:
         rank = "" if row.stable_rank is None else f"{row.stable_rank:.1f}"
         seconds, memory = f"{row.seconds:.2f}", format_size(row.workspace)
-        rows.add_row(row.method, f"{row.norm:.4g}", rank, seconds, memory)
+        rows.add_row(row.label, f"{row.norm:.4g}", rank, seconds, memory)
     return rows
 
 
@@ -114,25 +114,25 @@ def _show_experts(console: Console, comparison: Comparison) -> None:
     """Print tables with a column for each expert; for many one of a line each, to fit 80 columns."""
     rows, experts = comparison.rows, list(comparison.update_norms)
     predicted = [row for row in rows if row.retention]
-    longest = max(len(row.method) for row in rows)
+    longest = max(len(row.label) for row in rows)
     if longest + sum(max(len(name), 6) + 2 for name in experts) > _WIDTH - 2:
         columns = ("cosine", "retention") if predicted else ("cosine",)
         found = table("method", "expert", *columns, right=columns)
         for row in rows:
             for expert in experts:
                 kept = [_number(row.retention.get(expert))] if predicted else []
-                found.add_row(row.method, printable(expert), _number(row.cosines[expert]), *kept)
+                found.add_row(row.label, printable(expert), _number(row.cosines[expert]), *kept)
         console.print("Cosine between the merged update and each expert's; predicted retention")
         console.print(found)
         return
-    cosines = _columns(experts, {row.method: row.cosines for row in rows})
+    cosines = _columns(experts, {row.label: row.cosines for row in rows})
     cosines.add_section()
     cosines.add_row("‖Δ_t‖", *(f"{norm:.4g}" for norm in comparison.update_norms.values()))
     console.print("Cosine between the merged update and each expert's")
     console.print(cosines)
     if predicted:
         console.print("Predicted retention: what each expert keeps on its own inputs, without data")
-        console.print(_columns(experts, {row.method: row.retention for row in predicted}))
+        console.print(_columns(experts, {row.label: row.retention for row in predicted}))
 
 
 def _columns(experts: Sequence[str], values: Mapping[str, Mapping[str, float]]) -> Table:

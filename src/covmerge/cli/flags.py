@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from covmerge.cli.console import say, stderr
 from covmerge.cli.progress import progress_on
+from covmerge.comparison import Wanted
 from covmerge.engine import RunOptions
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods.choice import AUTO
@@ -16,6 +18,7 @@ from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe, pars
 from covmerge.recipe.strict_yaml import parse_yaml
 
 _SUFFIXES = (".yml", ".yaml", ".json")
+_ENTRY = re.compile(r",(?![^(]*\))")  # a comma outside parentheses
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,34 @@ def run_options(
         overwrite=overwrite,
         progress=progress_on(stderr()),
     )
+
+
+def methods_to_compare(given: str) -> str | list[Wanted]:
+    """Read `NAME,NAME(KEY=VALUE,...)`, or `all`.
+
+    Raises:
+        RecipeError: parentheses that do not match, or a value that is not KEY=VALUE.
+
+    Example:
+        >>> methods_to_compare("ties, task_arithmetic(scale=0.1)")
+        ['ties', ('task_arithmetic', {'scale': 0.1})]
+    """
+    if given == "all":
+        return given
+    found: list[Wanted] = []
+    for entry in _ENTRY.split(given):
+        name, opened, rest = entry.strip().partition("(")
+        if not opened:
+            found.append(name)
+            continue
+        if not rest.endswith(")") or "(" in rest:
+            raise RecipeError(
+                f"--methods {entry.strip()!r} is not NAME(KEY=VALUE,...), such as "
+                "task_arithmetic(scale=0.3)"
+            )
+        values = [value.strip() for value in rest[:-1].split(",")]
+        found.append((name.strip(), _values("--methods", values, "scale=0.3")))
+    return found
 
 
 def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:

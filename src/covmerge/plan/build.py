@@ -74,7 +74,8 @@ def build_plans(
     models = {name: Model(expert, describe_checkpoint(expert)) for name, expert in experts.items()}
     for name, model in models.items():
         check_same_architecture(base_model, name, model)
-    drafts = [_draft(recipe, base_model, models, statistics or {}) for recipe in recipes]
+    aligned: dict[str, Mapping[str, Alignment]] = {}
+    drafts = [_draft(recipe, base_model, models, statistics or {}, aligned) for recipe in recipes]
     # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
     width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
     elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
@@ -101,8 +102,13 @@ class _Draft:
 
 
 def _draft(
-    recipe: Recipe, base: Model, models: Mapping[str, Model], statistics: Statistics
+    recipe: Recipe,
+    base: Model,
+    models: Mapping[str, Model],
+    statistics: Statistics,
+    aligned: dict[str, Mapping[str, Alignment]],
 ) -> _Draft:
+    """Decide on every tensor; `aligned` keeps what recipes that differ in their method have in common."""
     recipe, chosen = _with_method(recipe, models)
     check_statistics(recipe, {n: m.checkpoint for n, m in models.items()}, statistics)
     try:
@@ -114,10 +120,13 @@ def _draft(
             f"{error} No method is named, and {recipe.method} was chosen ({chosen}): name the method "
             "that the parameters are for (--method)"
         ) from error
-    alignments = {
-        name: align(base, name, model, recipe.tensors, rules.chosen_use)
-        for name, model in models.items()
-    }
+    key = recipe.model_dump_json(include={"tensors", "rules"})
+    if key not in aligned:
+        aligned[key] = {
+            name: align(base, name, model, recipe.tensors, rules.chosen_use)
+            for name, model in models.items()
+        }
+    alignments = aligned[key]
     head_names = _head_names(base, alignments)
     tensors = tuple(
         find_statistics(recipe, tensor, statistics)

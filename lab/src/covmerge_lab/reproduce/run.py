@@ -168,12 +168,11 @@ def _merge(
     folders: dict[str, Path] = {}
     for number, group in enumerate(_passes(rows), start=1):
         needs = any(row.data for row in group)
-        covmerge.compare(
+        compared = covmerge.compare(
             bench.models.base,
             bench.models.experts,
-            [row.method for row in group],
+            [(row.method, row.parameters) for row in group],
             out / f"pass-{number}",
-            parameters={row.method: row.parameters for row in group},
             statistics=statistics if needs else None,
             tensors={**bench.setting.tensors, **group[0].tensors},
             rules=bench.setting.rules,
@@ -183,17 +182,18 @@ def _merge(
             overwrite=True,
             progress=options.progress,
         )
-        folders |= {row.key: out / f"pass-{number}" / row.method for row in group}
+        labels = [found.label for found in compared.rows]
+        pairs = zip(group, labels, strict=True)
+        folders |= {row.key: out / f"pass-{number}" / label for row, label in pairs}
     return folders
 
 
 def _passes(rows: Sequence[Row]) -> list[list[Row]]:
-    """Share the rows out: a pass cannot tell one method's rows apart, and treats tensors in one way."""
+    """Share the rows out: a pass treats tensors in one way."""
     groups: list[list[Row]] = []
     for row in rows:
         for group in groups:
-            alike = group[0].tensors == row.tensors
-            if alike and all(other.method != row.method for other in group):
+            if group[0].tensors == row.tensors:
                 group.append(row)
                 break
         else:
