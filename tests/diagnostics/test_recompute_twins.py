@@ -199,7 +199,7 @@ WRONG = [
 @pytest.mark.parametrize(("method", "wrong"), WRONG)
 def test_a_wrong_kernel(sources, tmp_path, monkeypatch, method, wrong):
     """The same wrong code, run again, would give the same: only a twin can tell."""
-    monkeypatch.setitem(registry._methods, method, faulty(method, wrong))
+    monkeypatch.setitem(registry._declared, method, faulty(method, wrong))
     out = merge(sources, tmp_path / "out", "full", method)
     assert cli("verify", out, "--json").json["ok"]
     report = cli("verify", out, "--deep", "--json", "--tensors=99", code=1).json
@@ -229,7 +229,7 @@ def test_equal_singular_values_and_an_expert_that_changed_nothing(sources, tmp_p
 class TestWithoutATwin:
     def test_a_method_of_somebody_else(self, sources, tmp_path, monkeypatch):
         mine = replace(registry.get("average"), name="mine")
-        monkeypatch.setitem(registry._methods, "mine", mine)
+        monkeypatch.setitem(registry._declared, "mine", mine)
         out = merge(sources, tmp_path / "out", "full", "mine")
         check = recompute(out, tensors=2)
         assert check.ok

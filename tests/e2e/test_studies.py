@@ -765,7 +765,7 @@ class TestStatistics:
                     raise CheckpointError("not downloaded")
                 return self._local.read(name, rows)
 
-        monkeypatch.setattr("covmerge.output.open_checkpoint", Remote)
+        monkeypatch.setattr("covmerge.sources.open_checkpoint", Remote)
         arguments = (
             folder / "base.safetensors",
             {e: folder / f"{e}.safetensors" for e in files},
