@@ -197,12 +197,16 @@ def main() -> None:
             subprocess.Popen(
                 [
                     sys.executable,
-                    __file__,
+                    "-m",
+                    "benchmarks.same_bytes",
                     "--serve",
                     str(sources),
                     *(["--large"] if given.large else []),
                 ],
-                env={**os.environ, "PYTHONPATH": tree},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([tree, str(Path(__file__).parents[1])]),
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -50,15 +50,17 @@ def merge(base, experts, out, **options):
 @pytest.mark.slow
 def test_peak_follows_the_largest_tensor_not_the_model(tmp_path):
     peaks, expected = {}, {}
-    for layers in (8, 24):
+    for layers in (8, 40):
         base, experts = save_layers(tmp_path, layers)
         report = merge(base, experts, tmp_path / f"out{layers}", method="ace")
         peaks[layers] = report["peak_memory"]
         expected[layers] = report["expected_peak_memory"]
         assert peaks[layers] <= expected[layers]
-    assert abs(expected[24] - expected[8]) < 0.02 * expected[8]
-    # How full the read-ahead (128 MiB) gets depends on timing; the larger model reads 453 MB more.
-    assert peaks[24] - peaks[8] < 128 * 2**20 < 16 * 2 * 3 * WIDTH * INNER * 2
+    assert abs(expected[40] - expected[8]) < 0.02 * expected[8]
+    # How full the read-ahead (128 MiB) gets, and whether the workspaces of two items (190 MB each) meet,
+    # depends on timing; it is less than half of what the larger model reads more, 906 MB.
+    more = 32 * 2 * 3 * WIDTH * INNER * 2
+    assert peaks[40] - peaks[8] < more / 2
 
 
 @pytest.mark.slow
