@@ -175,25 +175,30 @@ def choose_methods(
         given = wanted.split(",") if isinstance(wanted, str) else wanted
     if not given:
         raise RecipeError("no methods to compare: name some, or `all`")
-    entries = tuple(_entry(one, parameters) for one in given)
+    names = [(one if isinstance(one, str) else one[0]).strip() for one in given]
+    entries = tuple(
+        _entry(one, parameters, alone=names.count(name) == 1)
+        for name, one in zip(names, given, strict=True)
+    )
     labels = [entry.label for entry in entries]
     for label in labels:
         if labels.count(label) > 1:
             raise RecipeError(f"method '{label}' is named twice: name it once")
-    names = [entry.method for entry in entries]
     for name in parameters:
         if name not in names:
             raise RecipeError(f"parameters for '{name}', which is not compared: {names}")
     return entries, left_out
 
 
-def _entry(wanted: Wanted, parameters: Mapping[str, Mapping[str, Any]]) -> Entry:
+def _entry(wanted: Wanted, parameters: Mapping[str, Mapping[str, Any]], *, alone: bool) -> Entry:
+    """Resolve an entry; `alone`: its method has no other."""
     nothing: Mapping[str, Any] = {}
     name, own = (wanted, nothing) if isinstance(wanted, str) else wanted
     method = registry.get(name.strip())
     values = {**parameters.get(method.name, {}), **own}
     resolved = method.resolve(values)
-    label = "-".join([method.name, *(f"{key}={resolved[key]}" for key in own)])
+    told = [] if alone else [f"{key}={resolved[key]}" for key in own]
+    label = "-".join([method.name, *told])
     if not _LABEL.fullmatch(label):
         raise RecipeError(
             f"'{label}' cannot name a folder: give these values by `parameters` (--set {name}.KEY=VALUE)"

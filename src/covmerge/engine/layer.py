@@ -22,6 +22,11 @@ from covmerge.tensors import MatrixLayout, matrices, write_matrices
 from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
 
 
+def registered(name: str) -> Method:
+    """Return the method of a name; a function of a module, which pickles by its name."""
+    return registry.get(name)
+
+
 @dataclass(frozen=True)
 class Context:
     """What the work on an item needs beside its tensors.
@@ -38,7 +43,7 @@ class Context:
     device: torch.device
     thresholds: Sequence[Mapping[str, Mapping[str, float]]] = ()
     compare: bool = False
-    method: Callable[[str], Method] = registry.get
+    method: Callable[[str], Method] = registered
 
 
 @dataclass(frozen=True)
