@@ -206,6 +206,32 @@ def test_adapters_are_compared_as_adapters(family):  # noqa: F811
             )
 
 
+def test_methods_that_leave_other_tensors_to_the_base_are_compared_too(tmp_path):
+    """What one of the adapters merges, another leaves out: the plans have the same tensors."""
+    base = {"layers.0.mlp.up_proj.weight": torch.eye(8), "layers.0.norm.weight": torch.ones(8)}
+    save_file(base, tmp_path / "base.safetensors")
+    for name in ("a", "b"):
+        own = {n: w + 0.1 * torch.randn(w.shape) for n, w in base.items()}
+        save_file(own, tmp_path / f"{name}.safetensors")
+    recipe = {
+        "base": "base.safetensors",
+        "experts": {"a": "a.safetensors", "b": "b.safetensors"},
+        "output": {"format": "adapter", "rank": 2},
+    }
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe))
+    methods = ["average", "wudi", "free"]
+    given = [f"--methods={','.join(methods)}", f"--out={tmp_path / 'all'}"]
+    command("compare", tmp_path / "recipe.yml", *given)
+    for method in methods:
+        command("merge", tmp_path / "recipe.yml", f"--method={method}", tmp_path / method)
+        alone, together = (
+            load_file(folder / method / "adapter_model.safetensors")
+            for folder in (tmp_path, tmp_path / "all")
+        )
+        assert alone.keys() == together.keys()
+        assert covmerge.verify(tmp_path / "all" / method).ok
+
+
 def test_full_models_among_adapters(family):  # noqa: F811
     mixed = {**experts(family, "adapter"), "e3": family / "e3" / "full"}
     sources = [f"--expert={name}={path}" for name, path in mixed.items()]

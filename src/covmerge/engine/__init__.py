@@ -33,7 +33,7 @@ from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunStats, run
 from covmerge.engine.stats import tensor_stats, totals
-from covmerge.engine.survey import find_thresholds, survey_bytes
+from covmerge.engine.survey import find_thresholds
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
 from covmerge.engine.worker import work
@@ -72,7 +72,6 @@ __all__ = [
     "read_inputs",
     "room_for",
     "run",
-    "survey_bytes",
     "tensor_stats",
     "torch_threads",
     "totals",

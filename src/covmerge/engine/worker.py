@@ -12,7 +12,7 @@ from covmerge.engine.inputs import Inputs, Sizes, in_parts
 from covmerge.engine.layer import Context, Layer
 from covmerge.engine.look import look_at
 from covmerge.engine.selection import Selections
-from covmerge.plan import AdapterTensor, Copy, Count, Look, Merge, WorkItem
+from covmerge.plan import AdapterTensor, Copy, Count, Look, Merge, Unwritten, WorkItem
 from covmerge.types import Json
 
 
@@ -93,6 +93,8 @@ def _merged(
 
 def _copied(item: WorkItem, inputs: Inputs) -> Result:
     form = item.tensor.form
+    if isinstance(form, Unwritten):
+        return Result()
     rows = inputs.base.to(item.tensor.output.dtype)
     if isinstance(form, AdapterTensor):
         nothing = {**Sizes({}, {}, 0.0).as_json(), "merged": 0.0, "rounding": 0.0}

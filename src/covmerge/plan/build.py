@@ -17,7 +17,7 @@ from covmerge.methods.registry import Unit
 from covmerge.plan.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
 from covmerge.plan.data import Statistics, check_statistics, find_statistics
-from covmerge.plan.forms import AdapterFactors, ModelTensor, head_part
+from covmerge.plan.forms import AdapterFactors, ModelTensor, Unwritten, head_part
 from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.rules import Rules
@@ -75,7 +75,9 @@ def build_plans(
     for name, model in models.items():
         check_same_architecture(base_model, name, model)
     aligned: dict[str, Mapping[str, Alignment]] = {}
-    drafts = [_draft(recipe, base_model, models, statistics or {}, aligned) for recipe in recipes]
+    drafts = _of_same_tensors(
+        [_draft(recipe, base_model, models, statistics or {}, aligned) for recipe in recipes], base
+    )
     # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
     width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
     elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
@@ -151,6 +153,21 @@ def _draft(
     checkpoints = {name: model.checkpoint for name, model in models.items()}
     adapter = plan_adapter(recipe, tensors, checkpoints)
     return replace(draft, tensors=adapter.tensors, adapter=adapter)
+
+
+def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]:
+    """Give each adapter's draft the tensors that only others hold, as ones that it does nothing with."""
+    held = {tensor.name: tensor for draft in drafts for tensor in draft.tensors}
+    order = [name for name in base.headers if name in held]
+
+    def tensors(draft: _Draft) -> Iterator[TensorPlan]:
+        own = {tensor.name: tensor for tensor in draft.tensors}
+        for name in order:
+            rule = "base (it is not in the adapter)"
+            idle = {"operation": Copy(), "form": Unwritten(), "base": None, "rule": rule}
+            yield own[name] if name in own else replace(held[name], **idle)
+
+    return [replace(draft, tensors=tuple(tensors(draft))) for draft in drafts]
 
 
 def _plan(

@@ -90,7 +90,7 @@ def collect(
         labels: whose labels the Fisher information is of: `model` or `data`.
         seed: of the labels drawn from the model.
         device: where the model runs.
-        progress: hears of every batch.
+        progress: is told of every batch.
         overwrite: replace a statistics file.
         **reading: how examples become batches, the attributes of `Reading`: `max_examples`,
             `batch_size`, `max_length`, `tokenizer`, `text_column`, `pair_column`, `label_column`.
