@@ -19,6 +19,9 @@ from covmerge.recipe import format_size
 # What the process holds beside tensors of the plan: BLAS packing buffers, blocks that malloc keeps
 # for each thread.
 _OVERHEAD = 224 * 2**20
+# What malloc keeps of the blocks that one more thread has freed: glibc returns those above 32 MiB at
+# once, and gives each thread a heap of its own (three 768 x 3072 experts by `ace`: up to 80 MiB).
+_LANE_HEAP = 96 * 2**20
 # Small items are read this far ahead, and further where several are computed at once.
 _READ_AHEAD = 128 * 2**20
 _MOST_AHEAD = 2**30
@@ -149,8 +152,9 @@ def plan_memory(
     if workers > 1:
         return _among(workers, resident, workspace + largest, limit)
     room = min(max(workspace, _LANES_WORKSPACE), limit - resident - largest)
-    lanes = max(1, min(threads or torch.get_num_threads(), room // max(1, beside)))
-    workspace = max(workspace, lanes * beside)
+    heap = min(beside, _LANE_HEAP)
+    lanes = max(1, min(threads or torch.get_num_threads(), (room + heap) // max(1, beside + heap)))
+    workspace = max(workspace, lanes * beside + (lanes - 1) * heap)
     wanted = max(2 * largest, min((lanes + 1) * ahead, _MOST_AHEAD), _READ_AHEAD)
     return MemoryPlan(resident, workspace, min(wanted, limit - resident - workspace), lanes)
 
