@@ -1,17 +1,20 @@
 """Eight rank-16 adapters on all linear layers of a Llama-7B-shaped base, adapter out.
 
     python -m benchmarks.adapters [--layers 32] [--methods ace actmat] [--out FILE.json]
+    python -m benchmarks.adapters --before TREE/src [--rounds 3]
 
 Random factors of real shapes; of the base only headers and config exist (a sparse file), and nothing
 of it is read. Every merge runs in a process of its own, the way a user starts it. Beside it, measured on
 one square layer and scaled to the square layers alone, so that they are bounds from below: the dense path
 of the same method (the products multiplied out, in float32), and PEFT's own exact route,
-`add_weighted_adapter(combination_type="svd")`.
+`add_weighted_adapter(combination_type="svd")`. With `--before`, the same merges by another tree of covmerge
+instead, one after the other in each round.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -52,8 +55,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--methods", nargs="+", default=["ace", "actmat", "task_arithmetic"])
     parser.add_argument("--out", type=Path, default=RESULTS / "adapters.json")
+    parser.add_argument("--before", type=Path, help="the sources of another tree")
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     base, adapters = make(arguments.layers)
+    if arguments.before:
+        compare_trees(arguments.before, base, adapters, arguments.methods, arguments.rounds)
+        shutil.rmtree(WORK)
+        return
     results: dict[str, object] = {
         "shape": {"layers": arguments.layers, "adapters": COUNT, "rank": RANK},
         "machine": {
@@ -136,14 +145,38 @@ def factors(number: int, layer: int, shape: tuple[int, int]) -> tuple[torch.Tens
     return left * (1 + number) / COUNT, right
 
 
-def merge(base: Path, adapters: list[Path], method: str) -> dict[str, float]:
+def compare_trees(
+    before: Path, base: Path, adapters: list[Path], methods: list[str], rounds: int
+) -> None:
+    """Print, by method, the best seconds of both trees, and whether they wrote the same bytes."""
+    for method in methods:
+        taken: dict[Path | None, list[float]] = {before: [], None: []}
+        written: set[str] = set()
+        for _ in range(rounds):
+            for tree, seconds in taken.items():
+                seconds.append(merge(base, adapters, method, tree)["seconds"])
+                weights = (WORK / "out" / "adapter_model.safetensors").open("rb")
+                with weights:
+                    written.add(hashlib.file_digest(weights, "sha256").hexdigest())
+        then, now = (min(seconds) for seconds in taken.values())
+        same = "same bytes" if len(written) == 1 else "OTHER BYTES"
+        print(
+            f"{method:16} {then:6.2f} s before, {now:6.2f} s now: {now / then:.2f}, {same}",
+            flush=True,
+        )
+
+
+def merge(
+    base: Path, adapters: list[Path], method: str, tree: Path | None = None
+) -> dict[str, float]:
     out = WORK / "out"
     shutil.rmtree(out, ignore_errors=True)
     sources = [f"--expert=e{number}={path}" for number, path in enumerate(adapters)]
     command = [sys.executable, "-m", "covmerge", "merge", "--base", str(base), *sources]
     command += ["--method", method, "--as", "adapter", "--json", str(out)]
     started = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
+    env = {**os.environ, **({} if tree is None else {"PYTHONPATH": str(tree)})}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     seconds = time.perf_counter() - started
     if done.returncode:
         raise SystemExit(done.stderr)

@@ -9,6 +9,7 @@ import torch
 
 import covmerge
 from covmerge.engine import plan_memory, work
+from covmerge.engine.inputs import read_inputs
 from covmerge.errors import TensorError
 from covmerge.plan import build_plan
 from covmerge.recipe import parse_recipe
@@ -80,6 +81,19 @@ def test_items_really_run_beside_each_other(monkeypatch):
     monkeypatch.setattr("covmerge.engine.threads.work", watched)
     covmerge.merge(base, experts, "average", threads=3)
     assert torch.get_num_threads() == before
+
+
+def test_reading_leaves_the_other_cores_to_the_lanes(monkeypatch):
+    # Converting factors on two threads took twice the processor's time of the whole merge.
+    seen = set()
+
+    def watched(*given):
+        seen.add(torch.get_num_threads())
+        return read_inputs(*given)
+
+    monkeypatch.setattr("covmerge.engine.threads.read_inputs", watched)
+    covmerge.merge(*models(), "average", threads=3)
+    assert seen == {1}
 
 
 def test_an_error_in_one_lane_ends_the_merge():

@@ -88,6 +88,8 @@ class _Pipeline:
         self._done.put(None)
 
     def _read(self) -> None:
+        # Reading converts and scales, no more; a second thread would wait for it on a core of the lanes.
+        torch.set_num_threads(1)
         for index, batch in self._batches:
             if not self._budget.acquire(moved_together(batch)):
                 return
