@@ -1,10 +1,11 @@
 """Ten methods by one `covmerge compare`, beside ten separate `covmerge merge` of the same experts.
 
-    python -m benchmarks.comparison [--experts DIR] [--rounds 3] [--out FILE.json]
+    python -m benchmarks.comparison [--experts DIR] [--rounds 3] [--scales] [--out FILE.json]
 
 The experts are those of `make demo`: MiniLM, fully fine-tuned on eight tasks. Every command runs in a
 process of its own, the way a user starts it; the rounds are interleaved, and wall-clock time, CPU
 time and peak memory come from the operating system. Medians, and the spread over the rounds.
+With `--scales` the ten are one method, Task Arithmetic, with ten scales.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ METHODS = (
     *("average", "task_arithmetic", "ties", "dare_ties", "ace"),
     *("actmat", "tsv_m", "iso_c", "iso_cts", "wudi"),
 )
+SCALES = tuple(f"{tenths / 10:.1f}" for tenths in range(1, 11))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experts", type=Path, default=EXPERTS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS / "comparison.json")
+    parser.add_argument("--scales", action="store_true")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     folders = sorted(path for path in arguments.experts.glob("*") if path.is_dir())
     if not folders:
@@ -42,9 +45,20 @@ def main() -> None:
     for folder in folders:
         sources += ["--expert", f"{folder.name}={folder}"]
 
+    merges = {name: ["--method", name] for name in METHODS}
+    if arguments.scales:
+        merges = {
+            f"task_arithmetic(scale={scale})": [
+                "--method",
+                "task_arithmetic",
+                "--set",
+                f"scale={scale}",
+            ]
+            for scale in SCALES
+        }
     commands = {
-        "compare": ["compare", *sources, "--methods", ",".join(METHODS), "--out"],
-        **{name: ["merge", *sources, "--method", name] for name in METHODS},
+        "compare": ["compare", *sources, "--methods", ",".join(merges), "--out"],
+        **{name: ["merge", *sources, *chosen] for name, chosen in merges.items()},
     }
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     for number in range(arguments.rounds):
@@ -54,8 +68,9 @@ def main() -> None:
     results = summarize(rounds)
     results["machine"] = machine()
     results["experts"] = [folder.name for folder in folders]
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    out = arguments.out or RESULTS / f"{'scales' if arguments.scales else 'comparison'}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results["ratios"], indent=1))
 
 
@@ -73,12 +88,13 @@ def summarize(rounds: dict[str, list[dict[str, float]]]) -> dict[str, object]:
     """Medians by command, and compare's ratios to the sum and to the dearest of the merges."""
     measured = {name: spread(done) for name, done in rounds.items()}
     ratios = {}
-    for key in ("seconds", "cpu_seconds"):
+    merges = [name for name in measured if name != "compare"]
+    for key in ("seconds", "cpu_seconds", "bytes_read"):
         own = measured["compare"][key]["median"]
-        separate = [measured[name][key]["median"] for name in METHODS]
+        separate = [measured[name][key]["median"] for name in merges]
         ratios[f"{key}: compare / sum of ten merges"] = round(own / sum(separate), 3)
         ratios[f"{key}: compare / dearest merge"] = round(own / max(separate), 3)
-    peaks = [measured[name]["peak_bytes"]["median"] for name in METHODS]
+    peaks = [measured[name]["peak_bytes"]["median"] for name in merges]
     own_peak = measured["compare"]["peak_bytes"]["median"]
     ratios["peak memory: compare / largest merge"] = round(own_peak / max(peaks), 3)
     return {"commands": measured, "ratios": ratios}

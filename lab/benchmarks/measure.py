@@ -46,6 +46,10 @@ def spawn(
     quiet = [(os.POSIX_SPAWN_OPEN, stream, sink, flags, 0o644) for stream in (1, 2)]
     started = time.perf_counter()
     pid = os.posix_spawnp(argv[0], list(argv), dict(env or os.environ), file_actions=quiet)
+    os.waitid(
+        os.P_PID, pid, os.WEXITED | os.WNOWAIT
+    )  # its counters are there until it is waited for
+    asked = _bytes_asked_for(pid)
     _, status, usage = os.wait4(pid, 0)
     seconds = time.perf_counter() - started
     if status:
@@ -55,7 +59,17 @@ def spawn(
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
         "peak_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         "disk_bytes_read": usage.ru_inblock * 512,
+        **asked,
     }
+
+
+def _bytes_asked_for(pid: int) -> dict[str, float]:
+    """What a process read by calls, from the page cache too; Linux alone says so."""
+    try:
+        counters = Path(f"/proc/{pid}/io").read_text("ascii").split()
+    except OSError:
+        return {}
+    return {"bytes_read": int(counters[counters.index("rchar:") + 1])}
 
 
 def cool(files: Sequence[Path]) -> None:
