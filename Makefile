@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A worker for each core, each with one thread of torch unless the caller wants more. A file's tests
+# stay together, as they share what is expensive to make, and conftest.py puts the long ones first.
+WORKERS ?= logical
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint style types boundaries fast slow bench clean
+.PHONY: demo test lint style types boundaries tests fast slow bench clean
 
 $(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -13,9 +17,10 @@ $(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 demo: $(VENV)/.ready  ## fine-tune eight experts of a real model, merge them by every method, show the table
 	$(BIN)/covmerge bench text --kind full --seeds 1 --cache demo-output/cache --out demo-output
 
-# Each part runs, whichever failed before it, and make fails if one did.
+# Each part runs, whichever failed before it, and make fails if one did. The types, which keep one core
+# busy, are checked beside the others.
 test: $(VENV)/.ready  ## everything CI runs
-	$(MAKE) --no-print-directory --keep-going lint style types boundaries fast slow
+	$(MAKE) --no-print-directory --keep-going --jobs=2 types lint style boundaries tests
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check
@@ -29,11 +34,15 @@ types: $(VENV)/.ready
 boundaries: $(VENV)/.ready
 	$(BIN)/lint-imports
 
+tests fast slow: export OMP_NUM_THREADS ?= 1
+tests: $(VENV)/.ready
+	$(PYTEST)
+
 fast: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 # With PEERS, the authors' repositories checked out there, and PEERS_PYTHON, a Python that has mergekit and
 # fusion-bench, both are measured beside covmerge (see the modules). `comparison` needs `make demo` before.

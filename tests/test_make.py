@@ -13,8 +13,7 @@ PARTS = [
     "ruff format --check",
     "pyright --pythonpath",
     "lint-imports",
-    "python -m pytest -m not slow",
-    "python -m pytest -m slow",
+    "python -m pytest",
 ]
 STUB = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$RAN"
