@@ -33,6 +33,17 @@ def cache_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """What outlives a loss of power is no test's subject, and waiting for it 40 % of a small merge.
+
+    Processes that tests start, to kill them for example, wait as ever.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that of several workers none waits for them at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -62,7 +62,7 @@ def merge_apart(*args, **options):
 
 @pytest.mark.slow
 def test_kill_and_resume_gives_the_same_bytes(tmp_path):
-    base, experts = save_plain(tmp_path)
+    base, experts = save_plain(tmp_path, width=64)
     merge_apart(base, experts, tmp_path / "undisturbed")
 
     journal = tmp_path / PARTIAL / "journal.jsonl"
