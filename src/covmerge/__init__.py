@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from covmerge.layer import merge_layer
     from covmerge.linalg.auto import Cost
     from covmerge.methods.registry import Laws, Reference, Survey, register
+    from covmerge.noticed import Noticed, Seen, Words
     from covmerge.publish import push
     from covmerge.recipe import Recipe, load_recipe, parse_recipe
     from covmerge.reporting import figures as figures
@@ -51,9 +52,12 @@ _HOMES = {
     "LowRank": "covmerge.types",
     "MergeResult": "covmerge.api",
     "Merged": "covmerge.types",
+    "Noticed": "covmerge.noticed",
     "Reference": "covmerge.methods.registry",
     "RunOptions": "covmerge.engine",
+    "Seen": "covmerge.noticed",
     "Survey": "covmerge.methods.registry",
+    "Words": "covmerge.noticed",
     "collect": "covmerge.statistics",
     "collect_regmean_pp": "covmerge.statistics",
     "compare": "covmerge.api",
@@ -91,10 +95,13 @@ __all__ = [
     "LowRank",
     "MergeResult",
     "Merged",
+    "Noticed",
     "Recipe",
     "Reference",
     "RunOptions",
+    "Seen",
     "Survey",
+    "Words",
     "__version__",
     "collect",
     "collect_regmean_pp",

@@ -21,7 +21,7 @@ from covmerge.engine import (
 )
 from covmerge.errors import InputError
 from covmerge.judgement import check_fit
-from covmerge.output import MergeResult, OutputFolder, merge_stats, run_report, told_of
+from covmerge.output import MergeResult, OutputFolder, merge_stats, run_report
 from covmerge.plan import MODEL, Plan, head_part, mask_part
 from covmerge.recipe import Recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
@@ -56,8 +56,7 @@ class Job:
         output = MemoryOutput(plan.parts)
         done = self._execute(work, output)
         fit = check_fit(plan, done.items, work.checkpoints)
-        stats = merge_stats(plan, done.items)
-        warnings, noticed = told_of(plan, stats, fit)
+        stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
         found = output.tensors
         return MergeResult(
@@ -68,8 +67,9 @@ class Job:
             stats=stats,
             run=run_report(done, work.memory),
             timeline=done.spans,
-            notes=(*plan.notes, *noticed),
-            warnings=warnings,
+            noticed=account.rows,
+            notes=(*plan.notes, *account.notes),
+            warnings=(*fit, *account.warnings),
             masks={
                 expert: {name: unpack(bits, shapes[name]) for name, bits in found[part].items()}
                 for expert in plan.recipe.experts

@@ -22,9 +22,9 @@ from covmerge.engine import (
     MemoryPlan,
     RunStats,
     Span,
-    method_notes,
-    method_warnings,
+    account_of_lengths,
     peak_memory,
+    seen_in,
     tensor_stats,
     totals,
 )
@@ -36,13 +36,15 @@ from covmerge.export import (
     files_of,
     open_output,
     plan_parts,
-    rescalers_of,
     write_adapter_config,
     write_card,
     write_index,
     write_manifest,
     write_rescalers,
 )
+from covmerge.methods import WORDS
+from covmerge.methods.emr import rescalers_of
+from covmerge.noticed import Account, account_of
 from covmerge.plan import (
     MODEL,
     AdapterFactors,
@@ -70,6 +72,7 @@ class MergeResult:
         run: seconds and memory of this run.
         seconds: of mathematics by tensor, of those that this run merged.
         timeline: when this run surveyed, read, computed and wrote.
+        noticed: what the method noticed, in words: labels and what stands beside them.
         notes: what the plan and the run want a reader to know.
         warnings: what may make the result worse, and what to do.
         verification: result of re-reading the output, for a merge to disk.
@@ -81,6 +84,7 @@ class MergeResult:
     recipe: Recipe
     stats: Mapping[str, Any]
     run: Mapping[str, Any]
+    noticed: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     verification: VerifyReport | None = None
@@ -145,17 +149,17 @@ class OutputFolder:
         self.output.flush()
         # What was laid in meanwhile may be a link, through which something else would be written.
         self._removed += remove_others(folder, self._files)
-        stats = merge_stats(plan, done.items)
+        stats, account = merge_stats(plan, done.items)
         beside = self._write_config() if self._is_adapter else self._write_beside(stats)
-        told_warnings, noticed = told_of(plan, stats, warnings)
+        warnings = (*warnings, *account.warnings)
         notes = (
             *plan.notes,
-            *noticed,
+            *account.notes,
             *self._copied.notes,
             *(self._adapter_notes(stats) if self._is_adapter else ()),
             *self._parents.notes,
         )
-        told = manifest(plan, fingerprints, notes, told_warnings, stats)
+        told = manifest(plan, fingerprints, notes, warnings, stats)
         beside.append(write_card(folder, plan, self._parents, base.config, told))
         sealed = seal(
             folder,
@@ -173,8 +177,9 @@ class OutputFolder:
             plan.recipe,
             stats,
             run_report(done, memory),
+            account.rows,
             (*notes, *sealed.notes),
-            told_warnings,
+            warnings,
             sealed.report,
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
@@ -305,21 +310,16 @@ def _config_dtype(plan: Plan) -> torch.dtype | None:
     return None if stored == "base" else getattr(torch, stored)
 
 
-def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    """Statistics of a finished merge: totals, heads, and each tensor."""
+def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[dict[str, Json], Account]:
+    """Statistics of a finished merge: totals, heads, and each tensor; and what is said of it."""
     entries = tensor_stats(plan, done)
+    seen = seen_in(plan, entries)
+    account = account_of(seen, always=WORDS) + account_of_lengths(entries)
     heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
-    factors = rescalers_of(entries)
+    factors = rescalers_of(seen)
     rescaled = {"rescalers": factors} if factors else {}
-    return {"totals": totals(entries), "heads": heads, **rescaled, "tensors": entries}
-
-
-def told_of(
-    plan: Plan, stats: Mapping[str, Any], warnings: Sequence[str]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return warnings and notes of a merge: of its experts, and of what the method noticed."""
-    entries = stats["tensors"]
-    return (*warnings, *method_warnings(plan, entries)), method_notes(entries)
+    counted = totals(entries, account.totals)
+    return {"totals": counted, "heads": heads, **rescaled, "tensors": entries}, account
 
 
 def tensor_seconds(plan: Plan, done: RunStats) -> dict[str, float]:

@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from covmerge.noticed import Noticed
+
 _T = TypeVar("_T")
 
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
@@ -262,12 +264,22 @@ class LinearGroup:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a method returns: the merged update W̄ − W_0 `(d_out, d_in)` and what it noticed.
+    """What a method returns.
 
-    `masks`, one boolean tensor of the update's shape per expert, comes from methods that write masks
-    beside the model.
+    Attributes:
+        delta: the merged update W̄ − W_0 `(d_out, d_in)`.
+        noticed: what the method noticed, as the type that it is registered with; or a mapping of facts,
+            for which there are no words.
+        masks: one boolean tensor of the update's shape per expert, from methods that write masks beside
+            the model.
     """
 
     delta: Tensor
-    stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    noticed: Noticed | Mapping[str, Json] = field(default_factory=Noticed)
     masks: tuple[Tensor, ...] = ()
+
+    @property
+    def stats(self) -> Mapping[str, Json]:
+        """What the method noticed, as it goes into covmerge.json."""
+        noticed = self.noticed
+        return noticed.as_json() if isinstance(noticed, Noticed) else noticed

@@ -21,7 +21,7 @@ from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CheckpointError, CovmergeError, InputError, RecipeError, TensorError
 from covmerge.linalg.random import Stream
 from covmerge.methods import registry
-from covmerge.methods.emr import rescalers
+from covmerge.methods.emr import Masses, rescalers
 from covmerge.plan import build as plan_build
 from covmerge.statistics import StatisticsFile, collect, collect_regmean_pp
 from tests.cli.runs import covmerge as cli
@@ -498,7 +498,7 @@ class TestMasks:
                     ],
                 }
             )
-        factors = dict(zip(experts, rescalers(sums), strict=True))
+        factors = dict(zip(experts, rescalers([Masses(**each) for each in sums]), strict=True))
         assert result.stats["rescalers"] == pytest.approx(factors, rel=1e-6)
         for expert, masked in masks.items():
             own = covmerge.load_expert(tmp_path / "out", expert, base)

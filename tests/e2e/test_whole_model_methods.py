@@ -10,7 +10,7 @@ import covmerge
 from covmerge.engine import Silent, read_inputs
 from covmerge.errors import RecipeError, TensorError
 from covmerge.linalg.select import kth_magnitude
-from covmerge.methods.emr import rescalers
+from covmerge.methods.emr import Masses, rescalers
 from covmerge.plan import Count, build, build_plan, types
 from covmerge.recipe import parse_recipe
 from covmerge.sources import open_checkpoints
@@ -206,7 +206,7 @@ class TestEmr:
                     "kept_mass": [float((m * unified[name]).abs().sum()) for m in masks],
                 }
             )
-        factors = dict(zip(experts, rescalers(sums), strict=True))
+        factors = dict(zip(experts, rescalers([Masses(**each) for each in sums]), strict=True))
         assert result.stats["rescalers"] == pytest.approx(factors, rel=1e-6)
         for expert in experts:
             own = covmerge.load_expert(out, expert, base)

@@ -61,7 +61,7 @@ def squares(group):
         (ignores_strides, {}, "strides.*RuntimeError"),
         (needs_float64, {}, "single_precision.*float32 and float64 differ"),
         (by_rows, {"unit": "element"}, "blocks_of_rows.*declare `tensor`"),
-        (notes_a_tensor, {}, "statistics_are_plain_json"),
+        (notes_a_tensor, {}, "noticed_is_plain_json"),
         (crashes, {}, "raises IndexError: out of range"),
         (
             lambda group: group.updates[0],

@@ -88,7 +88,7 @@ def merged(name, updates):
     column = COLUMNS[name]
     data = [measured.value for measured in group.measured]
     delta = covmerge.merge_layer(updates, column.method, data=data, **column.parameters)
-    return torch.tensor(rescalers([kernel(name, group).stats])) if name == FACTORS else delta
+    return torch.tensor(rescalers([kernel(name, group).noticed])) if name == FACTORS else delta
 
 
 @cache

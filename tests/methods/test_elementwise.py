@@ -13,7 +13,7 @@ from covmerge.methods import registry
 from covmerge.methods.dare import sparsified
 from covmerge.methods.della import keep_probability
 from covmerge.methods.elect import thresholds_of
-from covmerge.methods.emr import rescalers
+from covmerge.methods.emr import Masses, rescalers
 from covmerge.types import LinearGroup
 from tests.methods.edge_cases import draw
 from tests.methods.golden_cases import elementwise as golden
@@ -283,7 +283,7 @@ def test_emr_masks_are_the_published_ones(variant):
 def test_one_expert_is_reconstructed_exactly():
     update = draw(norms=(0.4,))
     result = merge("emr", group_of(update))
-    assert torch.equal(rescalers([result.stats])[0] * result.masks[0] * result.delta, update[0])
+    assert torch.equal(rescalers([result.noticed])[0] * result.masks[0] * result.delta, update[0])
 
 
 def test_an_exact_tie_elects_the_negative_sign():
@@ -299,14 +299,14 @@ def test_rescalers_add_means_over_tensors():
         {"size": 8, "expert_mass": [4.0, 0.0], "kept_mass": [8.0, 8.0]},
         {"size": 0, "expert_mass": [0.0, 0.0], "kept_mass": [0.0, 0.0]},  # an empty tensor
     ]
-    assert rescalers(stats) == [2.0 / 1.5, 2.0 / 2.0]
+    assert rescalers([Masses(**each) for each in stats]) == [2.0 / 1.5, 2.0 / 2.0]
 
 
 def test_an_expert_of_which_nothing_is_kept_is_not_rescaled():
     """Published: x/0 and 0/0."""
     updates = [torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([-0.5, -0.5])]
     result = merge("emr", group_of(updates))
-    assert rescalers([result.stats]) == [1.0, 1.0, 1.0]
+    assert rescalers([result.noticed]) == [1.0, 1.0, 1.0]
     assert not result.masks[1].any()
     assert not result.masks[2].any()
 

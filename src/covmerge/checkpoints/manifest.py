@@ -61,9 +61,6 @@ class _Rule(_Part):
 
 class _Totals(_Part):
     by_rule: list[_Rule]
-    gate_fired: list[str] = []
-    ridge_dominates: list[str] = []
-    largest_jitter: float = 0.0
     merged_norm: float
     rounding_loss: float
     left_out_energy: float = 0.0

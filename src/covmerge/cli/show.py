@@ -131,7 +131,7 @@ def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -
                     f"{format_size(run['peak_memory'])} measured, "
                     f"{format_size(run['expected_peak_memory'])} expected",
                 ),
-                *_matrices(stats),
+                *result.noticed,
                 ("rounding", f"storing loses {totals['rounding_loss']:.2%} of the update's norm"),
                 *_heads(stats["heads"]),
                 ("verified", ", ".join(checks)),
@@ -182,7 +182,7 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
                     if totals["left_out_energy"]
                     else "nothing",
                 ),
-                *_matrices(stats),
+                *result.noticed,
                 (
                     "run",
                     f"{format_seconds(run['seconds'])}; {run['threads']} threads on {run['device']}",
@@ -252,28 +252,6 @@ def _run(run: Mapping[str, Any]) -> str:
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
         + (f"; {resumed} of {run['items']} items were done by an earlier run" if resumed else "")
     )
-
-
-def _matrices(stats: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the method noticed in the matrices, if it merged any."""
-    entries: Mapping[str, Mapping[str, Any]] = stats["tensors"]
-    totals = stats["totals"]
-    noticed = [matrix for entry in entries.values() for matrix in entry.get("matrices", ())]
-    if not noticed:
-        return []
-    gated = [matrix["gate_fired"] for matrix in noticed if "gate_fired" in matrix]
-    rows: list[tuple[str, str]] = []
-    if gated:
-        where = f": {some(totals['gate_fired'])}" if totals["gate_fired"] else ""
-        rows.append(("γ gate", f"fired in {sum(gated)} of {len(gated)} matrices{where}"))
-    if any("jitter" in matrix for matrix in noticed):
-        jitter = totals["largest_jitter"]
-        rows.append(("jitter", f"{jitter:.1e} at most" if jitter else "none was needed"))
-    unchanged = totals["unchanged_updates"]
-    rows.append(
-        ("unchanged", f"{unchanged} updates were zero and left the sums" if unchanged else "none")
-    )
-    return rows
 
 
 def _next_commands(out: Path) -> list[str]:

@@ -16,12 +16,12 @@ run        one run: surveys, then what is not finished, and the journal
 budget     bytes that may be alive at once
 options    how a run is done: device, threads, memory, resume, progress
 room       disk space an output needs
-advice     what a method noticed, in words, with what to do
-stats      items joined to tensors, tensors to totals
+advice     merged updates that were blown up, in words, with what to do
+stats      items joined to tensors, tensors to totals; what methods noticed, each as its own type
 ties       tied tensors that are stored twice
 """
 
-from covmerge.engine.advice import method_notes, method_warnings
+from covmerge.engine.advice import account_of_lengths
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
 from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
@@ -32,7 +32,7 @@ from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunStats, run
-from covmerge.engine.stats import tensor_stats, totals
+from covmerge.engine.stats import seen_in, tensor_stats, totals
 from covmerge.engine.survey import find_thresholds
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
@@ -62,16 +62,16 @@ __all__ = [
     "Span",
     "Task",
     "Threads",
+    "account_of_lengths",
     "check_ties",
     "find_thresholds",
     "look_cost",
-    "method_notes",
-    "method_warnings",
     "peak_memory",
     "plan_memory",
     "read_inputs",
     "room_for",
     "run",
+    "seen_in",
     "tensor_stats",
     "torch_threads",
     "totals",

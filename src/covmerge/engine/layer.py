@@ -17,6 +17,7 @@ from covmerge.errors import TensorError
 from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
+from covmerge.noticed import Noticed
 from covmerge.plan import Copy, Merge, TensorPlan, WorkItem
 from covmerge.tensors import MatrixLayout, matrices, write_matrices
 from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
@@ -53,12 +54,12 @@ class Change:
     Attributes:
         delta: the merged update in the stored shape; by its factors and as `(d_out, d_in)` where
             the method is exact on them.
-        matrices: what the method noticed, a matrix.
+        matrices: what the method noticed, a matrix, as JSON.
         masks: by expert, from methods that write masks.
     """
 
     delta: Tensor | MergedFactors
-    matrices: list[Json]
+    matrices: Sequence[Mapping[str, Json]]
     masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def dense(self, item: WorkItem, merge: Merge) -> Tensor:
@@ -100,7 +101,7 @@ class Layer:
                     merge_factors(method, own, self._weights, merge.parameters, surveyed)
                     for own in factors
                 ]
-            noticed: list[Json] = [dict(merged.stats) for merged in found]
+            noticed = [merged.stats for merged in found]
             if merge.layout is None or not merge.layout.stacked:
                 return Change(found[0], noticed)
             stack = self._empty()
@@ -110,17 +111,18 @@ class Layer:
         with _naming(item.tensor):
             results = [method(group, **merge.parameters) for group in groups]
         names = list(self._updates)
-        stats: list[Json] = [dict(result.stats) for result in results]
+        noticed = [result.stats for result in results]
         like = self._updates[names[0]]
         if merge.layout is None:
             masks = dict(zip(names, results[0].masks, strict=False))
-            noticed = stats if method.writes_masks else []
-            return Change(_owned(results[0], self._updates), noticed, masks)
+            # Of tensors of any shape, and of parts of them, only what has words is kept.
+            told = noticed if method.noticed is not Noticed else []
+            return Change(_owned(results[0], self._updates), told, masks)
         if len(results) == 1 and not merge.layout.transposed and results[0].delta.is_contiguous():
-            return Change(_owned(results[0], self._updates).view_as(like), stats)
+            return Change(_owned(results[0], self._updates).view_as(like), noticed)
         merged = torch.empty_like(like)
         write_matrices(merged, merge.layout, [result.delta for result in results])
-        return Change(merged, stats)
+        return Change(merged, noticed)
 
     def survey_vectors(self, item: WorkItem, merge: Merge) -> Iterator[tuple[str, Tensor]]:
         """The values whose magnitudes the merge's survey ranks, by expert, matrix by matrix."""

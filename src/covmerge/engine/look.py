@@ -91,8 +91,9 @@ def _merged_again(redo: Merge, item: WorkItem, updates: Mapping[str, Tensor]) ->
     """Merge a matrix once more; None where the method's gate did not fire."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
     group = LinearGroup(tuple(updates.values()), weights)
-    merged = redo.procedure(group, **redo.parameters)
-    return merged.delta if merged.stats.get("gate_fired") else None
+    method = redo.procedure
+    merged = method(group, **redo.parameters)
+    return merged.delta if method.noticed.from_json(merged.stats).fired else None
 
 
 def look_cost(d_out: int, d_in: int, count: int, itemsize: int, *, spectra: bool) -> Cost:

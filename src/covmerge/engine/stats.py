@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any, cast
 
-from covmerge.engine.advice import outweighed
-from covmerge.plan import Plan
+from covmerge.checkpoints.json_file import shorten
+from covmerge.errors import InputError
+from covmerge.methods import registry
+from covmerge.noticed import Seen
+from covmerge.plan import Merge, Plan
 from covmerge.types import Json
 
 
@@ -49,13 +52,41 @@ def tensor_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, di
     return entries
 
 
-def totals(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Json]:
-    """Return what a reader wants first: counts by rule, gates fired, jitter, rounding."""
+def seen_in(plan: Plan, entries: Mapping[str, Mapping[str, Any]]) -> tuple[Seen, ...]:
+    """Return what methods noticed in a merge, each as its own type.
+
+    Args:
+        plan: of the merge.
+        entries: of its tensors, as in covmerge.json; an older one may lack some.
+
+    Raises:
+        InputError: an entry is not what its method writes.
+    """
+    found: list[Seen] = []
+    for tensor in plan.tensors:
+        merge, entry = tensor.operation, entries.get(tensor.name, {})
+        if isinstance(merge, Merge) and "matrices" in entry:
+            kind = registry.get(merge.method).noticed
+            try:
+                own = tuple(map(kind.from_json, entry["matrices"]))
+            except ValueError as error:
+                raise InputError(
+                    f"tensors.{tensor.name}.matrices of covmerge.json is not what method "
+                    f"'{merge.method}' writes: {shorten(str(error))}; merge again"
+                ) from error
+            experts = tuple(entry["update_norm"])
+            found.append(Seen(tensor.name, merge.parameters, experts, own))
+    return tuple(found)
+
+
+def totals(
+    entries: Mapping[str, Mapping[str, Any]], noticed: Mapping[str, Json]
+) -> dict[str, Json]:
+    """Return what a reader wants first: counts by rule, totals of what methods noticed, rounding."""
     by_rule: dict[tuple[str, str], int] = {}
     for entry in entries.values():
         key = (entry["role"], entry["rule"])
         by_rule[key] = by_rule.get(key, 0) + 1
-    matrices = [matrix for entry in entries.values() for matrix in entry.get("matrices", [])]
     merged = [entry for entry in entries.values() if "merged_norm" in entry]
     change = _root(entry["merged_norm"] ** 2 for entry in merged)
     lost = _root((entry["merged_norm"] * entry["rounding_loss"]) ** 2 for entry in merged)
@@ -64,19 +95,8 @@ def totals(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Json]:
             {"role": role, "rule": rule, "tensors": count}
             for (role, rule), count in by_rule.items()
         ],
-        "matrices": len(matrices),
-        "gate_fired": [
-            name
-            for name, entry in entries.items()
-            if any(matrix.get("gate_fired") for matrix in entry.get("matrices", []))
-        ],
-        "ridge_dominates": [
-            name
-            for name, entry in entries.items()
-            if any(map(outweighed, entry.get("matrices", [])))
-        ],
-        "largest_jitter": max((matrix.get("jitter", 0.0) for matrix in matrices), default=0.0),
-        "unchanged_updates": sum(matrix.get("unchanged", 0) for matrix in matrices),
+        "matrices": sum(len(entry.get("matrices", ())) for entry in entries.values()),
+        **noticed,
         "merged_norm": change,
         **_of_adapter(merged, change),
         "rounding_loss": lost / change if change else 0.0,

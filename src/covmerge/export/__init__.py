@@ -12,7 +12,7 @@ from covmerge.export.companions import (
     hash_companions,
     is_weights,
 )
-from covmerge.export.expert_models import find_masks, load_expert, rescalers_of, write_rescalers
+from covmerge.export.expert_models import find_masks, load_expert, write_rescalers
 from covmerge.export.files import files_of, open_output, plan_parts
 from covmerge.export.front_matter import read_front_matter
 from covmerge.export.index import write_index
@@ -34,7 +34,6 @@ __all__ = [
     "plan_parts",
     "read_front_matter",
     "read_parents",
-    "rescalers_of",
     "write_adapter_config",
     "write_card",
     "write_index",

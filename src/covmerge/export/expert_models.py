@@ -20,43 +20,10 @@ from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
-from covmerge.methods.emr import rescalers
 from covmerge.types import Json
 
 _FILE = "rescalers.json"
 _CHUNK = 4 << 20  # bytes hashed at a time
-
-
-def rescalers_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the factor of each expert from the statistics of a run's tensors.
-
-    Args:
-        entries: by tensor, as in `covmerge.json`; tensors of other methods are passed over.
-    """
-    masked = [entry for entry in entries.values() if _is_masked(entry)]
-    experts = list(dict.fromkeys(expert for entry in masked for expert in entry["update_norm"]))
-    per_tensor = [_sums(entry, experts) for entry in masked]
-    return dict(zip(experts, rescalers(per_tensor), strict=True)) if masked else {}
-
-
-def _is_masked(entry: Mapping[str, Any]) -> bool:
-    return any("kept_mass" in block for block in entry.get("matrices", ()))
-
-
-def _sums(entry: Mapping[str, Any], experts: list[str]) -> dict[str, Any]:
-    """Add up the row blocks of a tensor; an expert that lacks it adds nothing."""
-    places = {expert: place for place, expert in enumerate(entry["update_norm"])}
-    blocks = entry["matrices"]
-
-    def total(key: str, expert: str) -> float:
-        place = places.get(expert)
-        return 0.0 if place is None else sum(block[key][place] for block in blocks)
-
-    return {
-        "size": sum(block["size"] for block in blocks),
-        "expert_mass": [total("expert_mass", expert) for expert in experts],
-        "kept_mass": [total("kept_mass", expert) for expert in experts],
-    }
 
 
 def write_rescalers(folder: Path, factors: Mapping[str, float]) -> Path:

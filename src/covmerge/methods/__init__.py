@@ -24,7 +24,13 @@ from covmerge.methods import (
     tsv_m,
     wudi,
 )
+from covmerge.methods.ace_noticed import AVERAGED, GATE, RIDGE
 from covmerge.methods.registry import Method, registry
+from covmerge.methods.words import ARBITRARY, DEPENDENT, JITTER, UNCHANGED
+
+# The words of covmerge's own methods, in the order in which they are said. Their totals are in every
+# covmerge.json, whatever the method; those of others where they were used.
+WORDS = (GATE, RIDGE, JITTER, UNCHANGED, AVERAGED, DEPENDENT, ARBITRARY)
 
 registry.reserve(
     "nan",
@@ -42,6 +48,7 @@ names = registry.names
 get = registry.get
 
 __all__ = [
+    "WORDS",
     "Method",
     "ace",
     "actmat",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from statistics import fmean
 from typing import Annotated
 
@@ -33,9 +32,10 @@ from covmerge.linalg.cholesky import Cholesky
 from covmerge.linalg.condition import condition_number
 from covmerge.linalg.joint import joint_directions
 from covmerge.linalg.spectral import LeadingDirections, leading_directions, rank_tolerance
+from covmerge.methods.ace_noticed import AceNoticed
 from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
-from covmerge.types import Frame, Json, LinearGroup, Merged
+from covmerge.types import Frame, LinearGroup, Merged
 
 # Share of an update's energy that centring must leave. A mean row of random rows has 1/d_out of it.
 _BLIND = 1e-2
@@ -92,6 +92,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
+    noticed=AceNoticed,
     family_defaults={"gpt2": {"eps": 4e-2}, "roberta-base": {"eps": 2e-4}},
 )
 def ace(
@@ -177,16 +178,10 @@ def ace(
     active, gamma = _estimated(changed, frame, eps=eps, tau=tau, gate=gate, normalize=normalize)
     averaged = len(changed.updates) - len(active.updates)
     fired = gamma.fired and normalize
-    stats: dict[str, Json] = {
-        "unchanged": changed.unchanged,
-        "averaged": averaged,
-        # At its pole γ is no number that JSON has.
-        "gamma": gamma.gamma if isfinite(gamma.gamma) else None,
-        "gate_fired": fired,
-    }
+    noticed = AceNoticed(changed.unchanged, averaged, gamma.gamma, fired)
     if not active.updates:
         rest = _average_of_the_rest(changed, active)
-        return Merged(torch.zeros_like(first) if rest is None else rest, stats)
+        return Merged(torch.zeros_like(first) if rest is None else rest, noticed)
 
     covariances = _covariances(active, frame, eps=eps, normalize=fired)  # Eqs. 5–10
     pre = _solve(active, covariances, group, prior=prior, scaled=fired, refine=fired and refine)
@@ -195,14 +190,15 @@ def ace(
         exact = [replace(covariance, exact=True) for covariance in covariances]
         pre = _solve(active, exact, group, prior=prior, scaled=fired, refine=fired and refine)
     merged = pre.merged.to(first.dtype)
-    stats |= {
-        "route": pre.route,
-        "spread": heterogeneity(active.norms, "scale_free"),
-        "ridge_share": _ridge_share(covariances, group.shape[1]),
-        "rcond": 1.0 / pre.condition,
-        "precision": str(pre.merged.dtype).removeprefix("torch."),
-        "jitter": pre.factor.jitter,
-    }
+    noticed = replace(
+        noticed,
+        route=pre.route,
+        spread=heterogeneity(active.norms, "scale_free"),
+        ridge_share=_ridge_share(covariances, group.shape[1]),
+        rcond=1.0 / pre.condition,
+        precision=str(pre.merged.dtype).removeprefix("torch."),
+        jitter=pre.factor.jitter,
+    )
     residual = pre.residual
     del pre
     if residual is not None:
@@ -210,9 +206,9 @@ def ace(
         top = _refinement_directions(fused, active, group.shape, k_frac, rank_rtol)
         sigma_iso = float(top.sigma[: top.k].mean())
         merged.add_(top.isometry, alpha=sigma_iso)  # Eqs. 18, 19
-        stats |= {"k": top.k, "rank": top.rank, "sigma_iso": sigma_iso}
+        noticed = replace(noticed, k=top.k, rank=top.rank, sigma_iso=sigma_iso)
     rest = _average_of_the_rest(changed, active)
-    return Merged(merged if rest is None else merged.add_(rest), stats)
+    return Merged(merged if rest is None else merged.add_(rest), noticed)
 
 
 def _estimated(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -10,7 +11,7 @@ from pydantic import Field
 from covmerge.covariance.estimate import gram
 from covmerge.linalg.auto import Cost, pinv_cost
 from covmerge.linalg.spectral import EXACT
-from covmerge.methods.closed_form import active_experts, solve_cut_off
+from covmerge.methods.closed_form import CutOff, active_experts, solve_cut_off
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import LinearGroup, Merged
 
@@ -39,6 +40,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
+    noticed=CutOff,
 )
 def actmat(
     group: LinearGroup,
@@ -79,7 +81,7 @@ def actmat(
     d_in = group.shape[1]
     active = active_experts(group)
     if not active.updates:
-        return Merged(torch.zeros_like(group.updates[0]), {"unchanged": active.unchanged})
+        return Merged(torch.zeros_like(group.updates[0]), CutOff(unchanged=active.unchanged))
 
     covariances = [
         gram(update).times(weight)
@@ -87,5 +89,5 @@ def actmat(
     ]
     cutoff = d_in * torch.finfo(torch.float32).eps if rtol is None else rtol
     rounding = active.rounding_of(covariances) if rtol is None else EXACT
-    merged, stats = solve_cut_off(covariances, rtol=cutoff, rounding=rounding)
-    return Merged(merged.to(dtype), stats | {"unchanged": active.unchanged})
+    merged, noticed = solve_cut_off(covariances, rtol=cutoff, rounding=rounding)
+    return Merged(merged.to(dtype), replace(noticed, unchanged=active.unchanged))

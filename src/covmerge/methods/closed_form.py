@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,30 @@ from covmerge.linalg.lapack import norm
 from covmerge.linalg.pinv import pinv_right, solve_full_rank
 from covmerge.linalg.rank_one import add_rank_one_
 from covmerge.linalg.spectral import EXACT
-from covmerge.types import Json, LinearGroup, Rounding
+from covmerge.methods.words import UNCHANGED
+from covmerge.noticed import Noticed, Words
+from covmerge.types import LinearGroup, Rounding
+
+
+@dataclass(frozen=True)
+class CutOff(Noticed):
+    """How a pseudo-inverse was taken.
+
+    Attributes:
+        route: primal or dual sums.
+        rtol: the cut-off; None: there was none.
+        rank: eigenvalues above it.
+        solver: what solved the system, and in how many bits.
+        unchanged: experts that left the sums.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
+
+    route: str | None = None
+    rtol: float | None = None
+    rank: int | None = None
+    solver: str | None = None
+    unchanged: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +130,7 @@ def solve_pinv(
 
 def solve_cut_off(
     covariances: Sequence[Covariance], *, rtol: float, rounding: Rounding = EXACT
-) -> tuple[Tensor, dict[str, Json]]:
+) -> tuple[Tensor, CutOff]:
     """(Σ R_tC_t)(Σ C_t)† at the cut-off `rtol`, or where `rounding` begins, and what to say of it.
 
     Where the cut-off takes nothing off, as on most layers, a Cholesky factorisation is exact; in
@@ -120,14 +144,14 @@ def solve_cut_off(
         del normal
         normal = normal_equations([replace(covariance, exact=True) for covariance in covariances])
         solved = solve_full_rank(normal.gram, normal.numerator, rtol=rtol, floor=floor)
-    stats: dict[str, Json] = {"route": normal.route, "rtol": rtol}
+    noticed = CutOff(normal.route, rtol)
     if solved is None:
         d_out, d_in = covariances[0].update.shape
         shape = (len(covariances) * d_out, d_in)
         lifted, rank = solve_pinv(normal, rtol=rtol, rounding=rounding, shape=shape)
-        return lifted, stats | {"rank": rank, "solver": "eigen64"}
+        return lifted, replace(noticed, rank=rank, solver="eigen64")
     bits = torch.finfo(solved.dtype).bits
-    return normal.lift(solved), stats | {"rank": len(normal.gram), "solver": f"cholesky{bits}"}
+    return normal.lift(solved), replace(noticed, rank=len(normal.gram), solver=f"cholesky{bits}")
 
 
 def stack_weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

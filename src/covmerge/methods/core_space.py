@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -19,6 +20,7 @@ from covmerge.methods.inner import (
     InnerParameter,
     InnerRankRatio,
     InnerScale,
+    Inside,
     inner_replicas,
     merge_inside,
 )
@@ -73,6 +75,7 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
     ),
     cost=_cost,
     factored="both",
+    noticed=Inside,
     published_tuning="α, on labelled validation data",
 )
 def core_space(
@@ -129,9 +132,9 @@ def core_space(
     known = resolution(group, rank_rtol)
     rtol = known.rtol
     changed = [t for t, update in enumerate(group.updates) if update.any()]
-    stats = {"unchanged": len(group.updates) - len(changed)}
+    noticed = Inside(len(group.updates) - len(changed))
     if not changed:
-        return Merged(torch.zeros_like(like), stats)
+        return Merged(torch.zeros_like(like), noticed)
     factors = [
         group.factors[t] if group.factors else _balanced(group.updates[t], rtol, known.rounding[t])
         for t in changed
@@ -140,7 +143,7 @@ def core_space(
     inputs = joint_directions([each.right.mT for each in factors], rtol=rtol)
     left, right = outputs.left, inputs.left
     if inner == "ties" and outputs.arbitrary + inputs.arbitrary:
-        stats["arbitrary"] = outputs.arbitrary + inputs.arbitrary
+        noticed = replace(noticed, arbitrary=outputs.arbitrary + inputs.arbitrary)
     if far_apart([norm(update) for update in group.updates]):
         cores = _exact_cores(dict(zip(changed, factors, strict=True)), group, left, right)
         rtol = rank_tolerance(group.shape, torch.float64, rank_rtol)
@@ -161,7 +164,8 @@ def core_space(
         error = known.of_sum(group.weights)
         core = flattened(truncated_svd(core, min(core.shape), rtol=rtol, rounding=error))
     delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)
-    return Merged(delta.to(like.dtype), {**merged.stats, **stats, "core": list(core.shape)})
+    noticed = replace(noticed, core=(core.shape[0], core.shape[1]))
+    return Merged(delta.to(like.dtype), noticed.beside(merged))
 
 
 def _balanced(update: Tensor, rtol: float, rounding: Rounding) -> LowRank:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from covmerge.linalg.auto import Cost
 from covmerge.methods.registry import Laws, Reference, register
+from covmerge.noticed import Noticed, Seen
 from covmerge.types import LinearGroup, Merged
+
+
+@dataclass(frozen=True)
+class Masses(Noticed):
+    """The sums over a tensor, or some rows of it, that `rescalers` needs; they add up.
+
+    Attributes:
+        size: number of entries.
+        expert_mass: Σ|Δ_t| per expert.
+        kept_mass: Σ|m_t ⊙ u| per expert.
+    """
+
+    size: int = 0
+    expert_mass: tuple[float, ...] = ()
+    kept_mass: tuple[float, ...] = ()
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -38,6 +54,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     unit="element",
+    noticed=Masses,
     writes_masks=True,
 )
 def emr(group: LinearGroup) -> Merged:
@@ -53,8 +70,7 @@ def emr(group: LinearGroup) -> Merged:
         group: updates of any one shape; weights multiply the votes for the sign, not the magnitudes.
 
     Returns:
-        u; the masks; in `stats` the sums that `rescalers` needs: `size`, and per expert Σ|Δ_t| as
-        `expert_mass` and Σ|m_t ⊙ u| as `kept_mass`. They add up over the rows of a tensor.
+        u; the masks; and the sums that `rescalers` needs.
 
     Departs from the paper: nowhere; votes that cancel exactly elect the negative sign, as in the
     published code.
@@ -64,7 +80,7 @@ def emr(group: LinearGroup) -> Merged:
         >>> merged = emr(group)
         >>> merged.delta.tolist(), [mask.tolist() for mask in merged.masks]
         ([[3.0, 2.0]], [[[True, False]], [[True, True]]])
-        >>> rescalers([merged.stats])
+        >>> rescalers([merged.noticed])
         [1.3333333333333333, 0.6]
     """
     votes = torch.zeros_like(group.updates[0])
@@ -78,15 +94,15 @@ def emr(group: LinearGroup) -> Merged:
         agreeing = (update * sign).clamp_min_(0.0)
         masks.append(agreeing > 0)
         torch.maximum(unified, agreeing, out=unified)
-    stats = {
-        "size": unified.numel(),
-        "expert_mass": [_sum(update.abs()) for update in group.updates],
-        "kept_mass": [_sum(unified * mask) for mask in masks],
-    }
-    return Merged(unified.mul_(sign), stats, tuple(masks))
+    masses = Masses(
+        unified.numel(),
+        tuple(_sum(update.abs()) for update in group.updates),
+        tuple(_sum(unified * mask) for mask in masks),
+    )
+    return Merged(unified.mul_(sign), masses, tuple(masks))
 
 
-def rescalers(per_tensor: Sequence[Mapping[str, Any]]) -> list[float]:
+def rescalers(per_tensor: Sequence[Masses]) -> list[float]:
     """γ_t = Σ mean|Δ_t| / Σ mean|m_t ⊙ u|, both sums over all tensors: what each expert runs with.
 
     Sums of means, as in the published code: a small tensor weighs as much as a large one. An expert
@@ -94,18 +110,44 @@ def rescalers(per_tensor: Sequence[Mapping[str, Any]]) -> list[float]:
     its masks are empty.
 
     Args:
-        per_tensor: the `stats` of `emr`, one of each tensor, those of its row blocks added up.
+        per_tensor: what `emr` noticed, one of each tensor, those of its row blocks added up.
     """
-    tensors = [tensor for tensor in per_tensor if tensor["size"]]
-
-    def total_of_means(key: str, expert: int) -> float:
-        return sum(tensor[key][expert] / tensor["size"] for tensor in tensors)
-
+    tensors = [tensor for tensor in per_tensor if tensor.size]
     factors: list[float] = []
-    for expert in range(len(per_tensor[0]["expert_mass"])):
-        kept = total_of_means("kept_mass", expert)
-        factors.append(total_of_means("expert_mass", expert) / kept if kept > 0 else 1.0)
+    for expert in range(len(per_tensor[0].expert_mass)):
+        own = sum(tensor.expert_mass[expert] / tensor.size for tensor in tensors)
+        kept = sum(tensor.kept_mass[expert] / tensor.size for tensor in tensors)
+        factors.append(own / kept if kept > 0 else 1.0)
     return factors
+
+
+def rescalers_of(seen: Sequence[Seen]) -> dict[str, float]:
+    """Return γ_t by expert, from what was noticed in a merge; of tensors of other methods nothing."""
+    masked = [
+        (one.experts, masses)
+        for one in seen
+        if (masses := [m for m in one.matrices if isinstance(m, Masses)])
+    ]
+    experts = list(dict.fromkeys(expert for own, _ in masked for expert in own))
+    per_tensor = [_of_tensor(blocks, own, experts) for own, blocks in masked]
+    return dict(zip(experts, rescalers(per_tensor), strict=True)) if masked else {}
+
+
+def _of_tensor(blocks: Sequence[Masses], own: Sequence[str], experts: Sequence[str]) -> Masses:
+    """Add up the row blocks of a tensor; an expert that lacks it adds nothing."""
+    places = {expert: place for place, expert in enumerate(own)}
+
+    def total(per_block: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(
+            sum(block[places[expert]] for block in per_block) if expert in places else 0.0
+            for expert in experts
+        )
+
+    return Masses(
+        sum(block.size for block in blocks),
+        total([block.expert_mass for block in blocks]),
+        total([block.kept_mass for block in blocks]),
+    )
 
 
 def _sum(values: Tensor) -> float:

@@ -32,7 +32,7 @@ class MergedFactors:
         core: `(p, q)`, float64.
         right: Q, a basis of the right factors; None: the identity.
         dtype: of the adapters.
-        stats: what the method noticed.
+        stats: what the method noticed, as JSON.
     """
 
     left: Basis | None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from covmerge.methods.average import average
 from covmerge.methods.cart import cart
 from covmerge.methods.elect import Combine
-from covmerge.methods.iso import iso_c
+from covmerge.methods.iso import Flattened, iso_c
 from covmerge.methods.registry import Parameters
 from covmerge.methods.task_arithmetic import task_arithmetic
 from covmerge.methods.ties import ties
 from covmerge.methods.tsv_m import tsv_m
-from covmerge.types import LinearGroup, Merged
+from covmerge.methods.words import ARBITRARY, DEPENDENT, UNCHANGED
+from covmerge.noticed import Noticed, Words
+from covmerge.types import Json, LinearGroup, Merged
 
 Inner = Literal["average", "task_arithmetic", "ties", "cart", "tsv_m", "iso_c"]
 InnerParameter = Annotated[Inner, Field(description="the method that merges in this space")]
@@ -32,6 +35,37 @@ InnerRankRatio = Annotated[
     float,
     Field(gt=0, le=1, description="cart: k over the smaller side in this space; k is at least 1"),
 ]
+
+
+@dataclass(frozen=True)
+class Inside(Noticed):
+    """What was noticed of a space, beside the facts of the method that merged in it.
+
+    Attributes:
+        unchanged: experts that did not change the matrix.
+        components: directions that they have together, of KnOTS.
+        arbitrary: how many of these may turn into each other, where that matters; None: none.
+        core: sides of the cores, of Core Space.
+        dependent: of TSV-Merge inside.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY)
+    lengths: ClassVar[tuple[str, ...]] = Flattened.lengths
+
+    unchanged: int = 0
+    components: int | None = None
+    arbitrary: int | None = None
+    core: tuple[int, int] | None = None
+    dependent: int | None = None
+
+    @property
+    def arbitrary_result(self) -> bool:
+        """Whether directions that have no order decide the result."""
+        return bool(self.arbitrary)
+
+    def beside(self, inner: Merged) -> dict[str, Json]:
+        """These facts after those of the inner method."""
+        return {**inner.stats, **self.as_json()}
 
 
 def merge_inside(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -15,6 +16,8 @@ from covmerge.linalg.spectral import TruncatedSvd, truncated_svd
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.resolution import Resolution, resolution
+from covmerge.methods.words import DEPENDENT, UNCHANGED
+from covmerge.noticed import Noticed, Words
 from covmerge.types import LinearGroup, Merged, Rounding
 
 _PAPER = Reference(
@@ -42,6 +45,47 @@ RankRtol = Annotated[
         "what rounding of the stored weights gives",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Flattened(Noticed):
+    """A spectrum that was made flat.
+
+    Attributes:
+        rank: the numerical rank of the sum.
+        sigma: the mean of its singular values.
+    """
+
+    lengths: ClassVar[tuple[str, ...]] = ("sigma",)
+
+    rank: int = 0
+    sigma: float | None = None
+
+
+@dataclass(frozen=True)
+class FlattenedTasks(Noticed):
+    """What Iso-CTS noticed in one matrix; of a sum that is zero its rank alone.
+
+    Attributes:
+        unchanged: experts that did not change it.
+        rank: the numerical rank of the sum.
+        common: directions that all tasks have in common.
+        per_task: directions of each task.
+        directions: of both kinds.
+        dependent: directions that experts have nearly in common.
+        sigma: the mean of the singular values.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT)
+    lengths: ClassVar[tuple[str, ...]] = ("sigma",)
+
+    unchanged: int | None = None
+    rank: int = 0
+    common: int | None = None
+    per_task: int | None = None
+    directions: int | None = None
+    dependent: int | None = None
+    sigma: float | None = None
 
 
 def _cost_of_sum(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -74,6 +118,7 @@ def _cost_with_tasks(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     laws=_LAWS,
     cost=_cost_of_sum,
     factored="both",
+    noticed=Flattened,
     published_tuning=_TUNING,
 )
 def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None) -> Merged:
@@ -97,8 +142,7 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
         [2.0, 2.0, 0.0]
     """
     whole = _svd_of_sum(group, resolution(group, rank_rtol))
-    stats = {"rank": whole.rank, "sigma": _mean(whole)}
-    return Merged(flattened(whole).mul_(scale), stats)
+    return Merged(flattened(whole).mul_(scale), Flattened(whole.rank, _mean(whole)))
 
 
 def flattened(whole: TruncatedSvd) -> Tensor:
@@ -118,6 +162,7 @@ def _mean(whole: TruncatedSvd) -> float:
     laws=_LAWS,
     cost=_cost_with_tasks,
     factored="both",
+    noticed=FlattenedTasks,
     published_tuning=_TUNING,
 )
 def iso_cts(
@@ -160,7 +205,7 @@ def iso_cts(
     known = resolution(group, rank_rtol)
     whole = _svd_of_sum(group, known)
     if not whole.rank:
-        return Merged(torch.zeros_like(group.updates[0]), {"rank": 0})
+        return Merged(torch.zeros_like(group.updates[0]), FlattenedTasks())
     changed = [
         (update, weight, error)
         for update, weight, error in zip(group.updates, group.weights, known.rounding, strict=True)
@@ -175,16 +220,16 @@ def iso_cts(
     sigma = [part.kept * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
     flat = float(torch.cat([*sigma, common.kept]).mean())
     joined = orthogonalized([*tasks, common], rtol=known.rtol)
-    stats = {
-        "unchanged": len(group.updates) - len(changed),
-        "rank": whole.rank,
-        "common": len(common.right),
-        "per_task": s,
-        "directions": len(common.right) + sum(map(len, sigma)),
-        "dependent": joined.dependent,
-        "sigma": flat,
-    }
-    return Merged((joined.left @ joined.right).mul_(scale * flat), stats)
+    noticed = FlattenedTasks(
+        unchanged=len(group.updates) - len(changed),
+        rank=whole.rank,
+        common=len(common.right),
+        per_task=s,
+        directions=len(common.right) + sum(map(len, sigma)),
+        dependent=joined.dependent,
+        sigma=flat,
+    )
+    return Merged((joined.left @ joined.right).mul_(scale * flat), noticed)
 
 
 def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:

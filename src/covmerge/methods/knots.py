@@ -20,6 +20,7 @@ from covmerge.methods.inner import (
     InnerParameter,
     InnerRankRatio,
     InnerScale,
+    Inside,
     inner_replicas,
     merge_inside,
 )
@@ -127,6 +128,7 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
     cost=_cost,
     survey=Survey(_surveyed, _components),
     factored=_sides,
+    noticed=Inside,
     published_tuning="λ, between 0.4 and 0.7, and the density, 0.2 for ViT-B and else 1, on labelled "
     "validation data",
 )
@@ -194,11 +196,13 @@ def knots(
     """
     del trim  # the engine's survey has followed it
     aligned = align(group, space=space, concat=concat, rank_rtol=rank_rtol)
-    stats = {"unchanged": aligned.unchanged, "components": len(aligned.components[0])}
-    if inner == "ties" and aligned.arbitrary:
-        stats["arbitrary"] = aligned.arbitrary
-    if not stats["components"]:
-        return Merged(torch.zeros_like(group.updates[0]), stats)
+    noticed = Inside(
+        aligned.unchanged,
+        components=len(aligned.components[0]),
+        arbitrary=(aligned.arbitrary or None) if inner == "ties" else None,
+    )
+    if not noticed.components:
+        return Merged(torch.zeros_like(group.updates[0]), noticed)
     merged = merge_inside(
         LinearGroup(
             aligned.components,
@@ -214,4 +218,4 @@ def knots(
         rank_rtol=rank_rtol,
     )
     delta = aligned.basis @ merged.delta
-    return Merged(delta.mT if concat == "outputs" else delta, {**merged.stats, **stats})
+    return Merged(delta.mT if concat == "outputs" else delta, noticed.beside(merged))

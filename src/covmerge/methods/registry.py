@@ -13,6 +13,7 @@ from covmerge.linalg.auto import Cost
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import LinAlgError, norm
 from covmerge.methods.scaled import run_near_one
+from covmerge.noticed import Noticed
 from covmerge.registry import Declared, Parameters, Table
 from covmerge.types import LinearGroup, Merged
 
@@ -122,6 +123,7 @@ class Method(Declared):
         factored: the sides on which its result turns with low-rank updates, so that adapters are
             merged exactly in a basis of their factors there (see `covmerge.methods.factored`); or a
             function of the parameters that says so.
+        noticed: the type of what it notices, which knows the words for it. Undeclared, it has none.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         needs_base: `LinearGroup.base` is W_0, oriented like the updates. Not with `factored`: the
             base has no basis of low rank.
@@ -142,6 +144,7 @@ class Method(Declared):
     protocol: str = "inputs"
     survey: Survey | None = None
     factored: Sides | Callable[[Parameters], Sides] = "none"
+    noticed: type[Noticed] = Noticed
     writes_masks: bool = False
     needs_base: bool = False
     published_tuning: str = ""
@@ -206,7 +209,7 @@ class Method(Declared):
         """
         try:
             if self._multiplies and self.scales_with(parameters):
-                merged = run_near_one(self._run, group, parameters)
+                merged = run_near_one(self._run, group, parameters, self.noticed.lengths)
             else:
                 merged = self._run(group, **parameters)
         except (LinAlgError, ArithmeticError) as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -14,6 +15,8 @@ from covmerge.covariance.measured import (
 from covmerge.linalg.auto import Cost
 from covmerge.methods.closed_form import solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
+from covmerge.methods.words import JITTER
+from covmerge.noticed import Noticed, Words
 from covmerge.types import LinearGroup, Merged
 
 OffDiagonal = Annotated[
@@ -38,6 +41,23 @@ _LAWS = Laws(
 )
 
 
+@dataclass(frozen=True)
+class Factorised(Noticed):
+    """How a Cholesky factorisation went.
+
+    Attributes:
+        route: of the sums, or why there are none.
+        rcond: of the system.
+        jitter: what it needed on the diagonal.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (JITTER,)
+
+    route: str | None = None
+    rcond: float | None = None
+    jitter: float | None = None
+
+
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # Inputs that are zero in all data make the float32 factor break down: the float64 one is
     # counted, with LAPACK's copy of it, its right-hand sides and solutions.
@@ -58,6 +78,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     laws=_LAWS,
     cost=_cost,
     data="gram",
+    noticed=Factorised,
     published_tuning="a, per model family: 0.9, 0.1 or none",
 )
 def regmean(group: LinearGroup, *, off_diagonal: OffDiagonal = 0.9, ridge: Ridge = 0.0) -> Merged:
@@ -111,6 +132,7 @@ def regmean(group: LinearGroup, *, off_diagonal: OffDiagonal = 0.9, ridge: Ridge
     laws=_LAWS,
     cost=_cost,
     data="gram",
+    noticed=Factorised,
     protocol="regmean++",
 )
 def regmean_plus_plus(
@@ -155,6 +177,6 @@ def _merge(group: LinearGroup, method: str, off_diagonal: float, ridge: float) -
     if not normal.gram.any():
         total = sum(group.weights)
         average = stack_weighted(group.updates, [weight / total for weight in group.weights])
-        return Merged(average, {"route": "average: no data"})
+        return Merged(average, Factorised("average: no data"))
     merged, factor = solve_ridge(normal)
-    return Merged(merged, {"route": normal.route, "rcond": factor.rcond, "jitter": factor.jitter})
+    return Merged(merged, Factorised(normal.route, factor.rcond, factor.jitter))

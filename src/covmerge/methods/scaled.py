@@ -7,7 +7,7 @@ updates times one power of two, and its result is divided by it: both change no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +17,23 @@ from covmerge.types import Json, LinearGroup, Merged
 # Exponents of the largest entry that need nothing: d³ times the cube is far below float32's 2^127, and
 # cubes of entries 2^-20 as large far above its 2^-149.
 _EASY = 20
-_LENGTHS = {"sigma"}  # the statistics that have the units of the updates
 
 
 def run_near_one(
-    kernel: Callable[..., Merged], group: LinearGroup, parameters: Mapping[str, Any]
+    kernel: Callable[..., Merged],
+    group: LinearGroup,
+    parameters: Mapping[str, Any],
+    lengths: Collection[str] = (),
 ) -> Merged:
     """Run a kernel that is equivariant to scale on updates brought near 1, and scale its result back.
 
     Thresholds of a survey are in units that only the method knows: with them it is run as it is.
+
+    Args:
+        kernel: the method's function.
+        group: the updates.
+        parameters: of the method.
+        lengths: what it notices in units of the updates (`Noticed.lengths`).
 
     Example:
         >>> import torch
@@ -40,8 +48,8 @@ def run_near_one(
     # An even power, so that a square root of it is one too.
     factor = 2.0 ** -(exponent + exponent % 2)
     merged = kernel(group.times([factor] * len(group.updates)), **parameters)
-    stats: dict[str, Json] = {
-        name: value / factor if name in _LENGTHS and isinstance(value, float) else value
-        for name, value in merged.stats.items()
+    noticed: dict[str, Json] = {
+        name: fact / factor if name in lengths and isinstance(fact, float) else fact
+        for name, fact in merged.stats.items()
     }
-    return replace(merged, delta=merged.delta / factor, stats=stats)
+    return replace(merged, delta=merged.delta / factor, noticed=noticed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -12,7 +13,28 @@ from covmerge.linalg.polar import orthogonalized
 from covmerge.linalg.spectral import truncated_svd
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.resolution import resolution
+from covmerge.methods.words import DEPENDENT, UNCHANGED
+from covmerge.noticed import Noticed, Words
 from covmerge.types import LinearGroup, Merged
+
+
+@dataclass(frozen=True)
+class TsvNoticed(Noticed):
+    """What TSV-Merge noticed in one matrix.
+
+    Attributes:
+        unchanged: experts that did not change it.
+        k: triplets that each of the others may keep; None from here on: there are no others.
+        directions: triplets that they kept together.
+        dependent: directions that they have nearly in common.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT)
+
+    unchanged: int = 0
+    k: int | None = None
+    directions: int | None = None
+    dependent: int | None = None
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -45,6 +67,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
+    noticed=TsvNoticed,
     published_tuning="α, on labelled validation data",
 )
 def tsv_m(
@@ -101,7 +124,7 @@ def tsv_m(
     ]
     unchanged = len(group.updates) - len(changed)
     if not changed:
-        return Merged(torch.zeros_like(group.updates[0]), {"unchanged": unchanged})
+        return Merged(torch.zeros_like(group.updates[0]), TsvNoticed(unchanged))
     side = min(group.shape)
     k = side if lossless else max(1, side // len(changed))
     parts = [
@@ -110,5 +133,4 @@ def tsv_m(
     sigma = torch.cat([part.kept * w for part, (_, w, _) in zip(parts, changed, strict=True)])
     joined = orthogonalized(parts, rtol=known.rtol)
     merged = joined.left.mul_(scale * sigma.to(joined.left.dtype)) @ joined.right
-    stats = {"k": k, "directions": len(sigma), "dependent": joined.dependent}
-    return Merged(merged, {"unchanged": unchanged, **stats})
+    return Merged(merged, TsvNoticed(unchanged, k, len(sigma), joined.dependent))

@@ -13,9 +13,9 @@ from covmerge.covariance.estimate import gram
 from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.linalg.auto import Cost, pinv_cost, sums_cost, system_choice
 from covmerge.linalg.spectral import EXACT
-from covmerge.methods.closed_form import active_experts, solve_cut_off, stack_weighted
+from covmerge.methods.closed_form import CutOff, active_experts, solve_cut_off, stack_weighted
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
-from covmerge.types import Json, LinearGroup, Merged
+from covmerge.types import LinearGroup, Merged
 
 _APART = 1e-9
 
@@ -56,6 +56,7 @@ def _sides(parameters: Parameters) -> Sides:
     ),
     cost=_cost,
     factored=_sides,
+    noticed=CutOff,
     others="base",
 )
 def wudi(
@@ -119,7 +120,7 @@ def wudi(
     first = group.updates[0]
     active = active_experts(group)
     if not active.updates:
-        return Merged(torch.zeros_like(first), {"unchanged": active.unchanged})
+        return Merged(torch.zeros_like(first), CutOff(unchanged=active.unchanged))
 
     # 1 / ‖Δ_t‖² brings back what float32 may have lost in the squares of a far smaller update.
     apart = min(active.norms) < _APART * max(active.norms)
@@ -133,12 +134,12 @@ def wudi(
         steps = iterations if len(covariances) > 1 else 0
         start = stack_weighted([each.to(torch.float64) for each in active.updates], active.weights)
         merged = _adam(normal, start, steps, learning_rate)
-        stats: dict[str, Json] = {"route": normal.route}
+        noticed = CutOff(normal.route)
     else:
         cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
         rounding = active.rounding_of(covariances) if rtol is None else EXACT
-        merged, stats = solve_cut_off(covariances, rtol=cutoff, rounding=rounding)
-    return Merged(merged.to(first.dtype), stats | {"unchanged": active.unchanged})
+        merged, noticed = solve_cut_off(covariances, rtol=cutoff, rounding=rounding)
+    return Merged(merged.to(first.dtype), replace(noticed, unchanged=active.unchanged))
 
 
 def _adam(normal: NormalEquations, start: Tensor, steps: int, learning_rate: float) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from covmerge.diagnostics import VerifyReport
 from covmerge.inspection import Inspection
+from covmerge.noticed import Seen
 from covmerge.types import Json
 
 
@@ -34,6 +35,7 @@ class Report:
         title: a name for people: the output folder's, or the base's.
         inspection: what was measured, layer by layer.
         manifest: covmerge.json of the merged model; None before a merge.
+        noticed: what its methods noticed, by tensor; empty before a merge.
         verification: outcome of re-reading it.
         costs: by tensor of the merge; empty before one.
         run: seconds and memory of the whole merge, where it was just run; as in `MergeResult.run`.
@@ -43,6 +45,7 @@ class Report:
     inspection: Inspection
     manifest: Mapping[str, Any] | None = None
     verification: VerifyReport | None = None
+    noticed: Mapping[str, Seen] = field(default_factory=dict[str, Seen])
     costs: Mapping[str, LayerCost] = field(default_factory=dict[str, LayerCost])
     run: Mapping[str, Json] = field(default_factory=dict[str, Json])
 

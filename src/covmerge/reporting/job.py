@@ -9,7 +9,7 @@ from pathlib import Path
 from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.diagnostics import verify
-from covmerge.engine import RunOptions
+from covmerge.engine import RunOptions, seen_in
 from covmerge.inspection import InspectJob, SpectraOf
 from covmerge.methods import registry
 from covmerge.plan import Merge, Plan
@@ -66,6 +66,7 @@ class ReportJob:
             title=self.folder.resolve().name,
             inspection=inspection,
             manifest=manifest,
+            noticed={one.tensor: one for one in seen_in(plan, manifest["tensors"])},
             verification=verification,
             costs=_costs(plan, self.seconds),
             run=self.measured,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import hypot
 from statistics import fmean
-from typing import Any
 
 from covmerge.covariance.gate import DEFAULT_TAU, Statistic, heterogeneity
 from covmerge.inspection import Inspection, LayerView, SpectrumView
 from covmerge.measures.spectrum import leading
 from covmerge.methods import registry
+from covmerge.noticed import Seen
 from covmerge.reporting.data import Report
 from covmerge.reporting.grid import panels
 from covmerge.types import Role
@@ -120,8 +120,7 @@ class Gamma:
 
 def gammas(look: Look) -> list[Gamma]:
     """γ of every matrix that two experts or more changed."""
-    manifest = (look.manifest or {}) if isinstance(look, Report) else {}
-    entries: Mapping[str, Mapping[str, Any]] = manifest.get("tensors", {})
+    merge: Mapping[str, Seen] = look.noticed if isinstance(look, Report) else {}
     found: list[Gamma] = []
     seen: dict[str, int] = {}
     for layer in inspection_of(look).matrices:
@@ -130,8 +129,8 @@ def gammas(look: Look) -> list[Gamma]:
         sizes = [norm for norm in layer.norms.values() if norm]
         if len(sizes) < 2:
             continue
-        noticed = entries.get(layer.tensor, {}).get("matrices", ())
-        fired = noticed[place].get("gate_fired") if place < len(noticed) else None
+        noticed = merge[layer.tensor].matrices if layer.tensor in merge else ()
+        fired = noticed[place].fired if place < len(noticed) else None
         found.append(Gamma(layer, {s: heterogeneity(sizes, s) for s in STATISTICS}, fired))
     return found
 

@@ -13,6 +13,7 @@ import yaml
 
 from covmerge.inspection import Severity
 from covmerge.methods import registry
+from covmerge.noticed import account_of
 from covmerge.recipe import format_size
 from covmerge.reporting.data import Report
 from covmerge.reporting.numbers import keeps_least
@@ -87,6 +88,8 @@ def messages(report: Report) -> list[Message]:
         who, tensors = found.setdefault((finding.severity, finding.text), ([], []))
         who += [] if finding.expert is None else [finding.expert]
         tensors += finding.tensors
+    for warning in account_of(tuple(report.noticed.values())).warnings:
+        found.setdefault((Severity.WARNING, warning), ([], []))
     notes: Sequence[str] = () if report.manifest is None else report.manifest["notes"]
     for note in notes:
         found.setdefault((Severity.NOTE, note), ([], []))
@@ -129,12 +132,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     if heads:
         kept = (f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items())
         yield "heads kept", f"{', '.join(kept)}; one file each under heads/"
-    if totals["ridge_dominates"]:
-        names = totals["ridge_dominates"]
-        yield (
-            "ridge",
-            f"ε outweighs an expert's covariance in {counted(len(names), 'tensor')} ({some(names)})",
-        )
+    yield from account_of(tuple(report.noticed.values())).rows
 
 
 def run_facts(report: Report) -> Iterator[tuple[str, str]]:

@@ -84,9 +84,10 @@ def _step_names(subject: Subject) -> list[str]:
 
 
 def is_arbitrary(subject: Subject, updates: Sequence[Tensor]) -> bool:
-    """Whether the method says that its result hangs on rounding (`stats["arbitrary"]`)."""
-    group = subject.group(updates)
-    return "arbitrary" in subject.method(group, **subject.given).stats
+    """Whether the method says that its result hangs on rounding (`Noticed.arbitrary_result`)."""
+    method = subject.method
+    merged = method(subject.group(updates), **subject.given)
+    return method.noticed.from_json(merged.stats).arbitrary_result
 
 
 def apart(one: Tensor, other: Tensor, updates: Sequence[Tensor]) -> float:

@@ -133,7 +133,7 @@ def masked(method: str, group: Callable[[str, str], LinearGroup], **parameters: 
 def emr(variant: str) -> dict[str, Tensor]:
     """The unified vector, what each expert runs with, and the rescalers."""
     results = {name: registry.get("emr")(group_of(updates_of(variant, name))) for name in NAMES}
-    factors = rescalers([result.stats for result in results.values()])
+    factors = rescalers([result.noticed for result in results.values()])
     computed = {"rescalers": torch.tensor(factors)}
     for name, result in results.items():
         computed[f"unified/{name}"] = result.delta

@@ -1,0 +1,78 @@
+"""What a method noticed is a type of that method: no other module knows its facts."""
+
+import ast
+from dataclasses import dataclass, fields
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.methods import WORDS, registry
+from covmerge.methods.ace_noticed import AceNoticed
+from covmerge.noticed import Account, Noticed, Seen, account_of
+
+SOURCE = Path(covmerge.__file__).parent
+KINDS = {registry.get(name).noticed for name in registry.names()} - {Noticed}
+# The methods' own files, where the same word may be a parameter, or a fact of another.
+AT_HOME = {"methods", "twins"}
+# Words of the field that name other things too: ranks of adapters, the γ of an inspection, a parameter.
+COMMON = {"gamma", "k", "rank", "route", "sigma", "size", "solver"}
+
+
+def constants():
+    """Every text of the source that is an expression, with the part of the package that has it."""
+    for path in SOURCE.rglob("*.py"):
+        part = path.relative_to(SOURCE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield part, path, node
+
+
+def test_no_module_knows_the_facts_of_a_method():
+    facts = {each.name for kind in KINDS for each in fields(kind)}
+    totals = {key for words in WORDS for key in words.totals([])}
+    assert {"gate_fired", "ridge_share", "kept_mass", "jitter"} < facts
+    assert totals == {"gate_fired", "ridge_dominates", "largest_jitter", "unchanged_updates"}
+    found = [
+        f"{path.relative_to(SOURCE)}:{node.lineno} {node.value}"
+        for part, path, node in constants()
+        if part not in AT_HOME and node.value in (facts | totals) - COMMON
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS, key=lambda kind: kind.__name__))
+def test_an_older_output_may_lack_facts_and_have_others(kind):
+    assert kind.from_json({"of another": 1}) == kind()
+    assert kind.from_json(kind().as_json()) == kind()
+
+
+def test_the_pole_of_gamma_is_null():
+    noticed = AceNoticed(gamma=inf, gate_fired=True, spread=0.1)
+    assert noticed.at_pole
+    assert noticed.as_json()["gamma"] is None
+    assert AceNoticed.from_json(noticed.as_json()) == noticed
+
+
+def test_words_see_their_own_types_only():
+    @dataclass(frozen=True)
+    class Other(Noticed):
+        jitter: float | None = None  # not ACE's: it lists no words
+
+    seen = [
+        Seen("fc", {"eps": 1e-5}, ("a", "b"), (AceNoticed(unchanged=1, jitter=0.0),)),
+        Seen("head", {}, ("a", "b"), (Other(jitter=3.0),)),
+    ]
+    account = account_of(seen, always=WORDS)
+    assert account.totals["largest_jitter"] == 0.0 and account.totals["unchanged_updates"] == 1
+    assert dict(account.rows)["γ gate"] == "fired in 0 of 1 matrices"
+    assert account_of([], always=WORDS).rows == ()
+    assert account_of(seen[1:]) == Account()
+
+
+def test_a_length_of_huge_updates_is_in_their_units():
+    updates = [torch.eye(3) * 1e30, torch.eye(3) * 1e30]
+    merged = covmerge.methods.get("iso_c")(covmerge.LinearGroup(tuple(updates), (1.0, 1.0)))
+    assert merged.stats["sigma"] == pytest.approx(2e30, rel=1e-6)
