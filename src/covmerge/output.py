@@ -53,6 +53,7 @@ from covmerge.plan import (
 )
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
+from covmerge.text import some
 from covmerge.types import Json
 from covmerge.version import __version__
 
@@ -299,8 +300,7 @@ def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
         return ()
     return (
         "removed from the unfinished output, as this merge had not written it: "
-        + ", ".join(strange[:10])
-        + (f" and {len(strange) - 10} more" if strange[10:] else ""),
+        + some(strange, 10),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 
 def printable(text: str) -> str:
@@ -15,12 +15,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
-def some(names: Sequence[str], limit: int = 4) -> str:
-    """Name the first few.
+def some(names: Iterable[str], limit: int = 4, *, quoted: bool = False, between: str = ", ") -> str:
+    """Name the first few, and count the others.
 
     Example:
-        >>> some(["a", "b", "c"], limit=2)
-        'a, b and 1 more'
+        >>> some(["a", "b", "c"], limit=2), some(["a", "b"], limit=1, quoted=True)
+        ('a, b and 1 more', "'a' and 1 more")
     """
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    shown = [f"'{name}'" if quoted else name for name in names]
+    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
+    return between.join(shown[:limit]) + more

@@ -10,6 +10,7 @@ from typing import Any
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.diagnostics.report import DIFFERS, Check, check_heads
 from covmerge.linalg.lapack import norm
+from covmerge.text import some
 
 
 def check_adapter(
@@ -46,11 +47,11 @@ def check_adapter(
         Check(
             "coverage",
             not wrong,
-            f"missing, unknown or of another rank: {', '.join(wrong[:5])}"
+            f"missing, unknown or of another rank: {some(wrong, 5)}"
             if wrong
             else f"all {len(wanted)} tensors are there, and no other",
         ),
-        Check("finite", not bad, ", ".join(bad[:5]) or "no NaN or Inf"),
+        Check("finite", not bad, some(bad, 5) or "no NaN or Inf"),
         Check(
             DIFFERS,
             changed,

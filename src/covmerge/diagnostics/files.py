@@ -13,6 +13,7 @@ from covmerge.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME, children
 from covmerge.diagnostics.report import Check
 from covmerge.errors import CheckpointError
 from covmerge.export import is_weights
+from covmerge.text import some
 
 # By file: its hashes, or why it has none.
 Found = Mapping[str, FileHashes | str]
@@ -72,9 +73,10 @@ def check_files(folder: Path, manifest: Mapping[str, Any], found: Found) -> Chec
             else:
                 said.append(f"{name} was added since")
     if wrong:
-        return Check("files", ok=False, detail="; ".join(_some(wrong)))
+        return Check("files", ok=False, detail=some(wrong, 5, between="; "))
     good = f"all {len(recorded)} files are as they were written"
-    return Check("files", ok=True, detail="; ".join([good, *_some(said)]), noted=bool(said))
+    detail = f"{good}; {some(said, 5, between='; ')}" if said else good
+    return Check("files", ok=True, detail=detail, noted=bool(said))
 
 
 def _problems(record: Mapping[str, Any], found: FileHashes | str) -> Iterator[str]:
@@ -84,13 +86,13 @@ def _problems(record: Mapping[str, Any], found: FileHashes | str) -> Iterator[st
     if found.sha256 == record["sha256"]:
         return
     wanted: Mapping[str, str] = record.get("tensors", {})
-    changed = [f"'{n}'" for n, digest in wanted.items() if found.tensors.get(n) != digest]
+    changed = [n for n, digest in wanted.items() if found.tensors.get(n) != digest]
     if not wanted:
         yield "is not as it was written"
     elif not found.tensors:
         yield "is not as it was written: its header is damaged"
     elif changed:
-        yield f"is not as it was written: {', '.join(_some(changed))}"
+        yield f"is not as it was written: {some(changed, 5, quoted=True)}"
     else:
         yield "is not as it was written: its header differs, its tensors do not"
 
@@ -99,8 +101,3 @@ def _is_loaded(name: str) -> bool:
     """Whether a loader may take a file for a part of the output."""
     place, _, own = name.rpartition("/")
     return place in ("", HEADS_FOLDER, MASKS_FOLDER) and (is_weights(own) or own == _ADAPTER)
-
-
-def _some(names: list[str], limit: int = 5) -> list[str]:
-    rest = len(names) - limit
-    return [*names[:limit], *([f"and {rest} more"] if rest > 0 else [])]

@@ -17,6 +17,7 @@ from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport, check_head
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.linalg.finite import all_finite
+from covmerge.text import some
 from covmerge.types import TensorHeader
 
 
@@ -139,7 +140,7 @@ def _coverage(entries: Mapping[str, Mapping[str, Any]], output: Checkpoint) -> C
             wrong.append(
                 f"'{name}' is {found[1]} {found[0]}, not {entry['dtype']} {entry['shape']}"
             )
-    detail = "; ".join(wrong[:5]) or f"all {len(entries)} tensors are there, and no other"
+    detail = some(wrong, 5, between="; ") or f"all {len(entries)} tensors are there, and no other"
     return Check("coverage", not wrong, detail)
 
 
@@ -209,7 +210,7 @@ class _Values:
             changed, against = len(self._changed), "the base"
         bad = sorted(self._not_finite)
         checks = [
-            Check("finite", not bad, _listed(bad) or "no NaN or Inf"),
+            Check("finite", not bad, some(bad, 5) or "no NaN or Inf"),
             Check(
                 DIFFERS,
                 changed > 0,
@@ -221,7 +222,7 @@ class _Values:
         if self._base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
-        detail = _listed(self.lost) or "tensors copied from the base equal it"
+        detail = some(self.lost, 5) or "tensors copied from the base equal it"
         return [*checks, Check("copied", not self.lost, detail)]
 
 
@@ -233,7 +234,3 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
         f"storing the result loses {loss:.2%} of the merged update's norm"
         + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else ""),
     )
-
-
-def _listed(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if names[limit:] else "")

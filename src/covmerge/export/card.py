@@ -22,6 +22,7 @@ from covmerge.methods import Method, registry
 from covmerge.methods.registry import Reference
 from covmerge.plan import Plan
 from covmerge.steps import StepUse, resolve_steps
+from covmerge.text import some
 from covmerge.types import Json
 from covmerge.version import __version__
 
@@ -134,8 +135,7 @@ class _Card:
     def _head(self) -> Iterator[str]:
         recipe = self.plan.recipe
         names = [inline(name) for name in recipe.experts]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        yield f"# Merge of {', '.join(names[:4])}{more} by {inline(recipe.method)}"
+        yield f"# Merge of {some(names)} by {inline(recipe.method)}"
         yield ""
         merged = f"{len(names)} fine-tuned models" if len(names) > 1 else "One fine-tuned model"
         yield (

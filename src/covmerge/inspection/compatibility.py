@@ -14,6 +14,7 @@ from covmerge.findings import Finding, Severity
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture
 from covmerge.plan.rules import Rules
 from covmerge.recipe import Recipe
+from covmerge.text import some
 
 _TOKENIZER = "tokenizer.json"
 # Files that hold a vocabulary, where there is no tokenizer.json.
@@ -97,7 +98,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
         refused = tensors.missing == "error"
         yield Finding(
             Severity.FAULT if refused else Severity.WARNING,
-            f"lacks {len(found.missing)} of the base's tensors ({_some(found.missing)})"
+            f"lacks {len(found.missing)} of the base's tensors ({some(found.missing, 3)})"
             + (
                 ": choose what that means by `tensors: {missing: base | present}`"
                 if refused
@@ -111,7 +112,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
         refused = tensors.extra == "error"
         yield Finding(
             Severity.FAULT if refused else Severity.WARNING,
-            f"has {len(extra)} tensors that the base lacks ({_some(extra)})"
+            f"has {len(extra)} tensors that the base lacks ({some(extra, 3)})"
             + (": leave them out by `tensors: {extra: ignore}`" if refused else ""),
             name,
         )
@@ -132,7 +133,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
         )
     if found.heads:
         yield Finding(
-            Severity.NOTE, f"has a task head of its own ({_some(found.heads)}), kept beside", name
+            Severity.NOTE, f"has a task head of its own ({some(found.heads, 3)}), kept beside", name
         )
 
 
@@ -212,8 +213,3 @@ def _tokens_that_differ(own: dict[str, int] | str, other: dict[str, int] | str) 
         f"its tokenizer differs from the base's: {', '.join(parts)}. The merged model has the base's: "
         "what the expert learnt of the others is lost"
     )
-
-
-def _some(names: Sequence[str], limit: int = 3) -> str:
-    shown = ", ".join(names[:limit])
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -18,6 +18,7 @@ from covmerge.errors import InputError, TensorError
 from covmerge.plan.operands import Operand
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription
+from covmerge.text import some
 from covmerge.types import Role, TensorHeader
 
 # (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
@@ -220,8 +221,8 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     if unknown:
         raise TensorError(
             f"expert '{expert_name}' ({adapter.checkpoint.source}) updates {len(unknown)} tensors "
-            f"that the base ({base.checkpoint.source}) lacks: {_some(unknown)}. Is it an adapter of "
-            "this base?"
+            f"that the base ({base.checkpoint.source}) lacks: "
+            f"{some(unknown, 5, quoted=True)}. Is it an adapter of this base?"
         )
     # PEFT stores what it trained whole once for each of the names that are tied.
     tied = {
@@ -307,8 +308,9 @@ def _extras(
     if refused:
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) has {len(refused)} tensors that "
-            f"the base ({base.checkpoint.source}) lacks: {_some(refused)}. Is it a fine-tune of this "
-            "base? If these tensors may be left out, set `tensors: {extra: ignore}`; if they are a "
+            f"the base ({base.checkpoint.source}) lacks: "
+            f"{some(refused, 5, quoted=True)}. Is it a fine-tune of this base? "
+            "If these tensors may be left out, set `tensors: {extra: ignore}`; if they are a "
             "task head, add a rule with `use: head`."
         )
     return heads, ignored
@@ -318,8 +320,8 @@ def _check_missing(expert_name: str, expert: Model, missing: list[str], rules: T
     if missing and rules.missing == "error":
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "
-            f"base's tensors: {_some(missing)}. Is it a fine-tune of this base? If so choose what their "
-            "absence means: `tensors: {missing: base}` (unchanged there) or "
+            f"base's tensors: {some(missing, 5, quoted=True)}. Is it a fine-tune of this base? "
+            "If so choose what their absence means: `tensors: {missing: base}` (unchanged there) or "
             "`{missing: present}` (merged over the experts that have them)."
         )
 
@@ -334,8 +336,3 @@ def _check_resized(
             f"'{expert_name}': the vocabularies differ in size. If the first rows mean the same "
             "tokens, set `tensors: {vocabulary: base}` to merge the rows of the base."
         )
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:limit])
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

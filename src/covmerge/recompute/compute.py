@@ -24,6 +24,7 @@ from covmerge.recipe import parse_recipe
 from covmerge.recompute.choice import by_twin, choose
 from covmerge.recompute.sources import check_sources, pinned, sources_of
 from covmerge.sources import OpenCheckpoints
+from covmerge.text import some
 from covmerge.types import TensorHeader
 
 # Of the norm of a merged update: what a merge in float32 may be off by.
@@ -113,7 +114,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
 def _told(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
     """What was found, and how."""
     own = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
-    kernels = f"covmerge's own kernels in float64: {_listed(own)}"
+    kernels = f"covmerge's own kernels in float64: {some(own, 5, between='; ')}"
     if not own:
         how = "the float64 twins"
     elif len(own) == len(found):
@@ -121,13 +122,9 @@ def _told(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> st
     else:
         how = f"the float64 twins, but for {len(own)} by {kernels}"
     if wrong:
-        off = _listed([f"'{tensor.name}' is {tensor.distance}" for tensor in wrong])
+        off = some((f"'{tensor.name}' is {tensor.distance}" for tensor in wrong), 5, between="; ")
         return f"not what the sources give: {off}; computed by {how}"
     return f"{len(found)} of {merged} merged tensors are what the sources give by {how}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "; ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
 
 
 def _compare(

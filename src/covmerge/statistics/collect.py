@@ -18,8 +18,9 @@ from covmerge.statistics.examples import Batch, Examples, Reading, ReadingOption
 from covmerge.statistics.file import Kind
 from covmerge.statistics.fisher import FisherCollector, Labels
 from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.model import RunningModel, load_model, some
+from covmerge.statistics.model import RunningModel, load_model
 from covmerge.statistics.write import Contents, Statistic, check_output, write_statistics
+from covmerge.text import some
 
 
 class Progress(Protocol):
@@ -215,4 +216,4 @@ def packed_note(model: RunningModel) -> list[str]:
     """Say which linear layers cannot be watched."""
     packed = model.packed_layers()
     why = "packed with others in the model, so without a Gram matrix"
-    return [f"{some(packed)}: {why}"] if packed else []
+    return [f"{some(packed, 1, quoted=True)}: {why}"] if packed else []

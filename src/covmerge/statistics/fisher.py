@@ -9,8 +9,9 @@ from torch import Tensor
 
 from covmerge.errors import InputError
 from covmerge.statistics.examples import LABELS, Batch, single
-from covmerge.statistics.model import RunningModel, some
+from covmerge.statistics.model import RunningModel
 from covmerge.statistics.write import Statistic
+from covmerge.text import some
 
 Labels = Literal["model", "data"]
 
@@ -76,7 +77,8 @@ class FisherCollector:
         if not packed:
             return []
         return [
-            f"{some(packed)}: stored in other pieces than the model's, so without Fisher information"
+            f"{some(packed, 1, quoted=True)}: stored in other pieces than the model's, so without "
+            "Fisher information"
         ]
 
     def _add_square(self, weight: float, log_p: Tensor, *, keep: bool) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from covmerge.errors import InputError
 from covmerge.statistics.examples import Batch, masks_of
-from covmerge.statistics.model import Layer, some
+from covmerge.statistics.model import Layer
 from covmerge.statistics.write import Statistic
+from covmerge.text import some
 
 
 class GramCollector:
@@ -90,11 +91,11 @@ class GramCollector:
         notes: list[str] = []
         if unseen:
             notes.append(
-                f"{some(unseen)}: never called on these examples, so without a Gram matrix"
+                f"{some(unseen, 1, quoted=True)}: never called on these examples, so without a Gram matrix"
             )
         if few:
             notes.append(
-                f"{some([layer.name for layer in few])}: {self._rows(few[0])} inputs for "
+                f"{some((layer.name for layer in few), 1, quoted=True)}: {self._rows(few[0])} inputs for "
                 f"{few[0].d_in} dimensions, so the Gram matrix is singular; collect more examples"
             )
         return notes

@@ -7,7 +7,7 @@ of a stranger's choosing. Which parameter a stored tensor becomes is known from 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,9 +289,3 @@ def _transformers() -> Any:
 def _in_short(error: Exception) -> str:
     first_line = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first_line[:200]}"
-
-
-def some(names: Sequence[str]) -> str:
-    """Name the first, and count the others."""
-    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"'{names[0]}'{rest}"

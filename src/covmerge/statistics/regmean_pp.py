@@ -26,8 +26,9 @@ from covmerge.statistics.collect import Collected, Progress, collected, packed_n
 from covmerge.statistics.examples import Examples, Reading, ReadingOptions, size_of
 from covmerge.statistics.file import SUFFIX
 from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.model import Layer, RunningModel, load_model, some
+from covmerge.statistics.model import Layer, RunningModel, load_model
 from covmerge.statistics.write import Contents, check_output, write_statistics
+from covmerge.text import some
 from covmerge.types import LinearGroup, Measured
 
 Advance = Callable[[int], None]
@@ -307,7 +308,7 @@ def _blocks(model: RunningModel) -> tuple[str, list[Any], list[str]]:
         )
     others = [name for name in outer if name != path]
     note = "a list of blocks beside those merged one by one, taken as one stage"
-    return path, outer[path], [f"{some(others)}: {note}"] if others else []
+    return path, outer[path], [f"{some(others, 1, quoted=True)}: {note}"] if others else []
 
 
 def _relative(model: RunningModel, name: str) -> str:

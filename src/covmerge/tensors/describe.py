@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from covmerge.tensors.names import is_head_by_name, kind_by_name, parts_by_name
 from covmerge.tensors.remembered import remembered_skeleton
 from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, architecture_of, build_skeleton
 from covmerge.tensors.views import FusedParts, MatrixLayout
+from covmerge.text import some
 from covmerge.types import Role, TensorHeader
 
 _Build = Callable[[Mapping[str, TensorHeader], Mapping[str, Any]], Skeleton]
@@ -131,7 +132,9 @@ def describe(
     found = {name: _identify(header, headers, skeleton) for name, header in headers.items()}
     unsure = [name for name, (kind, _) in found.items() if kind.unsure]
     if unsure:
-        notes.append(f"{_some(unsure)}: {found[unsure[0]][0].why}; taken for '{Role.OTHER}'")
+        notes.append(
+            f"{some(unsure, 1, quoted=True)}: {found[unsure[0]][0].why}; taken for '{Role.OTHER}'"
+        )
     outside = _outside(headers, skeleton)
     tied = _tied(headers, skeleton) if skeleton else {}
     if config is not None and config.get("tie_word_embeddings") is False:
@@ -258,7 +261,8 @@ def _misfits(
     ]
     if unknown:
         notes.append(
-            f"{_some(unknown)}: not in {skeleton.architecture}; their roles come from name rules"
+            f"{some(unknown, 1, quoted=True)}: not in {skeleton.architecture}; their roles come "
+            "from name rules"
         )
     reshaped = [
         name
@@ -270,12 +274,7 @@ def _misfits(
     if reshaped:
         first = reshaped[0]
         notes.append(
-            f"{_some(reshaped)}: stored {list(headers[first].shape)}, while config.json means "
-            f"{list(skeleton.places[first].expected or ())}"
+            f"{some(reshaped, 1, quoted=True)}: stored {list(headers[first].shape)}, while "
+            f"config.json means {list(skeleton.places[first].expected or ())}"
         )
     return notes
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"'{names[0]}'{rest}"

@@ -16,6 +16,7 @@ from math import prod
 from torch import Tensor
 
 from covmerge.errors import TensorError
+from covmerge.text import some
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,5 @@ def _checked_parts(layout: MatrixLayout, d_out: int, shape: Sequence[int]) -> Fu
     return parts
 
 
-def _counted(shapes: Sequence[tuple[int, ...]], limit: int = 4) -> str:
-    shown = ", ".join(str(list(shape)) for shape in shapes[:limit])
-    return shown + (f" and {len(shapes) - limit} more" if len(shapes) > limit else "") or "none"
+def _counted(shapes: Sequence[tuple[int, ...]]) -> str:
+    return some(str(list(shape)) for shape in shapes) or "none"
