@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,9 @@ from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.diagnostics import verify
 from covmerge.errors import InputError
 from covmerge.export import read_front_matter
+from covmerge.identifiers import hub_id
 from covmerge.types import Json
 from covmerge.version import __version__
-
-_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,8 @@ def prepare(out: str | Path, repository: str, *, message: str | None = None) -> 
         InputError: it is no finished output, or the repository's name is none.
     """
     folder = Path(out)
-    if not _REPOSITORY.fullmatch(repository):
+    named = hub_id(repository)
+    if named is None or named.revision is not None:
         raise InputError(f"{repository!r} is no name of a repository: write ORG/NAME")
     unfinished = find_unfinished(folder)
     if unfinished is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from covmerge.checkpoints.folder import open_folder
 from covmerge.checkpoints.hub import open_hub
 from covmerge.checkpoints.memory import MemoryCheckpoint
 from covmerge.errors import CheckpointError
-
-_HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+from covmerge.identifiers import hub_id
 
 
 def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -59,10 +57,9 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
         ) from error
     if exists:
         raise CheckpointError(f"{source} is neither a file nor a folder: pass one of them")
-    if not isinstance(source, str) or (name := _HUB_ID.fullmatch(source)) is None:
+    if not isinstance(source, str) or (named := hub_id(source)) is None:
         raise CheckpointError(
             f"no such file or folder: {source}. Correct the path; a model of the Hugging Face Hub "
             "is written org/name or org/name@revision"
         )
-    repository = (source, name["repo"], name["revision"])
-    return open_adapter_hub(*repository) or open_hub(*repository)
+    return open_adapter_hub(source, *named) or open_hub(source, *named)

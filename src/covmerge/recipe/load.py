@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,13 +10,13 @@ from pydantic import ValidationError
 
 from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import RecipeError
+from covmerge.identifiers import hub_id
 from covmerge.recipe.explain import explain, key_path
 from covmerge.recipe.mergekit import refuse_mergekit
 from covmerge.recipe.schema import Recipe
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_yaml
 
 _MAX_BYTES = 1 << 20
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@.+)?", re.ASCII)
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -113,7 +112,7 @@ def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
     if path.is_absolute():
         return str(path)
     beside = folder / path
-    if _HUB_ID.fullmatch(source) and not _exists(beside):
+    if hub_id(source) and not _exists(beside):
         # Left alone it would be read from the working directory, which the recipe knows nothing of.
         if _exists(path):
             raise RecipeError(

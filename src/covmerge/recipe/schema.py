@@ -6,7 +6,6 @@ The field descriptions are the reference of the format: `json_schema` carries th
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, cast
@@ -24,26 +23,15 @@ from pydantic import (
 
 from covmerge.errors import RecipeError
 from covmerge.findings import FAULTS, fault_name
+from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
 from covmerge.recipe.sizes import parse_size
 from covmerge.types import Role
-
-_EXPERT_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]*"
 
 
 def _source(source: str) -> str:
     if not source.isprintable() or source.strip() != source:
         raise ValueError(f"{source!r} has spaces around it or control characters in it")
     return source
-
-
-def _expert_name(name: str) -> str:
-    # The name becomes a file name: heads/<name>.safetensors.
-    if not re.fullmatch(_EXPERT_NAME, name) or len(name) > 100:
-        raise ValueError(
-            f"{name!r} cannot name an expert; use up to 100 letters, digits, '.', '_' or '-', "
-            "and no '.' at the start"
-        )
-    return name
 
 
 def _parameters(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -322,7 +310,10 @@ class Output(_Model):
 
 def _short_expert_form(schema: dict[str, Any]) -> None:
     """Let an editor accept `name: source` beside `name: {source: ..., weight: ...}`."""
-    schema["propertyNames"] = {"pattern": f"^{_EXPERT_NAME}$", "maxLength": 100}
+    schema["propertyNames"] = {
+        "pattern": f"^{EXPERT_NAME}$",
+        "maxLength": EXPERT_NAME_LENGTH,
+    }
     schema["additionalProperties"] = {
         "anyOf": [{"type": "string", "minLength": 1}, schema["additionalProperties"]]
     }
@@ -335,7 +326,7 @@ class Recipe(_Model):
         description="The model that every expert was fine-tuned from: path of a checkpoint "
         "(relative to the recipe file) or org/name@revision."
     )
-    experts: dict[Annotated[str, AfterValidator(_expert_name)], Expert] = Field(
+    experts: dict[Annotated[str, AfterValidator(expert_name)], Expert] = Field(
         min_length=1,
         json_schema_extra=_short_expert_form,
         description="The models to merge, in order: name to source, or name to source and weight. "

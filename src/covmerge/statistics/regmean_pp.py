@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.disk import disk_errors
 from covmerge.errors import InputError, did_you_mean
+from covmerge.identifiers import expert_name
 from covmerge.methods import registry
 from covmerge.statistics.collect import Collected, Progress, collected, packed_note, reported
 from covmerge.statistics.examples import Examples, Reading, ReadingOptions, size_of
@@ -32,8 +33,6 @@ from covmerge.text import some
 from covmerge.types import LinearGroup, Measured
 
 Advance = Callable[[int], None]
-
-_NAME = r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}"  # as in recipes
 
 
 def collect_regmean_pp(
@@ -102,10 +101,10 @@ def _files(
     if not experts:
         raise InputError("no experts are given: pass each with its name")
     for name in experts:
-        if not re.fullmatch(_NAME, name):
-            raise InputError(
-                f"{name!r} cannot name an expert: use letters, digits, '.', '_' or '-'"
-            )
+        try:
+            expert_name(name)
+        except ValueError as error:
+            raise InputError(str(error)) from error
     for name in sorted(experts.keys() ^ examples.keys()):
         raise InputError(
             f"expert '{name}' has no examples: name its data"
