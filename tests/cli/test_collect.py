@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from covmerge.cli.collect import ExamplesProgress
+from covmerge.cli.progress import ExamplesProgress
 from covmerge.statistics import StatisticsFile
 from tests.cli.runs import covmerge, words
 from tests.cli.test_light import WITHOUT_TORCH

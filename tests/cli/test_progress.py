@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from covmerge import api
-from covmerge.cli.progress import BarProgress, LineProgress, progress_on
+from covmerge.cli.progress import BytesProgress
 from covmerge.cli.units import format_seconds
 from covmerge.recipe import format_size, parse_recipe
 from tests.cli.runs import save_plain
@@ -37,19 +37,20 @@ def advance(progress, item, resumed=False):
     progress.advance(item.tensor.name, size([item]), resumed=resumed)
 
 
-def test_the_console_decides():
-    assert isinstance(progress_on(console(force_terminal=True)), BarProgress)
-    assert isinstance(progress_on(console(force_terminal=False)), LineProgress)
-
-
-def test_a_dumb_terminal_gets_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(progress_on(console(force_terminal=True)), LineProgress)
+@pytest.mark.parametrize(("terminal", "term"), [(False, "xterm"), (True, "dumb")])
+def test_a_log_and_a_dumb_terminal_get_no_bar(monkeypatch, plan, terminal, term):
+    monkeypatch.setenv("TERM", term)
+    log = console(force_terminal=terminal)
+    progress = BytesProgress(log)
+    progress.start(size(plan.items))
+    advance(progress, plan.items[0])
+    progress.finish()
+    assert log.file.getvalue() == ""
 
 
 def test_a_line_every_ten_seconds_at_most(plan):
     clock, log = Clock(), console()
-    progress = LineProgress(log, clock)
+    progress = BytesProgress(log, clock)
     progress.start(size(plan.items))
     for item in plan.items:
         clock.now += 4
@@ -67,7 +68,7 @@ def test_a_line_every_ten_seconds_at_most(plan):
 
 def test_resumed_work_counts_as_done_and_not_as_speed(plan):
     clock, log = Clock(), console()
-    progress = LineProgress(log, clock)
+    progress = BytesProgress(log, clock)
     progress.start(size(plan.items))
     clock.now += 10
     advance(progress, plan.items[0], resumed=True)
@@ -81,7 +82,7 @@ def test_resumed_work_counts_as_done_and_not_as_speed(plan):
 
 def test_a_bar_on_a_terminal(plan):
     terminal = console(force_terminal=True)
-    progress = progress_on(terminal)
+    progress = BytesProgress(terminal)
     progress.start(size(plan.items))
     for item in plan.items:
         advance(progress, item)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
 
 from covmerge.cli.console import print_json, printable, say, stderr, stdout
 from covmerge.cli.units import format_seconds
@@ -20,7 +16,6 @@ if TYPE_CHECKING:
     from covmerge.statistics import Collected
 
 _WHAT, _HOW, _ALL, _RUN = "What to collect", "How to read", "All experts at once", "Run"
-_LINE_EVERY = 10.0  # seconds
 
 
 def collect(
@@ -154,6 +149,7 @@ def collect(
     --data code=code.jsonl ... --out DIR
     """
     from covmerge.cli.flags import pairs
+    from covmerge.cli.progress import ExamplesProgress
     from covmerge.engine import usable_device
     from covmerge.statistics import collect as collect_one
     from covmerge.statistics import collect_regmean_pp
@@ -211,53 +207,6 @@ def _refuse(protocol: str, *given: object) -> None:
             "regmean++": "--base, --expert, --data and --out belong to --protocol regmean++",
         }
         raise InputError(f"{words[protocol]}: leave them out, or pass --protocol {protocol}")
-
-
-class ExamplesProgress:
-    """Examples done and time left: a bar on a terminal, a line now and then anywhere else."""
-
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        terminal = console.is_terminal and not console.is_dumb_terminal
-        self._bar = Bar(
-            BarColumn(bar_width=16),
-            TextColumn("{task.description}", markup=False),
-            console=console,
-            transient=True,
-            disable=not terminal,
-        )
-
-    def start(self, total: int | None) -> None:
-        """Start the clock."""
-        self._total, self._done = total, 0
-        self._start = self._said = self._clock()
-        self._task = self._bar.add_task("running", total=total)
-        self._bar.start()
-
-    def advance(self, count: int) -> None:
-        """Move the bar, or print a line if the last one is old."""
-        self._done += count
-        self._bar.update(self._task, completed=self._done, description=self.line())
-        if self._bar.disable and self._clock() - self._said >= _LINE_EVERY:
-            self._said = self._clock()
-            self._console.print(self.line(), soft_wrap=True)
-
-    def finish(self) -> None:
-        """Take the bar away."""
-        self._bar.stop()
-
-    def line(self) -> str:
-        """Say how many examples are done, how fast, and how long the others will take."""
-        elapsed = self._clock() - self._start
-        of = "" if self._total is None else f" of {self._total}"
-        parts = [f"{self._done}{of} examples"]
-        if elapsed > 0 and self._done:
-            rate = self._done / elapsed
-            parts.append(f"{rate:.3g}/s")
-            if self._total is not None:
-                parts.append(f"{format_seconds((self._total - self._done) / rate)} left")
-        return ", ".join(parts)
 
 
 def _summary(file: Collected) -> dict[str, Any]:

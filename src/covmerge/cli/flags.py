@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.cli.console import say, stderr
-from covmerge.cli.progress import progress_on
+from covmerge.cli.progress import BytesProgress
 from covmerge.comparison import Wanted
 from covmerge.engine import RunOptions
 from covmerge.errors import RecipeError, did_you_mean
@@ -148,7 +148,7 @@ def run_options(
         max_memory=None if max_memory is None else parse_size(max_memory),
         resume=resume,
         overwrite=overwrite,
-        progress=progress_on(stderr()),
+        progress=BytesProgress(stderr()),
     )
 
 

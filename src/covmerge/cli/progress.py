@@ -1,4 +1,4 @@
-"""Progress of a merge: a bar on a terminal, a plain line now and then anywhere else."""
+"""Progress of long work: a bar on a terminal, a plain line now and then anywhere else."""
 
 from __future__ import annotations
 
@@ -11,95 +11,98 @@ from rich.progress import Progress as Bar
 
 from covmerge.cli.console import printable
 from covmerge.cli.units import format_seconds
-from covmerge.engine import Progress
 from covmerge.recipe import format_size
 
 _LINE_EVERY = 10.0  # seconds
 
 
-def progress_on(console: Console) -> Progress:
-    """Return the progress display that suits the console."""
-    if console.is_terminal and not console.is_dumb_terminal:
-        return BarProgress(console)
-    return LineProgress(console)
+class _Display:
+    """A bar that is gone when the work is over, or lines for logs, without control characters."""
 
+    first = ""  # beside the empty bar
 
-class Tally:
-    """Bytes read and written so far, and how fast this run is.
-
-    What an earlier run finished counts as done, not as speed.
-    """
-
-    def __init__(self, total: int, clock: Callable[[], float]) -> None:
-        self.total = total
-        self.done = 0
-        self._resumed = 0
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
         self._clock = clock
-        self._start = clock()
-
-    def add(self, size: int, *, resumed: bool) -> None:
-        """Count bytes that are done."""
-        self.done += size
-        if resumed:
-            self._resumed += size
-
-    def line(self, what: str) -> str:
-        """Say bytes, rate, time left and what was just finished."""
-        parts = [f"{format_size(self.done)} of {format_size(self.total)}"]
-        elapsed, moved = self._clock() - self._start, self.done - self._resumed
-        if elapsed > 0 and moved > 0:
-            rate = moved / elapsed
-            left = format_seconds((self.total - self.done) / rate)
-            parts += [f"{format_size(int(rate))}/s", f"{left} left"]
-        return ", ".join([*parts, printable(what)])
-
-
-class BarProgress:
-    """A bar that is gone when the work is over."""
-
-    def __init__(self, console: Console) -> None:
         self._bar = Bar(
             BarColumn(bar_width=16),
             TextColumn("{task.description}", markup=False),
             console=console,
             transient=True,
+            disable=not console.is_terminal or console.is_dumb_terminal,
         )
 
-    def start(self, total: int) -> None:
-        """Show the empty bar."""
-        self._tally = Tally(total, time.monotonic)
-        self._task = self._bar.add_task("reading", total=total)
+    def start(self, total: int | None) -> None:
+        """Show the empty bar, and start the clock."""
+        self._total: int | None = total
+        self._done: int = 0
+        self._start = self._said = self._clock()
+        self._task = self._bar.add_task(self.first, total=total)
         self._bar.start()
-
-    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Move the bar."""
-        self._tally.add(size, resumed=resumed)
-        line = self._tally.line(what)
-        self._bar.update(self._task, completed=self._tally.done, description=line)
 
     def finish(self) -> None:
         """Take the bar away."""
-        self._bar.stop()
+        if not self._bar.disable:  # which would end a log with an empty line
+            self._bar.stop()
+
+    @property
+    def _elapsed(self) -> float:
+        return self._clock() - self._start
+
+    def _show(self, line: str) -> None:
+        """Move the bar, or print a line if the last one is old."""
+        self._bar.update(self._task, completed=self._done, description=line)
+        if self._bar.disable and self._clock() - self._said >= _LINE_EVERY:
+            self._said = self._clock()
+            self._console.print(line, soft_wrap=True)
 
 
-class LineProgress:
-    """A line every ten seconds at most, without control characters: for logs."""
+class BytesProgress(_Display):
+    """Bytes read and written, their rate, the time left and what was just finished.
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
+    What an earlier run finished counts as done, not as speed.
+    """
 
-    def start(self, total: int) -> None:
-        """Start the clock."""
-        self._tally = Tally(total, self._clock)
-        self._last = self._clock()
+    first = "reading"
+    _resumed = 0
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Print a line if the last one is old."""
-        self._tally.add(size, resumed=resumed)
-        if self._clock() - self._last >= _LINE_EVERY:
-            self._last = self._clock()
-            self._console.print(self._tally.line(what), soft_wrap=True)
+        """Count bytes that are done."""
+        self._done += size
+        self._resumed += size if resumed else 0
+        self._show(self._line(what))
 
-    def finish(self) -> None:
-        """Nothing is left to take away."""
+    def _line(self, what: str) -> str:
+        total = self._total or 0
+        parts = [f"{format_size(self._done)} of {format_size(total)}"]
+        elapsed, moved = self._elapsed, self._done - self._resumed
+        if elapsed > 0 and moved > 0:
+            rate = moved / elapsed
+            parts += [
+                f"{format_size(int(rate))}/s",
+                f"{format_seconds((total - self._done) / rate)} left",
+            ]
+        return ", ".join([*parts, printable(what)])
+
+
+class ExamplesProgress(_Display):
+    """Examples done, their rate and the time left."""
+
+    first = "running"
+
+    def advance(self, count: int) -> None:
+        """Count examples that are done."""
+        self._done += count
+        self._show(self.line())
+
+    def line(self) -> str:
+        """Say how many are done, how fast, and how long the others will take."""
+        of = "" if self._total is None else f" of {self._total}"
+        parts = [f"{self._done}{of} examples"]
+        elapsed = self._elapsed
+        if elapsed > 0 and self._done:
+            rate = self._done / elapsed
+            parts.append(f"{rate:.3g}/s")
+            if self._total is not None:
+                parts.append(f"{format_seconds((self._total - self._done) / rate)} left")
+        return ", ".join(parts)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from covmerge.cli import flags
 from covmerge.cli.console import print_json, say, stderr, stdout
-from covmerge.cli.progress import progress_on
+from covmerge.cli.progress import BytesProgress
 from covmerge.cli.show import NOTE, facts, table
 from covmerge.engine import torch_threads
 from covmerge.errors import InputError
@@ -90,7 +90,7 @@ def _one(given: Flags, setting: Setting, rows: Sequence[str] | None, out: Path) 
             device=given.device,
             threads=given.threads,
             max_memory=given.max_memory,
-            progress=progress_on(stderr()),
+            progress=BytesProgress(stderr()),
             stand_ins=given.stand_ins,
         ),
         out,
