@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import cast
 
 import yaml
 from yaml.events import (
@@ -20,11 +19,11 @@ from yaml.events import (
 
 from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
+from covmerge.yaml_events import yaml_events
 
 _MAX_DEPTH = 64  # the parser's work grows with the square of it
 _MAX_BYTES = 1 << 20  # a card that lists the results of a large benchmark has a third of it
 _BLOCK = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
-_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 # A mapping counts for two, so that texts at less than two are the node's own.
 _NESTING: dict[type[Event], int] = {
     **{SequenceStartEvent: 1, SequenceEndEvent: -1},
@@ -59,8 +58,7 @@ def read_front_matter(card: Path, keys: Collection[str]) -> dict[str, tuple[str,
 
 
 def _texts(text: str, keys: Collection[str]) -> dict[str, tuple[str, ...]]:
-    parsed = yaml.parse(text, Loader=_LOADER)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    events = cast("Iterator[Event]", parsed)
+    events = yaml_events(text, fast=True)
     for event in events:
         if isinstance(event, MappingStartEvent):
             nodes = _nodes(events)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import yaml
 from yaml.events import (
@@ -26,6 +26,7 @@ from yaml.events import (
 )
 
 from covmerge.errors import RecipeError
+from covmerge.yaml_events import yaml_events
 
 KeyPath = tuple[str | int, ...]
 _Scalar = None | bool | int | float | str
@@ -85,7 +86,6 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
         if error.context in ("while scanning an alias", "while scanning an anchor"):
             hint = "; quote a pattern that starts with '*' or '&', as in match: '*.mlp.*'"
         raise RecipeError(f"{name}{line}: not valid YAML: {error.problem}{hint}") from error
-    # Besides its own errors PyYAML lets ValueError and OverflowError pass (a "\UFFFFFFFF" escape).
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise RecipeError(f"{name}: not valid YAML: {error}") from error
 
@@ -94,8 +94,7 @@ class _Builder:
     """Builds the value of one document from PyYAML's events."""
 
     def __init__(self, text: str, name: str) -> None:
-        events = yaml.parse(text, Loader=yaml.SafeLoader)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-        self._events = cast("Iterator[Event]", events)
+        self._events = yaml_events(text)
         self._origin = Origin(name)
         self._anchors: dict[str, Any] = {}
         self._aliases = 0
