@@ -22,7 +22,7 @@ from language import LEARNT, UNKNOWN, define, offline, save_llama, save_taught
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def untold(done, total):
+def ignore_progress(done, total):
     pass
 
 
@@ -118,7 +118,9 @@ def test_score(taught):
 
 def test_its_base_can_be_trained_under_control(taught, monkeypatch):
     monkeypatch.setattr(LlmSuite, "controlled_task", "next")
-    found = run_training(taught, Training("AdamW", 1e-3), 0, Size(2, steps=(1,), held=1), untold)
+    found = run_training(
+        taught, Training("AdamW", 1e-3), 0, Size(2, steps=(1,), held=1), ignore_progress
+    )
     assert len(found[1]) == len(linear_layers(taught.fresh("next"), taught.adapted)) > 0
 
 
@@ -159,8 +161,8 @@ def test_train(kind, taught, tmp_path):
     save_part(suite, "arithmetic", "train", LEARNT * 4)
     save_part(suite, "arithmetic", "test", LEARNT)
     expert = suite.expert("arithmetic", Variant(kind, 0))
-    assert suite.train("arithmetic", Variant(kind, 0), untold) > 0
-    assert suite.train("arithmetic", Variant(kind, 0), untold) is None
+    assert suite.train("arithmetic", Variant(kind, 0), ignore_progress) > 0
+    assert suite.train("arithmetic", Variant(kind, 0), ignore_progress) is None
     result = covmerge.merge(suite.base, {"a": expert, "b": expert}, out=tmp_path / "out")
     assert result.path == tmp_path / "out"
     assert len(suite.score("arithmetic", "test", tmp_path / "out", expert)) == len(LEARNT)
@@ -171,7 +173,7 @@ def test_quick(tmp_path):
     """The real packages; skipped where the registries cannot be reached."""
     suite = LlmSuite(tmp_path, quick=True)
     try:
-        suite.prepare(untold)
+        suite.prepare(ignore_progress)
     except InputError as error:
         pytest.skip(str(error))
     assert {path.stem for path in (suite.folder / "lm_eval").iterdir()} == {
@@ -179,7 +181,7 @@ def test_quick(tmp_path):
     }
     experts: dict[str, Path] = {}
     for task in suite.tasks:
-        suite.train(task, Variant("lora", 0), untold)
+        suite.train(task, Variant("lora", 0), ignore_progress)
         experts[task] = suite.expert(task, Variant("lora", 0))
     covmerge.merge(suite.base, experts, method="average", out=tmp_path / "merged")
     for task in suite.tasks:

@@ -36,7 +36,7 @@ from covmerge_lab.studies.layers import open_layers
 from covmerge_lab.studies.retention import Pair, agreement, without
 from covmerge_lab.studies.spectra import find_spectra, overlap_of, spectrum_of, top_energy
 from covmerge_lab.suite import Lessons, Suite, Variant
-from covmerge_lab.workers import untold
+from covmerge_lab.workers import ignore_progress
 
 # PEFT and transformers warn of one another.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -96,7 +96,7 @@ class Tiny(Suite):
     def expert(self, task, variant):
         return self.folder / f"{task}.safetensors"
 
-    def prepare(self, tell):
+    def prepare(self, on_progress):
         self.folder.mkdir(parents=True, exist_ok=True)
         save_file({n: random(12, 10, seed=i) for i, n in enumerate(LAYERS)}, self.base)
 
@@ -121,7 +121,7 @@ class Tiny(Suite):
     def learnt_from(self, task):
         raise NotImplementedError
 
-    def train(self, task, variant, tell):
+    def train(self, task, variant, on_progress):
         scale = {"near": 1e-4, "far": 3e-2, "middle": 1e-3}[task]
         weights = {
             name: random(12, 10, seed=i) + scale * random(12, 10, seed=len(task) + 100 * i)
@@ -129,7 +129,7 @@ class Tiny(Suite):
         }
         save_file(weights, self.expert(task, variant))
 
-    def score(self, task, part, model, expert, tell=None):
+    def score(self, task, part, model, expert, on_progress=None):
         """The nearer a model is to the expert, the more examples it gets right."""
         found, wanted, start = map(read_all, (model, expert, self.base))
         away = (found - wanted).norm() / (wanted - start).norm()
@@ -144,7 +144,7 @@ class Inline:
     """Workers that work here and now."""
 
     def run(self, jobs):
-        return {name: job(untold) for name, job in jobs.items()}
+        return {name: job(ignore_progress) for name, job in jobs.items()}
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_what_the_hooks_see_makes_the_gradient_and_leaves_padding_out():
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.title)
 def test_the_bound_holds_in_every_controlled_training(tmp_path, training):
     size = Size(batch=6, steps=(1, 4), held=5)
-    found = run_training(Tiny(tmp_path), training, seed=0, size=size, tell=untold)
+    found = run_training(Tiny(tmp_path), training, seed=0, size=size, on_progress=ignore_progress)
     assert list(found) == [1, 4]
     for layers in found.values():
         assert set(layers) == {"first", "second"}
@@ -264,7 +264,7 @@ def test_the_bound_holds_in_every_controlled_training(tmp_path, training):
 
 def test_trainings_differ_only_in_what_is_asked(tmp_path):
     size = Size(batch=6, steps=(2,), held=2)
-    run = partial(run_training, Tiny(tmp_path), seed=1, size=size, tell=untold)
+    run = partial(run_training, Tiny(tmp_path), seed=1, size=size, on_progress=ignore_progress)
     assert run(Training("SGD", 1e-2)) == run(Training("SGD", 1e-2))
     small, large = (run(Training("SGD", rate))[2]["second"] for rate in (1e-4, 0.3))
     assert small.identity != large.identity
@@ -280,7 +280,7 @@ def test_layers_are_read_in_order_as_differences(bench, experts):
 
 
 def test_gamma_of_the_norms_is_that_of_the_merge(bench, experts):
-    norms = update_norms(bench.suite.base, experts, untold)
+    norms = update_norms(bench.suite.base, experts, ignore_progress)
     stats = covmerge.merge(bench.suite.base, experts, method="ace").stats["tensors"]
     assert list(norms) == list(LAYERS)
     for name, of in norms.items():
@@ -302,7 +302,7 @@ def test_growth_takes_the_same_subsets_each_time():
 
 
 def test_refinement_flattens_the_spectrum_and_keeps_the_directions(bench, experts):
-    found = find_spectra(bench.suite.base, experts, 2, untold)
+    found = find_spectra(bench.suite.base, experts, 2, ignore_progress)
     assert (found.layers, found.fired, len(found.seen)) == (3, 3, 2)
     for spectrum in found.seen:
         assert top_energy(spectrum.after) < top_energy(spectrum.before)

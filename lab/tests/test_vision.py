@@ -14,7 +14,7 @@ from covmerge_lab.suite import Variant
 from covmerge_lab.vision import VisionSuite, canvas, materials, pretraining, sources, tasks
 from covmerge_lab.vision.canvas import SIDE
 from covmerge_lab.vision.sources import Picture
-from covmerge_lab.workers import untold
+from covmerge_lab.workers import ignore_progress
 
 
 def noise(seed):
@@ -131,7 +131,7 @@ def test_tasks_and_subsets(tmp_path):
 def suite(tmp_path_factory):
     made = VisionSuite(tmp_path_factory.mktemp("cache"), quick=True)
     try:
-        made.prepare(untold)
+        made.prepare(ignore_progress)
     except InputError as unreachable:
         pytest.skip(str(unreachable))
     return made
@@ -144,8 +144,8 @@ def test_experts_are_trained_once_merged_and_scored(suite, kind, tmp_path):
     variant = Variant(kind, 0)
     experts = {task: suite.expert(task, variant) for task in suite.tasks}
     for task in suite.tasks:
-        assert suite.train(task, variant, untold) > 0
-        assert suite.train(task, variant, untold) is None
+        assert suite.train(task, variant, ignore_progress) > 0
+        assert suite.train(task, variant, ignore_progress) is None
     out = tmp_path / "merged"
     result = covmerge.merge(suite.base, experts, method="ace", out=out)
     matrices = 6 * 6  # query, key, value, output and the MLP's two, by layer
@@ -169,5 +169,5 @@ def test_experts_are_trained_once_merged_and_scored(suite, kind, tmp_path):
 def test_its_base_can_be_trained_under_control(suite, lora, monkeypatch):
     monkeypatch.setattr(VisionSuite, "controlled_task", "digits")
     training = Training("AdamW", 1e-3, lora)
-    found = run_training(suite, training, 0, Size(2, steps=(1,), held=1), untold)
+    found = run_training(suite, training, 0, Size(2, steps=(1,), held=1), ignore_progress)
     assert len(found[1]) == 6 * 6

@@ -77,7 +77,7 @@ def merge(
         max_memory: bytes the process may take; obeyed, or refused before any work.
         resume: go on with an interrupted merge to `out`.
         overwrite: replace an earlier output.
-        progress: is told of every finished piece of work.
+        progress: called for every finished piece of work.
         **params: the method's parameters.
 
     Raises:
@@ -168,7 +168,7 @@ def extract(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
         overwrite: replace an earlier output.
-        progress: is told of every finished piece of work.
+        progress: called for every finished piece of work.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -252,7 +252,7 @@ def compare(
         workers: processes that share the work.
         max_memory: bytes the process may take.
         overwrite: replace an earlier output.
-        progress: is told of every finished piece of work.
+        progress: called for every finished piece of work.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -323,7 +323,7 @@ def inspect(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics.
         max_memory: bytes the process may take.
-        progress: is told of every finished piece of work.
+        progress: called for every finished piece of work.
 
     Raises:
         InputError: a source that cannot be opened.
@@ -375,7 +375,7 @@ def report(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics.
         max_memory: bytes the process may take.
-        progress: is told of every finished piece of work.
+        progress: called for every finished piece of work.
         merged: the merge that wrote it, whose times are shown too.
 
     Raises:

@@ -336,7 +336,7 @@ class CompareJob:
                 checkpoints.sources(),
                 Context(plans[0].compute_dtype, options.torch_device, compare=True),
                 executor=executor,
-                progress=options.told,
+                progress=options.shown_progress,
                 follow=follow,
             )
 

@@ -121,7 +121,7 @@ class Job:
                 work.checkpoints.sources(),
                 Context(work.plan.compute_dtype, options.torch_device),
                 executor=executor,
-                progress=options.told,
+                progress=options.shown_progress,
                 journal=journal,
                 follow=follow,
             )

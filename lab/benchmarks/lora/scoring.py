@@ -14,7 +14,7 @@ from benchmarks.lora.subjects import Subject
 from benchmarks.lora.training import trained_head
 from covmerge_lab.text.encode import Encoded
 from covmerge_lab.text.tasks import Split, Task
-from covmerge_lab.workers import Tell, untold
+from covmerge_lab.workers import OnProgress, ignore_progress
 
 # Its annotations are partial.
 _PeftModel: Any = peft.PeftModel
@@ -27,7 +27,7 @@ def accuracies(
     experts: Path,
     adapters: Mapping[str, Path | None],
     splits: Mapping[str, Split],
-    tell: Tell = untold,
+    on_progress: OnProgress = ignore_progress,
 ) -> dict[str, float]:
     """Return the accuracy in [0, 1] on each task.
 
@@ -36,19 +36,19 @@ def accuracies(
         experts: folder of what was trained, by task, with the classifiers.
         adapters: the adapter to put on the base for each task; None: the base alone.
         splits: the texts of each task.
-        tell: hears of every task.
+        on_progress: called with the tasks done and all tasks.
     """
     found: dict[str, float] = {}
     models: dict[Path | None, Any] = {}
     for task in subject.tasks:
-        tell(len(found), len(subject.tasks))
+        on_progress(len(found), len(subject.tasks))
         adapter = adapters[task.name]
         if adapter not in models:
             models = {adapter: _adapted(subject, adapter)}
         found[task.name] = _accuracy(
             subject, task, models[adapter], experts / task.name, splits[task.name]
         )
-    tell(len(found), len(subject.tasks))
+    on_progress(len(found), len(subject.tasks))
     return found
 
 
@@ -58,7 +58,7 @@ def difference(
     adapter: Path,
     merged: Path,
     splits: Mapping[str, Split],
-    tell: Tell = untold,
+    on_progress: OnProgress = ignore_progress,
 ) -> float:
     """Return max |logits of base and adapter − logits of the merged model| / max |logits|."""
     # The adapter is left beside the weights, where the rounding differs most.
@@ -66,7 +66,7 @@ def difference(
     second = subject.load(merged)
     apart = largest = 0.0
     for done, task in enumerate(subject.tasks):
-        tell(done, len(subject.tasks))
+        on_progress(done, len(subject.tasks))
         pairs = zip(
             _logits(subject, task, first, experts / task.name, splits[task.name]),
             _logits(subject, task, second, experts / task.name, splits[task.name]),
@@ -75,7 +75,7 @@ def difference(
         for (found, _), (expected, _) in pairs:
             apart = max(apart, float((found - expected).abs().max()))
             largest = max(largest, float(expected.abs().max()))
-    tell(len(subject.tasks), len(subject.tasks))
+    on_progress(len(subject.tasks), len(subject.tasks))
     return apart / largest
 
 

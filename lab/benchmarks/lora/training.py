@@ -18,7 +18,7 @@ from covmerge_lab.text.encode import Encoded
 from covmerge_lab.text.suite import fingerprint
 from covmerge_lab.text.tasks import Task
 from covmerge_lab.training import ALPHA, RANK, finished, fit, is_trained
-from covmerge_lab.workers import Tell, untold
+from covmerge_lab.workers import OnProgress, ignore_progress
 
 # Their annotations are partial.
 _files: Any = safetensors.torch
@@ -26,19 +26,21 @@ _files: Any = safetensors.torch
 ADAPTER, HEAD = "adapter", "head.safetensors"
 
 
-def train(subject: Subject, task: Task, folder: Path, tell: Tell = untold) -> None:
+def train(
+    subject: Subject, task: Task, folder: Path, on_progress: OnProgress = ignore_progress
+) -> None:
     """Train the task's adapter, unless it is there, trained alike on the same texts.
 
     Args:
         subject: the base and how to train.
         task: the task, of which only the training split is used.
         folder: where the adapter and the classifier go.
-        tell: hears of every step.
+        on_progress: called with the steps done and all steps.
     """
     settings = subject.settings[task.name]
     marker = {"settings": asdict(settings), "lora": [RANK, ALPHA], "texts": fingerprint(task)}
     if is_trained(folder, marker):
-        tell(settings.steps, settings.steps)
+        on_progress(settings.steps, settings.steps)
         return
     torch.default_generator.manual_seed(settings.seed)
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(subject.targets))
@@ -53,7 +55,7 @@ def train(subject: Subject, task: Task, folder: Path, tell: Tell = untold) -> No
 
     data = Encoded(subject.base, task.train, settings.max_length)
     batches = data.shuffled(settings.batch_size, settings.seed)
-    fit(nn.ModuleList([model, head]), batches, loss, settings, tell)
+    fit(nn.ModuleList([model, head]), batches, loss, settings, on_progress)
     with finished(folder, marker) as unfinished:
         model.save_pretrained(unfinished / ADAPTER, save_embedding_layers=False)
         _files.save_file(head.state_dict(), unfinished / HEAD)

@@ -25,7 +25,7 @@ from covmerge_lab import collecting, merging
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.suite import Scores, Suite, Variant
-from covmerge_lab.workers import Job, Result, Tell, Workers
+from covmerge_lab.workers import Job, OnProgress, Result, Workers
 
 BASE, EXPERTS = "base, experts' heads", "experts, each on its task"
 
@@ -247,20 +247,22 @@ def load_outcome(path: Path, key: str, variant: Variant) -> Outcome | None:
 
 
 def _scores(
-    suite: Suite, task: str, expert: Path, models: Sequence[Model], tell: Tell
+    suite: Suite, task: str, expert: Path, models: Sequence[Model], on_progress: OnProgress
 ) -> list[Scores]:
     found: list[Scores] = []
     for model in models:
-        tell(len(found), len(models))
+        on_progress(len(found), len(models))
         found.append(suite.score(task, "test", model.folders[task], expert))
-    tell(len(found), len(models))
+    on_progress(len(found), len(models))
     return found
 
 
-def _measures(suite: Suite, models: Sequence[Model], tell: Tell) -> list[dict[str, float]]:
+def _measures(
+    suite: Suite, models: Sequence[Model], on_progress: OnProgress
+) -> list[dict[str, float]]:
     found: list[dict[str, float]] = []
     for model in models:
-        tell(len(found), len(models))
+        on_progress(len(found), len(models))
         found.append(suite.measures(next(iter(model.folders.values()))))
-    tell(len(found), len(models))
+    on_progress(len(found), len(models))
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from covmerge import collect, collect_regmean_pp
 from covmerge_lab.suite import Suite
-from covmerge_lab.workers import CollectSteps, Job, Tell
+from covmerge_lab.workers import CollectSteps, Job, OnProgress
 
 EXAMPLES = {
     "gram": 256,
@@ -47,24 +47,28 @@ def files(out: Path, kind: str, experts: Sequence[str]) -> dict[str, Path]:
     return {name: out / kind / f"{name}.covstats.safetensors" for name in experts}
 
 
-def _of_one(suite: Suite, kind: str, task: str, expert: Path, out: Path, tell: Tell) -> None:
+def _of_one(
+    suite: Suite, kind: str, task: str, expert: Path, out: Path, on_progress: OnProgress
+) -> None:
     collect(
         expert,
         suite.inputs(task, EXAMPLES[kind]),
         files(out, kind, [task])[task],
         kinds=[kind],
-        progress=CollectSteps(tell, EXAMPLES[kind]),
+        progress=CollectSteps(on_progress, EXAMPLES[kind]),
         overwrite=True,
     )
 
 
-def _behind_merged_blocks(suite: Suite, experts: Mapping[str, Path], out: Path, tell: Tell) -> None:
+def _behind_merged_blocks(
+    suite: Suite, experts: Mapping[str, Path], out: Path, on_progress: OnProgress
+) -> None:
     examples = {task: suite.inputs(task, EXAMPLES["regmean++"]) for task in experts}
     collect_regmean_pp(
         suite.base,
         experts,
         examples,
         out / "regmean++",
-        progress=CollectSteps(tell),
+        progress=CollectSteps(on_progress),
         overwrite=True,
     )

@@ -18,7 +18,7 @@ from covmerge.methods import Method, registry
 from covmerge_lab import collecting
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.suite import Kind, Suite, Variant
-from covmerge_lab.workers import MergeSteps, Tell, untold
+from covmerge_lab.workers import MergeSteps, OnProgress, ignore_progress
 
 # Their annotations are partial.
 _PeftModel: Any = peft.PeftModel
@@ -91,7 +91,10 @@ def passes(merges: Sequence[Merge]) -> list[list[Merge]]:
 
 
 def merge_together(
-    experts: Experts, merges: Sequence[Merge], folder: str, tell: Tell = untold
+    experts: Experts,
+    merges: Sequence[Merge],
+    folder: str,
+    on_progress: OnProgress = ignore_progress,
 ) -> list[Model]:
     """Merge by several methods in one reading of the experts.
 
@@ -99,7 +102,7 @@ def merge_together(
         experts: what to merge.
         merges: of one part of `passes`.
         folder: name inside the work folder; what an earlier run left there is replaced.
-        tell: hears of the progress.
+        on_progress: called with the steps done and all steps.
     """
     out = experts.work / folder
     kind = statistics_of(merges[0])
@@ -114,7 +117,7 @@ def merge_together(
         statistics=files or None,
         tensors={"few_rows": "allow"},  # 256 single words have fewer tokens than a layer has inputs
         overwrite=True,
-        progress=MergeSteps(tell),
+        progress=MergeSteps(on_progress),
     ).rows
     return [
         Model(
@@ -128,7 +131,7 @@ def merge_together(
     ]
 
 
-def tuned_task_arithmetic(experts: Experts, tell: Tell) -> list[Model]:
+def tuned_task_arithmetic(experts: Experts, on_progress: OnProgress) -> list[Model]:
     """Keep Task Arithmetic at the scale of the best mean accuracy on the validation examples."""
     suite, tasks = experts.suite, list(experts.folders)
     steps = len(SCALES) * (1 + len(tasks))
@@ -139,11 +142,11 @@ def tuned_task_arithmetic(experts: Experts, tell: Tell) -> list[Model]:
         means: list[float] = []
         for task in tasks:
             done += 1
-            tell(done, steps)
+            on_progress(done, steps)
             folder, expert = model.folders[task], experts.folders[task]
             means.append(fmean(suite.score(task, "validation", folder, expert)))
         done += 1
-        tell(done, steps)
+        on_progress(done, steps)
         if best is None or fmean(means) > best[0]:
             best, worse = (fmean(means), replace(model, title=TUNED)), best
         else:
@@ -154,12 +157,12 @@ def tuned_task_arithmetic(experts: Experts, tell: Tell) -> list[Model]:
     return [best[1]]
 
 
-def make_whole(suite: Suite, task: str, adapter: Path, out: Path, tell: Tell) -> Path:
+def make_whole(suite: Suite, task: str, adapter: Path, out: Path, on_progress: OnProgress) -> Path:
     """Write the whole model that an adapter makes of the base, with its head, as PEFT merges it."""
-    tell(0, 1)
+    on_progress(0, 1)
     model = _PeftModel.from_pretrained(suite.fresh(task), adapter)
     model.merge_and_unload().save_pretrained(out)
-    tell(1, 1)
+    on_progress(1, 1)
     return out
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from covmerge import code
 from covmerge_lab import splits, training
 from covmerge_lab.training import ALPHA, RANK, Settings, device, products
-from covmerge_lab.workers import Tell
+from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.
 _Tokenizer: Any = transformers.AutoTokenizer
@@ -73,7 +73,7 @@ class Suite(ABC):
         name: what the command line calls it.
         kinds: how its experts can be trained.
         adapted: names of the linear layers that LoRA adapts.
-        lora: what else PEFT is told of it.
+        lora: what else PEFT needs to know of it.
         autocast: whether experts are trained with products in bfloat16.
         controlled_task: of the trainings that studies watch.
     """
@@ -118,7 +118,7 @@ class Suite(ABC):
         return self.folder / "experts" / str(variant) / task
 
     @abstractmethod
-    def prepare(self, tell: Tell) -> None:
+    def prepare(self, on_progress: OnProgress) -> None:
         """Fetch the data and make the base, unless they are there."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Suite(ABC):
         """Folder of the tokenizer that experts are saved with; None where there is no text."""
         return None
 
-    def train(self, task: str, variant: Variant, tell: Tell) -> float | None:
+    def train(self, task: str, variant: Variant, on_progress: OnProgress) -> float | None:
         """Train an expert, unless it is there, trained alike on the same examples.
 
         Returns:
@@ -152,7 +152,7 @@ class Suite(ABC):
         marker = training.marker(settings, variant=str(variant), **self.learnt_from(task))
         out = self.expert(task, variant)
         if training.is_trained(out, marker):
-            tell(settings.steps, settings.steps)
+            on_progress(settings.steps, settings.steps)
             return None
         # One of its own for each expert: with one for all, adapters would share their random `lora_A`,
         # which adapters that meet in practice do not.
@@ -168,7 +168,7 @@ class Suite(ABC):
             with products() if self.autocast else nullcontext():
                 return lessons.loss((there, wanted.to(device())))
 
-        seconds = training.fit(model, lessons.batches, loss, settings, tell)
+        seconds = training.fit(model, lessons.batches, loss, settings, on_progress)
         with training.finished(out, marker) as folder:
             model.save_pretrained(str(folder))
             if self.tokenizer is not None:
@@ -184,7 +184,12 @@ class Suite(ABC):
 
     @abstractmethod
     def score(
-        self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
+        self,
+        task: str,
+        part: Part,
+        model: Path,
+        expert: Path,
+        on_progress: OnProgress | None = None,
     ) -> Scores:
         """Return how a model does on each example of a task.
 
@@ -193,7 +198,7 @@ class Suite(ABC):
             part: of which part of its examples.
             model: folder of an ordinary checkpoint: the base, a merge, an expert made whole.
             expert: folder of the task's expert, whose head is used where a task has one.
-            tell: hears of the examples that are done.
+            on_progress: called with the examples done and all examples.
         """
 
     @abstractmethod

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from covmerge_lab.workers import Tell
+from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.
 _transformers: Any = transformers
@@ -54,7 +54,7 @@ def fit(
     batches: Iterable[Batch],
     loss: Callable[[Batch], Tensor],
     settings: Settings,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> float:
     """Train what requires a gradient; the model is left as it was given, in training mode or not.
 
@@ -76,7 +76,7 @@ def fit(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        tell(step, settings.steps)
+        on_progress(step, settings.steps)
     return (time.perf_counter() - started) / settings.steps
 
 

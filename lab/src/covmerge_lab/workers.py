@@ -23,12 +23,12 @@ from rich.progress import (
 )
 
 Result = TypeVar("Result")
-Tell = Callable[[int, int], None]  # steps done, steps in all
-Job = Callable[[Tell], Result]
+OnProgress = Callable[[int, int], None]  # steps done, steps in all
+Job = Callable[[OnProgress], Result]
 
 
-def untold(done: int, total: int) -> None:
-    """Tell nobody."""
+def ignore_progress(done: int, total: int) -> None:
+    """Do nothing."""
 
 
 class Workers:
@@ -70,7 +70,7 @@ class Workers:
         with bars:
             bar_of = {name: bars.add_task(name, total=None, start=False) for name in jobs}
             runs = {
-                name: self._pool.submit(job, partial(_tell, steps, name))
+                name: self._pool.submit(job, partial(_keep_progress, steps, name))
                 for name, job in jobs.items()
             }
             running = set(runs.values())
@@ -84,7 +84,9 @@ class Workers:
         return {name: run.result() for name, run in runs.items()}
 
 
-def _tell(steps: MutableMapping[str, tuple[int, int]], name: str, done: int, total: int) -> None:
+def _keep_progress(
+    steps: MutableMapping[str, tuple[int, int]], name: str, done: int, total: int
+) -> None:
     steps[name] = done, total
 
 
@@ -93,25 +95,25 @@ class _Steps:
     """Passes on what covmerge says of its progress.
 
     Attributes:
-        tell: who hears of it.
+        on_progress: called with the steps done and all steps.
         total: steps in all, where covmerge does not know.
     """
 
-    tell: Tell
+    on_progress: OnProgress
     total: int = 0
     done: int = 0
 
     def start(self, total: int | None) -> None:
         """Work begins."""
         self.total = total or self.total
-        self.tell(0, self.total)
+        self.on_progress(0, self.total)
 
     def finish(self) -> None:
         """Work is over."""
 
     def _add(self, size: int) -> None:
         self.done += size
-        self.tell(self.done, self.total)
+        self.on_progress(self.done, self.total)
 
 
 class MergeSteps(_Steps):

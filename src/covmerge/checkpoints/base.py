@@ -22,7 +22,7 @@ _MAX_NAME = 1000  # rules look for patterns in them; real ones have less than 20
 _DISPATCH = "__torch_dispatch__"
 
 Stamp = tuple[int, int, int]
-# Hears before each piece what share of the whole has been hashed; it may wait, or raise to stop.
+# Called before each piece with the share of the whole that has been hashed; it may wait, or raise to stop.
 Pace = Callable[[float], None]
 
 

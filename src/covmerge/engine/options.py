@@ -41,7 +41,7 @@ class RunOptions:
         max_memory: bytes that the process may take; None: what the machine has free.
         resume: go on with an interrupted run.
         overwrite: replace an output of covmerge.
-        progress: is told of every finished piece of work; None: nobody is.
+        progress: called for every finished piece of work; None: nothing is.
     """
 
     device: str = "cpu"
@@ -58,8 +58,8 @@ class RunOptions:
         return usable_device(self.device)
 
     @property
-    def told(self) -> Progress:
-        """Who is told of the advance."""
+    def shown_progress(self) -> Progress:
+        """What is called for finished work; see `Silent`."""
         return self.progress or Silent()
 
     def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:

@@ -28,7 +28,7 @@ from covmerge.types import Json
 
 
 class Progress(Protocol):
-    """Is told of the run's advance; called from one thread at a time."""
+    """Called as a run advances, from one thread at a time."""
 
     def start(self, total: int) -> None:
         """Work begins: so many bytes will be read and written."""
@@ -81,7 +81,7 @@ def run(
         sources: the checkpoints.
         context: what the work needs to know; the surveys' thresholds are found here.
         executor: does the work.
-        progress: is told of every finished item.
+        progress: called for every finished item.
         journal: of one plan, what is finished; without one the work cannot be resumed.
         follow: called with the share of the sources that the last pass has come to.
 

@@ -106,7 +106,7 @@ class InspectJob:
                     sources,
                     Context(plan.compute_dtype, options.torch_device),
                     executor=Threads(in_flight=memory.in_flight, lanes=memory.lanes),
-                    progress=options.told,
+                    progress=options.shown_progress,
                 )
             layers = tuple(_layers(plan, done, findings))
             cost = {

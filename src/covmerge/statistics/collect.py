@@ -24,7 +24,7 @@ from covmerge.text import some
 
 
 class Progress(Protocol):
-    """Hears of every example that went through a model."""
+    """Called as examples go through a model."""
 
     def start(self, total: int | None) -> None:
         """Collecting begins; `total` examples will pass, None where nobody knows."""
@@ -91,7 +91,7 @@ def collect(
         labels: whose labels the Fisher information is of: `model` or `data`.
         seed: of the labels drawn from the model.
         device: where the model runs.
-        progress: is told of every batch.
+        progress: called for every batch.
         overwrite: replace a statistics file.
         **reading: how examples become batches, the attributes of `Reading`: `max_examples`,
             `batch_size`, `max_length`, `tokenizer`, `text_column`, `pair_column`, `label_column`.

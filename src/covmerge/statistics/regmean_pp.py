@@ -58,7 +58,7 @@ def collect_regmean_pp(
         examples: each expert's, as in `collect`; batches are kept, on the CPU.
         out: folder for the files `<name>.covstats.safetensors`; it is made if need be.
         device: where the models run.
-        progress: is told of every example in every stage.
+        progress: called for every example in every stage.
         overwrite: replace statistics files.
         **reading: as in `collect`.
 

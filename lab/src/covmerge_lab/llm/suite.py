@@ -24,7 +24,7 @@ from covmerge_lab.llm.model import (
 from covmerge_lab.llm.tasks import Question
 from covmerge_lab.suite import Lessons, Part, Scores, Suite, Variant
 from covmerge_lab.training import Settings
-from covmerge_lab.workers import Tell, untold
+from covmerge_lab.workers import OnProgress, ignore_progress
 
 # Its annotations are partial.
 _LanguageModel: Any = transformers.AutoModelForCausalLM
@@ -59,22 +59,22 @@ class LlmSuite(Suite):
         """The tasks by name."""
         return {s.name: s.about for s in tasks.SPECS if not self.quick or s.name in _QUICK}
 
-    def prepare(self, tell: Tell) -> None:
+    def prepare(self, on_progress: OnProgress) -> None:
         """Unpack the base, read and split the corpora, and define the tasks for lm-eval."""
         specs = [spec for spec in tasks.SPECS if spec.name in self.tasks]
         steps = len(specs) + 1
-        tell(0, steps)
+        on_progress(0, steps)
         marker = {"layers": _QUICK_LAYERS if self.quick else None}
         if not training.is_trained(self.base, marker):
             with training.finished(self.base, marker) as folder:
                 base.unpack(folder, self.cache, **marker)
         for done, spec in enumerate(specs, start=1):
-            tell(done, steps)
+            on_progress(done, steps)
             if not all(self._file(spec.name, part).exists() for part in tasks.SIZES):
                 for part, questions in tasks.build(spec, self.cache).items():
                     tasks.save(questions, self._file(spec.name, part))
             self._define(spec.name)
-        tell(steps, steps)
+        on_progress(steps, steps)
 
     def fresh(self, task: str) -> Any:
         """Return the language model: no task has a head."""
@@ -102,7 +102,12 @@ class LlmSuite(Suite):
         return self.base
 
     def score(
-        self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
+        self,
+        task: str,
+        part: Part,
+        model: Path,
+        expert: Path,
+        on_progress: OnProgress | None = None,
     ) -> Scores:
         """See `Suite.score`: 1.0 where the answer is right to the letter; no task has a head."""
         questions = self._questions(task, part)
@@ -115,7 +120,7 @@ class LlmSuite(Suite):
             for index, answer in zip(indices, written, strict=True):
                 scores[index] = float(answer == questions[index].answer)
             done += len(indices)
-            (tell or untold)(done, len(questions))
+            (on_progress or ignore_progress)(done, len(questions))
         return scores
 
     def inputs(self, task: str, examples: int) -> Sequence[Inputs]:

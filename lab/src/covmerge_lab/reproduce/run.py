@@ -28,7 +28,7 @@ COLLECTS: Mapping[Family, Callable[[Bench, Sequence[str]], dict[str, Path]]] = {
 }
 _MAY_RUN_CODE = "HF_ALLOW_CODE_EVAL"  # the Hub's own switch for metrics that run what a model wrote
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def chosen_rows(setting: Setting, wanted: Sequence[str] | None) -> list[Row]:
     return [row for key, row in known.items() if wanted is None or key in wanted]
 
 
-def reproduce(setting: Setting, given: Given, options: Options, out: Path, tell: Tell) -> Result:
+def reproduce(
+    setting: Setting, given: Given, options: Options, out: Path, on_progress: OnProgress
+) -> Result:
     """Do one setting of a table again.
 
     Args:
@@ -97,13 +99,13 @@ def reproduce(setting: Setting, given: Given, options: Options, out: Path, tell:
         given: where checkpoints are.
         options: what to run, and on what data.
         out: folder for the merged models; what an earlier run left is replaced.
-        tell: hears of each step.
+        on_progress: called with a line for each step.
 
     Raises:
         InputError: something is missing, cannot be fetched or does not fit.
     """
     rows = chosen_rows(setting, options.methods)
-    tell(f"{setting.name}: looking for {1 + len(setting.experts)} checkpoints")
+    on_progress(f"{setting.name}: looking for {1 + len(setting.experts)} checkpoints")
     bench = Bench(
         setting=setting,
         models=resolve(setting, given),
@@ -116,12 +118,12 @@ def reproduce(setting: Setting, given: Given, options: Options, out: Path, tell:
     merges = [row for row in rows if row.kind == "merge"]
     left_out = {row.key: why for row in merges if (why := _cannot_run(row, setting, options))}
     runnable = [row for row in merges if row.key not in left_out]
-    statistics = _statistics(bench, runnable, options, tell)
-    tell(f"{setting.name}: merging by {len(runnable)} methods")
+    statistics = _statistics(bench, runnable, options, on_progress)
+    on_progress(f"{setting.name}: merging by {len(runnable)} methods")
     folders = _merge(bench, runnable, statistics, options, out)
     experts: Mapping[str, float] | None = None
     if setting.share or any(row.kind == "experts" for row in rows):
-        tell(f"{setting.name}: scoring the experts, each on its task")
+        on_progress(f"{setting.name}: scoring the experts, each on its task")
         experts = _score_experts(bench)
     lines: list[Line] = []
     for row in rows:
@@ -131,7 +133,7 @@ def reproduce(setting: Setting, given: Given, options: Options, out: Path, tell:
         if row.kind == "experts" and experts is not None:
             own = experts
         else:
-            tell(f"{setting.name}: scoring {row.title}")
+            on_progress(f"{setting.name}: scoring {row.title}")
             model = bench.models.base if row.kind == "base" else folders[row.key]
             own = SCORES[setting.family](bench, model, setting.columns)
         lines.append(Line(row, _finished(setting, own, experts), row.note))
@@ -148,12 +150,14 @@ def _cannot_run(row: Row, setting: Setting, options: Options) -> str:
     )
 
 
-def _statistics(bench: Bench, rows: Sequence[Row], options: Options, tell: Tell) -> dict[str, Path]:
+def _statistics(
+    bench: Bench, rows: Sequence[Row], options: Options, on_progress: OnProgress
+) -> dict[str, Path]:
     """Return what the rows' methods know of the data: given, or collected from training examples."""
     kinds = sorted({row.data for row in rows if row.data})
     if not kinds or set(options.statistics) >= set(bench.setting.experts):
         return dict(options.statistics)
-    tell(f"{bench.setting.name}: collecting statistics ({', '.join(kinds)}) of the experts")
+    on_progress(f"{bench.setting.name}: collecting statistics ({', '.join(kinds)}) of the experts")
     return COLLECTS[bench.setting.family](bench, kinds)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from covmerge.statistics.examples import masks_of
 from covmerge_lab.studies.angles import Angles, InputSums, StepSums, angles
 from covmerge_lab.suite import Batch, Suite
-from covmerge_lab.workers import Tell
+from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.
 _optim: Any = torch.optim
@@ -97,7 +97,7 @@ def _rows(values: Tensor, masks: Sequence[Tensor]) -> Tensor:
 
 
 def run_training(
-    suite: Suite, training: Training, seed: int, size: Size, tell: Tell
+    suite: Suite, training: Training, seed: int, size: Size, on_progress: OnProgress
 ) -> dict[int, dict[str, Angles]]:
     """Train once; return the angles of every layer after some of the steps."""
     torch.default_generator.manual_seed(seed)
@@ -118,7 +118,7 @@ def run_training(
             mean.backward()
         optimiser.step()
         optimiser.zero_grad()
-        tell(step, max(size.steps))
+        on_progress(step, max(size.steps))
         if step in size.steps:
             inputs = _inputs(layers, loss, held)
             found[step] = {

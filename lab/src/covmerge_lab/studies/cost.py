@@ -21,7 +21,7 @@ from covmerge_lab.studies.layers import train
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
 from covmerge_lab.suite import Variant
-from covmerge_lab.workers import Tell
+from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.
 _plt: Any = plt
@@ -65,14 +65,18 @@ class CostOfMethods(Study):
 
 
 def measure(
-    base: Path, experts: Mapping[str, Path], merges: Sequence[Merge], rounds: int, tell: Tell
+    base: Path,
+    experts: Mapping[str, Path],
+    merges: Sequence[Merge],
+    rounds: int,
+    on_progress: OnProgress,
 ) -> dict[str, Cost]:
     """Return the medians of some rounds; in each round all methods follow one another."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, list[Cost]] = {merge.title: [] for merge in merges}
     with tempfile.TemporaryDirectory() as scratch:
         for done in range(rounds * len(merges)):
-            tell(done, rounds * len(merges))
+            on_progress(done, rounds * len(merges))
             merge = merges[done % len(merges)]
             order = Order(
                 base=str(base),
@@ -83,7 +87,7 @@ def measure(
                 device=device,
             )
             found[merge.title].append(run_alone(order))
-    tell(rounds * len(merges), rounds * len(merges))
+    on_progress(rounds * len(merges), rounds * len(merges))
     return {title: middle(costs) for title, costs in found.items()}
 
 

@@ -36,7 +36,7 @@ from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
 from covmerge_lab.suite import Variant
 from covmerge_lab.summary import Group
-from covmerge_lab.workers import Job, MergeSteps, Tell
+from covmerge_lab.workers import Job, MergeSteps, OnProgress
 
 # Its annotations are partial.
 _linalg: Any = torch.linalg
@@ -158,7 +158,7 @@ def _table(kind: str, cosines: Mapping[str, float]) -> str:
     return f"Mean cosine with the measured covariance, {kind} experts:\n\n{table}"
 
 
-def _merge(experts: Experts, title: str, tell: Tell) -> tuple[Model, float]:
+def _merge(experts: Experts, title: str, on_progress: OnProgress) -> tuple[Model, float]:
     """Merge with one C_t; return the model and the mean cosine of C_t with the measured one."""
     names = list(experts.whole)
     folder = experts.work / f"estimate-{list(ESTIMATES).index(title)}"
@@ -191,7 +191,7 @@ def _merge(experts: Experts, title: str, tell: Tell) -> tuple[Model, float]:
         out=folder / "merged",
         statistics=files,
         tensors={"few_rows": "allow"},
-        progress=MergeSteps(tell),
+        progress=MergeSteps(on_progress),
     )
     shutil.rmtree(folder / "statistics")
     merge = Merge("lot", section=Section.DATA_FREE, label=title)

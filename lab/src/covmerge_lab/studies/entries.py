@@ -19,7 +19,7 @@ from covmerge_lab.studies.layers import METHOD, numbers, open_layers, short, spr
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
 from covmerge_lab.suite import Variant
-from covmerge_lab.workers import Tell
+from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.
 _plt: Any = plt
@@ -91,7 +91,7 @@ class EntriesOfUpdates(Study):
         return Findings({"variants": results}, "\n\n".join(texts), pictures)
 
 
-def find_entries(base: Path, experts: Mapping[str, Path], tell: Tell) -> Entries:
+def find_entries(base: Path, experts: Mapping[str, Path], on_progress: OnProgress) -> Entries:
     """Return the moments of every update, and histograms of some layers of some experts."""
     found: dict[str, dict[str, Moments]] = {}
     histograms: dict[str, dict[str, list[float]]] = {}
@@ -104,7 +104,7 @@ def find_entries(base: Path, experts: Mapping[str, Path], tell: Tell) -> Entries
                 histograms[layer.name] = {
                     expert: histogram(changed[expert]) for expert in spread(list(changed), _EXPERTS)
                 }
-            tell(len(found), len(names))
+            on_progress(len(found), len(names))
     return Entries(found, histograms)
 
 

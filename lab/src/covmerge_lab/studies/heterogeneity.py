@@ -22,7 +22,7 @@ from covmerge_lab.studies.layers import METHOD, short, train
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
 from covmerge_lab.suite import Variant
-from covmerge_lab.workers import MergeSteps, Tell
+from covmerge_lab.workers import MergeSteps, OnProgress
 
 # Its annotations are partial.
 _plt: Any = plt
@@ -96,12 +96,14 @@ class Heterogeneity(Study):
         return Findings({"variants": numbers}, "\n\n".join(texts), pictures)
 
 
-def update_norms(base: Path, experts: Mapping[str, Path], tell: Tell) -> Norms:
+def update_norms(base: Path, experts: Mapping[str, Path], on_progress: OnProgress) -> Norms:
     """Return ‖Δ_t‖ of every layer that ACE merges, as the merge itself reports them.
 
     A tensor of several matrices, such as q, k and v in one, is reported as one and left out.
     """
-    stats: Any = covmerge.merge(base, experts, method=METHOD, progress=MergeSteps(tell)).stats
+    stats: Any = covmerge.merge(
+        base, experts, method=METHOD, progress=MergeSteps(on_progress)
+    ).stats
     found: dict[str, Mapping[str, float]] = {}
     for name in by_depth(stats["tensors"]):
         entry = stats["tensors"][name]

@@ -22,7 +22,7 @@ from covmerge_lab.models import Model, Section
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
 from covmerge_lab.suite import Variant
-from covmerge_lab.workers import MergeSteps, Tell
+from covmerge_lab.workers import MergeSteps, OnProgress
 
 # Its annotations are partial.
 _plt: Any = plt
@@ -118,10 +118,12 @@ def _pairs(bench: Bench, variant: Variant) -> list[Pair]:
     ]
 
 
-def predict(experts: Experts, model: Model, tell: Tell) -> dict[str, tuple[float, float]]:
+def predict(
+    experts: Experts, model: Model, on_progress: OnProgress
+) -> dict[str, tuple[float, float]]:
     """Return by task what a merged model on the disk keeps, weighted by the inputs and not."""
     (folder,) = set(model.folders.values())
-    seen = inspect_merged(experts.suite.base, experts.folders, folder, tell)
+    seen = inspect_merged(experts.suite.base, experts.folders, folder, on_progress)
     return {
         task: (
             overall(layer.retention[task] for layer in seen) or 0.0,
@@ -133,10 +135,10 @@ def predict(experts: Experts, model: Model, tell: Tell) -> dict[str, tuple[float
 
 
 def inspect_merged(
-    base: Path, experts: Mapping[str, Path], folder: Path, tell: Tell
+    base: Path, experts: Mapping[str, Path], folder: Path, on_progress: OnProgress
 ) -> tuple[LayerView, ...]:
     """Hold a merged model against the experts that it was made of, without singular values."""
-    report = covmerge.report(folder, spectra="none", progress=MergeSteps(tell))
+    report = covmerge.report(folder, spectra="none", progress=MergeSteps(on_progress))
     assert set(report.inspection.experts) == set(experts), f"{folder} is of other experts"
     assert report.inspection.base == str(base), f"{folder} is of another base"
     return report.inspection.matrices

@@ -29,7 +29,7 @@ from covmerge_lab.studies.layers import (
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
 from covmerge_lab.suite import Variant
-from covmerge_lab.workers import Tell
+from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.
 _plt: Any = plt
@@ -117,7 +117,9 @@ class SpectraBeforeAndAfter(Study):
         return Findings({"variants": results}, "\n\n".join(texts), pictures)
 
 
-def find_spectra(base: Path, experts: Mapping[str, Path], count: int, tell: Tell) -> Spectra:
+def find_spectra(
+    base: Path, experts: Mapping[str, Path], count: int, on_progress: OnProgress
+) -> Spectra:
     """Return the spectra of some of the layers whose gate fires."""
     with open_layers(base, experts) as layers:
         fires = {layer.name: _fires(layer) for layer in layers.all()}
@@ -127,7 +129,7 @@ def find_spectra(base: Path, experts: Mapping[str, Path], count: int, tell: Tell
         for layer in layers.all():
             if layer.name in chosen:
                 seen.append(spectrum_of(layer))
-                tell(len(seen), len(chosen))
+                on_progress(len(seen), len(chosen))
     return Spectra(len(fires), len(fired), seen)
 
 

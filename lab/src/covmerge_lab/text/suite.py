@@ -23,7 +23,7 @@ from covmerge_lab.text import tasks
 from covmerge_lab.text.encode import Encoded, Inputs
 from covmerge_lab.text.tasks import Task
 from covmerge_lab.training import Settings
-from covmerge_lab.workers import Tell, untold
+from covmerge_lab.workers import OnProgress, ignore_progress
 
 # Their annotations are partial.
 _Classifier: Any = transformers.AutoModelForSequenceClassification
@@ -82,14 +82,14 @@ class TextSuite(Suite):
         """The tasks by name."""
         return {s.name: s.about for s in tasks.SPECS if not self.quick or s.name in _QUICK}
 
-    def prepare(self, tell: Tell) -> None:
+    def prepare(self, on_progress: OnProgress) -> None:
         """Read and split the corpora."""
         specs = [spec for spec in tasks.SPECS if spec.name in self.tasks]
         for done, spec in enumerate(specs):
-            tell(done, len(specs))
+            on_progress(done, len(specs))
             if not self._file(spec.name).exists():
                 tasks.save(tasks.build(spec, self.cache), self._file(spec.name))
-        tell(len(specs), len(specs))
+        on_progress(len(specs), len(specs))
 
     def fresh(self, task: str) -> Any:
         """Return a sequence classifier without dropout."""
@@ -128,7 +128,12 @@ class TextSuite(Suite):
         return self.base
 
     def score(
-        self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
+        self,
+        task: str,
+        part: Part,
+        model: Path,
+        expert: Path,
+        on_progress: OnProgress | None = None,
     ) -> Scores:
         """See `Suite.score`: 1.0 where the expert's classifier gives the right label."""
         data = self._data(task)
@@ -142,7 +147,7 @@ class TextSuite(Suite):
                 guessed = linear(encoder(**inputs).pooler_output, *head).argmax(dim=-1)
                 for index, right in zip(indices, guessed == labels, strict=True):
                     scores[index] = float(right)
-        (tell or untold)(len(encoded), len(encoded))
+        (on_progress or ignore_progress)(len(encoded), len(encoded))
         return scores
 
     def inputs(self, task: str, examples: int) -> Sequence[Inputs]:

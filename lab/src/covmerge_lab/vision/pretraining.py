@@ -25,7 +25,7 @@ from covmerge_lab.training import Settings, device, products
 from covmerge_lab.vision import canvas, materials
 from covmerge_lab.vision.canvas import SIDE, Font, Pixels
 from covmerge_lab.vision.views import moved
-from covmerge_lab.workers import Tell
+from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.
 _Classifier: Any = transformers.ViTForImageClassification
@@ -175,7 +175,7 @@ class Views:
         return torch.rand(shape, generator=self._generator)
 
 
-def pretrain(pictures: Pictures, settings: Settings, folder: Path, tell: Tell) -> None:
+def pretrain(pictures: Pictures, settings: Settings, folder: Path, on_progress: OnProgress) -> None:
     """Train the base, and save its encoder."""
     torch.default_generator.manual_seed(SEED)
     model = _Classifier(config(int(pictures.labels.max()) + 1)).to(device()).train()
@@ -186,6 +186,6 @@ def pretrain(pictures: Pictures, settings: Settings, folder: Path, tell: Tell) -
             logits = model(pixel_values=shown).logits
         return cross_entropy(logits.float(), labels)
 
-    training.fit(model, Views(pictures, settings.batch_size, SEED), loss, settings, tell)
+    training.fit(model, Views(pictures, settings.batch_size, SEED), loss, settings, on_progress)
     model.config.num_labels = 2  # transformers' default, which is not written: the names are gone
     model.vit.save_pretrained(folder)

@@ -21,7 +21,7 @@ from covmerge_lab.suite import Batch, Lessons, Part, Scores, Suite, Variant
 from covmerge_lab.training import Settings
 from covmerge_lab.vision import canvas, materials, pretraining, tasks, views
 from covmerge_lab.vision.tasks import Split, Task
-from covmerge_lab.workers import Tell, untold
+from covmerge_lab.workers import OnProgress, ignore_progress
 
 # Their annotations are partial.
 _Classifier: Any = transformers.ViTForImageClassification
@@ -60,13 +60,13 @@ class VisionSuite(Suite):
         """The tasks by name."""
         return {s.name: s.about for s in tasks.SPECS if not self.quick or s.name in _QUICK}
 
-    def prepare(self, tell: Tell) -> None:
+    def prepare(self, on_progress: OnProgress) -> None:
         """Draw and split the pictures, and pretrain the base."""
         settings = self._few(pretraining.SETTINGS)
         specs = [spec for spec in tasks.SPECS if spec.name in self.tasks]
         total = len(specs) + settings.steps
         for done, spec in enumerate(specs):
-            tell(done, total)
+            on_progress(done, total)
             if not self._file(spec.name).exists():
                 tasks.save(tasks.build(spec, self.cache), self._file(spec.name))
         made_by = code.digest(pretraining, materials, canvas, views)
@@ -75,9 +75,12 @@ class VisionSuite(Suite):
             pictures = pretraining.collect(self.cache, self.quick)
             with training.finished(self.base, marker) as folder:
                 pretraining.pretrain(
-                    pictures, settings, folder, lambda done, _: tell(len(specs) + done, total)
+                    pictures,
+                    settings,
+                    folder,
+                    lambda done, _: on_progress(len(specs) + done, total),
                 )
-        tell(total, total)
+        on_progress(total, total)
 
     def fresh(self, task: str) -> Any:
         """Return an image classifier."""
@@ -109,7 +112,12 @@ class VisionSuite(Suite):
         }
 
     def score(
-        self, task: str, part: Part, model: Path, expert: Path, tell: Tell | None = None
+        self,
+        task: str,
+        part: Part,
+        model: Path,
+        expert: Path,
+        on_progress: OnProgress | None = None,
     ) -> Scores:
         """See `Suite.score`: 1.0 where the expert's classifier gives the right label."""
         data = self._data(task)
@@ -123,7 +131,7 @@ class VisionSuite(Suite):
                 seen = encoder(pixel_values=pixels).last_hidden_state[:, 0]
                 right = linear(seen, *head).argmax(dim=-1) == labels
                 scores += [float(each) for each in right]
-        (tell or untold)(len(scores), len(scores))
+        (on_progress or ignore_progress)(len(scores), len(scores))
         return scores
 
     def inputs(self, task: str, examples: int) -> Sequence[Mapping[str, Tensor]]:
