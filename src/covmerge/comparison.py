@@ -18,7 +18,7 @@ from covmerge.engine import (
     NoOutput,
     Output,
     RunOptions,
-    RunStats,
+    RunResult,
     peak_memory,
     room_for,
     run,
@@ -290,10 +290,10 @@ class CompareJob:
                 done = self._execute(plans, outputs, checkpoints, memory, fingerprints.follow)
                 warnings = check_fit(plans[0], done[0].items, checkpoints)
                 notes: list[str] = []
-                for name, model, stats in zip(labels, models, done, strict=True):
+                for name, model, own in zip(labels, models, done, strict=True):
                     # To give the base is a failure of one merge; of a comparison it is a result.
                     result = model.finish(
-                        stats,
+                        own,
                         fingerprints,
                         memory,
                         out / name,
@@ -326,7 +326,7 @@ class CompareJob:
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
         follow: Callable[[float], None] | None = None,
-    ) -> list[RunStats]:
+    ) -> list[RunResult]:
         checkpoints.check_ties(plans[0])
         options = self.options
         executor = options.executor(memory, checkpoints.opener)
@@ -344,14 +344,14 @@ class CompareJob:
         self,
         labels: Sequence[str],
         plans: Sequence[Plan],
-        done: Sequence[RunStats],
+        done: Sequence[RunResult],
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
         left_out: Mapping[str, str],
         warnings: tuple[str, ...],
     ) -> Comparison:
         together = zip(labels, plans, done, strict=True)
-        rows = tuple(_row(label, plan, stats, self.out) for label, plan, stats in together)
+        rows = tuple(_row(label, plan, own, self.out) for label, plan, own in together)
         first = done[0]
         return Comparison(
             path=self.out,
@@ -362,7 +362,7 @@ class CompareJob:
                 "seconds": first.seconds,
                 "survey_seconds": first.survey_seconds,
                 "read_seconds": first.read_seconds,
-                "compute_seconds": sum(stats.compute_seconds for stats in done),
+                "compute_seconds": sum(own.compute_seconds for own in done),
                 "write_seconds": first.write_seconds,
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
@@ -373,7 +373,7 @@ class CompareJob:
         )
 
 
-def _row(label: str, plan: Plan, done: RunStats, out: Path | None) -> Row:
+def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
     items = [cast("Mapping[str, Any]", item) for item in done.items if item]
     norm = sqrt(sum(item["merged"] for item in items))
     sizes = _norms(done.items)

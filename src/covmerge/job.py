@@ -14,14 +14,14 @@ from covmerge.engine import (
     MemoryPlan,
     Output,
     RunOptions,
-    RunStats,
+    RunResult,
     room_for,
     run,
     torch_threads,
 )
 from covmerge.errors import InputError
 from covmerge.judgement import check_fit
-from covmerge.output import MergeResult, OutputFolder, merge_stats, run_report
+from covmerge.output import MergeResult, OutputFolder, merge_stats, run_figures
 from covmerge.plan import MODEL, Plan, head_part, mask_part
 from covmerge.recipe import Recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
@@ -65,7 +65,7 @@ class Job:
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
             stats=stats,
-            run=run_report(done, work.memory),
+            run=run_figures(done, work.memory),
             timeline=done.spans,
             noticed=account.rows,
             notes=(*plan.notes, *account.notes),
@@ -111,7 +111,7 @@ class Job:
         output: Output,
         journal: Journal | None = None,
         follow: Callable[[float], None] | None = None,
-    ) -> RunStats:
+    ) -> RunResult:
         work.checkpoints.check_ties(work.plan)
         options = self.options
         executor = options.executor(work.memory, work.checkpoints.opener)

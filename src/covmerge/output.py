@@ -20,12 +20,12 @@ from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.diagnostics import DIFFERS, Check, VerifyReport, examine
 from covmerge.engine import (
     MemoryPlan,
-    RunStats,
+    RunResult,
     Span,
     account_of_lengths,
     peak_memory,
     seen_in,
-    tensor_stats,
+    tensor_entries,
     totals,
 )
 from covmerge.export import (
@@ -125,7 +125,7 @@ class OutputFolder:
 
     def finish(
         self,
-        done: RunStats,
+        done: RunResult,
         fingerprints: Fingerprints,
         memory: MemoryPlan,
         out: Path,
@@ -177,7 +177,7 @@ class OutputFolder:
             {},
             plan.recipe,
             stats,
-            run_report(done, memory),
+            run_figures(done, memory),
             account.rows,
             (*notes, *sealed.notes),
             warnings,
@@ -311,8 +311,8 @@ def _config_dtype(plan: Plan) -> torch.dtype | None:
 
 
 def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[dict[str, Json], Account]:
-    """Statistics of a finished merge: totals, heads, and each tensor; and what is said of it."""
-    entries = tensor_stats(plan, done)
+    """What covmerge.json says of a finished merge: totals, heads, each tensor; and that in words."""
+    entries = tensor_entries(plan, done)
     seen = seen_in(plan, entries)
     account = account_of(seen, always=WORDS) + account_of_lengths(entries)
     heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
@@ -322,7 +322,7 @@ def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[dict[st
     return {"totals": counted, "heads": heads, **rescaled, "tensors": entries}, account
 
 
-def tensor_seconds(plan: Plan, done: RunStats) -> dict[str, float]:
+def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
     """Seconds of mathematics by tensor; those that an earlier run merged are left out."""
     found: dict[str, float] = {}
     for item, seconds in zip(plan.items, done.item_seconds, strict=True):
@@ -331,7 +331,7 @@ def tensor_seconds(plan: Plan, done: RunStats) -> dict[str, float]:
     return found
 
 
-def run_report(done: RunStats, memory: MemoryPlan) -> dict[str, Json]:
+def run_figures(done: RunResult, memory: MemoryPlan) -> dict[str, Json]:
     """Seconds and memory of a run."""
     return {
         "seconds": done.seconds,

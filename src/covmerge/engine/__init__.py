@@ -17,12 +17,13 @@ budget     bytes that may be alive at once
 options    how a run is done: device, threads, memory, resume, progress
 room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
-stats      items joined to tensors, tensors to totals; what methods noticed, each as its own type
+entries    items joined to tensors, tensors to totals; what methods noticed, each as its own type
 ties       tied tensors that are stored twice
 """
 
 from covmerge.engine.advice import account_of_lengths
 from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
+from covmerge.engine.entries import seen_in, tensor_entries, totals
 from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
@@ -31,8 +32,7 @@ from covmerge.engine.options import RunOptions, Silent, torch_threads, usable_de
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.room import Room, room_for
-from covmerge.engine.run import Progress, RunStats, run
-from covmerge.engine.stats import seen_in, tensor_stats, totals
+from covmerge.engine.run import Progress, RunResult, run
 from covmerge.engine.survey import find_thresholds
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
@@ -55,7 +55,7 @@ __all__ = [
     "Progress",
     "Room",
     "RunOptions",
-    "RunStats",
+    "RunResult",
     "Silent",
     "Sizes",
     "Sources",
@@ -72,7 +72,7 @@ __all__ = [
     "room_for",
     "run",
     "seen_in",
-    "tensor_stats",
+    "tensor_entries",
     "torch_threads",
     "totals",
     "usable_device",

@@ -44,8 +44,8 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True)
-class RunStats:
-    """What a run did by one plan: statistics per item, in plan order, and its cost.
+class RunResult:
+    """What a run did by one plan: what there is to say of each item, in plan order, and its cost.
 
     Reading and surveys serve all plans of a run; only `compute_seconds`, and those of the items, are
     this plan's own; where several items were computed at once, their seconds add up. An item that an
@@ -72,7 +72,7 @@ def run(
     progress: Progress,
     journal: Journal | None = None,
     follow: Callable[[float], None] | None = None,
-) -> list[RunStats]:
+) -> list[RunResult]:
     """Carry out every item of one or several plans, reading each tensor once for all of them.
 
     Args:
@@ -116,7 +116,7 @@ def run(
         progress.finish()
     surveying = Span("survey", 0, 0.0, surveyed - begun)
     seconds = time.perf_counter() - begun
-    return [record.stats(number, begun, seconds, surveying) for number in range(len(plans))]
+    return [record.result(number, begun, seconds, surveying) for number in range(len(plans))]
 
 
 class _Record:
@@ -175,7 +175,7 @@ class _Record:
             batch = self._batches[self._resumed.pop()]
             self._progress.advance(batch[0].tensor.name, moved_together(batch), resumed=True)
 
-    def stats(self, number: int, begun: float, seconds: float, surveying: Span) -> RunStats:
+    def result(self, number: int, begun: float, seconds: float, surveying: Span) -> RunResult:
         """Return what was done by one of the plans."""
         done = self._done[number]
         shared = [own for other in self._done for d in other.values() for own in d.spans]
@@ -183,7 +183,7 @@ class _Record:
         reading = [span for span in shared if span.stage == "read"]
         writing = [span for span in shared if span.stage == "write"]
         spans = [*reading, *computing.values(), *writing]
-        return RunStats(
+        return RunResult(
             items=tuple(self._found[number][index] for index in range(len(self._batches))),
             seconds=seconds,
             survey_seconds=surveying.stop - surveying.start,

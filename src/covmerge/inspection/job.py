@@ -16,7 +16,7 @@ from covmerge.engine import (
     Context,
     NoOutput,
     RunOptions,
-    RunStats,
+    RunResult,
     Threads,
     look_cost,
     peak_memory,
@@ -233,7 +233,7 @@ def _model(checkpoint: Checkpoint) -> Model:
     return Model(checkpoint, describe_checkpoint(checkpoint))
 
 
-def _layers(plan: Plan, done: RunStats, findings: list[Finding]) -> Iterator[LayerView]:
+def _layers(plan: Plan, done: RunResult, findings: list[Finding]) -> Iterator[LayerView]:
     """Join the rows of each tensor, and name its matrices; what could not be read is a finding."""
     rows: defaultdict[str, list[tuple[WorkItem, Mapping[str, Any]]]] = defaultdict(list)
     for item, stats in zip(plan.items, done.items, strict=True):

@@ -1,4 +1,4 @@
-"""Statistics of a finished run: items joined to tensors, tensors to totals."""
+"""What covmerge.json says of a finished run: items joined to tensors, tensors to totals."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from covmerge.plan import Merge, Plan
 from covmerge.types import Json
 
 
-def tensor_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, dict[str, Json]]:
-    """Return one entry per output tensor, of the statistics of the plan's items.
+def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, dict[str, Json]]:
+    """Return one entry per output tensor, of what was measured of the plan's items.
 
     `update_norm` ‖Δ_t‖_F by expert, `merged_norm` ‖W̄ − W_0‖_F, `rounding_loss` the share of the
     merged update lost to the output dtype, `matrices` what the method noticed in each matrix,
     `adapter` what it became in an adapter; `left_out` where it has no place there.
     """
     items: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
-    for item, stats in zip(plan.items, done, strict=True):
-        if stats:
-            items[item.tensor.key].append(cast("Mapping[str, Any]", stats))
+    for item, facts in zip(plan.items, done, strict=True):
+        if facts:
+            items[item.tensor.key].append(cast("Mapping[str, Any]", facts))
     entries: dict[str, dict[str, Json]] = {}
     for tensor in plan.tensors:
         entry: dict[str, Json] = {
