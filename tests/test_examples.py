@@ -27,7 +27,7 @@ w0 = w1 = w2 = A1 = A2 = B1 = B2 = torch.zeros(2, 2)
 # What is public is called by its short name, whatever was imported before.
 CALLS = """\
 import covmerge
-import covmerge.diagnostics
+import covmerge.verification
 import covmerge.statistics
 
 covmerge.verify("./merged").raise_if_failed()
@@ -76,7 +76,7 @@ def test_pyright_accepts_every_example(examples):
 @pytest.mark.parametrize(
     "first",
     [
-        "import covmerge.diagnostics.verify, covmerge.statistics.collect",
+        "import covmerge.verification.verify, covmerge.statistics.collect",
         "covmerge.verify, covmerge.collect",
         "from covmerge import collect, verify",
     ],

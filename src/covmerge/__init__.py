@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from covmerge.version import __version__
 
 if TYPE_CHECKING:
-    # Each from the file that defines it: `covmerge.diagnostics.verify` and `covmerge.statistics.collect`
+    # Each from the file that defines it: `covmerge.verification.verify` and `covmerge.statistics.collect`
     # are a file and the function in it, and checkers differ on which of the two the package has.
     from covmerge import methods, steps, testing
     from covmerge.api import (
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     )
     from covmerge.checkpoints import open_checkpoint
     from covmerge.comparison import Comparison
-    from covmerge.diagnostics.verify import verify
     from covmerge.engine import RunOptions
     from covmerge.export import load_expert
     from covmerge.layer import merge_layer
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from covmerge.statistics.regmean_pp import collect_regmean_pp
     from covmerge.steps.registry import register_step
     from covmerge.types import LinearGroup, LowRank, Merged
+    from covmerge.verification.verify import verify
 
 _HOMES = {
     "Comparison": "covmerge.comparison",
@@ -73,7 +73,7 @@ _HOMES = {
     "register_step": "covmerge.steps.registry",
     "report": "covmerge.api",
     "run_recipe": "covmerge.api",
-    "verify": "covmerge.diagnostics",
+    "verify": "covmerge.verification",
     "Recipe": "covmerge.recipe",
     "load_recipe": "covmerge.recipe",
     "parse_recipe": "covmerge.recipe",

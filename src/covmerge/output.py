@@ -17,7 +17,6 @@ from covmerge.checkpoints import (
 )
 from covmerge.checkpoints.hashes import FileHashes
 from covmerge.checkpoints.manifest import MANIFEST_NAME
-from covmerge.diagnostics import DIFFERS, Check, VerifyReport, examine
 from covmerge.engine import (
     MemoryPlan,
     RunResult,
@@ -55,6 +54,7 @@ from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.text import some
 from covmerge.types import Json
+from covmerge.verification import DIFFERS, Check, Verification, examine
 from covmerge.version import __version__
 
 
@@ -88,7 +88,7 @@ class MergeResult:
     noticed: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    verification: VerifyReport | None = None
+    verification: Verification | None = None
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     timeline: tuple[Span, ...] = ()
     masks: Mapping[str, Mapping[str, Tensor]] = field(
@@ -252,7 +252,7 @@ class Sealed:
         notes: what a user should be told.
     """
 
-    report: VerifyReport
+    report: Verification
     notes: tuple[str, ...]
 
 
@@ -285,7 +285,7 @@ def seal(
     lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
     if lost:
         checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
-    report = VerifyReport(out, checks)
+    report = Verification(out, checks)
     if not (may_equal_base and report.failed == (DIFFERS,)):
         report.raise_if_failed()
     hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}

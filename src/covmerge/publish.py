@@ -10,11 +10,11 @@ from typing import Any
 from covmerge.checkpoints import CARD_NAME, find_unfinished
 from covmerge.checkpoints.hub_client import commit_files
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
-from covmerge.diagnostics import verify
 from covmerge.errors import InputError
 from covmerge.export import read_front_matter
 from covmerge.identifiers import hub_id
 from covmerge.types import Json
+from covmerge.verification import verify
 from covmerge.version import __version__
 
 

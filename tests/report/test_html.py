@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from covmerge import api
-from covmerge.diagnostics.report import Check
 from covmerge.errors import InputError
 from covmerge.inspection import Finding, Severity
 from covmerge.reporting import FILE_NAME, Report, tables, write_html
 from covmerge.reporting import html as page
 from covmerge.reporting.numbers import shown_spectra
 from covmerge.reporting.words import number
+from covmerge.verification.outcome import Check
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family
 from tests.e2e.test_adapters import experts, family  # noqa: F401 - a fixture

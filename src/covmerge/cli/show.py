@@ -17,11 +17,11 @@ from covmerge.api import MergeResult
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
 from covmerge.cli.units import format_flops, format_seconds
-from covmerge.diagnostics import VerifyReport
 from covmerge.engine import MemoryPlan, Room
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
 from covmerge.text import some
+from covmerge.verification import Verification
 
 NOTE, WARNING = "note", "warning"  # labels of what a reader should not miss
 _STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
@@ -153,7 +153,7 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
     }
     merged = {name: place for name, place in places.items() if "rank" in place}
     whole = len(places) - len(merged)
-    totals, report = stats["totals"], cast("VerifyReport", result.verification)
+    totals, report = stats["totals"], cast("Verification", result.verification)
     ranks = [place["rank"] for place in merged.values()]
     worst = max(merged, key=lambda name: merged[name]["discarded_energy"])
     lost = merged[worst]["discarded_energy"]

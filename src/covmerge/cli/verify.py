@@ -11,7 +11,7 @@ import typer
 from covmerge.cli.console import print_json, printable, stdout
 
 if TYPE_CHECKING:
-    from covmerge.diagnostics import VerifyReport
+    from covmerge.verification import Verification
 
 
 def verify(
@@ -32,7 +32,7 @@ def verify(
     Exits with 1 if a check failed, with 2 if the folder is no output of covmerge, or --deep lacks a
     source.
     """
-    from covmerge.diagnostics import verify as check
+    from covmerge.verification import verify as check
 
     report = check(out)
     if deep:
@@ -47,7 +47,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _show(report: VerifyReport) -> None:
+def _show(report: Verification) -> None:
     from covmerge.cli.show import table
 
     checks = table("check", "result", "detail")

@@ -13,7 +13,6 @@ import torch
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
-from covmerge.diagnostics import Check
 from covmerge.engine import Batch, Context, Done, Task, Threads, find_thresholds, read_inputs, work
 from covmerge.engine.selection import Selections
 from covmerge.errors import InputError, TensorError
@@ -26,6 +25,7 @@ from covmerge.recompute.sources import check_sources, pinned, sources_of
 from covmerge.sources import OpenCheckpoints
 from covmerge.text import some
 from covmerge.types import TensorHeader
+from covmerge.verification import Check
 
 # Of the norm of a merged update: what a merge in float32 may be off by.
 TOLERANCE = 1e-3

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from covmerge.diagnostics import VerifyReport
 from covmerge.inspection import Inspection
 from covmerge.noticed import Seen
 from covmerge.types import Json
+from covmerge.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Report:
     title: str
     inspection: Inspection
     manifest: Mapping[str, Any] | None = None
-    verification: VerifyReport | None = None
+    verification: Verification | None = None
     noticed: Mapping[str, Seen] = field(default_factory=dict[str, Seen])
     costs: Mapping[str, LayerCost] = field(default_factory=dict[str, LayerCost])
     run: Mapping[str, Json] = field(default_factory=dict[str, Json])

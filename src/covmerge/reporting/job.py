@@ -8,7 +8,6 @@ from pathlib import Path
 
 from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
-from covmerge.diagnostics import verify
 from covmerge.engine import RunOptions, seen_in
 from covmerge.inspection import InspectJob, SpectraOf
 from covmerge.methods import registry
@@ -18,6 +17,7 @@ from covmerge.reporting.data import LayerCost, Report
 from covmerge.sources import open_checkpoints, statistics_of
 from covmerge.steps import resolve_steps
 from covmerge.types import Json
+from covmerge.verification import verify
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class Verification:
     """Outcome of all checks on one output."""
 
     folder: Path

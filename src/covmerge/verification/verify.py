@@ -11,17 +11,17 @@ from torch import Tensor
 
 from covmerge.checkpoints import Checkpoint, FileCheckpoint, open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
-from covmerge.diagnostics.adapter import check_adapter
-from covmerge.diagnostics.files import Found, check_files, hash_files
-from covmerge.diagnostics.report import DIFFERS, Check, VerifyReport, check_heads
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.linalg.finite import all_finite
 from covmerge.text import some
 from covmerge.types import TensorHeader
+from covmerge.verification.adapter import check_adapter
+from covmerge.verification.files import Found, check_files, hash_files
+from covmerge.verification.outcome import DIFFERS, Check, Verification, check_heads
 
 
-def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyReport:
+def verify(folder: str | Path, *, base: Checkpoint | None = None) -> Verification:
     """Re-read an output of covmerge and check it.
 
     Every file against its recorded hash, and no other weights beside them; coverage (each tensor of
@@ -41,7 +41,7 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> VerifyRepor
     folder = Path(folder)
     manifest = read_manifest(folder)
     checks, found = examine(folder, manifest, manifest.get("files", ()), base=base)
-    return VerifyReport(folder, (check_files(folder, manifest, found), *checks))
+    return Verification(folder, (check_files(folder, manifest, found), *checks))
 
 
 def examine(

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.diagnostics.report import DIFFERS, Check, check_heads
 from covmerge.linalg.lapack import norm
 from covmerge.text import some
+from covmerge.verification.outcome import DIFFERS, Check, check_heads
 
 
 def check_adapter(

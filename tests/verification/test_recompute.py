@@ -13,7 +13,7 @@ from covmerge.errors import InputError
 from covmerge.recompute import recompute
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import words
-from tests.diagnostics.test_files import save_models
+from tests.verification.test_files import save_models
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
 from covmerge.checkpoints.hashes import FileHashes, Look, hash_file
 from covmerge.checkpoints.layout import HEADS_FOLDER
 from covmerge.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME, children
-from covmerge.diagnostics.report import Check
 from covmerge.errors import CheckpointError
 from covmerge.export import is_weights
 from covmerge.text import some
+from covmerge.verification.outcome import Check
 
 # By file: its hashes, or why it has none.
 Found = Mapping[str, FileHashes | str]

@@ -1,0 +1,12 @@
+"""What a merge did, checked: re-reading an output and holding it against its manifest.
+
+outcome  the outcome of checks, and what all outputs have in common
+files    every file against its recorded hash
+adapter  what is checked of a merged adapter
+verify   all of it, in one reading of the output
+"""
+
+from covmerge.verification.outcome import DIFFERS, Check, Verification
+from covmerge.verification.verify import examine, verify
+
+__all__ = ["DIFFERS", "Check", "Verification", "examine", "verify"]
