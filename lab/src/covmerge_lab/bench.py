@@ -21,6 +21,7 @@ from rich.console import Console
 import covmerge
 import covmerge_lab
 from covmerge import __version__, code
+from covmerge.checkpoints.disk import replace_file
 from covmerge_lab import collecting, merging
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section
@@ -227,9 +228,7 @@ def save_outcome(outcome: Outcome, path: Path, key: str) -> None:
         ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content))
-    unfinished.rename(path)
+    replace_file(path, json.dumps(content))
 
 
 def load_outcome(path: Path, key: str, variant: Variant) -> Outcome | None:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 from covmerge.errors import InputError, ResourceError
 
@@ -43,17 +44,17 @@ def disk_errors(path: Path, needed: int | None = None) -> Generator[None, None, 
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def replace_file(path: Path, content: str) -> None:
-    """Write a file whole, or leave it as it was.
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file whole, or leave it as it was; another process may write it at the same time.
 
     Raises:
         ResourceError: the disk is full.
         InputError: the folder may not be written to.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{token_hex(4)}.unfinished")
     with disk_errors(path):
         try:
-            unfinished.write_bytes(content.encode())
+            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)

@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -25,6 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from covmerge import code
 from covmerge.cache import user_cache
+from covmerge.checkpoints.disk import replace_file
+from covmerge.errors import InputError
 from covmerge.tensors.skeleton import Skeleton, build_skeleton
 from covmerge.types import TensorHeader
 
@@ -50,7 +51,7 @@ def remembered_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str
             os.utime(file)
         return skeleton
     skeleton = build_skeleton(headers, config)
-    with suppress(OSError):
+    with suppress(OSError, InputError):  # as `replace_file` calls errors of the disk
         _keep(_STORED.dump_json(skeleton), file)
     return skeleton
 
@@ -77,16 +78,9 @@ def _own_code() -> str:
 
 
 def _keep(content: bytes, file: Path) -> None:
-    """Write a file whole or not at all, and delete what has not been used for longest."""
+    """Write a file, and delete what has not been used for longest."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".partial", delete=False) as partial:
-        try:
-            partial.write(content)
-            partial.close()
-            Path(partial.name).replace(file)
-        except BaseException:
-            Path(partial.name).unlink()
-            raise
+    replace_file(file, content)
     by_age = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)
     for old in by_age[:-_KEPT]:
         old.unlink()

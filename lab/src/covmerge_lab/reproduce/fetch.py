@@ -5,10 +5,10 @@ from __future__ import annotations
 import glob
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any, cast
 
+from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.folder import choose_weights
 from covmerge.checkpoints.hub_client import Repository, is_offline
 from covmerge.errors import CheckpointError
@@ -102,6 +102,4 @@ def _fetched_before(receipt: Path) -> Path | None:
 
 def _write_receipt(receipt: Path, folder: Path, files: dict[str, int]) -> None:
     receipt.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = receipt.with_name(f".{receipt.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"folder": str(folder), "files": files}), encoding="utf-8")
-    unfinished.replace(receipt)
+    replace_file(receipt, json.dumps({"folder": str(folder), "files": files}))

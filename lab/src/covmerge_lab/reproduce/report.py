@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from covmerge import __version__
+from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.types import Json
 from covmerge_lab.reproduce.published import MEAN, Setting, Table
@@ -132,7 +132,5 @@ def write(table: Table, results: Sequence[Result], folder: Path, *, stand_ins: b
         as_markdown(table, results, stand_ins=stand_ins),
     )
     for name, text in zip(FILES, texts, strict=True):
-        unfinished = folder / f".{name}.{os.getpid()}"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(folder / name)
+        replace_file(folder / name, text)
     return [folder / name for name in FILES]
