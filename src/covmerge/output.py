@@ -160,11 +160,11 @@ class OutputFolder:
             *(self._adapter_notes(stats) if self._is_adapter else ()),
             *self._parents.notes,
         )
-        told = manifest(plan, fingerprints, notes, warnings, stats)
-        beside.append(write_card(folder, plan, self._parents, base.config, told))
+        record = manifest(plan, fingerprints, notes, warnings, stats)
+        beside.append(write_card(folder, plan, self._parents, base.config, record))
         sealed = seal(
             folder,
-            told,
+            record,
             [*self._files, *(path.relative_to(folder).as_posix() for path in beside)],
             out=out,
             base=None if self._is_adapter else base,
@@ -249,7 +249,7 @@ class Sealed:
 
     Attributes:
         report: of the checks.
-        notes: what a user should be told.
+        notes: what a user should know.
     """
 
     report: Verification
@@ -258,7 +258,7 @@ class Sealed:
 
 def seal(
     folder: Path,
-    told: Mapping[str, Json],
+    record: Mapping[str, Json],
     files: Sequence[str],
     *,
     out: Path,
@@ -270,7 +270,7 @@ def seal(
 
     Args:
         folder: where the output was written.
-        told: what covmerge.json says beside the hashes.
+        record: what covmerge.json says beside the hashes.
         files: what was written, as paths in the folder; what else lies there is removed.
         out: the folder that the output becomes, for the report.
         base: what the output is compared with.
@@ -281,7 +281,7 @@ def seal(
         CheckFailed: the output failed its verification.
     """
     removed = [*removed, *remove_others(folder, files)]
-    checks, found = examine(folder, told, sorted(files), base=base)
+    checks, found = examine(folder, record, sorted(files), base=base)
     lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
     if lost:
         checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
@@ -289,7 +289,7 @@ def seal(
     if not (may_equal_base and report.failed == (DIFFERS,)):
         report.raise_if_failed()
     hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
-    write_manifest(folder, {**told, "files": hashes})
+    write_manifest(folder, {**record, "files": hashes})
     return Sealed(report, _strays(removed, files))
 
 

@@ -57,8 +57,8 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
     if isinstance(form, AdapterFactors):
         if compare:
             stats |= layer.measures.of(change.dense(item, merge))
-        pieces, told = _as_factors(form, merge, item, change.delta)
-        return Result(pieces, {**stats, **told})
+        pieces, facts = _as_factors(form, merge, item, change.delta)
+        return Result(pieces, {**stats, **facts})
     merged, masks = change.dense(item, merge), change.masks
     square = norm(merged) ** 2
     if not isfinite(square):
@@ -93,8 +93,8 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
 def held_whole(form: AdapterTensor, rows: Tensor, stats: Mapping[str, Json]) -> Result:
     """Encode weights that an adapter holds as they are, under each of their names."""
     names = form.place.names
-    told: dict[str, Json] = {"adapter": {"tensor": names[0], "ties": names[1:]}}
-    return Result(tuple(rows for _ in form.place.keys), {**stats, **told})
+    facts: dict[str, Json] = {"adapter": {"tensor": names[0], "ties": names[1:]}}
+    return Result(tuple(rows for _ in form.place.keys), {**stats, **facts})
 
 
 def _as_factors(

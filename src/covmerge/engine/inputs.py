@@ -231,7 +231,7 @@ def _multiplied_out(update: LowRank | tuple[LowRank, ...]) -> Tensor:
 
 
 def _name_what_is_not_finite(item: WorkItem, base: Tensor, expert: str, stored: Stored) -> None:
-    """Raise for the first NaN or Inf; a norm has told that there is one."""
+    """Raise for the first NaN or Inf; its norm says that there is one."""
     start = 0 if item.rows is None else item.rows.start
     own = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
     read: list[tuple[str | None, Tensor]] = [] if base.is_meta else [(None, base)]

@@ -116,8 +116,8 @@ class Layer:
         if merge.layout is None:
             masks = dict(zip(names, results[0].masks, strict=False))
             # Of tensors of any shape, and of parts of them, only what has words is kept.
-            told = noticed if method.noticed is not Noticed else []
-            return Change(_owned(results[0], self._updates), told, masks)
+            kept = noticed if method.noticed is not Noticed else []
+            return Change(_owned(results[0], self._updates), kept, masks)
         if len(results) == 1 and not merge.layout.transposed and results[0].delta.is_contiguous():
             return Change(_owned(results[0], self._updates).view_as(like), noticed)
         merged = torch.empty_like(like)

@@ -47,11 +47,11 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
         for found in (given, made)
     )
     layout = item.matrices
-    told: dict[str, Json] = {"experts": list(updates), "merged": bool(merged)}
+    facts: dict[str, Json] = {"experts": list(updates), "merged": bool(merged)}
     if layout is None:
         # The merged model comes last: all sums are one product.
         sums = sums_of(base, [*updates.values(), *merged.values()]).as_json()
-        return Result((), {**told, "pieces": [{"sums": sums}]})
+        return Result((), {**facts, "pieces": [{"sums": sums}]})
     pieces: list[Json] = []
     split = {name: matrices(update, layout) for name, update in updates.items()}
     last = [matrices(update, layout) for update in merged.values()]
@@ -84,7 +84,7 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
                 spectrum = spectrum_of(again)
                 piece["before"] = _shown(spectrum, spectrum.rank(0.0))
         pieces.append(piece)
-    return Result((), {**told, "pieces": pieces})
+    return Result((), {**facts, "pieces": pieces})
 
 
 def _merged_again(redo: Merge, item: WorkItem, updates: Mapping[str, Tensor]) -> Tensor | None:

@@ -69,7 +69,7 @@ _NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # these say what
 
 @dataclass(frozen=True)
 class Companions:
-    """What was copied, as paths inside the output, and what the user should be told."""
+    """What was copied, as paths inside the output, and what the user should know."""
 
     copied: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
