@@ -11,8 +11,8 @@ from huggingface_hub import EvalResult, ModelCard
 from yaml import YAMLError
 
 from covmerge.checkpoints import CARD_NAME
-from covmerge.checkpoints.disk import replace_file
 from covmerge.errors import InputError
+from covmerge.stores.disk import replace_file
 from covmerge_lab.record import LM_EVAL, PYTHON, Result
 
 BEGIN = "<!-- results of `covmerge evaluate`: begin -->"

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME, MAX_BYTES
-from covmerge.checkpoints.regular_file import read_regular
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import InputError
+from covmerge.stores.disk import replace_file
+from covmerge.stores.regular_file import read_regular
 from covmerge.types import Json
 
 FILE_NAME = "evaluation.json"

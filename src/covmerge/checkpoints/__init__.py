@@ -8,12 +8,10 @@ from covmerge.checkpoints.adapted_base import AdaptedBase
 from covmerge.checkpoints.adapter import AdapterCheckpoint, FactorHeader
 from covmerge.checkpoints.base import CARD_NAME, Checkpoint
 from covmerge.checkpoints.folder import FileCheckpoint
-from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.masks import MASKS_FOLDER, unpack
 from covmerge.checkpoints.open import open_checkpoint
-from covmerge.checkpoints.paths import safe_child
 from covmerge.checkpoints.staging import (
     Staging,
     check_not_input,
@@ -21,6 +19,8 @@ from covmerge.checkpoints.staging import (
     remove_others,
 )
 from covmerge.checkpoints.writer import ShardWriter
+from covmerge.stores.hub_cache import HubModel
+from covmerge.stores.paths import safe_child
 
 __all__ = [
     "CARD_NAME",

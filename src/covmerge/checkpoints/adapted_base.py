@@ -11,8 +11,8 @@ from torch import Tensor
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
 from covmerge.checkpoints.base import Checkpoint, Pace, find_header
-from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.errors import InputError
+from covmerge.stores.hub_cache import HubModel
 from covmerge.types import Json, TensorHeader
 
 _QUANTISED = "quantization_config"

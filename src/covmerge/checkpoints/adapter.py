@@ -31,12 +31,12 @@ from covmerge.checkpoints.base import Checkpoint, Pace, find_header
 from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.hub import HubCheckpoint
-from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
-from covmerge.checkpoints.paths import safe_child
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub_cache import HubModel
+from covmerge.stores.paths import safe_child
+from covmerge.stores.regular_file import open_regular
 from covmerge.types import Json, LowRank, TensorHeader
 
 ADAPTER_CONFIG = "adapter_config.json"

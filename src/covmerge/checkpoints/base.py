@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.json_file import is_text, shorten
 from covmerge.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub_cache import HubModel
 from covmerge.types import Json, TensorHeader
 
 CARD_NAME = "README.md"  # the model card

@@ -21,15 +21,15 @@ from covmerge.checkpoints.base import (
     find_header,
     stamp_of,
 )
-from covmerge.checkpoints.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
 from covmerge.checkpoints.module_file import open_module
-from covmerge.checkpoints.paths import safe_child
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.checkpoints.torch_file import NotLoadedError, TorchFile
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub_cache import HubModel, cached_model, snapshot_of
+from covmerge.stores.paths import safe_child
+from covmerge.stores.regular_file import open_regular
 from covmerge.types import Json, TensorHeader
 
 CONFIG = "config.json"

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
-from covmerge.checkpoints.paths import safe_child
-from covmerge.checkpoints.regular_file import open_regular, reading
 from covmerge.errors import CheckpointError
+from covmerge.stores.paths import safe_child
+from covmerge.stores.regular_file import open_regular, reading
 from covmerge.types import Json, TensorHeader
 
 # Is shown rows of a tensor that are being hashed; None: the whole of one that has no rows.

@@ -18,9 +18,9 @@ from covmerge.checkpoints.folder import (
     read_config,
     read_weight_map,
 )
-from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub_cache import HubModel
 from covmerge.types import Json, TensorHeader
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from covmerge.checkpoints.disk import disk_errors
-from covmerge.checkpoints.regular_file import read_regular
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError
+from covmerge.stores.disk import disk_errors
+from covmerge.stores.regular_file import read_regular
 from covmerge.types import Json
 
 FORMAT = 2

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
+from covmerge.stores.regular_file import open_regular
 
 MAX_JSON_BYTES = 100_000_000
 # A value of three bytes takes a hundred of memory. The tokenizer of Gemma 3 has 1.9 million.

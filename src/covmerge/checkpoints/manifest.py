@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covmerge.checkpoints.json_file import parse_object, shorten
-from covmerge.checkpoints.regular_file import read_regular
 from covmerge.errors import CheckpointError, InputError
+from covmerge.stores.regular_file import read_regular
 
 MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
 

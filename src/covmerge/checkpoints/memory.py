@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.base import Pace, copy_rows, find_header, header_of
-from covmerge.checkpoints.hub_cache import HubModel
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub_cache import HubModel
 from covmerge.types import Json, TensorHeader
 
 

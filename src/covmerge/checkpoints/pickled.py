@@ -18,9 +18,9 @@ import torch
 
 from covmerge.checkpoints.laid import Storage
 from covmerge.checkpoints.pickle_bounds import ZIP_MAGIC, check_archive, check_steps, check_whole
-from covmerge.checkpoints.regular_file import open_regular, reading
 from covmerge.checkpoints.unpickler import NEXT, Loading, StorageOf, Unpickler
 from covmerge.errors import CheckpointError
+from covmerge.stores.regular_file import open_regular, reading
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch's own, at the start of its format from before 1.6
 

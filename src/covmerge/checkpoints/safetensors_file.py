@@ -18,8 +18,8 @@ from torch import Tensor
 from covmerge.checkpoints.base import check_unchanged, find_header, stamp_of
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
+from covmerge.stores.regular_file import open_regular
 from covmerge.types import TensorHeader
 
 _MAX_READ = 2**30  # Linux reads at most 2 GiB - 4 KiB a call; macOS refuses 2 GiB

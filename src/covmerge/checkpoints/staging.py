@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from covmerge.checkpoints.disk import disk_errors, fsync_path
 from covmerge.checkpoints.manifest import unknown_files
 from covmerge.errors import InputError
+from covmerge.stores.disk import disk_errors, fsync_path
 
 _PARTIAL = ".covmerge-partial"
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})

@@ -20,8 +20,8 @@ from covmerge.checkpoints.pickle_bounds import (
     check_steps,
     check_whole,
 )
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
+from covmerge.stores.regular_file import open_regular
 from covmerge.types import TensorHeader
 
 _WRAPPERS = ("state_dict", "model", "module")

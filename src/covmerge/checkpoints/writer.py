@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.disk import disk_errors, fsync_path
 from covmerge.checkpoints.layout import Layout, Shard, Slot
 from covmerge.errors import CheckpointError, TensorError
+from covmerge.stores.disk import disk_errors, fsync_path
 
 _CHUNK = 8 << 20  # bytes read back at a time
 

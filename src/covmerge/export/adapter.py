@@ -10,10 +10,10 @@ from typing import Any
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
-from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.plan import Plan, Unwritten
 from covmerge.plan.adapter import left_out
+from covmerge.stores.disk import disk_errors
 from covmerge.types import Json
 
 _WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
-from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.layout import HEADS_FOLDER
 from covmerge.export.library import how_to_load, library_of, pipeline_of
 from covmerge.export.licences import licence_notes, shared_licence
@@ -22,6 +21,7 @@ from covmerge.methods import Method, registry
 from covmerge.methods.registry import Reference
 from covmerge.plan import Plan
 from covmerge.steps import StepUse, resolve_steps
+from covmerge.stores.disk import disk_errors
 from covmerge.text import some
 from covmerge.types import Json
 from covmerge.version import __version__

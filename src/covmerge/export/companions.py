@@ -11,13 +11,13 @@ from typing import BinaryIO
 
 import torch
 
-from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME
-from covmerge.checkpoints.paths import safe_child
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
 from covmerge.export.config import rewrite_config
+from covmerge.stores.disk import disk_errors
+from covmerge.stores.paths import safe_child
+from covmerge.stores.regular_file import open_regular
 
 MAX_FILE_BYTES = 512 << 20
 _MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, open_checkpoint, safe_child, unpack
-from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.masks import packed_header
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
+from covmerge.stores.disk import disk_errors
+from covmerge.stores.regular_file import open_regular
 from covmerge.types import Json
 
 _FILE = "rescalers.json"

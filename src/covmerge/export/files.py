@@ -7,10 +7,10 @@ from pathlib import Path
 
 from covmerge.checkpoints import ShardWriter, plan_layout
 from covmerge.checkpoints.adapter_layout import ADAPTER_NAME
-from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.engine import FileOutput
 from covmerge.plan import MODEL, Plan
+from covmerge.stores.disk import disk_errors
 
 
 def plan_parts(plan: Plan) -> dict[str, Layout]:

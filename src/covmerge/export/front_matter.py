@@ -17,8 +17,8 @@ from yaml.events import (
     SequenceStartEvent,
 )
 
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import CheckpointError
+from covmerge.stores.regular_file import open_regular
 from covmerge.yaml_events import yaml_events
 
 _MAX_DEPTH = 64  # the parser's work grows with the square of it

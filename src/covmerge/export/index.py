@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.layout import INDEX_NAME, Layout
+from covmerge.stores.disk import disk_errors
 
 
 def write_index(layout: Layout, folder: Path) -> Path | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from covmerge.checkpoints.disk import disk_errors
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.strict_json import dumps
+from covmerge.stores.disk import disk_errors
 from covmerge.types import Json
 
 

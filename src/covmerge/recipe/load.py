@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import RecipeError
 from covmerge.identifiers import hub_id
 from covmerge.recipe.explain import explain, key_path
 from covmerge.recipe.mergekit import refuse_mergekit
 from covmerge.recipe.schema import Recipe
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_yaml
+from covmerge.stores.regular_file import open_regular
 
 _MAX_BYTES = 1 << 20
 

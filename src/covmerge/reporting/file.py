@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-from covmerge.checkpoints.disk import replace_file
 from covmerge.errors import InputError
 from covmerge.reporting.data import Report
+from covmerge.stores.disk import replace_file
 
 FILE_NAME = "report.html"
 _OURS = b'<meta name="generator" content="covmerge '

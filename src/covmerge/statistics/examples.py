@@ -17,8 +17,8 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from covmerge.checkpoints.json_file import shorten
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.errors import InputError, did_you_mean
+from covmerge.stores.regular_file import open_regular
 
 Batch = Mapping[str, Tensor]
 Examples = str | Path | Iterable[Batch]

@@ -20,10 +20,10 @@ from torch import Tensor
 from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.json_file import parse_object, shorten
-from covmerge.checkpoints.regular_file import open_regular
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.linalg.finite import all_finite
+from covmerge.stores.regular_file import open_regular
 from covmerge.types import Json, TensorHeader
 
 SUFFIX = ".covstats.safetensors"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from covmerge.checkpoints import open_checkpoint
-from covmerge.checkpoints.disk import disk_errors
 from covmerge.errors import InputError, did_you_mean
 from covmerge.identifiers import expert_name
 from covmerge.methods import registry
@@ -29,6 +28,7 @@ from covmerge.statistics.file import SUFFIX
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import Layer, RunningModel, load_model
 from covmerge.statistics.write import Contents, check_output, write_statistics
+from covmerge.stores.disk import disk_errors
 from covmerge.text import some
 from covmerge.types import LinearGroup, Measured
 

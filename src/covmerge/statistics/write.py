@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import Checkpoint, ShardWriter
-from covmerge.checkpoints.disk import disk_errors, fsync_path
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import InputError
@@ -31,6 +30,7 @@ from covmerge.statistics.file import (
     StatisticsFile,
     probe,
 )
+from covmerge.stores.disk import disk_errors, fsync_path
 from covmerge.types import TensorHeader
 from covmerge.version import __version__
 

@@ -24,8 +24,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from covmerge import code
 from covmerge.cache import user_cache
-from covmerge.checkpoints.disk import replace_file
 from covmerge.errors import InputError
+from covmerge.stores.disk import replace_file
 from covmerge.tensors.skeleton import Skeleton, build_skeleton
 from covmerge.types import TensorHeader
 

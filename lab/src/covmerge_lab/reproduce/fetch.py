@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.folder import choose_weights
 from covmerge.checkpoints.hub_client import Repository, is_offline
 from covmerge.errors import CheckpointError
+from covmerge.stores.disk import replace_file
 from covmerge_lab.reproduce.published import Source
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from covmerge import __version__
-from covmerge.checkpoints.disk import replace_file
 from covmerge.checkpoints.strict_json import dumps
+from covmerge.stores.disk import replace_file
 from covmerge.types import Json
 from covmerge_lab.reproduce.published import MEAN, Setting, Table
 from covmerge_lab.reproduce.run import Line, Result

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from covmerge.checkpoints.hub_cache import snapshot_around
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub_cache import snapshot_around
 
 _SHARED_BLOB = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}")
 

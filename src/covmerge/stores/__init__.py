@@ -1,0 +1,1 @@
+"""Where bytes lie, and how they are opened, listed and written; nothing above calls the system for it."""
