@@ -12,6 +12,7 @@ from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.layout import SAFETENSORS_NAMES, plan_layout
 from covmerge.checkpoints.safetensors_file import _read_into
 from covmerge.errors import CheckpointError
+from covmerge.stores.regular_file import open_raw
 from covmerge.types import TensorHeader
 
 
@@ -117,8 +118,8 @@ def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
 def test_a_short_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(b"0123456789")
-    with path.open("rb") as file, pytest.raises(CheckpointError, match=r"here.*8 bytes early"):
-        _read_into(memoryview(bytearray(16)), file.fileno(), 2, "here")
+    with open_raw(path) as file, pytest.raises(CheckpointError, match=r"here.*8 bytes early"):
+        _read_into(memoryview(bytearray(16)), file, 2, "here")
 
 
 def test_bytes_that_are_no_booleans_are_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError
+from covmerge.stores.descriptor import open_descriptor
 from covmerge.stores.disk import disk_errors
 from covmerge.stores.regular_file import read_regular
 from covmerge.types import Json
@@ -76,7 +77,7 @@ class Journal:
         self._finished = finished
         self._size = size
         with disk_errors(path):
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._fd = open_descriptor(path, os.O_WRONLY | os.O_APPEND)
             os.ftruncate(self._fd, size)
 
     @classmethod

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import sys
 
 _MEMORY = 1 << 30
@@ -43,9 +42,7 @@ def answer(patterns: list[str], names: list[str], *, whole: bool) -> list[Found]
 
 def main() -> None:
     """Answer the question on stdin within so many seconds of computation, the only argument."""
-    seconds = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    _limit(int(sys.argv[1]))
     fields, names = json.load(sys.stdin)
     found: dict[str, list[Found]] = {}
     refused: list[str] = []
@@ -56,6 +53,15 @@ def main() -> None:
             refused = [field, *error.args]
             break
     json.dump({"refused": refused} if refused else {"found": found}, sys.stdout)
+
+
+def _limit(seconds: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows: `patterns` waits only so long
+        return
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,10 +20,9 @@ from covmerge.checkpoints.base import check_unchanged, find_header, stamp_of
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
 from covmerge.errors import CheckpointError
-from covmerge.stores.regular_file import open_regular
+from covmerge.stores.descriptor import read_at
+from covmerge.stores.regular_file import open_raw
 from covmerge.types import TensorHeader
-
-_MAX_READ = 2**30  # Linux reads at most 2 GiB - 4 KiB a call; macOS refuses 2 GiB
 
 
 class SafetensorsFile:
@@ -36,9 +36,9 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _opened(path) as fd:
-            self._stamp = stamp_of(os.fstat(fd))
-            self._slots = _read_slots(fd, self._stamp[0], str(path))
+        with _opened(path) as file:
+            self._stamp = stamp_of(os.fstat(file.fileno()))
+            self._slots = _read_slots(file, self._stamp[0], str(path))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: slot.header for name, slot in self._slots.items()}
         )
@@ -48,9 +48,9 @@ class SafetensorsFile:
         header = find_header(self.headers, name, rows, str(self.path))
         offset, nbytes = self._slots[name].span(rows)
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        with _opened(self.path) as fd:
-            check_unchanged(self.path, self._stamp, stamp_of(os.fstat(fd)))
-            _read_into(data.numpy().data, fd, offset, f"{self.path}: tensor '{name}'")
+        with _opened(self.path) as file:
+            check_unchanged(self.path, self._stamp, stamp_of(os.fstat(file.fileno())))
+            _read_into(data.numpy().data, file, offset, f"{self.path}: tensor '{name}'")
         if header.dtype is torch.bool and nbytes and int(data.max()) > 1:
             raise CheckpointError(
                 f"{self.path}: tensor '{name}' is BOOL and holds bytes other than 0 and 1: "
@@ -64,28 +64,28 @@ class SafetensorsFile:
 
 
 @contextmanager
-def _opened(path: Path) -> Generator[int, None, None]:
+def _opened(path: Path) -> Generator[FileIO, None, None]:
     try:
-        file = open_regular(path)
+        file = open_raw(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
     with file:
-        yield file.fileno()
+        yield file
 
 
-def _read_slots(fd: int, size: int, where: str) -> Mapping[str, Slot]:
+def _read_slots(file: FileIO, size: int, where: str) -> Mapping[str, Slot]:
     length = bytearray(min(size, LENGTH_BYTES))
-    _read_into(memoryview(length), fd, 0, where)
+    _read_into(memoryview(length), file, 0, where)
     header = bytearray(data_start(bytes(length), size, where) - LENGTH_BYTES)
-    _read_into(memoryview(header), fd, LENGTH_BYTES, where)
+    _read_into(memoryview(header), file, LENGTH_BYTES, where)
     return parse_header(bytes(header), size, where)
 
 
-def _read_into(target: memoryview, fd: int, offset: int, where: str) -> None:
+def _read_into(target: memoryview, file: FileIO, offset: int, where: str) -> None:
     done = 0
     while done < len(target):
         try:
-            count = os.preadv(fd, [target[done : done + _MAX_READ]], offset + done)
+            count = read_at(file, target[done:], offset + done)
         except OSError as error:
             raise CheckpointError(
                 f"{where} cannot be read at byte {offset + done}: {error.strerror}"

@@ -12,10 +12,8 @@ Only `output/` is ever renamed into place, so a finished output holds no trace o
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,9 +21,9 @@ from pathlib import Path
 from covmerge.checkpoints.manifest import unknown_files
 from covmerge.errors import InputError
 from covmerge.stores.disk import disk_errors, fsync_path
+from covmerge.stores.lock import LOCK_NAME, Lock, TakenError
 
 _PARTIAL = ".covmerge-partial"
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 class Staging:
@@ -71,7 +69,7 @@ class Staging:
         self.notes: list[str] = []
         self._overwrite = overwrite
         self._resume = resume
-        self._lock: int | None = None
+        self._lock: Lock | None = None
 
     def __enter__(self) -> Staging:
         self._refuse_output()  # before anything is created
@@ -115,10 +113,10 @@ class Staging:
         if self._lock is None:
             return
         with disk_errors(self._partial):
-            _remove_children(self._partial, keep="lock")
+            _remove_children(self._partial, keep=LOCK_NAME)
             # The lock goes last: until then nobody else can begin to work here.
-            (self._partial / "lock").unlink()
-            self._release()
+            self._lock.remove()
+            self._lock = None
             try:
                 self._partial.rmdir()
             except OSError as error:
@@ -130,7 +128,7 @@ class Staging:
         out = self.out
         try:
             empty = not any(out.iterdir())
-            mounted = out.is_mount()
+            mounted = os.path.ismount(out)
         except FileNotFoundError:
             return
         except NotADirectoryError:
@@ -169,43 +167,23 @@ class Staging:
             )
         return None
 
-    def _take_lock(self) -> int:
-        path = self._partial / "lock"
-        while True:
-            try:
-                self._partial.mkdir(parents=True, exist_ok=True)
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            except (FileNotFoundError, FileExistsError):
-                if _is_other_than_folder(self._partial):
-                    raise
-                continue  # the folder was removed by a merge that just ended
-            try:
-                self._flock(fd)
-                if _is_open_at(fd, path):
-                    return fd
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)  # the lock of a merge that just ended: try again with a new one
-
-    def _flock(self, fd: int) -> None:
+    def _take_lock(self) -> Lock:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            lock = Lock(self._partial)
+        except TakenError as error:
             raise InputError(
                 f"another process is merging into {self.out}: wait for it, or choose another name"
             ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        if not lock.works:
             self.notes.append(
                 f"the file system of {self.out} has no locks: see to it yourself that no other "
                 "merge writes there"
             )
+        return lock
 
     def _release(self) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def _restore_replaced(self) -> None:
@@ -231,7 +209,7 @@ class Staging:
             self.notes.append(f"there is nothing to resume for {self.out}: started from the start")
         elif unfinished:
             self.notes.append(f"the unfinished merge in {self._partial} was discarded")
-        _remove_children(self._partial, keep="lock")
+        _remove_children(self._partial, keep=LOCK_NAME)
         self.folder.mkdir()
 
     def _exchange(self) -> None:
@@ -331,20 +309,6 @@ def _inode(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_ino, status.st_ctime_ns
-
-
-def _is_open_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-def _is_other_than_folder(path: Path) -> bool:
-    try:
-        return not stat.S_ISDIR(path.stat(follow_symlinks=False).st_mode)
-    except FileNotFoundError:
-        return False
 
 
 def _remove_children(folder: Path, keep: str) -> None:

@@ -6,11 +6,8 @@ merge was killed and resumed.
 
 from __future__ import annotations
 
-import errno
 import os
 import zlib
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,7 +15,9 @@ from torch import Tensor
 
 from covmerge.checkpoints.layout import Layout, Shard, Slot
 from covmerge.errors import CheckpointError, TensorError
+from covmerge.stores.descriptor import opened, reserve, write_at
 from covmerge.stores.disk import disk_errors, fsync_path
+from covmerge.stores.regular_file import open_raw
 
 _CHUNK = 8 << 20  # bytes read back at a time
 
@@ -67,8 +66,8 @@ class ShardWriter:
         offset, nbytes = slot.span(rows)
         _refuse_unplanned(tensor, slot, rows)
         data = _bytes_of(tensor)
-        with disk_errors(path, nbytes), _opened(path, os.O_WRONLY) as fd:
-            _write_all(fd, data, offset)
+        with disk_errors(path, nbytes), opened(path, os.O_WRONLY) as fd:
+            write_at(fd, data, offset)
         # For writes that a crash tore, not against an adversary: a hash would take much longer.
         return f"{zlib.crc32(data):08x}"
 
@@ -83,9 +82,10 @@ class ShardWriter:
         position, left = slot.span(rows)
         checksum = 0
         try:
-            with _opened(path, os.O_RDONLY) as fd:
+            with open_raw(path, follow=False) as file:
+                file.seek(position)
                 while left:
-                    chunk = os.pread(fd, min(left, _CHUNK), position)
+                    chunk = file.read(min(left, _CHUNK))
                     if not chunk:
                         raise CheckpointError(
                             f"{path} ends at byte {position}, inside '{name}': something else "
@@ -135,31 +135,20 @@ def _create(path: Path, shard: Shard) -> None:
     """Make the file complete under another name first: under its own it is never half-made."""
     unfinished = path.with_name(f".{path.name}.new")
     try:
-        with _opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-            _reserve(fd, shard.size)
-            _write_all(fd, memoryview(shard.header), 0)
+        with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+            reserve(fd, shard.size)
+            write_at(fd, memoryview(shard.header), 0)
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
 
 
-def _reserve(fd: int, size: int) -> None:
-    if hasattr(os, "posix_fallocate"):
-        try:
-            os.posix_fallocate(fd, 0, size)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                raise
-    os.ftruncate(fd, size)
-
-
 def _refuse_different(path: Path, shard: Shard) -> None:
     try:
-        with _opened(path, os.O_RDONLY) as fd:
-            size = os.fstat(fd).st_size
-            header = os.pread(fd, len(shard.header), 0)
+        with open_raw(path, follow=False) as file:
+            size = os.fstat(file.fileno()).st_size
+            header = file.read(len(shard.header))
     except OSError as error:
         raise CheckpointError(f"cannot resume into {path}: {error.strerror}") from error
     if size != shard.size:
@@ -189,19 +178,3 @@ def _refuse_unplanned(tensor: Tensor, slot: Slot, rows: range | None) -> None:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The tensor's own memory, as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    # One call writes 2 GiB at most on Linux, and less when a disk fills up.
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Generator[int, None, None]:
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

@@ -22,7 +22,7 @@ ties       tied tensors that are stored twice
 """
 
 from covmerge.engine.advice import account_of_lengths
-from covmerge.engine.budget import MemoryPlan, peak_memory, plan_memory
+from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.entries import seen_in, tensor_entries, totals
 from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
@@ -30,6 +30,7 @@ from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
 from covmerge.engine.options import RunOptions, Silent, torch_threads, usable_device
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
+from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunResult, run

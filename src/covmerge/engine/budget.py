@@ -1,12 +1,10 @@
-"""A budget of bytes shared by the stages of the pipeline, and the memory of this process."""
+"""A budget of bytes shared by the stages of the pipeline, and what a run will take of it."""
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -85,19 +83,6 @@ class MemoryPlan:
     def peak(self) -> int:
         """Expected peak of the process."""
         return self.resident + self.workspace + self.in_flight
-
-
-def peak_memory() -> int:
-    """Return the most memory this process has held resident, in bytes."""
-    try:
-        # Not ru_maxrss: a child process starts with its parent's as its own.
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    # In bytes on macOS, the other system without /proc that has this call.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def plan_memory(

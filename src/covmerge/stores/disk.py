@@ -62,7 +62,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 def fsync_path(path: Path) -> None:
     """Have the kernel put a file, or the names in a folder, on the disk."""
-    fd = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folder, and sees to its names itself
+    fd = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

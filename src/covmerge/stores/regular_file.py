@@ -7,13 +7,19 @@ import os
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 
 from covmerge.errors import CheckpointError
+from covmerge.stores.descriptor import open_descriptor
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Open a regular file as `open_raw` does, and read ahead a little."""
+    return BufferedReader(open_raw(path, follow=follow))
+
+
+def open_raw(path: Path, *, follow: bool = True) -> FileIO:
     """Open a regular file to read its bytes; `follow` says whether `path` may be a link.
 
     A pipe would be waited for, and a device may have no end. What a path is may change between a
@@ -24,18 +30,17 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
             that a file can have.
 
     Example:
-        >>> open_regular(Path("/dev/zero"))
+        >>> open_raw(Path("/dev/zero"))
         Traceback (most recent call last):
         OSError: [Errno 22] It is a pipe or a device, not a regular file: '/dev/zero'
     """
-    linked = 0 if follow else os.O_NOFOLLOW
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | linked)
+        fd = open_descriptor(path, os.O_RDONLY, follow=follow)
     except ValueError as error:  # a NUL, or half of a surrogate pair
         raise OSError(errno.EINVAL, f"No file can have this name ({error})", repr(path)) from error
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
-        return os.fdopen(fd, "rb")
+        return FileIO(fd)
     os.close(fd)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -1,0 +1,99 @@
+"""A folder that one process at a time works in, by a lock that ends with the process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import lock_descriptor
+
+from covmerge.stores.descriptor import open_descriptor
+
+LOCK_NAME = "lock"
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+
+
+class TakenError(Exception):
+    """Another process has the lock."""
+
+
+class Lock:
+    """The file `lock` of a folder, held; `release` or `remove` ends that, and so does any kill.
+
+    The system's lock on an open file is filelock's; here is what it is of: a file in a folder that is made
+    with it and goes with it, which may happen at any moment while another process waits to have it.
+
+    Args:
+        folder: made if it is not there; no link.
+
+    Attributes:
+        works: False where the file system knows no locks.
+
+    Raises:
+        TakenError: another process has it.
+        OSError: the folder or the file cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_NAME
+        self.works = True
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._fd = open_descriptor(self._path, os.O_RDWR | os.O_CREAT)
+            except (FileNotFoundError, FileExistsError):
+                if _is_other_than_folder(folder):
+                    raise
+                continue  # the folder was removed by a process that just ended
+            try:
+                self._lock()
+                if _is_open_at(self._fd, self._path):
+                    return
+            except BaseException:
+                os.close(self._fd)
+                raise
+            os.close(self._fd)  # the lock of a process that just ended: try again with a new one
+
+    def release(self) -> None:
+        """Let another process have it."""
+        os.close(self._fd)
+
+    def remove(self) -> None:
+        """Remove the file as the last of its folder, and release it."""
+        if os.name == "nt":
+            # No open file is removed there: neither this one, nor that of who has it meanwhile.
+            self.release()
+            with suppress(PermissionError):
+                self._path.unlink()
+        else:
+            self._path.unlink()
+            self.release()
+
+    def _lock(self) -> None:
+        try:
+            taken = not lock_descriptor(self._fd, blocking=False)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.works = False
+        else:
+            if taken:
+                raise TakenError
+
+
+def _is_open_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _is_other_than_folder(path: Path) -> bool:
+    try:
+        return not stat.S_ISDIR(path.stat(follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
