@@ -18,6 +18,7 @@ from covmerge.checkpoints.hub import open_hub
 from covmerge.checkpoints.memory import MemoryCheckpoint
 from covmerge.errors import CheckpointError
 from covmerge.identifiers import hub_id
+from covmerge.stores.address import local_path
 
 
 def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -44,7 +45,7 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
     if isinstance(source, Mapping):
         return MemoryCheckpoint(source)
     try:
-        path = Path(source).expanduser()
+        path = local_path(source).expanduser()
         if path.is_dir():
             return open_adapter_folder(str(source), path) or open_folder(str(source), path)
         if path.is_file():

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from covmerge.checkpoints.manifest import unknown_files
 from covmerge.errors import InputError
+from covmerge.stores.address import local_path
 from covmerge.stores.disk import disk_errors, fsync_path
 from covmerge.stores.lock import LOCK_NAME, Lock, TakenError
 
@@ -288,7 +289,7 @@ def _lies_in(inner: Path, outer: Path) -> bool:
 
 def _resolve(out: Path) -> Path:
     try:
-        resolved = out.resolve()
+        resolved = local_path(out).resolve()
         if not resolved.name:
             raise InputError(
                 f"the output {out} is the root of the file system: choose a folder in it"

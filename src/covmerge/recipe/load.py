@@ -8,12 +8,13 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from covmerge.errors import RecipeError
+from covmerge.errors import InputError, RecipeError
 from covmerge.identifiers import hub_id
 from covmerge.recipe.explain import explain, key_path
 from covmerge.recipe.mergekit import refuse_mergekit
 from covmerge.recipe.schema import Recipe
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_yaml
+from covmerge.stores.address import local_path
 from covmerge.stores.regular_file import open_regular
 
 _MAX_BYTES = 1 << 20
@@ -108,7 +109,12 @@ def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
 
 
 def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
-    path = Path(source).expanduser() if source.startswith("~/") else Path(source)
+    try:
+        path = local_path(source)
+    except InputError as error:
+        raise RecipeError(f"{origin.where(key)}: {key_path(key)}: {error}") from None
+    if source.startswith("~/"):
+        path = path.expanduser()
     if path.is_absolute():
         return str(path)
     beside = folder / path

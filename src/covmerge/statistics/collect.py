@@ -20,6 +20,7 @@ from covmerge.statistics.fisher import FisherCollector, Labels
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import RunningModel, load_model
 from covmerge.statistics.write import Contents, Statistic, check_output, write_statistics
+from covmerge.stores.address import local_path
 from covmerge.text import some
 
 
@@ -108,7 +109,7 @@ def collect(
         collect("./code", "code.jsonl", "code.covstats.safetensors", kinds=("gram", "fisher"))
     """
     start = time.perf_counter()
-    out = Path(out).expanduser()
+    out = local_path(out).expanduser()
     chosen = _checked_kinds(kinds)
     source = _checked_labels(labels)
     check_output(out, overwrite=overwrite)

@@ -23,6 +23,7 @@ from covmerge.checkpoints.json_file import parse_object, shorten
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.linalg.finite import all_finite
+from covmerge.stores.address import local_path
 from covmerge.stores.regular_file import open_regular
 from covmerge.types import Json, TensorHeader
 
@@ -88,7 +89,7 @@ class StatisticsFile:
     @classmethod
     def open(cls, path: str | Path) -> StatisticsFile:
         """Open a file: nothing more than its header is read."""
-        path = Path(path).expanduser()
+        path = local_path(path).expanduser()
         file = SafetensorsFile(path)
         header = _header(path)
         metadata = parse_object(header, f"the header of {path}").get("__metadata__", {})

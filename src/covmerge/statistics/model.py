@@ -28,6 +28,7 @@ from covmerge.statistics.examples import (
     read_texts,
     tokenized,
 )
+from covmerge.stores.address import local_path
 from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton
 from covmerge.types import Role
 
@@ -130,7 +131,7 @@ class RunningModel:
         """Return batches on the CPU, and how many examples they hold where that is known."""
         if not isinstance(examples, str | Path):
             return checked(examples, reading.max_examples), None
-        path = Path(examples).expanduser()
+        path = local_path(examples).expanduser()
         texts = read_texts(path, reading)
         if getattr(self.whole.config, "is_encoder_decoder", False):
             raise InputError(

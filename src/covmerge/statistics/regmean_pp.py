@@ -28,6 +28,7 @@ from covmerge.statistics.file import SUFFIX
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import Layer, RunningModel, load_model
 from covmerge.statistics.write import Contents, check_output, write_statistics
+from covmerge.stores.address import local_path
 from covmerge.stores.disk import disk_errors
 from covmerge.text import some
 from covmerge.types import LinearGroup, Measured
@@ -74,7 +75,7 @@ def collect_regmean_pp(
     """
     start = time.perf_counter()
     how = Reading(**reading)
-    files = _files(experts, examples, Path(out).expanduser(), overwrite=overwrite)
+    files = _files(experts, examples, local_path(out).expanduser(), overwrite=overwrite)
     with ExitStack() as stack:
 
         def load(source: str | Path) -> RunningModel:
