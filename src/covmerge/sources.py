@@ -18,13 +18,13 @@ from covmerge.checkpoints import (
     Checkpoint,
     open_checkpoint,
 )
-from covmerge.checkpoints.base import stamp_of
 from covmerge.engine import Opener, Sources, check_ties
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, Plan, build_plans, expert_key
 from covmerge.recipe import Expert, Recipe
 from covmerge.statistics.file import StatisticsFile
+from covmerge.stores.store import stamp_of
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.types import Json
 

@@ -1,6 +1,7 @@
 """Safetensors files: every dtype, whole and by rows."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from covmerge.checkpoints import open_checkpoint
+from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.layout import SAFETENSORS_NAMES, plan_layout
 from covmerge.checkpoints.safetensors_file import _read_into
 from covmerge.errors import CheckpointError
-from covmerge.stores.regular_file import open_raw
+from covmerge.stores.local import local_file
 from covmerge.types import TensorHeader
+
+Opens = Callable[[Path], Checkpoint]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,12 +39,12 @@ def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 # Written by hand for the dtypes that the safetensors package itself cannot save.
 @pytest.mark.parametrize("dtype", SAFETENSORS_NAMES, ids=str)
-def test_every_dtype_whole_and_by_rows(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_whole_and_by_rows(tmp_path: Path, dtype: torch.dtype, opens: Opens) -> None:
     tensor = random_tensor(dtype, 7, 3, 2)
     (shard,) = plan_layout([TensorHeader("w", (7, 3, 2), dtype)], 2**20).shards
     path = tmp_path / "m.safetensors"
     path.write_bytes(shard.header + bits(tensor).numpy().tobytes())
-    checkpoint = open_checkpoint(path)
+    checkpoint = opens(path)
     assert checkpoint.headers["w"] == TensorHeader("w", (7, 3, 2), dtype)
     assert_same(checkpoint.read("w"), tensor)
     for start in range(8):
@@ -49,7 +52,7 @@ def test_every_dtype_whole_and_by_rows(tmp_path: Path, dtype: torch.dtype) -> No
             assert_same(checkpoint.read("w", range(start, stop)), tensor[start:stop])
 
 
-def test_reads_what_the_safetensors_package_writes(tmp_path: Path) -> None:
+def test_reads_what_the_safetensors_package_writes(tmp_path: Path, opens: Opens) -> None:
     tensors = {
         "matrix": torch.randn(5, 4),
         "half": torch.randn(3, dtype=torch.float16),
@@ -61,7 +64,7 @@ def test_reads_what_the_safetensors_package_writes(tmp_path: Path) -> None:
     }
     path = tmp_path / "m.safetensors"
     save_file(tensors, path, metadata={"format": "pt"})
-    checkpoint = open_checkpoint(str(path))
+    checkpoint = opens(str(path))
     assert (checkpoint.config, checkpoint.folder) == (None, None)
     assert (checkpoint.source, checkpoint.notes) == (str(path), ())
     for name, tensor in load_file(path).items():
@@ -69,33 +72,33 @@ def test_reads_what_the_safetensors_package_writes(tmp_path: Path) -> None:
     assert_same(checkpoint.read("no columns", range(1, 3)), torch.empty(2, 0))
 
 
-def test_memory_is_the_callers_own(tmp_path: Path) -> None:
+def test_memory_is_the_callers_own(tmp_path: Path, opens: Opens) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(4)}, path)
-    checkpoint = open_checkpoint(path)
+    checkpoint = opens(path)
     checkpoint.read("w").fill_(1)
     assert checkpoint.read("w").sum() == 0
 
 
-def test_a_default_device_is_not_followed(tmp_path: Path) -> None:
+def test_a_default_device_is_not_followed(tmp_path: Path, opens: Opens) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.ones(4)}, path)
     with torch.device("meta"):
-        assert open_checkpoint(path).read("w").device.type == "cpu"
+        assert opens(path).read("w").device.type == "cpu"
 
 
 @pytest.mark.parametrize(
     "rows", [range(-1, 2), range(0, 5), range(0, 4, 2), range(3, 1), range(5, 6)], ids=str
 )
-def test_rows_out_of_range_are_errors(tmp_path: Path, rows: range) -> None:
+def test_rows_out_of_range_are_errors(tmp_path: Path, rows: range, opens: Opens) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(4, 2), "scalar": torch.tensor(1.0)}, path)
     with pytest.raises(CheckpointError, match=r"'w' of shape \[4, 2\]"):
-        open_checkpoint(path).read("w", rows)
+        opens(path).read("w", rows)
     with pytest.raises(CheckpointError, match="'scalar'"):
-        open_checkpoint(path).read("scalar", range(0, 1))
+        opens(path).read("scalar", range(0, 1))
     with pytest.raises(CheckpointError, match="no tensor 'v'"):
-        open_checkpoint(path).read("v")
+        opens(path).read("v")
 
 
 def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
@@ -118,24 +121,27 @@ def test_a_file_that_changed_since_is_refused(tmp_path: Path) -> None:
 def test_a_short_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(b"0123456789")
-    with open_raw(path) as file, pytest.raises(CheckpointError, match=r"here.*8 bytes early"):
-        _read_into(memoryview(bytearray(16)), file, 2, "here")
+    with (
+        local_file(path).open() as opened,
+        pytest.raises(CheckpointError, match=r"here.*8 bytes early"),
+    ):
+        _read_into(memoryview(bytearray(16)), opened, 2, "here")
 
 
-def test_bytes_that_are_no_booleans_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_no_booleans_are_refused(tmp_path: Path, opens: Opens) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"mask": torch.ones(4, dtype=torch.bool)}, path)
     data = path.read_bytes()
     path.write_bytes(data[:-1] + b"\x02")
     with pytest.raises(CheckpointError, match="'mask' is BOOL"):
-        open_checkpoint(path).read("mask")
+        opens(path).read("mask")
 
 
-def test_threads_may_read_at_once(tmp_path: Path) -> None:
+def test_threads_may_read_at_once(tmp_path: Path, opens: Opens) -> None:
     tensor = torch.arange(64_000).reshape(640, 100)
     path = tmp_path / "m.safetensors"
     save_file({"w": tensor}, path)
-    checkpoint = open_checkpoint(path)
+    checkpoint = opens(path)
     blocks = [range(i, i + 10) for i in range(0, 640, 10)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda rows: checkpoint.read("w", rows), blocks))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from covmerge.checkpoints import open_checkpoint, safe_child
+from covmerge.checkpoints import Checkpoint, open_checkpoint, safe_child
 from covmerge.errors import CheckpointError
+
+Opens = Callable[[Path], Checkpoint]
+
 
 A = {"a": torch.arange(6.0).reshape(3, 2)}
 B = {"b": torch.arange(4, dtype=torch.bfloat16), "c": torch.tensor(1)}
@@ -31,8 +34,8 @@ def sharded(folder: Path, weight_map: Mapping[str, object] | None = None) -> Pat
     return folder
 
 
-def assert_reads(source: object, tensors: Mapping[str, torch.Tensor]) -> None:
-    checkpoint = open_checkpoint(source)
+def assert_reads(opens: Opens, source: object, tensors: Mapping[str, torch.Tensor]) -> None:
+    checkpoint = opens(source)
     assert checkpoint.headers.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(checkpoint.read(name), tensor)
@@ -53,7 +56,7 @@ def test_what_transformers_saves(tmp_path: Path, shard_size: str) -> None:
     model = BertModel(config)
     model.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / INDEX).exists() == (shard_size == "20KB")
-    assert_reads(tmp_path, model.state_dict())
+    assert_reads(open_checkpoint, tmp_path, model.state_dict())
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config is not None
     assert checkpoint.config["model_type"] == "bert"
@@ -71,44 +74,44 @@ def test_shards_of_torch_files(tmp_path: Path) -> None:
         B, "pytorch_model-00002-of-00002.bin"
     )
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
-    assert_reads(tmp_path, {**A, **B})
+    assert_reads(open_checkpoint, tmp_path, {**A, **B})
 
 
 def test_the_order_of_preference(tmp_path: Path) -> None:
     torch.save(B, tmp_path / "pytorch_model.bin")
-    assert_reads(tmp_path, B)
+    assert_reads(open_checkpoint, tmp_path, B)
     save_file(A, tmp_path / "model.safetensors")
-    assert_reads(tmp_path, A)
+    assert_reads(open_checkpoint, tmp_path, A)
     assert open_checkpoint(tmp_path).notes == ()
 
 
-def test_weights_left_aside_are_told(tmp_path: Path) -> None:
+def test_weights_left_aside_are_told(tmp_path: Path, opens: Opens) -> None:
     sharded(tmp_path)
-    assert open_checkpoint(tmp_path).notes == ()
+    assert opens(tmp_path).notes == ()
     save_file(A, tmp_path / "stale.safetensors")
-    (note,) = open_checkpoint(tmp_path).notes
+    (note,) = opens(tmp_path).notes
     assert "not stale.safetensors" in note
     save_file(B, tmp_path / "model.safetensors")
-    assert_reads(tmp_path, B)
-    (note,) = open_checkpoint(tmp_path).notes
+    assert_reads(opens, tmp_path, B)
+    (note,) = opens(tmp_path).notes
     assert INDEX in note
 
 
-def test_one_file_of_another_name_serves_and_several_do_not(tmp_path: Path) -> None:
+def test_one_file_of_another_name_serves_and_several_do_not(tmp_path: Path, opens: Opens) -> None:
     save_file(A, tmp_path / "open_clip.safetensors")
-    assert_reads(tmp_path, A)
-    assert open_checkpoint(tmp_path).config is None
+    assert_reads(opens, tmp_path, A)
+    assert opens(tmp_path).config is None
     save_file(B, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"2 safetensors files.*'open_clip.safetensors'"):
-        open_checkpoint(tmp_path)
+        opens(tmp_path)
 
 
-def test_folders_without_weights(tmp_path: Path) -> None:
+def test_folders_without_weights(tmp_path: Path, opens: Opens) -> None:
     with pytest.raises(CheckpointError, match="holds no weights"):
-        open_checkpoint(tmp_path)
+        opens(tmp_path)
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(CheckpointError, match="holds no weights"):
-        open_checkpoint(tmp_path)
+        opens(tmp_path)
 
 
 def test_a_model_beside_an_adapter_is_what_is_read(tmp_path: Path) -> None:
@@ -117,14 +120,14 @@ def test_a_model_beside_an_adapter_is_what_is_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="merge_and_unload"):
         open_checkpoint(tmp_path)
     save_file(B, tmp_path / "model.safetensors")
-    assert_reads(tmp_path, B)
+    assert_reads(open_checkpoint, tmp_path, B)
     assert len(open_checkpoint(tmp_path).notes) == 1
 
 
-def test_a_quantised_config_is_only_shown(tmp_path: Path) -> None:
+def test_a_quantised_config_is_only_shown(tmp_path: Path, opens: Opens) -> None:
     save_file(A, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"quantization_config": {"bits": 4}}')
-    assert open_checkpoint(tmp_path).config == {"quantization_config": {"bits": 4}}
+    assert opens(tmp_path).config == {"quantization_config": {"bits": 4}}
 
 
 @pytest.mark.parametrize(
@@ -137,11 +140,11 @@ def test_a_quantised_config_is_only_shown(tmp_path: Path) -> None:
         ('{"a": ' + "[" * 100_000, "not valid JSON"),
     ],
 )
-def test_a_broken_config_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+def test_a_broken_config_is_an_error(tmp_path: Path, text: str, message: str, opens: Opens) -> None:
     save_file(A, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=rf"config\.json.*{message}"):
-        open_checkpoint(tmp_path)
+        opens(tmp_path)
 
 
 SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -167,25 +170,27 @@ SHARD_1, SHARD_2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.saf
     ],
     ids=str,
 )
-def test_an_index_that_lies_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+def test_an_index_that_lies_is_refused(
+    tmp_path: Path, change: dict, message: str, opens: Opens
+) -> None:
     save_file(B, tmp_path / "outside.safetensors")
     folder = sharded(tmp_path / "model", change)
     with pytest.raises(CheckpointError, match=message):
-        open_checkpoint(folder)
+        opens(folder)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
-def test_an_index_without_a_map_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_index_without_a_map_is_refused(tmp_path: Path, text: str, opens: Opens) -> None:
     (sharded(tmp_path) / INDEX).write_text(text)
     with pytest.raises(CheckpointError, match="no weight_map"):
-        open_checkpoint(tmp_path)
+        opens(tmp_path)
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path, opens: Opens) -> None:
     sharded(tmp_path)
     save_file({**A, **B}, tmp_path / SHARD_2)
     with pytest.raises(CheckpointError, match=r"model-00002.*holds 'a'"):
-        open_checkpoint(tmp_path)
+        opens(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
@@ -207,8 +212,8 @@ def test_links_inside_the_folder_and_to_the_folder_are_followed(tmp_path: Path) 
     save_file(A, folder / "weights.data")
     (folder / "model.safetensors").symlink_to("weights.data")
     (tmp_path / "link").symlink_to(folder)
-    assert_reads(folder, A)
-    assert_reads(tmp_path / "link", A)
+    assert_reads(open_checkpoint, folder, A)
+    assert_reads(open_checkpoint, tmp_path / "link", A)
 
 
 def test_loops_and_dangling_links(tmp_path: Path) -> None:
@@ -239,7 +244,7 @@ def test_the_hugging_face_cache_is_followed_and_nothing_that_looks_like_it(
         save_file(A, blobs / "hash")
     (snapshot / "model.safetensors").symlink_to("../../blobs/hash")
     (snapshot / "1_Pooling" / "config.json").symlink_to("../../../blobs/hash")
-    assert_reads(snapshot, A)
+    assert_reads(open_checkpoint, snapshot, A)
     assert safe_child(snapshot / "1_Pooling", "config.json").exists()
 
     save_file(A, cache / "stranger")
@@ -275,7 +280,7 @@ def test_an_existing_path_wins_over_the_hub(tmp_path: Path, monkeypatch) -> None
     (tmp_path / "org" / "name@v1").mkdir(parents=True)
     save_file(A, tmp_path / "org" / "name@v1" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
-    assert_reads("org/name@v1", A)
+    assert_reads(open_checkpoint, "org/name@v1", A)
 
 
 def test_unknown_suffixes_and_names_too_long(tmp_path: Path) -> None:
@@ -291,14 +296,14 @@ def test_unknown_suffixes_and_names_too_long(tmp_path: Path) -> None:
 def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save_file(A, tmp_path / "m.safetensors")
-    assert_reads("~/m.safetensors", A)
+    assert_reads(open_checkpoint, "~/m.safetensors", A)
     with pytest.raises(CheckpointError, match="cannot be opened"):
         open_checkpoint("~nobody-of-this-name/m.safetensors")
 
 
 def test_a_state_dict_in_memory() -> None:
     tensors = {**A, **B}
-    assert_reads(tensors, tensors)
+    assert_reads(open_checkpoint, tensors, tensors)
     checkpoint = open_checkpoint(tensors)
     assert (checkpoint.config, checkpoint.folder, checkpoint.notes) == (None, None, ())
     assert torch.equal(checkpoint.read("a", range(1, 3)), A["a"][1:3])

@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from covmerge.checkpoints.layout import Layout, plan_layout
 from covmerge.checkpoints.writer import ShardWriter
 from covmerge.errors import CheckpointError, InputError, TensorError
+from covmerge.stores.store import Store
 from covmerge.types import TensorHeader
+from tests.checkpoints.conftest import content
 
 
 @pytest.fixture
@@ -32,31 +34,25 @@ def layout_of(tensors: dict[str, Tensor], shard_size: int = 600) -> Layout:
     )
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-
-
-def write_all(folder: Path, tensors: dict[str, Tensor]) -> None:
+def write_all(folder: Path | Store, tensors: dict[str, Tensor]) -> None:
     writer = ShardWriter(folder, layout_of(tensors))
     for name, tensor in tensors.items():
         writer.write(name, tensor)
     writer.flush()
 
 
-def test_safetensors_reads_what_was_written(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    write_all(tmp_path, tensors)
+def test_safetensors_reads_what_was_written(store: Store, tensors: dict[str, Tensor]) -> None:
+    write_all(store, tensors)
     read: dict[str, Tensor] = {}
-    for path in tmp_path.iterdir():
-        read |= load_file(path)
+    for data in content(store).values():
+        read |= load(data)
     assert read.keys() == tensors.keys()
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(store.names()) == 2
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
-def test_bytes_depend_on_the_tensors_only(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    whole.mkdir()
-    pieces.mkdir()
+def test_bytes_depend_on_the_tensors_only(store: Store, tensors: dict[str, Tensor]) -> None:
+    whole, pieces = store.inside("whole"), store.inside("pieces")
     write_all(whole, tensors)
     work: list[tuple[str, Tensor, range | None]] = [
         ("count", tensors["count"], None),
@@ -88,9 +84,9 @@ def test_the_size_is_reserved_at_once(tmp_path: Path) -> None:
 
 
 def test_the_checksum_is_that_of_the_bytes_in_the_file(
-    tmp_path: Path, tensors: dict[str, Tensor]
+    store: Store, tensors: dict[str, Tensor]
 ) -> None:
-    writer = ShardWriter(tmp_path, layout_of(tensors))
+    writer = ShardWriter(store, layout_of(tensors))
     checksums = {name: writer.write(name, tensor) for name, tensor in tensors.items()}
     assert len(set(checksums.values())) == len(tensors)
     assert {name: writer.read_back(name) for name in tensors} == checksums
@@ -98,46 +94,46 @@ def test_the_checksum_is_that_of_the_bytes_in_the_file(
     assert rows == writer.read_back("a", range(3, 9)) != checksums["a"]
 
 
-def test_read_back_sees_a_changed_bit(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_read_back_sees_a_changed_bit(store: Store, tensors: dict[str, Tensor]) -> None:
     layout = layout_of(tensors)
-    writer = ShardWriter(tmp_path, layout)
+    writer = ShardWriter(store, layout)
     checksum = writer.write("a", tensors["a"])
-    with (tmp_path / layout.shards[0].file_name).open("r+b") as file:
-        file.seek(layout.shards[0].entries["a"].offset + 17)
-        file.write(b"\xff")
+    offset = layout.shards[0].entries["a"].offset
+    store.write(layout.shards[0].file_name, memoryview(b"\xff"), offset + 17)
     assert writer.read_back("a") != checksum
 
 
-def test_large_tensors_are_read_back_in_chunks(tmp_path: Path) -> None:
+def test_large_tensors_are_read_back_in_chunks(store: Store) -> None:
     tensor = torch.arange(5_000_000, dtype=torch.int32)  # 20 MB, no multiple of a chunk
-    writer = ShardWriter(tmp_path, layout_of({"w": tensor}))
+    writer = ShardWriter(store, layout_of({"w": tensor}))
     assert writer.write("w", tensor) == writer.read_back("w")
 
 
 def test_files_that_exist_are_kept_and_missing_ones_created(
-    tmp_path: Path, tensors: dict[str, Tensor]
+    store: Store, tensors: dict[str, Tensor]
 ) -> None:
     layout = layout_of(tensors)
-    checksum = ShardWriter(tmp_path, layout).write("a", tensors["a"])
-    lost = tmp_path / next(s.file_name for s in layout.shards if "a" not in s.entries)
-    lost.unlink()
-    (tmp_path / f".{lost.name}.new").write_bytes(b"left by a kill")
-    assert ShardWriter(tmp_path, layout).read_back("a") == checksum
-    assert sorted(path.name for path in tmp_path.iterdir()) == [s.file_name for s in layout.shards]
+    checksum = ShardWriter(store, layout).write("a", tensors["a"])
+    lost = next(s.file_name for s in layout.shards if "a" not in s.entries)
+    store.remove(lost)
+    if store.folder is not None:
+        (store.folder / f".{lost}.new").write_bytes(b"left by a kill")
+    assert ShardWriter(store, layout).read_back("a") == checksum
+    assert sorted(store.names()) == [s.file_name for s in layout.shards]
 
 
-def test_files_of_another_layout_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    ShardWriter(tmp_path, layout_of(tensors))
-    before = content(tmp_path)
+def test_files_of_another_layout_are_refused(store: Store, tensors: dict[str, Tensor]) -> None:
+    ShardWriter(store, layout_of(tensors))
+    before = content(store)
     renamed = {("A" if name == "a" else name): tensor for name, tensor in tensors.items()}
     with pytest.raises(CheckpointError, match=r"00001-of-00002.*header differs.*--overwrite"):
-        ShardWriter(tmp_path, layout_of(renamed))
-    first = tmp_path / "model-00001-of-00002.safetensors"
-    os.truncate(first, 100)
-    before[first.name] = before[first.name][:100]
+        ShardWriter(store, layout_of(renamed))
+    first = "model-00001-of-00002.safetensors"
+    store.truncate(first, 100)
+    before[first] = before[first][:100]
     with pytest.raises(CheckpointError, match="it has 100 bytes, planned are"):
-        ShardWriter(tmp_path, layout_of(tensors))
-    assert content(tmp_path) == before
+        ShardWriter(store, layout_of(tensors))
+    assert content(store) == before
 
 
 def test_a_link_in_the_place_of_a_shard_is_refused(
@@ -152,23 +148,23 @@ def test_a_link_in_the_place_of_a_shard_is_refused(
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_shard_cut_short_is_noticed(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_a_shard_cut_short_is_noticed(store: Store, tensors: dict[str, Tensor]) -> None:
     layout = layout_of(tensors)
-    writer = ShardWriter(tmp_path, layout)
-    path = tmp_path / layout.shards[0].file_name
-    os.truncate(path, layout.shards[0].entries["a"].offset + 10)
+    writer = ShardWriter(store, layout)
+    name = layout.shards[0].file_name
+    store.truncate(name, layout.shards[0].entries["a"].offset + 10)
     with pytest.raises(CheckpointError, match="ends at byte"):
         writer.read_back("a")
-    path.unlink()
+    store.remove(name)
     with pytest.raises(CheckpointError, match="cannot read back"):
         writer.read_back("a")
     with pytest.raises(InputError, match=r"cannot write .*00001"):
         writer.write("a", tensors["a"])
 
 
-def test_only_the_planned_tensor_is_written(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
-    writer = ShardWriter(tmp_path, layout_of(tensors))
-    before = content(tmp_path)
+def test_only_the_planned_tensor_is_written(store: Store, tensors: dict[str, Tensor]) -> None:
+    writer = ShardWriter(store, layout_of(tensors))
+    before = content(store)
     a = tensors["a"]
     for tensor, rows, message in [
         (a.double(), None, r"planned as \(16, 8\) of torch.float32, and is .* torch.float64"),
@@ -184,20 +180,20 @@ def test_only_the_planned_tensor_is_written(tmp_path: Path, tensors: dict[str, T
         writer.write("x", a)
     with pytest.raises(TensorError, match="'x' is not in the layout"):
         writer.read_back("x")
-    assert content(tmp_path) == before
+    assert content(store) == before
 
 
-def test_a_conjugate_view_is_refused(tmp_path: Path) -> None:
+def test_a_conjugate_view_is_refused(store: Store) -> None:
     tensor = torch.randn(4, dtype=torch.complex64)
-    writer = ShardWriter(tmp_path, layout_of({"z": tensor}))
+    writer = ShardWriter(store, layout_of({"z": tensor}))
     with pytest.raises(TensorError, match="resolve_conj"):
         writer.write("z", tensor.conj())
 
 
-def test_parameters_that_require_gradients_are_written(tmp_path: Path) -> None:
+def test_parameters_that_require_gradients_are_written(store: Store) -> None:
     weight = torch.nn.Parameter(torch.randn(3, 2))
-    ShardWriter(tmp_path, layout_of({"w": weight})).write("w", weight)
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], weight)
+    ShardWriter(store, layout_of({"w": weight})).write("w", weight)
+    assert torch.equal(load(content(store)["model.safetensors"])["w"], weight)
 
 
 def test_short_writes_are_continued(

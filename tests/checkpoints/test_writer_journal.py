@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError
+from covmerge.stores.store import Store, StoredFile
 
 ENTRIES = [
     Entry("h.0.weight", (0, 4), "aa", {"rank": 3, "gate": True, "loss": 0.1}),
@@ -19,49 +20,53 @@ ENTRIES = [
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "journal.jsonl"
-    with Journal.create(path, "plan") as journal:
+def file(store: Store) -> StoredFile:
+    file = StoredFile(store, "journal.jsonl")
+    with Journal.create(file, "plan") as journal:
         for entry in ENTRIES:
             journal.append(entry)
-    return path
+    return file
 
 
-def finished(path: Path) -> list[Entry]:
-    with Journal.resume(path, "plan") as journal:
+def put(file: StoredFile, content: bytes) -> None:
+    file.store.remove(file.name)
+    file.store.create(file.name, len(content), content, needed=len(content))
+
+
+def finished(file: StoredFile) -> list[Entry]:
+    with Journal.resume(file, "plan") as journal:
         return list(journal.finished.values())
 
 
-def test_what_was_appended_is_read(path: Path) -> None:
-    assert finished(path) == ENTRIES
-    with Journal.resume(path, "plan") as journal:
+def test_what_was_appended_is_read(file: StoredFile) -> None:
+    assert finished(file) == ENTRIES
+    with Journal.resume(file, "plan") as journal:
         assert journal.finished["h.0.weight", (4, 8)].checksum == "bb"
         journal.append(Entry("x", (0, 0), "dd"))
-    assert finished(path) == [*ENTRIES, Entry("x", (0, 0), "dd")]
+    assert finished(file) == [*ENTRIES, Entry("x", (0, 0), "dd")]
 
 
-def test_the_first_line_names_plan_and_format(path: Path) -> None:
-    head = json.loads(path.read_text().splitlines()[0])
+def test_the_first_line_names_plan_and_format(file: StoredFile) -> None:
+    head = json.loads(file.read(2**20).decode().splitlines()[0])
     assert head == {"plan": "plan", "format": 2, "crc": head["crc"]}
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert file.store.names() == [file.name]
 
 
-def test_a_file_cut_anywhere_gives_the_entries_before_the_cut(path: Path) -> None:
-    content = path.read_bytes()
+def test_a_file_cut_anywhere_gives_the_entries_before_the_cut(file: StoredFile) -> None:
+    content = file.read(2**20)
     head = content.index(b"\n") + 1
     for cut in range(head, len(content) + 1):
-        path.write_bytes(content[:cut])
+        put(file, content[:cut])
         whole = content[:cut].count(b"\n") - 1
-        with Journal.resume(path, "plan") as journal:
+        with Journal.resume(file, "plan") as journal:
             assert list(journal.finished.values()) == ENTRIES[:whole]
             journal.append(Entry("next", (0, 1), "ee"))
-        assert finished(path) == [*ENTRIES[:whole], Entry("next", (0, 1), "ee")]
+        assert finished(file) == [*ENTRIES[:whole], Entry("next", (0, 1), "ee")]
 
 
-def test_a_torn_line_of_garbage_is_ignored(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"\x00\x00\xff{")
-    assert finished(path) == ENTRIES
+def test_a_torn_line_of_garbage_is_ignored(file: StoredFile) -> None:
+    file.store.append(file.name, b"\x00\x00\xff{")
+    assert finished(file) == ENTRIES
 
 
 @pytest.mark.parametrize(
@@ -81,18 +86,18 @@ def test_a_torn_line_of_garbage_is_ignored(path: Path) -> None:
 @pytest.mark.parametrize("number", [2, 4, 5])
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_damaged_line_is_an_error_that_names_it(
-    path: Path, line: bytes, number: int, sealed: bool
+    file: StoredFile, line: bytes, number: int, sealed: bool
 ) -> None:
     if sealed:  # with the checksum that it would have
         line = line[:-1] + f',"crc":"{zlib.crc32(line):08x}"}}'.encode()
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
+    lines = file.read(2**20).splitlines(keepends=True)
+    put(file, b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
     with pytest.raises(CheckpointError, match=f"line {number} of the journal .*--overwrite"):
-        finished(path)
+        finished(file)
 
 
-def test_a_flipped_bit_anywhere_is_an_error_that_names_the_line(path: Path) -> None:
-    content = path.read_bytes()
+def test_a_flipped_bit_anywhere_is_an_error_that_names_the_line(file: StoredFile) -> None:
+    content = file.read(2**20)
     head = content.index(b"\n")
     for place in range(len(content)):
         for bit in (0, 3, 5):
@@ -100,23 +105,25 @@ def test_a_flipped_bit_anywhere_is_an_error_that_names_the_line(path: Path) -> N
             damaged[place] ^= 1 << bit
             if damaged[place] == 0x0A or content[place] == 0x0A:
                 continue  # a line more or less is another matter: its parts are damaged lines
-            path.write_bytes(damaged)
+            put(file, damaged)
             with pytest.raises(CheckpointError) as caught:
-                finished(path)
+                finished(file)
             number = content[:place].count(b"\n") + 1
             told = str(caught.value)
             assert f"line {number} of the journal" in told or (place < head and "format" in told)
             assert "--overwrite" in told
 
 
-def test_statistics_that_were_changed_do_not_reach_a_manifest(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b'"loss":0.1', b'"loss":1e300'))
+def test_statistics_that_were_changed_do_not_reach_a_manifest(file: StoredFile) -> None:
+    content = file.read(2**20)
+    put(file, content.replace(b'"loss":0.1', b'"loss":1e300'))
     with pytest.raises(CheckpointError, match=r"line 2 of the journal .*checksum"):
-        finished(path)
+        finished(file)
 
 
-def test_what_is_no_regular_file_is_no_journal(path: Path) -> None:
+def test_what_is_no_regular_file_is_no_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal.create(path, "plan").close()
     moved = path.rename(path.with_name("moved"))
     for make in (
         lambda: path.symlink_to("/dev/zero"),
@@ -126,49 +133,49 @@ def test_what_is_no_regular_file_is_no_journal(path: Path) -> None:
     ):
         make()
         with pytest.raises(CheckpointError, match=r"cannot read the journal .*--overwrite"):
-            finished(path)
+            Journal.resume(path, "plan")
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def test_of_two_lines_for_the_same_rows_the_later_counts(path: Path) -> None:
-    with Journal.resume(path, "plan") as journal:
+def test_of_two_lines_for_the_same_rows_the_later_counts(file: StoredFile) -> None:
+    with Journal.resume(file, "plan") as journal:
         journal.append(Entry("h.0.weight", (0, 4), "new"))
-    assert {e.key: e.checksum for e in finished(path)}["h.0.weight", (0, 4)] == "new"
-    assert len(finished(path)) == 3
+    assert {e.key: e.checksum for e in finished(file)}["h.0.weight", (0, 4)] == "new"
+    assert len(finished(file)) == 3
 
 
-def test_another_plan_is_refused(path: Path) -> None:
+def test_another_plan_is_refused(file: StoredFile) -> None:
     with pytest.raises(InputError, match=r"belongs to plan plan, .* now other: .*--overwrite"):
-        Journal.resume(path, "other")
+        Journal.resume(file, "other")
 
 
-def test_another_format_is_refused(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b'"format":2', b'"format":1'))
+def test_another_format_is_refused(file: StoredFile) -> None:
+    put(file, file.read(2**20).replace(b'"format":2', b'"format":1'))
     with pytest.raises(CheckpointError, match="has format 1, this version of covmerge reads 2"):
-        finished(path)
+        finished(file)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"plan":"pl'])
-def test_a_journal_without_its_first_line_is_damaged(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+def test_a_journal_without_its_first_line_is_damaged(file: StoredFile, content: bytes) -> None:
+    put(file, content)
     with pytest.raises(CheckpointError, match=r"line 1 .* damaged"):
-        finished(path)
+        finished(file)
 
 
-def test_a_journal_is_neither_replaced_nor_invented(path: Path) -> None:
+def test_a_journal_is_neither_replaced_nor_invented(file: StoredFile) -> None:
     with pytest.raises(InputError, match="--resume"):
-        Journal.create(path, "plan")
-    assert finished(path) == ENTRIES
+        Journal.create(file, "plan")
+    assert finished(file) == ENTRIES
     with pytest.raises(CheckpointError, match="cannot read the journal"):
-        Journal.resume(path.with_name("gone"), "plan")
+        Journal.resume(StoredFile(file.store, "gone"), "plan")
 
 
-def test_statistics_that_json_cannot_hold_are_refused(path: Path) -> None:
-    with Journal.resume(path, "plan") as journal:
+def test_statistics_that_json_cannot_hold_are_refused(file: StoredFile) -> None:
+    with Journal.resume(file, "plan") as journal:
         with pytest.raises(InputError, match=r"'w'\.stats\.loss is nan"):
             journal.append(Entry("w", (0, 1), "dd", {"loss": float("nan")}))
         assert len(journal.finished) == 3
-    assert finished(path) == ENTRIES
+    assert finished(file) == ENTRIES
 
 
 json_values = st.recursive(

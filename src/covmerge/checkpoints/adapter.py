@@ -35,8 +35,9 @@ from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offl
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import HubModel
-from covmerge.stores.paths import safe_child
+from covmerge.stores.local import LocalFolder, local_file
 from covmerge.stores.regular_file import open_regular
+from covmerge.stores.store import child
 from covmerge.types import Json, LowRank, TensorHeader
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -380,7 +381,7 @@ def open_adapter_file(source: str, path: Path) -> Checkpoint:
     if path.name in _WEIGHTS:
         beside = (ADAPTER_CONFIG,) if (path.parent / ADAPTER_CONFIG).is_file() else ()
         return _open(source, path.parent, (path.name, *beside))
-    stored = open_file(source, path)
+    stored = open_file(source, local_file(path))
     if not looks_like_adapter(stored.headers):
         return stored
     _check_scale(path)
@@ -443,17 +444,19 @@ def _open(
     stored_as: Callable[[FileCheckpoint], Checkpoint] = lambda local: local,
 ) -> AdapterCheckpoint:
     """Open the adapter of a folder; its configuration says first whether it can be read at all."""
-    path = safe_child(folder, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
-    config = None if path is None else AdapterConfig(source, read_object(path, _MAX_VALUES))
+    store = LocalFolder(folder)
+    file = child(store, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
+    config = None if file is None else AdapterConfig(source, read_object(file, _MAX_VALUES))
     weights = next((name for name in _WEIGHTS if name in names), None)
     if weights is None:
         raise CheckpointError(
             f"{folder} has {ADAPTER_CONFIG} and neither {' nor '.join(_WEIGHTS)}: the download was "
             "probably cut short, fetch it again"
         )
-    beside = [safe_child(folder, name) for name in (ADAPTER_CONFIG, CONFIG) if name in names]
-    file = open_weights(safe_child(folder, weights))
-    stored = stored_as(FileCheckpoint(source, [file], folder=folder, beside=beside))
+    beside = [child(store, name) for name in (ADAPTER_CONFIG, CONFIG) if name in names]
+    file = child(store, weights)
+    read = {file: open_weights(file)}
+    stored = stored_as(FileCheckpoint(source, read, store=store, beside=beside))
     more = (_without_scale(folder),) if config is None else config.notes
     contents = read_names(stored.headers, config, source)
     if not contents.updates and not contents.wrapped:

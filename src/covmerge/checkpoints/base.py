@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from covmerge.checkpoints.json_file import is_text, shorten
 from covmerge.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import HubModel
+from covmerge.stores.store import Stamp, StoredFile
 from covmerge.types import Json, TensorHeader
 
 CARD_NAME = "README.md"  # the model card
@@ -21,7 +21,6 @@ CARD_NAME = "README.md"  # the model card
 _MAX_NAME = 1000  # rules look for patterns in them; real ones have less than 200
 _DISPATCH = "__torch_dispatch__"
 
-Stamp = tuple[int, int, int]
 # Called before each piece with the share of the whole that has been hashed; it may wait, or raise to stop.
 Pace = Callable[[float], None]
 
@@ -108,11 +107,6 @@ class WeightFile(Protocol):
     """One file of weights."""
 
     @property
-    def path(self) -> Path:
-        """The file."""
-        ...
-
-    @property
     def headers(self) -> Mapping[str, TensorHeader]:
         """Its tensors, in file order."""
         ...
@@ -131,16 +125,7 @@ class WeightFile(Protocol):
         ...
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
-    """Return what changes when a file is written: its size and its times.
-
-    The time of modification can be set back by whoever writes; that of the last change of the file
-    or of its entry (ctime) is the kernel's.
-    """
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def check_unchanged(path: Path, before: Stamp, now: Stamp) -> None:
+def check_unchanged(file: StoredFile | Path, before: Stamp, now: Stamp) -> None:
     """Refuse another file than the headers were read from.
 
     Raises:
@@ -148,7 +133,7 @@ def check_unchanged(path: Path, before: Stamp, now: Stamp) -> None:
     """
     if before != now:
         raise CheckpointError(
-            f"{path} changed while it was in use: let whatever writes it finish, and start again"
+            f"{file} changed while it was in use: let whatever writes it finish, and start again"
         )
 
 

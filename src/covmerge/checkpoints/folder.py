@@ -15,11 +15,9 @@ from torch import Tensor
 from covmerge.checkpoints.base import (
     CARD_NAME,
     Pace,
-    Stamp,
     WeightFile,
     check_unchanged,
     find_header,
-    stamp_of,
 )
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
@@ -29,7 +27,7 @@ from covmerge.checkpoints.torch_file import NotLoadedError, TorchFile
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.stores.paths import safe_child
-from covmerge.stores.regular_file import open_regular
+from covmerge.stores.store import Stamp, Store, StoredFile, child
 from covmerge.types import Json, TensorHeader
 
 CONFIG = "config.json"
@@ -51,8 +49,8 @@ class FileCheckpoint:
 
     Args:
         source: as the user wrote it.
-        weights: the files of weights; no two hold the same tensor.
-        folder: the folder of a whole model; None for a file by itself.
+        weights: the files of weights, opened; no two hold the same tensor.
+        store: where a whole model lies; None for a file by itself.
         beside: further files that say what the checkpoint is: index and config.
         notes: what is particular about how it was opened.
     """
@@ -60,35 +58,36 @@ class FileCheckpoint:
     def __init__(
         self,
         source: str,
-        weights: Sequence[WeightFile],
+        weights: Mapping[StoredFile, WeightFile],
         *,
-        folder: Path | None = None,
-        beside: Sequence[Path] = (),
+        store: Store | None = None,
+        beside: Sequence[StoredFile] = (),
         notes: Sequence[str] = (),
     ) -> None:
         self.source = source
-        self.folder = folder
+        self.folder = None if store is None else store.folder
         self.config: Mapping[str, Any] | None = next(
-            (read_config(path) for path in beside if path.name == CONFIG), None
+            (read_config(file) for file in beside if file.name == CONFIG), None
         )
-        self.notes = (*notes, *(note for file in weights for note in file.notes))
+        self.notes = (*notes, *(note for read in weights.values() for note in read.notes))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: header for file in weights for name, header in file.headers.items()}
+            {name: header for read in weights.values() for name, header in read.headers.items()}
         )
-        self.weight_paths = tuple(file.path for file in weights)
-        self._weights = tuple(weights)
-        self._file_of = {name: file for file in weights for name in file.headers}
-        self._stamps = {path: _stamp(path) for path in (*self.weight_paths, *beside)}
-        self._paths = tuple(self._stamps)
+        self.weight_names = tuple(file.name for file in weights)
+        self._weights = dict(weights)
+        self._file_of = {name: read for read in weights.values() for name in read.headers}
+        self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
 
     @property
     def hub(self) -> HubModel | None:
         """See `Checkpoint.hub`."""
-        return cached_model(self.folder or self._paths[0])
+        place = self.folder or self._first_path()
+        return None if place is None else cached_model(place)
 
     def readme(self) -> Path | None:
         """See `Checkpoint.readme`; what lies beside a file by itself need not be about it."""
-        places = (self.folder, snapshot_of(self._paths[0]))
+        path = self._first_path()
+        places = (self.folder, None if path is None else snapshot_of(path))
         cards = (safe_child(folder, CARD_NAME) for folder in places if folder is not None)
         return next((card for card in cards if card.is_file()), None)
 
@@ -104,40 +103,43 @@ class FileCheckpoint:
         """Sizes and times of the files, as they were opened."""
         names = ("size", "mtime_ns", "ctime_ns")
         files: dict[str, Json] = {
-            path.name: dict(zip(names, stamp, strict=True)) for path, stamp in self._stamps.items()
+            file.name: dict(zip(names, stamp, strict=True)) for file, stamp in self._stamps.items()
         }
         return {"kind": "files", "files": files}
 
     def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """The SHA-256 of every file, which must be as it was opened."""
-        total = 0
-        for path in self._paths:
-            with _named_errors(path):
-                total += path.stat().st_size
+        total = sum(_stamp(file)[0] for file in self._stamps)
         found: dict[str, str] = {}
         # First what lies beside the weights: it is small, and may change later without harm.
-        order = sorted(self._paths, key=lambda path: path in self.weight_paths)
+        order = sorted(self._stamps, key=lambda file: file in self._weights)
         done = 0
         buffer = memoryview(bytearray(_CHUNK))
-        for path in order:
+        for file in order:
             digest = hashlib.sha256()
-            with _named_errors(path), open_regular(path) as file:
+            with _named_errors(file), file.open() as opened:
+                position = 0
                 while True:
                     if pace is not None:
-                        pace(min(1.0, done / max(1, total)))
-                    count = file.readinto(buffer)
+                        pace(min(1.0, (done + position) / max(1, total)))
+                    count = opened.read_at(buffer, position)
                     if not count:
                         break
                     digest.update(buffer[:count])
-                    done += count
-            check_unchanged(path, self._stamps[path], _stamp(path))
-            found[path.name] = f"sha256:{digest.hexdigest()}"
-        return {path.name: found[path.name] for path in self._paths}
+                    position += count
+            done += position
+            check_unchanged(file, self._stamps[file], _stamp(file))
+            found[file.name] = f"sha256:{digest.hexdigest()}"
+        return {file.name: found[file.name] for file in self._stamps}
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
-        for file in self._weights:
-            file.close()
+        for read in self._weights.values():
+            read.close()
+
+    def _first_path(self) -> Path | None:
+        first = next(iter(self._stamps))
+        return None if first.store.folder is None else first.path
 
 
 @dataclass(frozen=True)
@@ -187,16 +189,16 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(file: StoredFile | Path) -> dict[str, Any]:
     """Return a config.json.
 
     Raises:
         CheckpointError: it is malformed, or far too long.
     """
-    return read_object(path, values=MAX_TENSORS)  # a quantisation may list every layer
+    return read_object(file, values=MAX_TENSORS)  # a quantisation may list every layer
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
     """Return the file name of every tensor, from an index of shards.
 
     Raises:
@@ -239,51 +241,57 @@ def check_weight_map(
             )
 
 
-def open_folder(source: str, folder: Path) -> FileCheckpoint:
+def open_folder(source: str, store: Store) -> FileCheckpoint:
     """Open a model folder.
 
     Raises:
         CheckpointError: nothing there can be read, or the files contradict each other.
     """
+    where = str(store)
     try:
-        names = {path.name for path in folder.iterdir() if not path.is_dir()}
+        names = set(store.names())
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
-    choice = choose_weights(names, str(folder))
-    beside = [_existing(folder, CONFIG)] if CONFIG in names else []
+        raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
+    choice = choose_weights(names, where)
+    beside = [_existing(store, CONFIG)] if CONFIG in names else []
     if not choice.is_index:
-        weights = [open_weights(_existing(folder, choice.name))]
+        weights = _open_all([_existing(store, choice.name)])
     else:
-        index = _existing(folder, choice.name)
+        index = _existing(store, choice.name)
         beside.append(index)
         weight_map = read_weight_map(index)
-        shards = [_existing(folder, name) for name in sorted(set(weight_map.values()))]
-        weights = [open_weights(path) for path in shards]
-        check_weight_map(str(index), weight_map, {f.path.name: f.headers for f in weights})
-    notes = choice.notes(str(folder), {file.path.name for file in weights})
-    return FileCheckpoint(source, weights, folder=folder, beside=beside, notes=notes)
+        weights = _open_all([_existing(store, name) for name in sorted(set(weight_map.values()))])
+        check_weight_map(
+            str(index), weight_map, {file.name: read.headers for file, read in weights.items()}
+        )
+    notes = choice.notes(where, {file.name for file in weights})
+    return FileCheckpoint(source, weights, store=store, beside=beside, notes=notes)
 
 
-def open_file(source: str, path: Path) -> FileCheckpoint:
+def open_file(source: str, file: StoredFile) -> FileCheckpoint:
     """Open one file of weights by itself.
 
     Raises:
         CheckpointError: it is of an unknown kind, or malformed.
     """
-    return FileCheckpoint(source, [open_weights(path)])
+    return FileCheckpoint(source, _open_all([file]))
 
 
-def open_weights(path: Path) -> WeightFile:
+def open_weights(file: StoredFile) -> WeightFile:
     """Open one file of weights by its suffix."""
-    if path.suffix == _SAFETENSORS:
-        return SafetensorsFile(path)
-    if path.suffix in _TORCH:
-        return _open_torch(path)
-    hint = "its folder" if path.name.endswith(_INDEX) else "a folder or one of these"
+    if file.suffix == _SAFETENSORS:
+        return SafetensorsFile(file)
+    if file.suffix in _TORCH:
+        return _open_torch(file.path)
+    hint = "its folder" if file.name.endswith(_INDEX) else "a folder or one of these"
     raise CheckpointError(
-        f"{path} is not a file of weights that covmerge reads "
+        f"{file} is not a file of weights that covmerge reads "
         f"({', '.join((_SAFETENSORS, *_TORCH))}): pass {hint}"
     )
+
+
+def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:
+    return {file: open_weights(file) for file in files}
 
 
 def _open_torch(path: Path) -> WeightFile:
@@ -296,31 +304,31 @@ def _open_torch(path: Path) -> WeightFile:
             raise CheckpointError(f"{refusal}. As a module: {error}") from error
 
 
-def _existing(folder: Path, name: str) -> Path:
-    path = safe_child(folder, name)
-    if not path.is_file():
+def _existing(store: Store, name: str) -> StoredFile:
+    file = child(store, name)
+    if not store.is_file(name):
         raise CheckpointError(
-            f"{path} is missing or no regular file: the download was probably cut short, fetch it "
+            f"{file} is missing or no regular file: the download was probably cut short, fetch it "
             "again"
         )
-    return path
+    return file
 
 
 def _is_adapter(name: str) -> bool:
     return name.startswith("adapter_model.")
 
 
-def _stamp(path: Path) -> Stamp:
-    with _named_errors(path):
-        return stamp_of(path.stat())
+def _stamp(file: StoredFile) -> Stamp:
+    with _named_errors(file):
+        return file.stamp()
 
 
 @contextmanager
-def _named_errors(path: Path) -> Generator[None, None, None]:
+def _named_errors(file: StoredFile) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read any more: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error
 
 
 def _some(names: Iterable[str]) -> str:

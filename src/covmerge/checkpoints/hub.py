@@ -21,6 +21,7 @@ from covmerge.checkpoints.folder import (
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import HubModel
+from covmerge.stores.local import LocalFolder
 from covmerge.types import Json, TensorHeader
 
 
@@ -88,7 +89,7 @@ class HubCheckpoint:
         """
         if self._local is not None:
             return
-        local = open_folder(self.source, self._repository.download(self._files))
+        local = open_folder(self.source, LocalFolder(self._repository.download(self._files)))
         if dict(local.headers) != dict(self.headers):
             local.close()
             raise CheckpointError(
@@ -154,7 +155,8 @@ def _open_pickled(source: str, repository: Repository, chosen: str) -> HubCheckp
     """Open a repository without safetensors, whose headers are inside the pickled weights."""
     stem = chosen.removesuffix(".index.json").removesuffix(".bin")
     weights = [name for name in repository.top_level() if name.startswith(stem)]
-    local = open_folder(source, repository.download((*repository.companions(), *weights)))
+    folder = repository.download((*repository.companions(), *weights))
+    local = open_folder(source, LocalFolder(folder))
     note = f"{source} has no safetensors: its weights were downloaded to read their headers"
     return _downloaded(source, repository, local, note)
 
@@ -163,7 +165,7 @@ def _open_cached(source: str, name: str, revision: str | None) -> HubCheckpoint:
     folder = cached_snapshot(source, name, revision)
     repository = Repository(source, name, folder.name, {})
     note = f"{source}: HF_HUB_OFFLINE is set, commit {folder.name} was taken from the cache"
-    return _downloaded(source, repository, open_folder(source, folder), note)
+    return _downloaded(source, repository, open_folder(source, LocalFolder(folder)), note)
 
 
 def _downloaded(source: str, repository: Repository, local: Checkpoint, note: str) -> HubCheckpoint:

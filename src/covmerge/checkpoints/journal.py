@@ -10,9 +10,7 @@ journal only claims: whoever resumes reads the bytes back and compares.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -23,9 +21,8 @@ from typing import Any, cast
 
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores.descriptor import open_descriptor
-from covmerge.stores.disk import disk_errors
-from covmerge.stores.regular_file import read_regular
+from covmerge.stores.local import local_file
+from covmerge.stores.store import StoredFile
 from covmerge.types import Json
 
 FORMAT = 2
@@ -72,32 +69,26 @@ class Journal:
         'c0ffee'
     """
 
-    def __init__(self, path: Path, finished: dict[Key, Entry], size: int) -> None:
-        self._path = path
+    def __init__(self, file: StoredFile, finished: dict[Key, Entry]) -> None:
+        self._file = file
         self._finished = finished
-        self._size = size
-        with disk_errors(path):
-            self._fd = open_descriptor(path, os.O_WRONLY | os.O_APPEND)
-            os.ftruncate(self._fd, size)
 
     @classmethod
-    def create(cls, path: Path, plan_hash: str) -> Journal:
+    def create(cls, path: Path | StoredFile, plan_hash: str) -> Journal:
         """Start an empty journal for the plan; a journal that exists is an error.
 
         Raises:
             InputError: `path` exists, or cannot be written.
         """
-        if os.path.lexists(path):
-            raise InputError(f"{path} exists: pass --resume to go on, --overwrite to start again")
+        file = local_file(path)
+        if file.store.exists(file.name):
+            raise InputError(f"{file} exists: pass --resume to go on, --overwrite to start again")
         line = _line({"plan": plan_hash, "format": FORMAT}, "journal")
-        unfinished = path.with_name(f"{path.name}.new")
-        with disk_errors(path):
-            unfinished.write_bytes(line)
-            unfinished.replace(path)
-        return cls(path, {}, len(line))
+        file.store.create(file.name, len(line), line, needed=len(line))
+        return cls(file, {})
 
     @classmethod
-    def resume(cls, path: Path, plan_hash: str) -> Journal:
+    def resume(cls, path: Path | StoredFile, plan_hash: str) -> Journal:
         """Read a journal and go on with it; a torn last line is cut off.
 
         Of two lines for the same rows (recomputed after a failed check) the later one counts.
@@ -106,15 +97,17 @@ class Journal:
             InputError: the journal belongs to another plan: recipe, sources or version changed.
             CheckpointError: it cannot be read, or a line other than a torn last one is damaged.
         """
-        lines, size = _complete_lines(path)
+        file = local_file(path)
+        lines, size = _complete_lines(file)
         if not lines:
-            raise _damaged(path, 1, "it is missing")
-        _check_plan(path, lines[0], plan_hash)
+            raise _damaged(file, 1, "it is missing")
+        _check_plan(file, lines[0], plan_hash)
         finished: dict[Key, Entry] = {}
         for number, line in enumerate(lines[1:], start=2):
-            entry = _parse_entry(path, number, line)
+            entry = _parse_entry(file, number, line)
             finished[entry.key] = entry
-        return cls(path, finished, size)
+        file.store.truncate(file.name, size)
+        return cls(file, finished)
 
     @property
     def finished(self) -> Mapping[Key, Entry]:
@@ -135,28 +128,17 @@ class Journal:
             "stats": entry.stats,
         }
         line = _line(record, f"journal entry of '{entry.tensor}'")
-        with disk_errors(self._path):
-            self._write_line(line)
+        self._file.store.append(self._file.name, line)
         self._finished[entry.key] = entry
 
     def close(self) -> None:
-        """Close the file; the journal can be resumed later."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Nothing stays open between lines."""
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _write_line(self, line: bytes) -> None:
-        if os.write(self._fd, line) < len(line):
-            # The disk is full. A torn line would spoil the journal if another followed: cut it off.
-            os.ftruncate(self._fd, self._size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._size += len(line)
 
 
 def _line(record: Mapping[str, Json], what: str) -> bytes:
@@ -169,36 +151,41 @@ def _seal(text: bytes) -> bytes:
     return f',"crc":"{zlib.crc32(text):08x}"}}'.encode()
 
 
-def _complete_lines(path: Path) -> tuple[list[bytes], int]:
+def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
     """The lines that end in a newline, and their bytes in all."""
     try:
-        content = read_regular(path, _MAX_BYTES, follow=False)
-    except (CheckpointError, FileNotFoundError) as error:
+        content = file.read(_MAX_BYTES + 1, follow=False)
+    except OSError as error:
         raise CheckpointError(
-            f"cannot read the journal {path}: {error}; start over with --overwrite"
+            f"cannot read the journal {file}: {error.strerror}; start over with --overwrite"
         ) from error
+    if len(content) > _MAX_BYTES:
+        raise CheckpointError(
+            f"cannot read the journal {file}: it is larger than {_MAX_BYTES} bytes, which none is; "
+            "start over with --overwrite"
+        )
     size = content.rfind(b"\n") + 1
     return content[:size].split(b"\n")[:-1], size
 
 
-def _check_plan(path: Path, line: bytes, plan_hash: str) -> None:
-    head = _parse(path, 1, line)  # its checksum is looked at when its format is known
+def _check_plan(file: StoredFile, line: bytes, plan_hash: str) -> None:
+    head = _parse(file, 1, line)  # its checksum is looked at when its format is known
     if head.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {head.get('format')!r}, this version of covmerge reads {FORMAT}: "
+            f"{file} has format {head.get('format')!r}, this version of covmerge reads {FORMAT}: "
             "resume with the version that began the merge, or start over with --overwrite"
         )
-    _check_seal(path, 1, line)
+    _check_seal(file, 1, line)
     if head.get("plan") != plan_hash:
         raise InputError(
-            f"{path} belongs to plan {head.get('plan')}, and the plan is now {plan_hash}: the "
+            f"{file} belongs to plan {head.get('plan')}, and the plan is now {plan_hash}: the "
             "recipe, its sources or covmerge changed since; start over with --overwrite"
         )
 
 
-def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
-    record = _parse(path, number, line)
-    _check_seal(path, number, line)
+def _parse_entry(file: StoredFile, number: int, line: bytes) -> Entry:
+    record = _parse(file, number, line)
+    _check_seal(file, number, line)
     match record:
         case {
             "tensor": str(tensor),
@@ -208,26 +195,26 @@ def _parse_entry(path: Path, number: int, line: bytes) -> Entry:
         } if 0 <= start <= stop:
             return Entry(tensor, (start, stop), checksum, record["stats"])
         case _:
-            raise _damaged(path, number, "it is not a journal entry")
+            raise _damaged(file, number, "it is not a journal entry")
 
 
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse(file: StoredFile, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, number, str(error)) from error
+        raise _damaged(file, number, str(error)) from error
     if not isinstance(record, dict):
-        raise _damaged(path, number, "it is not a JSON object")
+        raise _damaged(file, number, "it is not a JSON object")
     return cast("dict[str, Any]", record)
 
 
-def _check_seal(path: Path, number: int, line: bytes) -> None:
+def _check_seal(file: StoredFile, number: int, line: bytes) -> None:
     text, seal = line[:-_SEAL_BYTES] + b"}", line[-_SEAL_BYTES:]
     if not _SEAL.fullmatch(seal) or seal != _seal(text):
-        raise _damaged(path, number, "its checksum is another")
+        raise _damaged(file, number, "its checksum is another")
 
 
-def _damaged(path: Path, number: int, why: str) -> CheckpointError:
+def _damaged(file: StoredFile, number: int, why: str) -> CheckpointError:
     return CheckpointError(
-        f"line {number} of the journal {path} is damaged ({why}); start over with --overwrite"
+        f"line {number} of the journal {file} is damaged ({why}); start over with --overwrite"
     )

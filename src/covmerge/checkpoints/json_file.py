@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.errors import CheckpointError
-from covmerge.stores.regular_file import open_regular
+from covmerge.stores.local import local_file
+from covmerge.stores.store import StoredFile
 
 MAX_JSON_BYTES = 100_000_000
 # A value of three bytes takes a hundred of memory. The tokenizer of Gemma 3 has 1.9 million.
@@ -17,27 +18,26 @@ MAX_VALUES = 3_000_000
 _MAX_DEPTH = 64
 
 
-def read_object(path: Path, values: int = MAX_VALUES) -> dict[str, Any]:
+def read_object(file: StoredFile | Path, values: int = MAX_VALUES) -> dict[str, Any]:
     """Read the JSON object that is a whole file.
 
     Args:
-        path: the file.
+        file: the file.
         values: see `parse_object`.
 
     Raises:
         CheckpointError: the file cannot be read, is larger than 100 MB, or is not a JSON object.
     """
     try:
-        with open_regular(path) as file:
-            data = file.read(MAX_JSON_BYTES + 1)
+        data = local_file(file).read(MAX_JSON_BYTES + 1)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     if len(data) > MAX_JSON_BYTES:
         raise CheckpointError(
-            f"{path} is larger than {MAX_JSON_BYTES} bytes, which no such file needs to be: "
+            f"{file} is larger than {MAX_JSON_BYTES} bytes, which no such file needs to be: "
             "is it the right file?"
         )
-    return parse_object(data, str(path), values)
+    return parse_object(data, str(file), values)
 
 
 def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str, Any]:

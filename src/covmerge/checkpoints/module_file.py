@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.base import Stamp, check_name, check_unchanged, find_header, stamp_of
+from covmerge.checkpoints.base import check_name, check_unchanged, find_header
 from covmerge.checkpoints.json_file import shorten
 from covmerge.checkpoints.laid import Laid
 from covmerge.checkpoints.layout import MAX_TENSORS
@@ -18,6 +18,7 @@ from covmerge.checkpoints.pickle_bounds import SAVE_AGAIN
 from covmerge.checkpoints.pickled import load_records
 from covmerge.checkpoints.unpickler import Inert, Sealed
 from covmerge.errors import CheckpointError
+from covmerge.stores.store import Stamp, stamp_of
 from covmerge.types import TensorHeader
 
 _MAX_DEPTH = 100  # of modules in modules

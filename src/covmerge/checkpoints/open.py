@@ -19,6 +19,7 @@ from covmerge.checkpoints.memory import MemoryCheckpoint
 from covmerge.errors import CheckpointError
 from covmerge.identifiers import hub_id
 from covmerge.stores.address import local_path
+from covmerge.stores.local import LocalFolder
 
 
 def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -47,7 +48,9 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
     try:
         path = local_path(source).expanduser()
         if path.is_dir():
-            return open_adapter_folder(str(source), path) or open_folder(str(source), path)
+            return open_adapter_folder(str(source), path) or open_folder(
+                str(source), LocalFolder(path)
+            )
         if path.is_file():
             return open_adapter_file(str(source), path)
         exists = path.exists()

@@ -6,22 +6,18 @@ keeps resident, and a failing disk is an error and not a signal.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
-from io import FileIO
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.base import check_unchanged, find_header, stamp_of
+from covmerge.checkpoints.base import check_unchanged, find_header
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
 from covmerge.errors import CheckpointError
-from covmerge.stores.descriptor import read_at
-from covmerge.stores.regular_file import open_raw
+from covmerge.stores.store import Opened, StoredFile
 from covmerge.types import TensorHeader
 
 
@@ -34,26 +30,26 @@ class SafetensorsFile:
 
     notes: tuple[str, ...] = ()
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with _opened(path) as file:
-            self._stamp = stamp_of(os.fstat(file.fileno()))
-            self._slots = _read_slots(file, self._stamp[0], str(path))
+    def __init__(self, file: StoredFile) -> None:
+        self._file = file
+        with _opened(file) as opened:
+            self._stamp = opened.stamp
+            self._slots = _read_slots(opened, self._stamp[0], str(file))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: slot.header for name, slot in self._slots.items()}
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
-        header = find_header(self.headers, name, rows, str(self.path))
+        header = find_header(self.headers, name, rows, str(self._file))
         offset, nbytes = self._slots[name].span(rows)
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        with _opened(self.path) as file:
-            check_unchanged(self.path, self._stamp, stamp_of(os.fstat(file.fileno())))
-            _read_into(data.numpy().data, file, offset, f"{self.path}: tensor '{name}'")
+        with _opened(self._file) as opened:
+            check_unchanged(self._file, self._stamp, opened.stamp)
+            _read_into(data.numpy().data, opened, offset, f"{self._file}: tensor '{name}'")
         if header.dtype is torch.bool and nbytes and int(data.max()) > 1:
             raise CheckpointError(
-                f"{self.path}: tensor '{name}' is BOOL and holds bytes other than 0 and 1: "
+                f"{self._file}: tensor '{name}' is BOOL and holds bytes other than 0 and 1: "
                 "save the file again"
             )
         shape = header.shape if rows is None else (len(rows), *header.shape[1:])
@@ -64,28 +60,28 @@ class SafetensorsFile:
 
 
 @contextmanager
-def _opened(path: Path) -> Generator[FileIO, None, None]:
-    try:
-        file = open_raw(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
-    with file:
-        yield file
+def _opened(file: StoredFile) -> Generator[Opened, None, None]:
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(file.open())
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error
+        yield opened
 
 
-def _read_slots(file: FileIO, size: int, where: str) -> Mapping[str, Slot]:
+def _read_slots(opened: Opened, size: int, where: str) -> Mapping[str, Slot]:
     length = bytearray(min(size, LENGTH_BYTES))
-    _read_into(memoryview(length), file, 0, where)
+    _read_into(memoryview(length), opened, 0, where)
     header = bytearray(data_start(bytes(length), size, where) - LENGTH_BYTES)
-    _read_into(memoryview(header), file, LENGTH_BYTES, where)
+    _read_into(memoryview(header), opened, LENGTH_BYTES, where)
     return parse_header(bytes(header), size, where)
 
 
-def _read_into(target: memoryview, file: FileIO, offset: int, where: str) -> None:
+def _read_into(target: memoryview, opened: Opened, offset: int, where: str) -> None:
     done = 0
     while done < len(target):
         try:
-            count = read_at(file, target[done:], offset + done)
+            count = opened.read_at(target[done:], offset + done)
         except OSError as error:
             raise CheckpointError(
                 f"{where} cannot be read at byte {offset + done}: {error.strerror}"

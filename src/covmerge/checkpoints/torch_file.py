@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.base import check_unchanged, copy_rows, find_header, header_of, stamp_of
+from covmerge.checkpoints.base import check_unchanged, copy_rows, find_header, header_of
 from covmerge.checkpoints.pickle_bounds import (
     SAVE_AGAIN,
     ZIP_MAGIC,
@@ -22,6 +22,7 @@ from covmerge.checkpoints.pickle_bounds import (
 )
 from covmerge.errors import CheckpointError
 from covmerge.stores.regular_file import open_regular
+from covmerge.stores.store import stamp_of
 from covmerge.types import TensorHeader
 
 _WRAPPERS = ("state_dict", "model", "module")

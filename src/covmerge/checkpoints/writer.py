@@ -6,7 +6,6 @@ merge was killed and resumed.
 
 from __future__ import annotations
 
-import os
 import zlib
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from torch import Tensor
 
 from covmerge.checkpoints.layout import Layout, Shard, Slot
 from covmerge.errors import CheckpointError, TensorError
-from covmerge.stores.descriptor import opened, reserve, write_at
-from covmerge.stores.disk import disk_errors, fsync_path
-from covmerge.stores.regular_file import open_raw
+from covmerge.stores.local import local_store
+from covmerge.stores.store import Store, StoredFile
 
 _CHUNK = 8 << 20  # bytes read back at a time
 
@@ -31,7 +29,7 @@ class ShardWriter:
     number of shards has no limit and a writer may be sent to another process.
 
     Args:
-        folder: an existing folder.
+        folder: an existing folder, or another store.
         layout: where each tensor lies.
 
     Raises:
@@ -49,11 +47,11 @@ class ShardWriter:
         True
     """
 
-    def __init__(self, folder: Path, layout: Layout) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | Store, layout: Layout) -> None:
+        self._store = local_store(folder)
         self._shards = {name: shard for shard in layout.shards for name in shard.entries}
-        self._files = [folder / shard.file_name for shard in layout.shards]
-        _create_missing(folder, layout)
+        self._files = [shard.file_name for shard in layout.shards]
+        _create_missing(self._store, layout)
 
     def write(self, name: str, tensor: Tensor, rows: range | None = None) -> str:
         """Write a tensor, or `rows` of its dimension 0, and return the checksum of the bytes.
@@ -62,12 +60,11 @@ class ShardWriter:
             TensorError: the tensor is not as planned: its name, shape, dtype, device or strides.
             ResourceError: the disk is full (where it cannot reserve space beforehand).
         """
-        path, slot = self._find(name)
-        offset, nbytes = slot.span(rows)
+        file_name, slot = self._find(name)
+        offset, _ = slot.span(rows)
         _refuse_unplanned(tensor, slot, rows)
         data = _bytes_of(tensor)
-        with disk_errors(path, nbytes), opened(path, os.O_WRONLY) as fd:
-            write_at(fd, data, offset)
+        self._store.write(file_name, data, offset)
         # For writes that a crash tore, not against an adversary: a hash would take much longer.
         return f"{zlib.crc32(data):08x}"
 
@@ -78,86 +75,72 @@ class ShardWriter:
             TensorError: the tensor or the rows are not in the layout.
             CheckpointError: the file is gone, or shorter than planned.
         """
-        path, slot = self._find(name)
+        file_name, slot = self._find(name)
         position, left = slot.span(rows)
+        buffer = memoryview(bytearray(min(left, _CHUNK)))
         checksum = 0
         try:
-            with open_raw(path, follow=False) as file:
-                file.seek(position)
+            with self._store.open(file_name, follow=False) as opened:
                 while left:
-                    chunk = file.read(min(left, _CHUNK))
-                    if not chunk:
+                    count = opened.read_at(buffer[:left], position)
+                    if not count:
                         raise CheckpointError(
-                            f"{path} ends at byte {position}, inside '{name}': something else "
-                            "changed it; start over with --overwrite"
+                            f"{self._store.where(file_name)} ends at byte {position}, inside "
+                            f"'{name}': something else changed it; start over with --overwrite"
                         )
-                    checksum = zlib.crc32(chunk, checksum)
-                    position += len(chunk)
-                    left -= len(chunk)
+                    checksum = zlib.crc32(buffer[:count], checksum)
+                    position += count
+                    left -= count
         except OSError as error:
-            raise CheckpointError(f"cannot read back {path}: {error.strerror}") from error
+            raise CheckpointError(
+                f"cannot read back {self._store.where(file_name)}: {error.strerror}"
+            ) from error
         return f"{checksum:08x}"
 
     def flush(self) -> None:
         """Wait until everything written is on the disk."""
-        for path in [*self._files, self._folder]:
-            with disk_errors(path):
-                fsync_path(path)
+        self._store.flush(self._files)
 
-    def _find(self, name: str) -> tuple[Path, Slot]:
+    def _find(self, name: str) -> tuple[str, Slot]:
         if name not in self._shards:
-            raise TensorError(f"'{name}' is not in the layout of {self._folder}: plan it first")
+            raise TensorError(f"'{name}' is not in the layout of {self._store}: plan it first")
         shard = self._shards[name]
-        return self._folder / shard.file_name, shard.entries[name]
+        return shard.file_name, shard.entries[name]
 
 
-def _create_missing(folder: Path, layout: Layout) -> None:
+def _create_missing(store: Store, layout: Layout) -> None:
     missing: list[Shard] = []
     for shard in layout.shards:
-        if os.path.lexists(folder / shard.file_name):
-            _refuse_different(folder / shard.file_name, shard)
+        if store.exists(shard.file_name):
+            _refuse_different(StoredFile(store, shard.file_name), shard)
         else:
             missing.append(shard)
-    created: list[Path] = []
+    created: list[str] = []
     try:
         for shard in missing:
-            still_needed = sum(other.size for other in missing[len(created) :])
-            with disk_errors(folder / shard.file_name, still_needed):
-                _create(folder / shard.file_name, shard)
-            created.append(folder / shard.file_name)
+            needed = sum(other.size for other in missing[len(created) :])
+            store.create(shard.file_name, shard.size, shard.header, needed=needed)
+            created.append(shard.file_name)
     except BaseException:
-        for path in created:
-            path.unlink()
+        for name in created:
+            store.remove(name)
         raise
 
 
-def _create(path: Path, shard: Shard) -> None:
-    """Make the file complete under another name first: under its own it is never half-made."""
-    unfinished = path.with_name(f".{path.name}.new")
+def _refuse_different(file: StoredFile, shard: Shard) -> None:
     try:
-        with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-            reserve(fd, shard.size)
-            write_at(fd, memoryview(shard.header), 0)
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def _refuse_different(path: Path, shard: Shard) -> None:
-    try:
-        with open_raw(path, follow=False) as file:
-            size = os.fstat(file.fileno()).st_size
-            header = file.read(len(shard.header))
+        with file.open(follow=False) as opened:
+            size, _, _ = opened.stamp
+        header = file.read(len(shard.header), follow=False)
     except OSError as error:
-        raise CheckpointError(f"cannot resume into {path}: {error.strerror}") from error
+        raise CheckpointError(f"cannot resume into {file}: {error.strerror}") from error
     if size != shard.size:
         found = f"it has {size} bytes, planned are {shard.size}"
     elif header != shard.header:
         found = "its header differs from the planned one"
     else:
         return
-    raise CheckpointError(f"cannot resume into {path}: {found}; start over with --overwrite")
+    raise CheckpointError(f"cannot resume into {file}: {found}; start over with --overwrite")
 
 
 def _refuse_unplanned(tensor: Tensor, slot: Slot, rows: range | None) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from covmerge.checkpoints import ShardWriter, plan_layout
 from covmerge.checkpoints.adapter_layout import ADAPTER_NAME
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.engine import FileOutput
 from covmerge.plan import MODEL, Plan
-from covmerge.stores.disk import disk_errors
+from covmerge.stores.local import LocalFolder
 
 
 def plan_parts(plan: Plan) -> dict[str, Layout]:
@@ -35,7 +35,7 @@ def plan_parts(plan: Plan) -> dict[str, Layout]:
 def files_of(layouts: Mapping[str, Layout]) -> list[str]:
     """Return the files of all parts, as paths in the folder of the output."""
     return [
-        (folder_of(part) / shard.file_name).as_posix()
+        PurePosixPath(folder_of(part), shard.file_name).as_posix()
         for part, layout in layouts.items()
         for shard in layout.shards
     ]
@@ -47,15 +47,13 @@ def open_output(folder: Path, layouts: Mapping[str, Layout]) -> FileOutput:
     Raises:
         ResourceError: the disk is full.
     """
-    writers: dict[str, ShardWriter] = {}
-    for part, layout in layouts.items():
-        target = folder / folder_of(part)
-        with disk_errors(target):
-            target.mkdir(exist_ok=True)
-        writers[part] = ShardWriter(target, layout)
+    store = LocalFolder(folder)
+    writers = {
+        part: ShardWriter(store.inside(folder_of(part)), layout) for part, layout in layouts.items()
+    }
     return FileOutput(writers)
 
 
-def folder_of(part: str) -> Path:
-    """Return the folder of a part, as a path in that of the output."""
-    return Path(part.rpartition("/")[0])
+def folder_of(part: str) -> str:
+    """Return the folder of a part, as a path in that of the output; "" for that itself."""
+    return part.rpartition("/")[0]

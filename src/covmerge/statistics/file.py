@@ -24,6 +24,7 @@ from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.linalg.finite import all_finite
 from covmerge.stores.address import local_path
+from covmerge.stores.local import local_file
 from covmerge.stores.regular_file import open_regular
 from covmerge.types import Json, TensorHeader
 
@@ -90,7 +91,7 @@ class StatisticsFile:
     def open(cls, path: str | Path) -> StatisticsFile:
         """Open a file: nothing more than its header is read."""
         path = local_path(path).expanduser()
-        file = SafetensorsFile(path)
+        file = SafetensorsFile(local_file(path))
         header = _header(path)
         metadata = parse_object(header, f"the header of {path}").get("__metadata__", {})
         about = _about(metadata, path)

@@ -28,11 +28,7 @@ def safe_child(folder: Path, name: str) -> Path:
         covmerge.errors.CheckpointError: model names the file '../secret': only bare names of files \
 inside the folder are read, correct the name
     """
-    if name in {"", ".", ".."} or "\\" in name or "\0" in name or Path(name).name != name:
-        raise CheckpointError(
-            f"{folder} names the file {name!r}: only bare names of files inside the folder are "
-            "read, correct the name"
-        )
+    check_bare(name, str(folder))
     child = folder / name
     try:
         home, target = folder.resolve(), child.resolve()
@@ -44,6 +40,19 @@ inside the folder are read, correct the name
             "itself there, or pass the folder that holds it"
         )
     return child
+
+
+def check_bare(name: str, where: str) -> None:
+    """Refuse a name that is not that of a file, and nothing else.
+
+    Raises:
+        CheckpointError: it has the parts of a path.
+    """
+    if name in {"", ".", ".."} or "\\" in name or "\0" in name or Path(name).name != name:
+        raise CheckpointError(
+            f"{where} names the file {name!r}: only bare names of files inside the folder are "
+            "read, correct the name"
+        )
 
 
 def _is_cached_blob(folder: Path, target: Path) -> bool:

@@ -146,7 +146,7 @@ def _coverage(entries: Mapping[str, Mapping[str, Any]], output: Checkpoint) -> C
 
 def _weights(output: Checkpoint) -> list[str]:
     """Names of the files of weights; none for an adapter."""
-    return [path.name for path in output.weight_paths] if isinstance(output, FileCheckpoint) else []
+    return list(output.weight_names) if isinstance(output, FileCheckpoint) else []
 
 
 class _Values:

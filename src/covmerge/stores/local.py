@@ -1,0 +1,151 @@
+"""A folder of this machine as a store."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+
+from covmerge.stores.descriptor import opened, read_at, reserve, write_at
+from covmerge.stores.disk import disk_errors, fsync_path
+from covmerge.stores.paths import safe_child
+from covmerge.stores.regular_file import open_raw
+from covmerge.stores.store import Stamp, Store, StoredFile, stamp_of
+
+
+class LocalFolder:
+    r"""Files of a folder. None stays open between calls, so that it may be sent to another process.
+
+    What is read may be a link; nothing is written through one.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> store = LocalFolder(Path(mkdtemp()))
+        >>> store.create("a", 4, b"1", needed=4)
+        >>> store.write("a", memoryview(b"2"), 3)
+        >>> StoredFile(store, "a").read(100)
+        b'1\x00\x002'
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    @property
+    def folder(self) -> Path:
+        """See `Store.folder`."""
+        return self._folder
+
+    def where(self, name: str) -> str:
+        """See `Store.where`."""
+        return str(self._folder / name)
+
+    def names(self) -> list[str]:
+        """See `Store.names`."""
+        return [path.name for path in self._folder.iterdir() if not path.is_dir()]
+
+    def check(self, name: str) -> None:
+        """See `Store.check`."""
+        safe_child(self._folder, name)
+
+    def is_file(self, name: str) -> bool:
+        """See `Store.is_file`."""
+        return (self._folder / name).is_file()
+
+    def stamp(self, name: str) -> Stamp:
+        """See `Store.stamp`."""
+        return stamp_of((self._folder / name).stat())
+
+    @contextmanager
+    def open(self, name: str, *, follow: bool = True) -> Generator[OpenedFile]:
+        """See `Store.open`."""
+        with open_raw(self._folder / name, follow=follow) as file:
+            yield OpenedFile(file)
+
+    def inside(self, folder: str) -> LocalFolder:
+        """See `Store.inside`."""
+        path = self._folder / folder
+        with disk_errors(path):
+            path.mkdir(exist_ok=True)
+        return LocalFolder(path)
+
+    def exists(self, name: str) -> bool:
+        """See `Store.exists`."""
+        return os.path.lexists(self._folder / name)
+
+    def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
+        """See `Store.create`."""
+        path = self._folder / name
+        unfinished = path.with_name(f".{name}.new")  # under its own name it is never half-made
+        with disk_errors(path, needed):
+            try:
+                with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+                    reserve(fd, size)
+                    write_at(fd, memoryview(start), 0)
+                unfinished.replace(path)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+
+    def write(self, name: str, data: memoryview, offset: int) -> None:
+        """See `Store.write`."""
+        path = self._folder / name
+        with disk_errors(path, len(data)), opened(path, os.O_WRONLY) as fd:
+            write_at(fd, data, offset)
+
+    def append(self, name: str, data: bytes) -> None:
+        """See `Store.append`."""
+        path = self._folder / name
+        with disk_errors(path), opened(path, os.O_WRONLY | os.O_APPEND) as fd:
+            size = os.fstat(fd).st_size
+            if os.write(fd, data) < len(data):
+                os.ftruncate(fd, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def truncate(self, name: str, size: int) -> None:
+        """See `Store.truncate`."""
+        path = self._folder / name
+        with disk_errors(path), opened(path, os.O_WRONLY) as fd:
+            os.ftruncate(fd, size)
+
+    def remove(self, name: str) -> None:
+        """See `Store.remove`."""
+        with disk_errors(self._folder / name):
+            (self._folder / name).unlink()
+
+    def flush(self, names: Sequence[str]) -> None:
+        """See `Store.flush`."""
+        for path in (*(self._folder / name for name in names), self._folder):
+            with disk_errors(path):
+                fsync_path(path)
+
+
+class OpenedFile:
+    """A file that was opened; see `Opened`."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+
+    @property
+    def stamp(self) -> Stamp:
+        """See `Opened.stamp`."""
+        return stamp_of(os.fstat(self._file.fileno()))
+
+    def read_at(self, target: memoryview, offset: int) -> int:
+        """See `Opened.read_at`."""
+        return read_at(self._file, target, offset)
+
+
+def local_store(given: Path | Store) -> Store:
+    """Return a folder that is given by its path as a store."""
+    return LocalFolder(given) if isinstance(given, Path) else given
+
+
+def local_file(given: Path | StoredFile) -> StoredFile:
+    """Return a file that is given by its path as one of a store."""
+    return StoredFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given
