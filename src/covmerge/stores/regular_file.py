@@ -14,9 +14,9 @@ from covmerge.errors import CheckpointError
 from covmerge.stores.descriptor import open_descriptor
 
 
-def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file as `open_raw` does, and read ahead a little."""
-    return BufferedReader(open_raw(path, follow=follow))
+    return BufferedReader(open_raw(path))
 
 
 def open_raw(path: Path, *, follow: bool = True) -> FileIO:
@@ -47,14 +47,14 @@ def open_raw(path: Path, *, follow: bool = True) -> FileIO:
     raise OSError(errno.EINVAL, "It is a pipe or a device, not a regular file", str(path))
 
 
-def read_regular(path: Path, limit: int, *, follow: bool = True) -> bytes:
+def read_regular(path: Path, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
         CheckpointError: it is larger, something else, or cannot be read.
         FileNotFoundError: there is none.
     """
-    with reading(path), open_regular(path, follow=follow) as file:
+    with reading(path), open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise CheckpointError(f"{path} is larger than {limit} bytes, which no such file is")
         return file.read(limit)

@@ -1,0 +1,119 @@
+"""What every store does alike."""
+
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from covmerge.checkpoints.folder import open_file, open_folder
+from covmerge.errors import CheckpointError, InputError
+from covmerge.stores import descriptor
+from covmerge.stores.local import LocalFolder
+from covmerge.stores.memory import MemoryStore
+from covmerge.stores.store import Store, StoredFile, child
+
+
+def read(store: Store, name: str) -> bytes:
+    return StoredFile(store, name).read(2**20)
+
+
+def test_a_file_is_made_written_and_removed(store: Store) -> None:
+    assert store.names() == [] and not store.exists("a")
+    store.create("a", 6, b"12", needed=6)
+    assert read(store, "a") == b"12\0\0\0\0"
+    store.write("a", memoryview(b"34"), 3)
+    store.append("a", b"5")
+    assert read(store, "a") == b"12\x0034\x005"
+    store.truncate("a", 2)
+    assert read(store, "a") == b"12" and StoredFile(store, "a").read(1) == b"1"
+    store.flush(["a"])
+    assert store.names() == ["a"] and store.is_file("a") and store.exists("a")
+    store.remove("a")
+    assert store.names() == []
+
+
+def test_ranges_are_read_up_to_the_end(store: Store) -> None:
+    store.create("a", 4, b"1234", needed=4)
+    target = bytearray(3)
+    with store.open("a") as opened:
+        assert opened.read_at(memoryview(target), 2) == 2
+        assert opened.read_at(memoryview(target), 4) == 0
+    assert target == b"34\0"
+
+
+def test_a_stamp_tells_of_every_change(store: Store) -> None:
+    stamps = set()
+    for change in (
+        lambda: store.create("a", 4, b"1234", needed=4),
+        lambda: store.write("a", memoryview(b"5"), 0),
+        lambda: store.append("a", b"6"),
+        lambda: store.create("a", 4, b"1234", needed=4),
+    ):
+        time.sleep(0.02)  # a clock of files may tick so seldom
+        change()
+        with store.open("a") as opened:
+            assert opened.stamp == store.stamp("a")
+        stamps.add(store.stamp("a"))
+    assert len(stamps) == 4
+
+
+def test_a_file_that_there_is_not(store: Store) -> None:
+    assert not store.is_file("gone")
+    with pytest.raises(FileNotFoundError):
+        store.stamp("gone")
+    with pytest.raises(FileNotFoundError), store.open("gone"):
+        pass
+    for change in (
+        lambda: store.write("gone", memoryview(b"1"), 0),
+        lambda: store.append("gone", b"1"),
+        lambda: store.truncate("gone", 0),
+        lambda: store.remove("gone"),
+    ):
+        with pytest.raises(InputError, match=r"cannot write .*gone: No such file"):
+            change()
+
+
+def test_a_folder_inside(store: Store) -> None:
+    heads = store.inside("heads")
+    heads.create("a", 1, b"1", needed=1)
+    assert heads.names() == ["a"] and store.names() == []
+    assert read(store, "heads/a") == b"1"
+    assert store.inside("").where("heads/a") == heads.where("a")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "a/b", "a\\b", "a\0b"])
+def test_a_strangers_name_stays_inside(store: Store, name: str) -> None:
+    with pytest.raises(CheckpointError, match="bare names"):
+        child(store, name)
+
+
+def test_more_than_one_call_moves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptor, "_MOST", 3)
+    store.create("a", 10, b"0123456789", needed=10)
+    store.write("a", memoryview(b"abcdefgh"), 1)
+    assert read(store, "a") == b"0abcdefgh9"
+
+
+def test_a_folder_may_be_sent_to_another_process(tmp_path: Path) -> None:
+    store = pickle.loads(pickle.dumps(LocalFolder(tmp_path)))
+    store.create("a", 1, b"1", needed=1)
+    assert (tmp_path / "a").read_bytes() == b"1"
+
+
+def test_a_changed_file_in_memory_is_refused() -> None:
+    store = MemoryStore({"m.safetensors": save({"w": torch.zeros(4)})})
+    checkpoint = open_file("m", StoredFile(store, "m.safetensors"))
+    store.write("m.safetensors", memoryview(b"\1"), store.stamp("m.safetensors")[0] - 1)
+    with pytest.raises(CheckpointError, match=r"memory/m\.safetensors changed while"):
+        checkpoint.read("w")
+    with pytest.raises(CheckpointError, match="changed while"):
+        checkpoint.fingerprint()
+
+
+def test_pickles_in_memory_are_refused_by_name() -> None:
+    store = MemoryStore({"pytorch_model.bin": b"PK"})
+    with pytest.raises(CheckpointError, match=r"memory/pytorch_model\.bin is a pickle"):
+        open_folder("m", store)
