@@ -6,8 +6,7 @@ keeps resident, and a failing disk is an error and not a signal.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -32,24 +31,25 @@ class SafetensorsFile:
 
     def __init__(self, file: StoredFile) -> None:
         self._file = file
-        with _opened(file) as opened:
+        self._where = str(file)
+        with _open(file) as opened:
             self._stamp = opened.stamp
-            self._slots = _read_slots(opened, self._stamp[0], str(file))
+            self._slots = _read_slots(opened, self._stamp[0], self._where)
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: slot.header for name, slot in self._slots.items()}
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
-        header = find_header(self.headers, name, rows, str(self._file))
+        header = find_header(self.headers, name, rows, self._where)
         offset, nbytes = self._slots[name].span(rows)
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        with _opened(self._file) as opened:
+        with _open(self._file) as opened:
             check_unchanged(self._file, self._stamp, opened.stamp)
-            _read_into(data.numpy().data, opened, offset, f"{self._file}: tensor '{name}'")
+            _read_into(data.numpy().data, opened, offset, f"{self._where}: tensor '{name}'")
         if header.dtype is torch.bool and nbytes and int(data.max()) > 1:
             raise CheckpointError(
-                f"{self._file}: tensor '{name}' is BOOL and holds bytes other than 0 and 1: "
+                f"{self._where}: tensor '{name}' is BOOL and holds bytes other than 0 and 1: "
                 "save the file again"
             )
         shape = header.shape if rows is None else (len(rows), *header.shape[1:])
@@ -59,14 +59,11 @@ class SafetensorsFile:
         """Nothing stays open between reads."""
 
 
-@contextmanager
-def _opened(file: StoredFile) -> Generator[Opened, None, None]:
-    with ExitStack() as stack:
-        try:
-            opened = stack.enter_context(file.open())
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error
-        yield opened
+def _open(file: StoredFile) -> Opened:
+    try:
+        return file.open()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error
 
 
 def _read_slots(opened: Opened, size: int, where: str) -> Mapping[str, Slot]:

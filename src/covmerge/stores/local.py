@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
@@ -61,11 +60,9 @@ class LocalFolder:
         """See `Store.stamp`."""
         return stamp_of((self._folder / name).stat())
 
-    @contextmanager
-    def open(self, name: str, *, follow: bool = True) -> Generator[OpenedFile]:
+    def open(self, name: str, *, follow: bool = True) -> OpenedFile:
         """See `Store.open`."""
-        with open_raw(self._folder / name, follow=follow) as file:
-            yield OpenedFile(file)
+        return OpenedFile(open_raw(self._folder / name, follow=follow))
 
     def inside(self, folder: str) -> LocalFolder:
         """See `Store.inside`."""
@@ -130,6 +127,12 @@ class OpenedFile:
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
+
+    def __enter__(self) -> OpenedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     @property
     def stamp(self) -> Stamp:

@@ -72,11 +72,10 @@ class MemoryStore:
         """See `Store.stamp`."""
         return self._find(name).stamp
 
-    @contextmanager
-    def open(self, name: str, *, follow: bool = True) -> Generator[_File]:
+    def open(self, name: str, *, follow: bool = True) -> _File:
         """See `Store.open`."""
         del follow  # there are no links
-        yield self._find(name)
+        return self._find(name)
 
     def inside(self, folder: str) -> MemoryStore:
         """See `Store.inside`."""
@@ -142,6 +141,11 @@ class _File:
     data: bytearray
     change: int
     lock: threading.Lock
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
     @property
     def stamp(self) -> Stamp:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
@@ -16,7 +15,14 @@ Stamp = tuple[int, int, int]
 
 
 class Opened(Protocol):
-    """A file that is open to be read; whatever becomes of its name, it stays the same one."""
+    """A file that is open to be read; whatever becomes of its name, it stays the same one.
+
+    A context manager, which closes it.
+    """
+
+    def __enter__(self) -> Opened: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
     @property
     def stamp(self) -> Stamp:
@@ -75,7 +81,7 @@ class Store(Protocol):
         """
         ...
 
-    def open(self, name: str, *, follow: bool = True) -> AbstractContextManager[Opened]:
+    def open(self, name: str, *, follow: bool = True) -> Opened:
         """Open a file to be read; `follow` says whether it may be a link, where there are links.
 
         Raises:
@@ -155,11 +161,9 @@ class StoredFile:
         """See `Store.stamp`."""
         return self.store.stamp(self.name)
 
-    @contextmanager
-    def open(self, *, follow: bool = True) -> Generator[Opened]:
+    def open(self, *, follow: bool = True) -> Opened:
         """See `Store.open`."""
-        with self.store.open(self.name, follow=follow) as opened:
-            yield opened
+        return self.store.open(self.name, follow=follow)
 
     def read(self, limit: int, *, follow: bool = True) -> bytes:
         """Return the content, or the first `limit` bytes of a longer one.
