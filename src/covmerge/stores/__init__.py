@@ -1,1 +1,1 @@
-"""Where bytes lie, and how they are opened, listed and written; nothing above calls the system for it."""
+"""Where bytes lie: stores of files, and how files of this machine are named, opened, written and locked."""
