@@ -102,6 +102,8 @@ def test_who_claims_it():
         "ace",
         "actmat",
         "wudi",
+        "aswudi",
+        "swudi",
         "tsv_m",
         "iso_c",
         "cart",

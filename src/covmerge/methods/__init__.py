@@ -6,6 +6,7 @@ To add one: a file here with a kernel decorated by `@register(...)`, its import 
 from covmerge.methods import (
     ace,
     actmat,
+    aswudi,
     average,
     cart,
     consensus,
@@ -52,6 +53,7 @@ __all__ = [
     "Method",
     "ace",
     "actmat",
+    "aswudi",
     "average",
     "cart",
     "consensus",

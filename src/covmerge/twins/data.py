@@ -1,7 +1,9 @@
-"""WUDI, and the methods that use data: RegMean, RegMean++, LOT, Fisher."""
+"""WUDI, its spectral filters, and the methods that use data: RegMean, RegMean++, LOT, Fisher."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import torch
@@ -9,7 +11,8 @@ from torch import Tensor
 
 from covmerge.twins.algebra import deltas_of, identity, length, pinv, total
 from covmerge.twins.closed_form import average, least_interference, mean_one
-from covmerge.types import LinearGroup
+from covmerge.twins.rank import leading, roundings, with_equals
+from covmerge.types import LinearGroup, Rounding
 
 
 def wudi(
@@ -40,6 +43,61 @@ def wudi(
             loss.backward()
             optimizer.step()
     return W.detach()
+
+
+def aswudi(
+    group: LinearGroup, *, start: str = "sum", scale: float = 1.0, rtol: float | None = None
+) -> Tensor:
+    """Θ₀(I − Q_KQ_Kᵀ) + D Q_KΛ_K⁻¹Q_Kᵀ, K = ⌈(Σ√λ)² / Σλ⌉  (ASWUDI)."""
+
+    def most(roots: Tensor) -> Tensor:
+        k = int(torch.ceil(roots.sum() ** 2 / (roots**2).sum() - 1e-9))
+        return torch.ones(with_equals(roots, k), dtype=torch.float64)
+
+    return spectral_filter(group, most, start, scale, rtol)
+
+
+def swudi(
+    group: LinearGroup,
+    *,
+    time: float = 300.0,
+    rank_ratio: float = 0.65,
+    start: str = "sum",
+    scale: float = 1.0,
+    rtol: float | None = None,
+) -> Tensor:
+    """Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ, h = 1[k ≤ K](1 − e^(−tλ)), K = ⌈ratio · d_in⌉  (SWUDI)."""
+
+    def reached(roots: Tensor) -> Tensor:
+        k = with_equals(roots, ceil(rank_ratio * group.shape[1] - 1e-9))
+        return 1 - torch.exp(-time * roots[:k] ** 2)
+
+    return spectral_filter(group, reached, start, scale, rtol)
+
+
+def spectral_filter(
+    group: LinearGroup,
+    choose: Callable[[Tensor], Tensor],
+    start: str,
+    scale: float,
+    rtol: float | None,
+) -> Tensor:
+    """λ (Θ₀ − Θ₀QhQᵀ + D Q(h/Λ)Qᵀ) with the h that `choose` gives of √Λ."""
+    weights = mean_one(group.updates, group.weights)
+    each = zip(deltas_of(group), weights, roundings(group, rtol), strict=True)
+    kept = [(d, w, e) for d, w, e in each if d.any()]
+    if not kept:
+        return torch.zeros_like(group.updates[0], dtype=torch.float64)
+    s = [w / length(d) ** 2 for d, w, _ in kept]
+    D = total(a * d @ d.T @ d for a, (d, _, _) in zip(s, kept, strict=True))
+    stacked = torch.vstack([a**0.5 * d for a, (d, _, _) in zip(s, kept, strict=True)])
+    rounding = Rounding.together(e.times(a**0.5) for a, (_, _, e) in zip(s, kept, strict=True))
+    cutoff = group.shape[1] * torch.finfo(torch.float32).eps if rtol is None else rtol
+    found = leading(stacked, cutoff**0.5, rounding)
+    theta = total(w * d for d, w, _ in kept) / (len(kept) if start == "mean" else 1)
+    h = choose(found.S)
+    Q, L = found.Vh[: len(h)].T, found.S[: len(h)] ** 2
+    return scale * (theta - theta @ Q @ torch.diag(h) @ Q.T + D @ Q @ torch.diag(h / L) @ Q.T)
 
 
 def wudi_loss(W: Tensor, pairs: list[tuple[Tensor, float]]) -> Tensor:
@@ -103,6 +161,8 @@ def fisher(
 
 TWINS = {
     "wudi": wudi,
+    "aswudi": aswudi,
+    "swudi": swudi,
     "regmean": regmean,
     "regmean++": regmean_plus_plus,
     "lot": lot,
