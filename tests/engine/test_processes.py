@@ -134,3 +134,23 @@ def test_memory_of_all_workers_together(plain):
     assert fewer.workers == 2 and fewer.peak < three.peak
     with pytest.raises(ResourceError, match="leave out --workers"):
         plan_memory([plan], fewer.resident * 2, device=cpu, workers=3)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_when_all_is_counted_is_counted_once(plain, tmp_path, monkeypatch):
+    """One that has nothing left to do is missed only when its counters are asked for."""
+    _, base, experts = plain
+    covmerge.merge(base, experts, "ties", tmp_path / "whole")
+    collect, killed = Processes._collect, []
+
+    def kill_the_last(self, *given):
+        if not killed:
+            killed.append(self._workers[-1].process)
+            killed[0].kill()
+            killed[0].join()
+        collect(self, *given)
+
+    monkeypatch.setattr(Processes, "_collect", kill_the_last)
+    covmerge.merge(base, experts, "ties", tmp_path / "killed", workers=2)
+    assert killed
+    assert digests(tmp_path / "killed") == digests(tmp_path / "whole")

@@ -1,6 +1,8 @@
 """The k-th magnitude of a streamed vector, and random numbers that belong to a place."""
 
+import pickle
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -194,3 +196,12 @@ def test_the_numbers_never_change():
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 3, 4)])
 def test_any_shape(shape):
     assert Stream("fc").uniform(0, shape).shape == shape
+
+
+def test_counters_sent_to_another_process_are_not_shared():
+    select = MagnitudeSelect(1, torch.float32)
+    sent = pickle.loads(ForkingPickler.dumps(select))
+    sent.add(torch.ones(3))
+    assert int(select._counts.sum()) == 0
+    select.absorb(sent)
+    assert int(select._counts.sum()) == 3

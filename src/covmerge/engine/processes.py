@@ -18,6 +18,7 @@ import torch
 
 from covmerge.engine.executor import Batch, Done, Span, Task
 from covmerge.engine.inputs import Sources, read_inputs
+from covmerge.engine.selection import Selections
 from covmerge.engine.worker import work
 from covmerge.errors import CovmergeError, InputError, ResourceError
 
@@ -63,10 +64,13 @@ class Processes:
                 for worker in self._ready():
                     yield from self._take(worker, stage)
                 if not any(worker.batch is not None for worker in self._workers):
-                    self._collect(task, stage)
+                    self._collect(stage)
         except BaseException:
             self.close()  # whatever the processes are at is of no use any more
             raise
+        for selections in stage.counts:
+            assert task.selections is not None
+            task.selections.absorb(selections)  # not before: a process starts with what is there
 
     def close(self) -> None:
         """End the processes."""
@@ -97,11 +101,11 @@ class Processes:
         if first_time:
             yield from answer
 
-    def _collect(self, task: Task, stage: _Stage) -> None:
-        """Add up what the processes have counted; what one had that died is counted again."""
+    def _collect(self, stage: _Stage) -> None:
+        """Take over what the processes have counted; what one had that died is counted again."""
         for worker in list(self._workers):
             try:
-                worker.add_to(task)
+                worker.hand_over(stage)
             except (EOFError, ConnectionError, pickle.UnpicklingError):
                 self._replace(worker, stage)
 
@@ -145,6 +149,7 @@ class _Stage:
         again: what a process had when it died.
         retried: the batches during which one died.
         seen: the batches that have been handed on.
+        counts: what the processes have counted, one by one.
     """
 
     batches: Iterator[tuple[int, Batch]]
@@ -152,6 +157,7 @@ class _Stage:
     again: deque[tuple[int, Batch]] = field(default_factory=deque[tuple[int, Batch]])
     retried: set[int] = field(default_factory=set[int])
     seen: set[int] = field(default_factory=set[int])
+    counts: list[Selections] = field(default_factory=list[Selections])
 
     def next(self) -> tuple[int, Batch] | None:
         """Return what is to be done next; None: nothing."""
@@ -186,11 +192,11 @@ class _Worker:
         if self.batch is not None:
             self._send(self.batch)
 
-    def add_to(self, task: Task) -> None:
-        """Add what it has counted to the selections of the run."""
-        if task.selections is not None and self.counted:
+    def hand_over(self, stage: _Stage) -> None:
+        """Give what it has counted to the stage."""
+        if stage.task.selections is not None and self.counted:
             self._send(None)
-            task.selections.absorb(self.connection.recv())
+            stage.counts.append(self.connection.recv())
             self.counted = []
 
     def stop(self) -> None:

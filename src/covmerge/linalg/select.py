@@ -86,11 +86,16 @@ class MagnitudeSelect:
             self._counts += other._counts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the lock, so that another process can count."""
-        return {name: value for name, value in vars(self).items() if name != "_adding"}
+        """Everything but the lock, so that another process can count.
+
+        The counters as an array: torch would put a tensor into memory that both processes share.
+        """
+        state = {name: value for name, value in vars(self).items() if name != "_adding"}
+        return state | {"_counts": self._counts.numpy().copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _adding=threading.Lock())
+        counts = torch.from_numpy(state["_counts"])
+        vars(self).update(state, _counts=counts, _adding=threading.Lock())
 
     def end_pass(self) -> None:
         """Settle the next bits.
