@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -134,6 +136,20 @@ def test_memory_of_all_workers_together(plain):
     assert fewer.workers == 2 and fewer.peak < three.peak
     with pytest.raises(ResourceError, match="leave out --workers"):
         plan_memory([plan], fewer.resident * 2, device=cpu, workers=3)
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_told_so(plain, tmp_path):
+    _, base, experts = plain
+    script = tmp_path / "script.py"
+    given = f"{str(base)!r}, { {name: str(path) for name, path in experts.items()}!r}"
+    script.write_text(f"import covmerge\ncovmerge.merge({given}, 'ties', 'out', workers=2)\n")
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "InputError" in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == [script]
 
 
 @pytest.mark.slow

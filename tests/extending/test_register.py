@@ -90,12 +90,20 @@ def test_a_function_of_another_form(function):
         (lambda d: d[:2], r"method 'odd' returns \[2, 3\]"),
         (lambda d: d.tolist(), "method 'odd' returns a list"),
         (lambda d: d / 0, "method 'odd' gives NaN or Inf"),
+        (lambda d: d.to_sparse(), r"method 'odd' returns .*sparse.*to_dense"),
     ],
 )
 def test_a_result_that_cannot_be_merged(result, says):
     covmerge.register("odd")(lambda group: result(group.updates[0]))
     with pytest.raises(TensorError, match=says):
         covmerge.merge_layer(UPDATES, "odd")
+
+
+def test_a_result_that_torch_tracks_is_added_to_the_base():
+    covmerge.register("tracked")(lambda group: group.updates[0].clone().requires_grad_())
+    base = {"fc.weight": torch.zeros(3, 3)}
+    merged = covmerge.merge(base, [{"fc.weight": UPDATES[0]}], "tracked").tensors["fc.weight"]
+    assert torch.equal(merged, UPDATES[0])
 
 
 def test_parameters_are_those_of_the_signature():

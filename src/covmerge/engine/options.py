@@ -37,7 +37,8 @@ class RunOptions:
     Attributes:
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None: torch's setting.
-        workers: processes that share the work; 1: this one does it, in threads.
+        workers: processes that share the work; 1: this one does it, in threads. They import the main
+            script anew, which must merge under `if __name__ == "__main__":` then.
         max_memory: bytes that the process may take; None: what the machine has free.
         resume: go on with an interrupted run.
         overwrite: replace an output of covmerge.

@@ -50,6 +50,7 @@ class Processes:
 
         Raises:
             ResourceError: two processes died over one batch.
+        InputError: a process could not start.
         """
         if task.outputs and not all(output.in_files for output in task.outputs):
             raise InputError("a merge in memory cannot be shared by processes: leave out --workers")
@@ -93,6 +94,7 @@ class Processes:
         if isinstance(answer, BaseException):
             raise answer
         assert worker.batch is not None
+        worker.answered = True
         index, batch = worker.batch
         worker.counted.append((index, batch))
         first_time = index not in stage.seen
@@ -112,6 +114,12 @@ class Processes:
     def _replace(self, dead: _Worker, stage: _Stage) -> None:
         """Start another process in the place of one that died."""
         dead.process.join()
+        if not dead.answered and (dead.process.exitcode or 0) > 0:
+            raise InputError(
+                f"a worker process could not start ({_ended(dead.process)}; its own message is above). "
+                "Each imports the main script anew, so a script that merges with workers, which is a "
+                "file, does it under `if __name__ == '__main__':`; or leave out the workers"
+            )
         if dead.batch is not None:
             index, batch = dead.batch
             if index in stage.retried:
@@ -173,12 +181,14 @@ class _Worker:
         connection: to it.
         batch: what it was given last; None: it has nothing to do.
         counted: what its counters have of this stage.
+        answered: whether it has ever done anything.
     """
 
     process: BaseProcess
     connection: Connection[Any, Any]
     batch: tuple[int, Batch] | None = None
     counted: list[tuple[int, Batch]] = field(default_factory=list[tuple[int, Batch]])
+    answered: bool = False
 
     def begin(self, stage: _Stage) -> None:
         """Tell it of a stage, and give it the first batch."""

@@ -88,13 +88,13 @@ class MagnitudeSelect:
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock, so that another process can count.
 
-        The counters as an array: torch would put a tensor into memory that both processes share.
+        The counters as bytes: torch would put a tensor into memory that both processes share.
         """
         state = {name: value for name, value in vars(self).items() if name != "_adding"}
-        return state | {"_counts": self._counts.numpy().copy()}
+        return state | {"_counts": bytes(self._counts.view(torch.uint8).numpy().data)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        counts = torch.from_numpy(state["_counts"])
+        counts = torch.frombuffer(bytearray(state["_counts"]), dtype=torch.int64)
         vars(self).update(state, _counts=counts, _adding=threading.Lock())
 
     def end_pass(self) -> None:

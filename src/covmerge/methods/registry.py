@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from covmerge.errors import TensorError
@@ -240,6 +241,14 @@ class Method(Declared):
                 f"updates that are {list(wanted.shape)} {wanted.dtype} on {wanted.device}: it must "
                 "return the merged update in their shape, dtype and device"
             )
+        if given.layout is not torch.strided:
+            raise TensorError(
+                f"method '{self.name}' returns a tensor of layout {given.layout}: it must return a dense "
+                "one, such as its `.to_dense()`"
+            )
+        if given.requires_grad:
+            given = given.detach()  # it will be added to, which torch would refuse
+            merged = replace(merged, delta=given)
         if group.base is not None and given.data_ptr() == group.base.data_ptr():
             return replace(merged, delta=given.clone())  # it will be added to
         return merged
