@@ -72,10 +72,13 @@ def test_a_sweep_reads_every_tensor_once(models, monkeypatch):
         ("ties,ties", "named twice"),
         ("ties(density=0.2),ties(density=0.20)", "'ties-density=0.2' is named twice"),
         ("ties(density", "is not NAME(KEY=VALUE,...)"),
-        ("ties(density)", "is not NAME=VALUE"),
+        ("ties()", "'ties()' is not NAME(KEY=VALUE,...)"),
+        ("ties,,average", "a name is missing"),
+        ("all,ties", "`all` stands alone"),
+        ("ties(density)", "is not NAME(KEY=VALUE,...)"),
         ("ties(densty=1)", "has no parameter 'densty'"),
         ("tiies", "Did you mean 'ties'"),
-        ("", "no method ''"),
+        ("", "a name is missing"),
     ],
 )
 def test_what_cannot_be_compared(models, wanted, word):

@@ -167,16 +167,20 @@ def methods_to_compare(given: str) -> str | list[Wanted]:
     found: list[Wanted] = []
     for entry in _ENTRY.split(given):
         name, opened, rest = entry.strip().partition("(")
-        if not opened:
-            found.append(name)
-            continue
-        if not rest.endswith(")") or "(" in rest:
+        values = [value.strip() for value in rest.removesuffix(")").split(",")] if opened else []
+        if opened and (not rest.endswith(")") or "(" in rest or not all("=" in v for v in values)):
             raise RecipeError(
                 f"--methods {entry.strip()!r} is not NAME(KEY=VALUE,...), such as "
                 "task_arithmetic(scale=0.3)"
             )
-        values = [value.strip() for value in rest[:-1].split(",")]
-        found.append((name.strip(), _values("--methods", values, "scale=0.3")))
+        if name in ("", "all"):
+            what = (
+                "`all` stands alone"
+                if name
+                else "a name is missing between two commas, or at an end"
+            )
+            raise RecipeError(f"--methods {given!r}: {what}")
+        found.append((name.strip(), _values("--methods", values, "scale=0.3")) if opened else name)
     return found
 
 
