@@ -126,6 +126,8 @@ FAMILIES = {
         "wudi adam 2e-5": Column(
             "wudi", published="wudi_nlp", parameters={**ADAM, "learning_rate": 2e-5}
         ),
+        "aswudi": Column("aswudi"),
+        "swudi": Column("swudi"),
     },
     "Spectra": {
         "tsv_m": Column("tsv_m", (1.0, "root"), "tsvm"),
