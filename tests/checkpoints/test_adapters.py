@@ -71,7 +71,12 @@ def lora(**changes) -> LoraConfig:
         (lora(lora_alpha=-3), 4, 0),
     ],
     ids=lambda value: str(
-        {k: v for k, v in value.to_dict().items() if v != getattr(lora(), k, None)}
+        {
+            # PEFT has sets, whose order differs between processes; workers must agree on names.
+            k: sorted(v) if isinstance(v, set) else v
+            for k, v in value.to_dict().items()
+            if v != getattr(lora(), k, None)
+        }
         if isinstance(value, LoraConfig)
         else ""
     )[:60],
