@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import Manager, get_context
+from multiprocessing import Manager, get_context, parent_process
+from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -47,7 +48,7 @@ class Workers:
         os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
         self._manager = Manager()
         self._pool = ProcessPoolExecutor(
-            os.cpu_count() or 1, mp_context=get_context("spawn"), initializer=prepare
+            os.cpu_count() or 1, mp_context=get_context("spawn"), initializer=_begin
         )
         return self
 
@@ -130,6 +131,19 @@ class CollectSteps(_Steps):
     def advance(self, count: int) -> None:
         """Examples have passed."""
         self._add(count)
+
+
+def _begin() -> None:
+    """Prepare a worker process, which ends with its parent: killed, a parent cannot tell it to."""
+    prepare()
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "it runs in worker processes alone"
+    parent.join()
+    os._exit(1)  # the job in hand has nobody left to report to
 
 
 def prepare() -> None:
