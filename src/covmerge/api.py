@@ -28,6 +28,7 @@ def merge(
     *,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
+    base_statistics: str | Path | None = None,
     before: Steps = (),
     after: Steps = (),
     tensors: Mapping[str, str] | None = None,
@@ -55,11 +56,12 @@ def merge(
     Args:
         base: folder, file, hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
-        method: a registered name; see `covmerge.methods.names()`. `auto`: `core_space` where all
-            experts are adapters, `average` of one expert alone, which is the expert, and else `ace`.
+        method: a registered name; see `covmerge.methods.names()`. One expert alone is added to its
+            base as it is by `auto`, which is `average` then.
         out: output folder; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
         statistics: statistics files by expert name, for methods that use data.
+        base_statistics: a statistics file of the base, for methods that look at its layers' inputs.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
         after: steps after the method.
         tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
@@ -100,6 +102,7 @@ def merge(
         params=params,
         weights=weights,
         statistics=statistics or {},
+        base_statistics=base_statistics,
         before=before,
         after=after,
         tensors=tensors or {},
@@ -127,7 +130,7 @@ def merge(
             progress=progress,
         ),
     )
-    with open_checkpoints(base, named, statistics or {}) as checkpoints:
+    with open_checkpoints(base, named, statistics_of(recipe)) as checkpoints:
         return job.run(checkpoints)
 
 
@@ -213,6 +216,7 @@ def compare(
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
+    base_statistics: str | Path | None = None,
     before: Steps = (),
     after: Steps = (),
     tensors: Mapping[str, str] | None = None,
@@ -240,6 +244,7 @@ def compare(
         parameters: by method, for those that are not to run at their defaults.
         weights: one positive number per expert.
         statistics: statistics files by expert name.
+        base_statistics: a statistics file of the base.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
         after: steps after the method.
         tensors: what happens to tensors by kind.
@@ -273,6 +278,7 @@ def compare(
         named,
         weights=weights,
         statistics=statistics or {},
+        base_statistics=base_statistics,
         before=before,
         after=after,
         tensors=tensors or {},
@@ -290,7 +296,7 @@ def compare(
             device, threads, max_memory, workers=workers, overwrite=overwrite, progress=progress
         ),
     )
-    with open_checkpoints(base, named, statistics or {}) as checkpoints:
+    with open_checkpoints(base, named, statistics_of(recipe)) as checkpoints:
         return job.run(checkpoints)
 
 
@@ -425,7 +431,7 @@ def run_comparison(job: CompareJob) -> Comparison:
 
 def _open_recipe(recipe: Recipe) -> AbstractContextManager[OpenCheckpoints]:
     sources = {name: expert.source for name, expert in recipe.experts.items()}
-    return open_checkpoints(recipe.base, sources, statistics_of(recipe.experts))
+    return open_checkpoints(recipe.base, sources, statistics_of(recipe))
 
 
 def _recipe(
@@ -436,6 +442,7 @@ def _recipe(
     params: Mapping[str, Any] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None,
     statistics: Mapping[str, str | Path],
+    base_statistics: str | Path | None = None,
     before: Steps = (),
     after: Steps = (),
     tensors: Mapping[str, str],
@@ -454,6 +461,7 @@ def _recipe(
     return parse_recipe(
         {
             "base": _label(base),
+            "base_statistics": None if base_statistics is None else str(base_statistics),
             "experts": {
                 name: {
                     "source": _label(source),

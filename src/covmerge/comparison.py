@@ -30,7 +30,7 @@ from covmerge.judgement import check_fit
 from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
 from covmerge.output import OutputFolder
-from covmerge.plan import Plan
+from covmerge.plan import OF_BASE, Plan
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.statistics.file import StatisticsFile
@@ -213,7 +213,8 @@ def _cannot_run(method: Method, statistics: Mapping[str, StatisticsFile]) -> str
         return None
     usable = [
         file.protocol == method.protocol and bool(file.names(method.data))
-        for file in statistics.values()
+        for expert, file in statistics.items()
+        if expert != OF_BASE
     ]
     if usable and all(usable):
         return None

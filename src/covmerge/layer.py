@@ -35,6 +35,7 @@ def merge_layer(
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
+    base_inputs: Tensor | None = None,
     before: Steps = (),
     after: Steps = (),
     **params: Any,
@@ -47,6 +48,7 @@ def merge_layer(
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
+    base_inputs: Tensor | None = None,
     before: Steps = (),
     after: Steps = (),
     **params: Any,
@@ -58,6 +60,7 @@ def merge_layer(
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
+    base_inputs: Tensor | None = None,
     before: Steps = (),
     after: Steps = (),
     **params: Any,
@@ -67,12 +70,13 @@ def merge_layer(
     Args:
         updates: Δ_t = W_t − W_0, each `(d_out, d_in)`, of one dtype and device; half precision is
             computed in float32. Adapters may be given by their factors.
-        method: a registered name. `auto`: `core_space` where all updates are given by their factors,
-            of one update the update, and else `ace`.
+        method: a registered name; of one update alone `auto` gives the update.
         weights: one positive number per update; 1 is neutral.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
         base: for methods and steps that need it, W_0 `(d_out, d_in)`.
+        base_inputs: for methods that look at it, the mean input Gram matrix `(d_in, d_in)` of this layer
+            in the base.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
         after: steps after it.
         **params: the method's parameters.
@@ -102,7 +106,7 @@ def merge_layer(
         [1.0, 1.0, 1.0]
     """
     if method == AUTO:
-        method, _ = choose(len(updates), sum(isinstance(u, LowRank) for u in updates))
+        method, _ = choose(len(updates))
     chosen = with_steps(
         registry.get(method),
         resolve_steps(before, "before"),
@@ -110,6 +114,7 @@ def merge_layer(
     )
     parameters = registry.get(method).resolve(params)
     _check(chosen, updates, data or (), base)
+    _check_inputs(chosen, base_inputs, updates[0].shape[1:])
     shares = [1.0] * len(updates) if weights is None else list(weights)
     if len(shares) != len(updates) or not all(0 < weight < inf for weight in shares):
         raise RecipeError(
@@ -121,7 +126,10 @@ def merge_layer(
     factors = [u.to(dtype) for u in cast("Sequence[LowRank]", updates)] if adapters else []
     if factors and chosen.factored_for(parameters):
         measured = _measured(data or (), factors[0].left)
-        delta = merge_factors(chosen, factors, shares, parameters, measured=measured).delta
+        seen = None if base_inputs is None else base_inputs.to(factors[0].left)
+        delta = merge_factors(
+            chosen, factors, shares, parameters, measured=measured, inputs=seen
+        ).delta
         _say_if_long(method, sqrt(delta.square_norm()), [sqrt(u.square_norm()) for u in factors])
         return _stored(delta, stored)
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
@@ -133,6 +141,7 @@ def merge_layer(
         measured=_measured(data or (), dense[0]),
         factors=tuple(factors),
         base=None if base is None else base.to(dense[0].device, dtype),
+        inputs=None if base_inputs is None else base_inputs.to(dense[0].device, dtype),
     )
     merged = chosen(group, **parameters).delta
     _say_if_long(method, norm(merged), [norm(update) for update in dense])
@@ -238,3 +247,20 @@ def _check(
             f"method '{method.name}' merges matrices (d_out, d_in), the updates are "
             f"{list(first.shape)}; merge other tensors by `average`"
         )
+
+
+def _check_inputs(method: Method, inputs: Tensor | None, wanted: Sequence[int]) -> None:
+    """Refuse a Gram matrix of the base's inputs that nothing can be done with."""
+    if inputs is None:
+        return
+    if not method.base_inputs:
+        raise TensorError(
+            f"method '{method.name}' does not look at the base's inputs: leave out `base_inputs=`"
+        )
+    if tuple(inputs.shape) != (*wanted, *wanted):
+        raise TensorError(
+            f"the base's inputs are {list(inputs.shape)}, this layer needs {[*wanted, *wanted]}: were "
+            "they collected on another model?"
+        )
+    if not all_finite(inputs):
+        raise TensorError("the base's inputs hold NaN or Inf: collect them again")

@@ -21,8 +21,8 @@ from covmerge.checkpoints import (
 from covmerge.engine import Opener, Sources, check_ties
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import Parents, hash_companions, read_parents
-from covmerge.plan import BASE, MERGED, Plan, build_plans, expert_key
-from covmerge.recipe import Expert, Recipe
+from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key
+from covmerge.recipe import Recipe
 from covmerge.statistics.file import StatisticsFile
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import conv1d_names, describe_checkpoint
@@ -169,9 +169,11 @@ def open_checkpoints(
         )
 
 
-def statistics_of(experts: Mapping[str, Expert]) -> dict[str, str]:
-    """The statistics files that a recipe names, by expert."""
-    return {name: e.statistics for name, e in experts.items() if e.statistics is not None}
+def statistics_of(recipe: Recipe) -> dict[str, str]:
+    """The statistics files that a recipe names, by expert; the base's under `OF_BASE`."""
+    named = {name: expert.statistics for name, expert in recipe.experts.items()}
+    every = {**named, OF_BASE: recipe.base_statistics}
+    return {name: file for name, file in every.items() if file is not None}
 
 
 @dataclass(frozen=True)

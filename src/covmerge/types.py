@@ -214,6 +214,9 @@ class LinearGroup:
             (`covmerge.measures.rounding`); empty: the updates are what they are.
         base: W_0, oriented like the updates, of their dtype and device, for whom is registered with
             `needs_base`; None for the others. It must not be modified.
+        inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
+            device, for whom is registered with `base_inputs`, where somebody has measured it; None:
+            nobody has.
     """
 
     updates: tuple[Tensor, ...]
@@ -226,6 +229,7 @@ class LinearGroup:
     factors: tuple[LowRank, ...] = ()
     rounding: tuple[Rounding, ...] = ()
     base: Tensor | None = None
+    inputs: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Where no method is named: adapters by core_space, one expert alone as it is, else ace."""
+"""Where no method is named: one expert alone as it is, several by auto."""
 
 import copy
 import json
@@ -71,9 +71,9 @@ def test_one_half_precision_model_is_itself_to_the_bit():
 @pytest.mark.parametrize(
     ("of", "method", "why"),
     [
-        (lambda f: lora(f, 1, 2), "core_space", "all experts are adapters"),
-        (lambda f: full(f, 1, 2), "ace", "the experts are full models"),
-        (lambda f: {**lora(f, 1), **full(f, 2)}, "ace", "has no place for full models"),
+        (lambda f: lora(f, 1, 2), "auto", "which needs no tuning"),
+        (lambda f: full(f, 1, 2), "auto", "which needs no tuning"),
+        (lambda f: {**lora(f, 1), **full(f, 2)}, "auto", "which needs no tuning"),
         (lambda f: lora(f, 2), "average", "one expert alone"),
     ],
 )
@@ -91,14 +91,14 @@ def test_what_is_chosen_is_said_everywhere_and_is_that_method(models, of, method
     assert why in card and f"- {method}\n" in card
     named = covmerge.merge(base, experts, method)
     chosen = covmerge.merge(base, experts)
-    assert chosen.recipe.method == method and not any(why in note for note in named.notes)
+    assert chosen.recipe.method == method
     for name, value in named.tensors.items():
         assert torch.equal(chosen.tensors[name], value)
 
 
 def test_adapters_to_one_adapter(models):
     result = covmerge.merge(models / "base", lora(models, 1, 2), out=models / "out", form="adapter")
-    assert result.recipe.method == "core_space"
+    assert result.recipe.method == "auto"
     one = covmerge.merge(models / "base", lora(models, 1), out=models / "one", form="adapter")
     assert one.recipe.method == "average"
     config = json.loads((models / "base" / "config.json").read_text())["model_type"]
@@ -124,7 +124,7 @@ def test_a_merge_resumes_only_by_the_method_that_was_chosen(models):
     with pytest.raises(covmerge.errors.InputError, match="the recipe"):
         covmerge.merge(base, lora(models, 1, 2), "ace", out, resume=True)
     resumed = covmerge.merge(base, lora(models, 1, 2), out=out, resume=True)
-    assert resumed.recipe.method == "core_space"
+    assert resumed.recipe.method == "auto"
 
 
 def test_parameters_of_another_method_than_the_chosen_one():
@@ -137,7 +137,7 @@ def test_one_layer():
     generator = torch.Generator().manual_seed(0)
     d = torch.randn(6, 8, generator=generator) / 10
     assert torch.equal(covmerge.merge_layer([d]), d)
-    assert torch.equal(covmerge.merge_layer([d, -d, d]), covmerge.merge_layer([d, -d, d], "ace"))
+    assert torch.equal(covmerge.merge_layer([d, -d, d]), covmerge.merge_layer([d, -d, d], "auto"))
     factors = [
         covmerge.LowRank(
             torch.randn(6, 2, generator=generator), torch.randn(2, 8, generator=generator)
@@ -148,7 +148,7 @@ def test_one_layer():
     assert isinstance(one, covmerge.LowRank)
     torch.testing.assert_close(one.dense(), factors[0].dense(), rtol=1e-5, atol=1e-6)
     both = covmerge.merge_layer(factors)
-    assert torch.equal(both.dense(), covmerge.merge_layer(factors, "core_space").dense())
+    assert torch.equal(both.dense(), covmerge.merge_layer(factors, "auto").dense())
 
 
 def test_a_full_fine_tune_of_a_tied_model(tmp_path):

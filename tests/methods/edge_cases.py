@@ -118,6 +118,7 @@ FAMILIES = {
         "ace eps 1e-2": Column("ace", (1.5, "sum"), "ace_1e-2", {"eps": 1e-2}),
         "ace eps 1e-5": Column("ace", (1.5, "sum"), "ace_1e-5", {"eps": 1e-5}),
         "actmat": Column("actmat", published="actmat"),
+        "auto": Column("auto", (1.0, "sum")),
         "average": Column("average", (1.0, "largest")),
     },
     "WUDI": {

@@ -139,6 +139,7 @@ def test_who_claims_it():
         "wudi",
         "aswudi",
         "swudi",
+        "auto",
         "tsv_m",
         "dc_merge",
         "iso_c",

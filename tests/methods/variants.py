@@ -18,6 +18,7 @@ VARIANTS = [
     *[("ace", {"eps": eps, **step}) for eps in (1e-5, 1e-2) for step in ABLATION.values()],
     ("ace", {"gate": "scale_free", "tau": 0.5, "k_frac": 0.6}),
     ("ace", {"tau": 1e-9}),  # fires for nearly equal norms
+    ("auto", {}),
     ("wudi", {}),
     ("wudi", {"rtol": 1e-3}),
     ("wudi", {"solver": "adam", "iterations": 20, "learning_rate": 1e-3}),

@@ -57,10 +57,10 @@ def test_anyone_can_read_it(collected):
 
 def test_whose_it_is(model, collected, tmp_path):
     statistics = StatisticsFile.open(collected)
-    statistics.check_expert("e", open_checkpoint(model))
+    statistics.check_model("expert 'e'", open_checkpoint(model))
     fine_tuned(build("bert"), seed=1).save_pretrained(tmp_path / "other")
     with pytest.raises(InputError, match=r"which has other weights than expert 'e' \(.*other\)"):
-        statistics.check_expert("e", open_checkpoint(tmp_path / "other"))
+        statistics.check_model("expert 'e'", open_checkpoint(tmp_path / "other"))
 
 
 def test_sharding_does_not_change_the_probe(model, tmp_path):

@@ -191,7 +191,7 @@ def test_however_the_weights_are_stored(tmp_path, stored):
     collect(folder, write_texts(tmp_path / "a.txt"), out)
     expected, rows = by_hand(folder, model, linear_weights(model), [encode(folder, texts())])
     check_same(out, expected, rows)
-    StatisticsFile.open(out).check_expert("e", open_checkpoint(folder))
+    StatisticsFile.open(out).check_model("expert 'e'", open_checkpoint(folder))
 
 
 def test_max_examples(tmp_path):

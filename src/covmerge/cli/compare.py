@@ -23,6 +23,7 @@ def compare(
     expert: options.Experts = None,
     weight: options.Weights = None,
     stats: options.Stats = None,
+    base_stats: options.BaseStats = None,
     methods: Annotated[
         str,
         typer.Option(
@@ -76,6 +77,7 @@ def compare(
                 experts=expert or (),
                 weights=weight or (),
                 statistics=stats or (),
+                base_statistics=base_stats,
                 before=before or (),
                 after=after or (),
                 tensors=tensors or (),

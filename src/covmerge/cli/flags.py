@@ -29,6 +29,7 @@ class RecipeFlags:
     experts: Sequence[str] = ()
     weights: Sequence[str] = ()
     statistics: Sequence[str] = ()
+    base_statistics: str | None = None
     method: str | None = None
     parameters: Sequence[str] = ()
     before: Sequence[str] = ()
@@ -121,7 +122,7 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
             whole=flags.whole,
         )
     )
-    data.update(_given(base=flags.base, dtype=flags.dtype))
+    data.update(_given(base=flags.base, base_statistics=flags.base_statistics, dtype=flags.dtype))
     data.update({k: list(v) for k, v in (("before", flags.before), ("after", flags.after)) if v})
     data["allow"] = list(dict.fromkeys((*data.get("allow", ()), *flags.allow)))
     return parse_recipe(data, origin="command line")

@@ -31,13 +31,14 @@ def merge(
     expert: options.Experts = None,
     weight: options.Weights = None,
     stats: options.Stats = None,
+    base_stats: options.BaseStats = None,
     method: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             rich_help_panel=options.HOW,
             help="Merge method, see `covmerge methods`. Without one, and without one in the recipe: "
-            "core_space of adapters, one expert alone as it is, and else ace.",
+            "auto, or one expert alone as it is.",
         ),
     ] = None,
     parameter: Annotated[
@@ -126,6 +127,7 @@ def merge(
             experts=expert or (),
             weights=weight or (),
             statistics=stats or (),
+            base_statistics=base_stats,
             method=method,
             parameters=parameter or (),
             before=before or (),

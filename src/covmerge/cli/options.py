@@ -39,6 +39,15 @@ Stats = Annotated[
         help="Statistics of an expert, from `covmerge collect`, for methods that use data.",
     ),
 ]
+BaseStats = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        rich_help_panel=WHAT,
+        help="Statistics of the base, from `covmerge collect`: what its layers' inputs are like, for "
+        "methods that look at them, such as `auto`.",
+    ),
+]
 Before = Annotated[
     list[str] | None,
     typer.Option(

@@ -13,7 +13,7 @@ from torch import Tensor
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import NotFiniteError
 from covmerge.linalg.lapack import dot, norm
-from covmerge.plan import Copy, Count, Look, Merge, Operand, Statistics, WorkItem
+from covmerge.plan import OF_BASE, Copy, Count, Look, Merge, Operand, Statistics, WorkItem
 from covmerge.types import Json, LowRank, Measured
 
 # Of a stack of matrices, an adapter has factors of each.
@@ -28,7 +28,7 @@ class Sources:
 
     Attributes:
         checkpoints: by key, as operands name them.
-        statistics: by expert.
+        statistics: by expert; of the base under `OF_BASE`.
     """
 
     checkpoints: Mapping[str, Checkpoint]
@@ -61,6 +61,7 @@ class Inputs:
         experts: rows by expert; of an adapter the factors of its update.
         merged: those of a merged model that is looked at.
         measured: by kind of statistic, by expert.
+        base_inputs: the Gram matrix of the layer's inputs in the base, where a method looks at it.
     """
 
     base: Tensor
@@ -69,6 +70,7 @@ class Inputs:
         default_factory=dict[str, Mapping[str, Measured]]
     )
     merged: Update = None
+    base_inputs: Tensor | None = None
 
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """In which dtype the experts' weights are stored; adapters have none of their own."""
@@ -122,7 +124,9 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
                 expert: _read_measured(kind, sources, expert, name, item)
                 for expert, name in item.tensor.statistics.items()
             }
-    return Inputs(own, rows, measured, merged)
+    seen = next((item.tensor.base_inputs for item in merging if item.tensor.base_inputs), None)
+    base_inputs = None if seen is None else sources.statistics[OF_BASE].read("gram", seen)
+    return Inputs(own, rows, measured, merged, base_inputs)
 
 
 def _data_of(item: WorkItem) -> str:

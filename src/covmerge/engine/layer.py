@@ -97,9 +97,12 @@ class Layer:
             limits = thresholds.get(merge.key)
             surveyed = None if limits is None else [limits[expert] for expert in self._given]
             measured = self._measured(item.tensor, method)
+            seen = self._base_inputs(item.tensor)
             with _naming(item.tensor):
                 found = [
-                    merge_factors(method, own, self._weights, merge.parameters, surveyed, measured)
+                    merge_factors(
+                        method, own, self._weights, merge.parameters, surveyed, measured, seen
+                    )
                     for own in factors
                 ]
             noticed = [merged.stats for merged in found]
@@ -231,6 +234,7 @@ class Layer:
                 factors=tuple(own),
                 rounding=rounding,
                 base=base,
+                inputs=self._base_inputs(item.tensor),
             )
 
     def _rounding_of(
@@ -250,6 +254,11 @@ class Layer:
             return ()
         found = self._inputs.measured[method.data]
         return tuple(self._fitted(found[expert], method) for expert in self._given)
+
+    def _base_inputs(self, tensor: TensorPlan) -> Tensor | None:
+        if tensor.base_inputs is None or self._inputs.base_inputs is None:
+            return None
+        return self._inputs.base_inputs.to(self._context.device).to(self._context.dtype)
 
     def _fitted(self, measured: Measured, method: Method) -> Measured:
         value = measured.value.to(self._context.device).to(self._context.dtype)

@@ -44,6 +44,16 @@ def eigh(symmetric: Tensor) -> tuple[Tensor, Tensor]:
     return cast("tuple[Tensor, Tensor]", _linalg.eigh(symmetric))
 
 
+def eigvalsh(symmetric: Tensor) -> Tensor:
+    """Eigenvalues, ascending."""
+    return cast("Tensor", _linalg.eigvalsh(symmetric))
+
+
+def svdvals(matrix: Tensor) -> Tensor:
+    """Singular values, descending."""
+    return cast("Tensor", _linalg.svdvals(matrix))
+
+
 def svd(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Thin singular value decomposition U, σ, Vᵀ."""
     return cast("tuple[Tensor, Tensor, Tensor]", _linalg.svd(matrix, full_matrices=False))

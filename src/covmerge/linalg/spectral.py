@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from covmerge.linalg.auto import spectrum_choice
-from covmerge.linalg.lapack import eigh, svd
+from covmerge.linalg.lapack import eigh, eigvalsh, svd, svdvals
 from covmerge.linalg.symmetric import add_gram_, gram, mirror_
 from covmerge.types import Rounding
 
@@ -272,6 +272,19 @@ def leading_directions(
 def _made(right: Tensor, errors: Tensor) -> Tensor:
     """Σ_j v_ij² errors_j², float64."""
     return right.double().square() @ errors.square()
+
+
+def nuclear_norm(matrix: Tensor) -> float:
+    """Return the sum of the singular values of a matrix `(d_out, d_in)`.
+
+    Example:
+        >>> nuclear_norm(torch.diag(torch.tensor([3.0, 2.0, 0.0])))
+        5.0
+    """
+    if matrix.dtype == torch.float64:
+        return float(svdvals(matrix).sum())
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    return float(eigvalsh(_float64_gram(wide)).clamp_min(0.0).sqrt().sum())
 
 
 def residual(top: TruncatedSvd) -> float:

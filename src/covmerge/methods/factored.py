@@ -77,6 +77,7 @@ def merge_factors(
     parameters: Parameters,
     thresholds: Sequence[float] | None = None,
     measured: Sequence[Measured] = (),
+    inputs: Tensor | None = None,
 ) -> MergedFactors:
     """Run a method on low-rank updates in a basis of their factors.
 
@@ -87,6 +88,7 @@ def merge_factors(
         parameters: as `method.resolve` returns them.
         thresholds: per update, what a survey has found; None: there was none.
         measured: per update, the Gram matrix of its inputs, where the method needs it.
+        inputs: that of the layer's inputs in the base, where the method looks at it and somebody has it.
 
     Raises:
         TensorError: a Gram matrix is not of these updates.
@@ -103,7 +105,8 @@ def merge_factors(
     group = replace(
         reduced.group,
         thresholds=None if thresholds is None else tuple(thresholds),
-        measured=tuple(_turned(own, reduced.right) for own in measured),
+        measured=tuple(replace(own, value=_turned(own.value, reduced.right)) for own in measured),
+        inputs=None if inputs is None else _turned(inputs, reduced.right),
     )
     merged = method(group, **parameters)
     return MergedFactors(reduced.left, merged.delta, reduced.right, updates[0].dtype, merged.stats)
@@ -148,13 +151,12 @@ def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) 
     return _Reduced(LinearGroup(cores, tuple(weights), frame=frame, factors=factors), left, right)
 
 
-def _turned(measured: Measured, right: Basis | None) -> Measured:
+def _turned(gram: Tensor, right: Basis | None) -> Tensor:
     """Write a Gram matrix of the layer's inputs in a basis of them."""
     if right is None:
-        return measured
+        return gram
     columns, mix = right.columns.to(torch.float64), right.mix
-    value = mix.mT @ (columns.mT @ (measured.value.to(torch.float64) @ columns)) @ mix
-    return replace(measured, value=value)
+    return mix.mT @ (columns.mT @ (gram.to(torch.float64) @ columns)) @ mix
 
 
 def _near_one(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:

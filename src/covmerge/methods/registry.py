@@ -129,6 +129,8 @@ class Method(Declared):
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         needs_base: `LinearGroup.base` is W_0, oriented like the updates. Not with `factored`: the
             base has no basis of low rank.
+        base_inputs: `LinearGroup.inputs` is what was measured of the base's layer inputs, where anything
+            was; it can do without.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
         family_defaults: parameters that the paper sets per model family.
     """
@@ -149,6 +151,7 @@ class Method(Declared):
     noticed: type[Noticed] = Noticed
     writes_masks: bool = False
     needs_base: bool = False
+    base_inputs: bool = False
     published_tuning: str = ""
     family_defaults: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict[str, Mapping[str, Any]]

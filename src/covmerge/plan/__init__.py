@@ -9,7 +9,7 @@ build    the plan: tensors, work items with bytes and FLOPs, totals
 """
 
 from covmerge.plan.build import build_plan, build_plans
-from covmerge.plan.data import Statistics
+from covmerge.plan.data import OF_BASE, Statistics
 from covmerge.plan.forms import (
     MODEL,
     AdapterFactors,
@@ -30,6 +30,7 @@ __all__ = [
     "BASE",
     "MERGED",
     "MODEL",
+    "OF_BASE",
     "AdapterFactors",
     "AdapterTensor",
     "Copy",

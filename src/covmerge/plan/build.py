@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints import Checkpoint
 from covmerge.errors import InputError, RecipeError
 from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
@@ -16,7 +16,7 @@ from covmerge.methods.choice import AUTO, choose
 from covmerge.methods.registry import Unit
 from covmerge.plan.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
-from covmerge.plan.data import Statistics, check_statistics, find_statistics
+from covmerge.plan.data import OF_BASE, Statistics, check_statistics, find_statistics
 from covmerge.plan.forms import AdapterFactors, ModelTensor, Unwritten, head_part
 from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
@@ -75,8 +75,13 @@ def build_plans(
     for name, model in models.items():
         check_same_architecture(base_model, name, model)
     aligned: dict[str, Mapping[str, Alignment]] = {}
+    alone = len(recipes) == 1 and not whole
     drafts = _of_same_tensors(
-        [_draft(recipe, base_model, models, statistics or {}, aligned) for recipe in recipes], base
+        [
+            _draft(recipe, base_model, models, statistics or {}, aligned, alone)
+            for recipe in recipes
+        ],
+        base,
     )
     # Of many experts, or in float64, blocks are shorter: their temporaries must stay small.
     width = len(experts) * getattr(torch, recipes[0].dtype).itemsize
@@ -86,7 +91,6 @@ def build_plans(
         min((list(_row_ranges(tensor, elements, whole)) for tensor in together), key=len)
         for together in zip(*(draft.tensors for draft in drafts), strict=True)
     ]
-    alone = len(recipes) == 1 and not whole
     return [_plan(draft, base_model, models, statistics or {}, ranges, alone) for draft in drafts]
 
 
@@ -109,10 +113,15 @@ def _draft(
     models: Mapping[str, Model],
     statistics: Statistics,
     aligned: dict[str, Mapping[str, Alignment]],
+    alone: bool,
 ) -> _Draft:
-    """Decide on every tensor; `aligned` keeps what recipes that differ in their method have in common."""
+    """Decide on every tensor; `aligned` keeps what recipes that differ in their method have in common.
+
+    `alone`: it is the only recipe.
+    """
     recipe, chosen = _with_method(recipe, models)
-    check_statistics(recipe, {n: m.checkpoint for n, m in models.items()}, statistics)
+    checkpoints = {name: model.checkpoint for name, model in models.items()}
+    check_statistics(recipe, base.checkpoint, checkpoints, statistics, alone=alone)
     try:
         rules = Rules(recipe, base.description.family)
     except RecipeError as error:
@@ -150,7 +159,6 @@ def _draft(
     draft = _Draft(recipe, chosen, rules, alignments, head_names, tensors)
     if recipe.output.format == "model":
         return draft
-    checkpoints = {name: model.checkpoint for name, model in models.items()}
     adapter = plan_adapter(recipe, tensors, checkpoints)
     return replace(draft, tensors=adapter.tensors, adapter=adapter)
 
@@ -237,8 +245,7 @@ def _with_method(recipe: Recipe, models: Mapping[str, Model]) -> tuple[Recipe, s
     """Return the recipe with a method, and why it is that one, where it names none."""
     if recipe.method != AUTO:
         return recipe, None
-    adapters = sum(isinstance(model.checkpoint, AdapterCheckpoint) for model in models.values())
-    name, why = choose(len(models), adapters)
+    name, why = choose(len(models))
     return recipe.model_copy(update={"method": name}), why
 
 
@@ -401,6 +408,8 @@ def _work_item(
         numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
         for expert, name in tensor.statistics.items()
     )
+    if tensor.base_inputs is not None:
+        measured += statistics[OF_BASE].header("gram", tensor.base_inputs).numel
     if isinstance(tensor.form, AdapterFactors):
         costs = [
             cost + svd_cost(*shape, tensor.form.place.rank, itemsize)

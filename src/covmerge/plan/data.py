@@ -16,20 +16,50 @@ from covmerge.tensors import matrix_shapes
 
 Statistics = Mapping[str, StatisticsFile]
 
+OF_BASE = "base inputs"  # the key of the base's file; no expert has such a name
+
 _KINDS = {"gram": "Gram matrix", "fisher": "Fisher information"}
 
 
 def check_statistics(
-    recipe: Recipe, experts: Mapping[str, Checkpoint], statistics: Statistics
+    recipe: Recipe,
+    base: Checkpoint,
+    experts: Mapping[str, Checkpoint],
+    statistics: Statistics,
+    *,
+    alone: bool,
 ) -> None:
-    """Check that every method of a recipe has the files it needs, collected on these experts.
+    """Check that every method of a recipe has the files it needs, collected on these models.
+
+    Args:
+        recipe: whose methods.
+        base: what the experts were fine-tuned from.
+        experts: by name.
+        statistics: the files; the base's under `OF_BASE`.
+        alone: whether no other recipe may be what the base's file is for.
 
     Raises:
-        RecipeError: an expert without a file, or a file that was collected in another way.
+        RecipeError: an expert without a file, a file that was collected in another way, or one of the
+            base that no method looks at.
         InputError: a file of another model.
     """
-    for name in {recipe.method, *(rule.method for rule in recipe.rules if rule.method)}:
-        method = registry.get(name)
+    methods = [
+        registry.get(name)
+        for name in {recipe.method, *(rule.method for rule in recipe.rules if rule.method)}
+    ]
+    of_base = statistics.get(OF_BASE)
+    if of_base is not None:
+        if alone and not any(method.base_inputs for method in methods):
+            raise RecipeError(
+                f"{of_base.path}: method '{recipe.method}' does not look at the base's inputs: leave out "
+                "the statistics of the base (--base-stats), or take `auto`."
+            )
+        if not of_base.names("gram"):
+            raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it with --kind gram.")
+        base.materialize()
+        of_base.check_model("the base", base)
+    for method in methods:
+        name = method.name
         if method.data == "none":
             continue
         for expert in experts:
@@ -51,9 +81,10 @@ def check_statistics(
                     f"{file.path} was collected by the protocol '{file.protocol}', method '{name}' "
                     f"needs '{method.protocol}': covmerge collect --protocol {method.protocol}."
                 )
-    for expert, file in statistics.items():
-        experts[expert].materialize()  # its values tell it from another fine-tune, headers do not
-        file.check_expert(expert, experts[expert])
+    for expert, checkpoint in experts.items():
+        if expert in statistics:
+            checkpoint.materialize()  # its values tell it from another fine-tune, headers do not
+            statistics[expert].check_model(f"expert '{expert}'", checkpoint)
 
 
 def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) -> TensorPlan:
@@ -66,6 +97,8 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     if not isinstance(tensor.operation, Merge):
         return tensor
     method = registry.get(tensor.operation.method)
+    if method.base_inputs:
+        tensor = replace(tensor, base_inputs=_base_inputs(tensor, statistics.get(OF_BASE)))
     if method.data == "none":
         return tensor
     kind = method.data
@@ -86,6 +119,22 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     for expert, name in found.items():
         _check(recipe, method, tensor, expert, statistics[expert], name)
     return replace(tensor, statistics=found)
+
+
+def _base_inputs(tensor: TensorPlan, file: StatisticsFile | None) -> str | None:
+    """The name that the base's file has for a tensor, if it has one.
+
+    Raises:
+        TensorError: it is of another shape.
+    """
+    if file is None or tensor.name not in file.names("gram"):
+        return None
+    assert isinstance(tensor.operation, Merge) and tensor.operation.layout is not None
+    shape = file.header("gram", tensor.name).shape
+    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.operation.layout):
+        if shape != (d_in, d_in):
+            raise _wrong_shape(tensor, file, tensor.name, shape, (d_in, d_in))
+    return tensor.name
 
 
 def _check(

@@ -66,14 +66,15 @@ def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recip
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain JSON types with every default written out, the same each time.
 
-    Only steps are left out where there are none, and what a rule does not say.
+    Only steps and the base's statistics are left out where there are none, and what a rule does not say.
     """
     data = recipe.model_dump(mode="json")
     data["rules"] = [
         {key: value for key, value in rule.items() if value not in (None, {}, [])}
         for rule in data["rules"]
     ]
-    return {key: value for key, value in data.items() if value or key not in ("before", "after")}
+    optional = ("before", "after", "base_statistics")
+    return {key: value for key, value in data.items() if value or key not in optional}
 
 
 def _validate(data: Any, origin: Origin) -> Recipe:
@@ -104,8 +105,12 @@ def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
         for name, expert in recipe.experts.items()
         for place in [("experts", name)]
     }
-    base = _locate(recipe.base, folder, origin, ("base",))
-    return recipe.model_copy(update={"base": base, "experts": experts})
+    of_base = {
+        key: _locate(value, folder, origin, (key,))
+        for key in ("base", "base_statistics")
+        if (value := getattr(recipe, key)) is not None
+    }
+    return recipe.model_copy(update={**of_base, "experts": experts})
 
 
 def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:

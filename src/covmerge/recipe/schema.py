@@ -332,10 +332,15 @@ class Recipe(_Model):
         description="The models to merge, in order: name to source, or name to source and weight. "
         "A name is made of letters, digits, '.', '_' and '-', and is used in file names.",
     )
+    base_statistics: Source | None = Field(
+        default=None,
+        description="Statistics file of the base, written by `covmerge collect` (path relative to the "
+        "recipe file): what its layers' inputs are like; for methods that look at them, such as `auto`.",
+    )
     method: MethodName = Field(
         default="auto",
-        description="Merge method; `covmerge methods` lists the names. `auto` is `core_space` where all "
-        "experts are adapters, `average` of one expert alone, which is the expert, and else `ace`.",
+        description="Merge method; `covmerge methods` lists the names. `auto` is `average` of one expert "
+        "alone, which is the expert.",
     )
     parameters: Parameters = Field(
         default_factory=dict[str, Any],

@@ -21,7 +21,7 @@ def sources_of(recipe: Recipe) -> Generator[OpenCheckpoints]:
     given = [recipe.base, *experts.values()]
     with ExitStack() as stack:
         try:
-            opened = open_checkpoints(recipe.base, experts, statistics_of(recipe.experts))
+            opened = open_checkpoints(recipe.base, experts, statistics_of(recipe))
             checkpoints = stack.enter_context(opened)
         except InputError as error:
             # A state dict has no place: "<state dict>".

@@ -20,7 +20,7 @@ _D = TypeVar("_D", bound=Declared)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{,99}")  # it becomes the name of a folder
-_TAKEN = ("all", "auto")  # words with a meaning of their own where a name stands
+_TAKEN = ("all",)  # words with a meaning of their own where a name stands
 
 
 class Table(Generic[_D]):

@@ -47,7 +47,7 @@ class ReportJob:
         manifest = read_manifest(self.folder)
         recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / "covmerge.json"))
         sources = {name: expert.source for name, expert in recipe.experts.items()}
-        with open_checkpoints(recipe.base, sources, statistics_of(recipe.experts)) as checkpoints:
+        with open_checkpoints(recipe.base, sources, statistics_of(recipe)) as checkpoints:
             job = InspectJob(
                 recipe=recipe,
                 spectra=self.spectra,

@@ -142,7 +142,7 @@ class StatisticsFile:
             )
         return value
 
-    def check_expert(self, expert_name: str, checkpoint: Checkpoint) -> None:
+    def check_model(self, what: str, checkpoint: Checkpoint) -> None:
         """Check that the statistics are those of this model.
 
         Raises:
@@ -151,8 +151,8 @@ class StatisticsFile:
         if probe(checkpoint) != self.about.probe:
             raise InputError(
                 f"{self.path} was collected on {shorten(self.about.source)}, which has other weights "
-                f"than expert '{expert_name}' ({checkpoint.source}): pass the statistics of this "
-                f"expert, or {_AGAIN}"
+                f"than {what} ({checkpoint.source}): pass the statistics of this "
+                f"model, or {_AGAIN}"
             )
 
     def identity(self) -> Json:

@@ -8,8 +8,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from covmerge.twins.algebra import deltas_of, identity, inverse, length, total, weighted
-from covmerge.twins.rank import gram_inverse, leading, roundings, together, tolerance
+from covmerge.twins.algebra import deltas_of, identity, inverse, length, svd, total, weighted
+from covmerge.twins.rank import gram_inverse, leading, of_sum, roundings, together, tolerance
 from covmerge.types import LinearGroup, Rounding
 
 
@@ -116,6 +116,58 @@ def ace(
     return total([merged, *rest])
 
 
+def auto(group: LinearGroup) -> Tensor:
+    """λ U (σ² + τ²)^(−q/2) UᵀR, R C₀^½ = U diag(σ) Vᵀ, of the regression R  (docs/auto.md)."""
+    weights = mean_one(group.updates, group.weights)
+    changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
+    if not changed:
+        return torch.zeros_like(group.updates[0], dtype=torch.float64)
+    d_out, d_in = group.shape
+    energies = [length(d) ** 2 for d, _ in changed]
+    usual = sum(e**2 for e in energies) / sum(energies)
+    s = [e / (e + 0.01 * usual) for e in energies]
+    units = [d / length(d) for d, _ in changed]
+    C = [u.T @ u + 0.1 / d_in * identity(d_in) for u in units]
+    scales = [own * w for own, (_, w) in zip(s, changed, strict=True)]
+    numerator = total(a * d @ c for a, (d, _), c in zip(scales, changed, C, strict=True))
+    errors = roundings(group, None)
+    known = [e for d, e in zip(group.updates, errors, strict=True) if d.any()]
+    roots = [a**0.5 * u for a, u in zip(scales, units, strict=True)]
+    own = [e.times(a**0.5 / length(d)) for e, a, (d, _) in zip(known, scales, changed, strict=True)]
+    rounding = Rounding.together(own)
+    V = leading(torch.vstack(roots), tolerance(group, None), rounding).Vh.T
+    R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
+    L = identity(d_in) if group.inputs is None else root(group.inputs.double())
+    seen = [d @ L for d, _ in changed]
+    sizes = [max(length(x), 1e-150) for x in seen]
+    same = [
+        [
+            1.0 if i == j else float((x * y).sum() / sizes[i] / sizes[j]) ** 2
+            for j, y in enumerate(seen)
+        ]
+        for i, x in enumerate(seen)
+    ]
+    alike = sum(s[i] * s[j] * same[i][j] for i in range(len(s)) for j in range(len(s)))
+    N = sum(s) ** 2 / alike
+    end = of_sum(errors, weights) if group.inputs is None else Rounding()
+    top = leading(R @ L, tolerance(group, None), end)
+    if not len(top.S):
+        return torch.zeros_like(R)
+    tau = 0.01 * (top.S**2).sum() / top.S.sum()
+    phi = float((top.S**2 / (top.S**2 + tau**2)).sum()) / min(d_out, d_in)
+    q = (0.75 - phi / 4) * (1 - N**-2)
+    lift = (top.S**2 + tau**2) ** (-q / 2)
+    whole = svd(weighted(seen, [w for _, w in changed]))[1].sum()
+    size = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum()
+    return size * top.U @ torch.diag(lift) @ top.U.T @ R
+
+
+def root(C0: Tensor) -> Tensor:
+    """L with LLᵀ = C₀, brought to trace d."""
+    U, S, _ = svd(C0)
+    return U @ torch.diag((S / S.mean()).sqrt()) if S.any() else identity(len(C0))
+
+
 def energy(d: Tensor) -> float:
     """Tr Δ̃ᵀΔ̃ of the centred update."""
     return length(d - d.mean(0)) ** 2
@@ -146,4 +198,10 @@ def mean_one(deltas: Sequence[Tensor], weights: Sequence[float]) -> list[float]:
     return [w * len(active) / sum(active) for w in weights]
 
 
-TWINS = {"average": average, "task_arithmetic": task_arithmetic, "actmat": actmat, "ace": ace}
+TWINS = {
+    "average": average,
+    "task_arithmetic": task_arithmetic,
+    "actmat": actmat,
+    "ace": ace,
+    "auto": auto,
+}

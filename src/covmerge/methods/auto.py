@@ -1,0 +1,251 @@
+r"""covmerge's own method: nothing to tune.
+
+Least squares on the experts' outputs, as the covariance methods do; then the spectrum of what came out is
+brought nearer to flat, as the spectral methods do: by as much as the experts differ, and by more where
+their updates use few of a layer's directions. `docs/auto.md` derives it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from covmerge.covariance.estimate import Covariance
+from covmerge.covariance.normal import normal_equations
+from covmerge.errors import TensorError
+from covmerge.linalg.auto import (
+    FLOAT64,
+    Cost,
+    eigh_cost,
+    solve_cost,
+    sums_cost,
+    svd_cost,
+    system_choice,
+)
+from covmerge.linalg.cholesky import factorize_above
+from covmerge.linalg.lapack import eigh
+from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
+from covmerge.linalg.spectral import EXACT, nuclear_norm, rank_tolerance, truncated_svd
+from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
+from covmerge.methods.registry import Laws, register
+from covmerge.methods.words import UNCHANGED
+from covmerge.noticed import Noticed, Words
+from covmerge.types import LinearGroup, Merged, Rounding
+
+# What no update tells of the inputs' covariance, as a share of its mean eigenvalue.
+_UNSEEN = 0.1
+# An expert of so much of the others' energy counts half, one of less for less.
+_SMALL = 0.01
+# A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
+_FAINT = 0.01
+# An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
+_CLEARLY = 1.1
+
+
+@dataclass(frozen=True)
+class Equalised(Noticed):
+    """What was done to one matrix.
+
+    Attributes:
+        unchanged: experts that left the sums.
+        experts: N, as how many experts of no common direction these count.
+        in_use: φ, the share of the layer's directions that they use.
+        exponent: q, how flat the spectrum was made: 0 not at all, 1 flat.
+        base_inputs: whether C₀ was measured, or is I.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
+
+    unchanged: int = 0
+    experts: float | None = None
+    in_use: float | None = None
+    exponent: float | None = None
+    base_inputs: bool = False
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    # With C₀, which costs an eigenproblem and a product for each update.
+    route = system_choice(d_out, d_in, count, 8).taken
+    sums = sums_cost(route, d_out, d_in, count, 8)
+    solve = solve_cost(route, d_out, d_in, count, 8)
+    side, matrix = min(d_out, d_in), d_out * d_in
+    spectrum = svd_cost(d_out, d_in, side, itemsize)
+    root = eigh_cost(d_in)
+    products = 2.0 * d_out * d_in * (2 * side + (2 * count + 2) * d_in + count * count)
+    return Cost(
+        FLOAT64 * (sums.flops + solve.flops) + 2 * spectrum.flops + root.flops + products,
+        max(
+            2 * matrix * 8 + sums.workspace + solve.workspace,
+            spectrum.workspace + 2 * matrix * itemsize,
+            root.workspace,
+        )
+        + (2 * matrix + d_in * d_in) * itemsize,
+    )
+
+
+@register(
+    "auto",
+    equation="W̄ = W₀ + λ U (σ² + τ²)^(−q/2) UᵀR,  R = (Σ Δ_tC_t)(ΣC_t)⁻¹,  "
+    "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  R C₀^½ = U diag(σ) Vᵀ,  q = (¾ − φ/4)(1 − N⁻²)",
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    factored="both",
+    noticed=Equalised,
+    base_inputs=True,
+)
+def auto(group: LinearGroup) -> Merged:
+    """Merge one linear layer by least squares on the outputs, whose spectrum is brought nearer to flat.
+
+    W̄ = W₀ + λ U (σ² + τ²)^(−q/2) UᵀR  with
+
+    R = (Σ s_tw_t Δ_tC_t)(Σ s_tw_t C_t)⁻¹,  C_t = Δ_tᵀΔ_t / ‖Δ_t‖² + 0.1 I / d_in,
+    s_t = ‖Δ_t‖² / (‖Δ_t‖² + 0.01 Σ‖Δ_s‖⁴ / Σ‖Δ_s‖²),
+    R C₀^½ = U diag(σ) Vᵀ,  τ = 0.01 Σσ² / Σσ,  φ = Σ σ²/(σ² + τ²) / min(d_out, d_in),
+    q = (¾ − φ/4)(1 − N⁻²),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
+    λ such that the outputs' singular values add up to those of (Σ w_tΔ_t) C₀^½, times
+    Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½).
+
+    R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
+    experts share its full length and leaves the rest behind; (σ² + τ²)^(−q/2) brings that forward.
+    C₀ = E[z zᵀ] of the layer's inputs in the base says what counts as long: from a statistics file of
+    the base (`covmerge collect BASE`), or I without one. N counts the experts by how unlike their
+    updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
+    share of the layer's directions that the updates use: full fine-tunes use most, where the weakest
+    are noise and q goes to ½; adapters use few, and q goes to ¾. An expert whose update vanishes
+    leaves all sums, s_t → 0, without a jump.
+
+    Args:
+        group: updates `(d_out, d_in)`, and C₀ `(d_in, d_in)` of any scale as `inputs`; a weight
+            multiplies its expert's covariance and its update in the sum (weights are brought to mean 1
+            first).
+
+    Raises:
+        TensorError: C₀ has another shape.
+
+    Departs from the paper: there is none; `docs/auto.md` derives it, and `docs/auto-log.md` has what
+    was tried.
+
+    Example:
+        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        >>> torch.allclose(auto(LinearGroup((d, d), weights=(1.0, 1.0))).delta, d, atol=1e-6)
+        True
+    """
+    first = group.updates[0]
+    active = active_experts(group)
+    if not active.updates:
+        return Merged(torch.zeros_like(first), Equalised(active.unchanged))
+    root = None if group.inputs is None else _root(group.inputs, first)
+    shares = _shares(active)
+    squares = _squared_cosines(active, root)
+    alike = float((shares * (squares @ shares)).sum())
+    experts = max(1.0, float(shares.sum()) ** 2 / alike)
+    agreement = min(1.0, float(shares.square().sum()) / alike)
+    rtol = rank_tolerance(group.shape, first.dtype, None)
+    fused = _least_squares(active, shares, rtol).to(first.dtype)
+    outputs = truncated_svd(
+        _seen(fused, root),
+        min(fused.shape),
+        rtol=rtol,
+        rounding=EXACT if root is not None else _rounding_of_sum(active),
+    )
+    if not outputs.rank:
+        return Merged(torch.zeros_like(first), Equalised(active.unchanged, experts))
+    sigma = outputs.kept
+    faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
+    in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(group.shape)
+    exponent = (0.75 - in_use / 4.0) * (1.0 - experts**-2.0)
+    lift = (sigma.square() + faint) ** (-exponent / 2.0)
+    whole = _seen(stack_weighted(active.updates, active.weights), root)
+    lift *= agreement * nuclear_norm(whole) / (sigma * lift).sum()
+    left = outputs.left
+    merged = (left * lift.to(left.dtype)) @ (left.mT @ fused)
+    noticed = Equalised(active.unchanged, experts, in_use, exponent, root is not None)
+    return Merged(merged, noticed)
+
+
+def _root(inputs: Tensor, like: Tensor) -> Tensor:
+    """L `(d_in, d_in)` with LLᵀ = C₀, up to a scale, of the updates' dtype.
+
+    Raises:
+        TensorError: C₀ is not `(d_in, d_in)`.
+    """
+    d_in = like.shape[1]
+    if inputs.shape != (d_in, d_in):
+        raise TensorError(
+            f"the base's inputs are {list(inputs.shape)}, this layer needs {[d_in, d_in]}: were they "
+            "collected on another model?"
+        )
+    values, vectors = eigh(inputs.to(torch.float64))
+    mean = values.clamp_min(0.0).mean()
+    if not mean > 0.0:  # no input ever reached the layer: nothing is known of them
+        return torch.eye(d_in, dtype=like.dtype, device=like.device)
+    return (vectors * (values.clamp_min(0.0) / mean).sqrt()).to(like.dtype)
+
+
+def _seen(update: Tensor, root: Tensor | None) -> Tensor:
+    """ΔC₀^½, up to a rotation of its columns: the update as the base's inputs see it."""
+    return update if root is None else update @ root
+
+
+def _shares(active: Active) -> Tensor:
+    """s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed the layer."""
+    energies = torch.tensor(active.norms, dtype=torch.float64).square()
+    return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
+
+
+def _squared_cosines(active: Active, root: Tensor | None) -> Tensor:
+    """cos²(Δ_tC₀^½, Δ_uC₀^½) `(T, T)`, float64; two updates without outputs have nothing in common."""
+    count = len(active.updates)
+    dots = torch.zeros(count, count, dtype=torch.float64)
+    for t, one in enumerate(active.updates):
+        seen = one if root is None else _seen(one, root) @ root.mT
+        for u in range(t, count):
+            dots[t, u] = dots[u, t] = (seen * active.updates[u]).sum(dtype=torch.float64)
+    squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
+    found = dots.square() / torch.outer(squares, squares)
+    return found.clamp_max(1.0).fill_diagonal_(1.0)
+
+
+def _rounding_of_sum(active: Active) -> Rounding:
+    """What rounding of the stored weights gives to Σ w_tΔ_t."""
+    pairs = zip(active.rounding, active.weights, strict=True)
+    return Rounding.together(error.times(weight) for error, weight in pairs)
+
+
+def _least_squares(active: Active, shares: Tensor, rtol: float) -> Tensor:
+    """(Σ Δ_tC_t)(ΣC_t)⁻¹ `(d_out, d_in)`, float64, on the inputs that the updates together use.
+
+    Outside them is nothing but rounding, which the ridge would let grow a hundredfold, and the spectrum's
+    lift once more.
+    """
+    ridge = _UNSEEN / active.d_in
+    covariances = [
+        Covariance(update, scale=1.0 / size**2, ridge=ridge, exact=True).times(weight * float(s))
+        for update, weight, size, s in zip(
+            active.updates, active.weights, active.norms, shares, strict=True
+        )
+    ]
+    normal = normal_equations(covariances)
+    rounding = Rounding.together(
+        error.times(sqrt(own.scale))
+        for error, own in zip(active.rounding, covariances, strict=True)
+    )
+    floor = max(rtol**2 * largest_eigenvalue(normal.gram), rounding.edge**2)
+    if factorize_above(normal.gram, floor=_CLEARLY * floor) is not None:
+        return solve_ridge(normal)[0]
+    d_out, d_in = active.updates[0].shape
+    values, vectors = kept_eigenpairs(
+        normal.gram, rtol=rtol**2, rounding=rounding, shape=(len(covariances) * d_out, d_in)
+    )
+    coordinates = (normal.numerator @ vectors) / (values + normal.ridge)
+    return normal.lift(coordinates @ vectors.mT)

@@ -1,0 +1,125 @@
+"""`auto` with what the base's layers see: used from disk as in memory, and refused where it does not fit."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import covmerge
+from covmerge import LowRank
+from covmerge.errors import InputError, RecipeError
+from covmerge.recompute import recompute
+from covmerge.statistics import StatisticsFile
+from tests.cli.runs import covmerge as command
+from tests.cli.runs import words
+from tests.e2e.models import build, fine_tuned
+from tests.e2e.test_adapters import TARGETS, save_adapter
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+LAYER = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def models(tmp_path):
+    base = build("llama")
+    base.save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        fine_tuned(base, seed).save_pretrained(tmp_path / f"e{seed}")
+        save_adapter(base, tmp_path / f"a{seed}", seed=seed, targets=TARGETS["llama"])
+    ids = torch.randint(0, base.config.vocab_size, (8, 16), generator=torch.manual_seed(0))
+    covmerge.collect(
+        tmp_path / "base", [{"input_ids": ids}], tmp_path / "base.covstats.safetensors"
+    )
+    return tmp_path
+
+
+def full(folder):
+    return {f"e{n}": folder / f"e{n}" for n in (1, 2)}
+
+
+def adapters(folder):
+    return {f"e{n}": folder / f"a{n}" / "adapter" for n in (1, 2)}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_layers_are_merged_with_their_own_inputs(models, workers):
+    file = models / "base.covstats.safetensors"
+    result = covmerge.merge(
+        models / "base", full(models), out=models / "out", base_statistics=file, workers=workers
+    )
+    weights = [load_file(models / f / "model.safetensors")[LAYER] for f in ("base", "e1", "e2")]
+    updates = [weights[1] - weights[0], weights[2] - weights[0]]
+    inputs = StatisticsFile.open(file).read("gram", LAYER)
+    expected = covmerge.merge_layer(updates, "auto", base_inputs=inputs)
+    merged = load_file(models / "out" / "model.safetensors")[LAYER] - weights[0]
+    torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-6)
+    without = covmerge.merge_layer(updates, "auto")
+    assert (expected - without).norm() > 1e-2 * without.norm()
+    manifest = json.loads((models / "out" / "covmerge.json").read_text())
+    assert manifest["sources"]["statistics base inputs"]["source"] == str(file)
+    assert manifest["tensors"][LAYER]["matrices"][0]["base_inputs"] is True
+    assert "collected beforehand: base.covstats.safetensors" in words(
+        (models / "out" / "README.md").read_text()
+    )
+    assert recompute(models / "out").ok
+    assert result.recipe.base_statistics == str(file)
+
+
+def test_adapters_on_their_factors(models):
+    file = models / "base.covstats.safetensors"
+    experts = adapters(models)
+    folded = covmerge.merge(models / "base", experts, base_statistics=file).tensors
+    out = models / "adapter"
+    covmerge.merge(models / "base", experts, out=out, form="adapter", base_statistics=file)
+    again = covmerge.merge(models / "base", {"merged": out}).tensors
+    for name, value in folded.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_of_another_model(models):
+    covmerge.collect(
+        models / "e1",
+        [{"input_ids": torch.ones(2, 4, dtype=torch.long)}],
+        models / "e1.covstats.safetensors",
+    )
+    with pytest.raises(InputError, match="has other weights than the base"):
+        covmerge.merge(
+            models / "base", full(models), base_statistics=models / "e1.covstats.safetensors"
+        )
+
+
+def test_a_method_that_does_not_look_at_them(models):
+    file = models / "base.covstats.safetensors"
+    with pytest.raises(RecipeError, match="'ties' does not look at the base's inputs"):
+        covmerge.merge(models / "base", full(models), "ties", base_statistics=file)
+    # Beside methods that do, it is for these.
+    rows = covmerge.compare(
+        models / "base", full(models), ["ties", "auto"], base_statistics=file
+    ).rows
+    assert [row.method for row in rows] == ["ties", "auto"]
+
+
+def test_on_the_command_line_and_in_a_recipe(models):
+    (models / "recipe.yml").write_text(
+        "base: base\nbase_statistics: base.covstats.safetensors\nexperts: {e1: e1, e2: e2}\n"
+    )
+    by_recipe, by_flags = models / "one", models / "two"
+    assert command("merge", models / "recipe.yml", by_recipe).code == 0
+    flags = ["--base", models / "base", "--base-stats", models / "base.covstats.safetensors"]
+    experts = [f"--expert={name}={path}" for name, path in full(models).items()]
+    assert command("merge", *flags, *experts, by_flags).code == 0
+    one, two = (path / "model.safetensors" for path in (by_recipe, by_flags))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_one_layer_refuses_what_does_not_fit():
+    update = LowRank(torch.ones(3, 1), torch.ones(1, 4))
+    with pytest.raises(
+        covmerge.errors.TensorError, match=r"are \[3, 3\], this layer needs \[4, 4\]"
+    ):
+        covmerge.merge_layer([update, update], "auto", base_inputs=torch.eye(3))
+    with pytest.raises(covmerge.errors.TensorError, match="does not look at the base's inputs"):
+        covmerge.merge_layer([update, update], "average", base_inputs=torch.eye(4))
+    with pytest.raises(covmerge.errors.TensorError, match="NaN or Inf"):
+        covmerge.merge_layer([update, update], "auto", base_inputs=torch.full((4, 4), torch.nan))
