@@ -78,6 +78,10 @@ class Declared:
         return (inspect.getdoc(self.kernel) or "No description.").split("\n", 1)[0]
 
     @cached_property
+    def _signature(self) -> inspect.Signature:
+        return inspect.signature(self.kernel)  # slow beside a small tensor, and asked for of each
+
+    @cached_property
     def _model(self) -> type[BaseModel]:
         hints = get_type_hints(self.kernel, include_extras=True)
         fields: dict[str, Any] = {
@@ -85,7 +89,7 @@ class Declared:
                 hints.get(name, Any),
                 ... if parameter.default is parameter.empty else parameter.default,
             )
-            for name, parameter in inspect.signature(self.kernel).parameters.items()
+            for name, parameter in self._signature.parameters.items()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         }
         # Strict but for int → float: a string or a bool is never a number here.
@@ -104,7 +108,7 @@ class Declared:
 
     def has(self, parameter: str) -> bool:
         """Whether it has a parameter of this name."""
-        return parameter in inspect.signature(self.kernel).parameters
+        return parameter in self._signature.parameters
 
     def resolve(self, given: Parameters) -> dict[str, Any]:
         """Return all parameters: given ones over the defaults.
