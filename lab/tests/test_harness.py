@@ -155,8 +155,12 @@ def test_lm_eval(tmp_path, monkeypatch):
     assert metric.stderr > 0
     assert entries(folder) == {"lm-eval:covmerge_next": metric.value}
 
-    with pytest.raises(InputError, match="cannot be evaluated on arc_easy"):
-        evaluate(folder, tasks=["arc_easy"], device="cpu")
+    (tasks / "far.yaml").write_text(
+        "task: far\ndataset_path: nobody/nothing\ndoc_to_text: a\ndoc_to_target: b\n"
+        "output_type: generate_until\ntest_split: test\n"
+    )
+    with pytest.raises(InputError, match="cannot be evaluated on far: "):
+        evaluate(folder, tasks=["far"], include_path=tasks, device="cpu")
 
 
 @pytest.mark.slow
