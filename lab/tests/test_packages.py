@@ -7,7 +7,7 @@ import pytest
 
 from covmerge.errors import InputError
 from covmerge_lab import packages
-from covmerge_lab.packages import Package, fetch
+from covmerge_lab.packages import Package, fetch, fetch_together
 
 
 @pytest.fixture
@@ -33,6 +33,22 @@ def test_a_package_is_fetched_once(tmp_path, client):
     for _ in range(2):
         assert (fetch(package, tmp_path / "cache") / "data.txt").read_text() == "real"
     assert client.read_text() == "pack --silent data@1.2.3\n"
+
+
+def test_debian_packages_are_fetched_by_one_call(tmp_path, client, monkeypatch):
+    program = tmp_path / "bin" / "apt-get"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {client}\nshift 2\n'
+        "for name; do echo $name > ${name}_1.0_all.deb; done\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(packages, "_unpack", lambda deb, out: deb.rename(out / "data.txt"))
+    wanted = [Package("debian", name, None) for name in ("b", "c", "a")]
+    fetch(wanted[1], tmp_path / "cache")
+    for _ in range(2):
+        folders = fetch_together(wanted, tmp_path / "cache")
+        assert [(folder / "data.txt").read_text() for folder in folders] == ["b\n", "c\n", "a\n"]
+    assert client.read_text() == "download --quiet c\ndownload --quiet b a\n"
 
 
 def test_a_client_that_fails_leaves_nothing(tmp_path, client):

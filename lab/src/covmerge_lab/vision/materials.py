@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from covmerge_lab.packages import Package, fetch
+from covmerge_lab.packages import Package, fetch, fetch_together
 from covmerge_lab.vision.canvas import Font
 
 FANCY = Package("debian", "fonts-aenigma", None, "usr/share/fonts")
@@ -53,17 +53,16 @@ _CELLS = 4  # a texture is cut into so many rows and columns
 
 def fancy(cache: Path) -> Iterator[tuple[str, Font]]:
     """Go over the fonts of the base: group, font."""
-    yield from _fonts(FANCY, cache)
+    yield from _fonts(fetch(FANCY, cache))
 
 
 def plain(cache: Path) -> Iterator[tuple[str, Font]]:
     """Go over the fonts of the tasks: group, font."""
-    for package in PLAIN:
-        yield from _fonts(package, cache)
+    for folder in fetch_together(PLAIN, cache):
+        yield from _fonts(folder)
 
 
-def _fonts(package: Package, cache: Path) -> Iterator[tuple[str, Font]]:
-    folder = fetch(package, cache)
+def _fonts(folder: Path) -> Iterator[tuple[str, Font]]:
     for path in sorted(path for kind in ("ttf", "otf") for path in folder.rglob(f"*.{kind}")):
         yield path.stem[:4].lower(), Font(path)  # a family's styles share the first letters
 
