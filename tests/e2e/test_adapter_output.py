@@ -13,7 +13,13 @@ import covmerge
 from covmerge.errors import InputError
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import build, run
-from tests.e2e.test_adapters import experts, family, save_adapter  # noqa: F401 - a fixture
+from tests.e2e.test_adapters import (
+    experts,
+    family,  # noqa: F401 - a fixture
+    of_gpt2,
+    save_adapter,
+    saved_family,  # noqa: F401 - a fixture
+)
 from tests.held import COMMAND_LINE, held, journaled, wait_until
 
 pytestmark = pytest.mark.filterwarnings(
@@ -56,6 +62,7 @@ def test_peft_loads_it_and_it_is_the_full_merge(family, method):  # noqa: F811
     assert config["r"] <= 4 + 2 + 3
 
 
+@of_gpt2
 def test_truncated_to_a_rank(family):  # noqa: F811
     out = family / "small"
     merge_adapters(family, out, method="task_arithmetic", rank=2)
@@ -82,6 +89,7 @@ def arguments(folder, *given):
     return ["merge", "--base", folder / "base", *sources, *given]
 
 
+@of_gpt2
 def test_methods_that_look_at_entries_need_a_rank(family):  # noqa: F811
     given = arguments(family, "--as=adapter", "--method=ties", family / "out")
     failed = command(*given, code=2)
@@ -104,6 +112,7 @@ def test_at_full_rank_every_method_is_its_full_merge(family, method):  # noqa: F
     same_weights(own.state_dict(), merged)
 
 
+@of_gpt2
 def test_the_survey_may_look_at_a_sample_first(family, monkeypatch):  # noqa: F811
     def merged(out):
         given = {"form": "adapter", "rank": 999}
@@ -143,6 +152,7 @@ def test_what_an_adapter_cannot_have_is_refused(tmp_path, flags, word):
     assert sorted(tmp_path.iterdir()) == before
 
 
+@of_gpt2
 def test_the_dry_run_is_that_of_the_merge(family):  # noqa: F811
     merge_adapters(family, family / "out")
     sources = [f"--expert={n}={path}" for n, path in experts(family, "adapter").items()]
@@ -156,7 +166,11 @@ def test_the_dry_run_is_that_of_the_merge(family):  # noqa: F811
     assert done["run"]["expected_peak_memory"] <= 8e9
 
 
-@pytest.mark.parametrize("method", ["core_space", "ties"])
+@pytest.mark.parametrize(
+    ("saved_family", "method"),
+    [("gpt2", "core_space"), ("llama", "ties")],
+    indirect=["saved_family"],
+)
 def test_kill_and_resume_gives_the_same_bytes(family, method):  # noqa: F811
     def merging(out, *more):
         sources = [f"--expert={n}={path}" for n, path in experts(family, "adapter").items()]
@@ -177,6 +191,7 @@ def test_kill_and_resume_gives_the_same_bytes(family, method):  # noqa: F811
         assert (family / "killed" / name).read_bytes() == (family / "whole" / name).read_bytes()
 
 
+@of_gpt2
 def test_adapters_are_compared_as_adapters(family):  # noqa: F811
     recipe = {
         "base": str(family / "base"),
@@ -244,6 +259,7 @@ def test_full_models_among_adapters(family):  # noqa: F811
     same_weights(own.state_dict(), merged)
 
 
+@of_gpt2
 def test_the_rank_and_the_progress_are_seen(family):  # noqa: F811
     class Seen:
         def __init__(self):
@@ -272,6 +288,7 @@ def test_the_rank_and_the_progress_are_seen(family):  # noqa: F811
     assert seen.finished and seen.total == seen.done > 0
 
 
+@of_gpt2
 def test_verification_of_a_merged_adapter(family):  # noqa: F811
     merge_adapters(family, family / "out", method="ace")
     command("verify", family / "out")
@@ -287,6 +304,7 @@ def test_verification_of_a_merged_adapter(family):  # noqa: F811
     assert "missing" in failed.stdout + failed.stderr
 
 
+@of_gpt2
 def test_a_quantised_base_is_not_touched(family):  # noqa: F811
     path = family / "base" / "config.json"
     config = json.loads(path.read_text())
@@ -327,6 +345,7 @@ def test_a_model_whose_files_call_tensors_otherwise(tmp_path):
     same_weights(load_file(tmp_path / "saved" / "model.safetensors"), merged)
 
 
+@of_gpt2
 def test_the_spectrum_says_which_rank_would_do(family):  # noqa: F811
     ran = command(*arguments(family, "--as=adapter", "--method=average", family / "out"))
     assert "90 %: " in ran.stdout and "99.9 %: " in ran.stdout
@@ -338,6 +357,7 @@ def test_the_spectrum_says_which_rank_would_do(family):  # noqa: F811
     assert f"99 %: {wanted}," in " ".join(ran.stdout.split())
 
 
+@of_gpt2
 def test_adapters_of_different_bases_name_none(family):  # noqa: F811
     path = family / "e1" / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -487,6 +507,7 @@ def test_copies_of_a_tied_tensor_that_differ_are_refused(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+@of_gpt2
 def test_steps_that_are_exact_on_factors(family):  # noqa: F811
     given = [*arguments(family), "--before=norm_balance", "--after=rescale"]
     command(*given, "--as=adapter", "--method=ace", family / "stepped")

@@ -1,6 +1,7 @@
 """Adapters as experts, made by PEFT: the same merge as of the models they become."""
 
 import copy
+import shutil
 
 import peft
 import pytest
@@ -41,17 +42,29 @@ def save_adapter(base, folder, *, seed, targets, scale=0.05, move=False, **optio
     model.merge_and_unload().save_pretrained(folder / "full")
 
 
-@pytest.fixture(params=TARGETS)
-def family(request, tmp_path):
+@pytest.fixture(scope="module", params=TARGETS)
+def saved_family(request, tmp_path_factory):
+    """A base, three adapters of it, and the full models that they become."""
+    folder = tmp_path_factory.mktemp(request.param)
     base = build(request.param)
-    base.save_pretrained(tmp_path / "base")
+    base.save_pretrained(folder / "base")
     for number, options in enumerate(
         ({}, {"r": 2, "use_rslora": True}, {"r": 3, "lora_alpha": 1}), start=1
     ):
         save_adapter(
-            base, tmp_path / f"e{number}", seed=number, targets=TARGETS[request.param], **options
+            base, folder / f"e{number}", seed=number, targets=TARGETS[request.param], **options
         )
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def family(saved_family, tmp_path):
+    """A copy for each test: it may write into it."""
+    return shutil.copytree(saved_family, tmp_path, dirs_exist_ok=True)
+
+
+# For what no architecture decides; of the three GPT-2 is the one whose matrices are stored transposed.
+of_gpt2 = pytest.mark.parametrize("saved_family", ["gpt2"], indirect=True)
 
 
 def experts(folder, kind):
@@ -175,14 +188,15 @@ def test_an_adapter_of_another_width(family, tmp_path):
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-@pytest.fixture(params=["mixtral", "gpt_oss"])
-def moe(request, tmp_path):
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
+def moe(request, tmp_path_factory):
     """In float64, so that nothing is lost between an adapter and the model that it makes.
 
     Mixtral is stored expert by expert, GPT-OSS in stacks of transposed matrices.
     """
+    folder = tmp_path_factory.mktemp(request.param)
     base = build(request.param).double()
-    base.save_pretrained(tmp_path / "base")
+    base.save_pretrained(folder / "base")
     for number, options in enumerate(
         (
             {"target_parameters": STACKS},
@@ -192,8 +206,8 @@ def moe(request, tmp_path):
         start=1,
     ):
         targets = ["q_proj", "v_proj"] if number != 2 else []
-        save_adapter(base, tmp_path / f"e{number}", seed=number, targets=targets, **options)
-    return tmp_path
+        save_adapter(base, folder / f"e{number}", seed=number, targets=targets, **options)
+    return folder
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -254,8 +268,8 @@ def test_methods_that_see_more_of_a_stack_share_its_reading(moe):
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
 
 
-def test_a_merged_model_of_stacks_loads_and_runs(moe):
-    out = moe / "merged"
+def test_a_merged_model_of_stacks_loads_and_runs(moe, tmp_path):
+    out = tmp_path / "merged"
     result = covmerge.merge(
         moe / "base",
         experts(moe, "adapter"),

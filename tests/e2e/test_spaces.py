@@ -13,7 +13,7 @@ from covmerge.linalg.select import kth_magnitude, threshold_rank
 from covmerge.methods import registry
 from covmerge.methods.factored import merge_factors, survey_factors
 from tests.e2e.test_adapter_output import base_of
-from tests.e2e.test_adapters import experts, family  # noqa: F401 - a fixture
+from tests.e2e.test_adapters import experts, family, of_gpt2, saved_family  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
 
@@ -41,7 +41,7 @@ def merged_of(folder, kind, method, **given):
 
 @pytest.mark.parametrize(("method", "parameters"), CASES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("family", ["llama", "bert"], indirect=True)
+@pytest.mark.parametrize("saved_family", ["llama", "bert"], indirect=True)
 def test_adapters_merge_by_their_factors(family, method, parameters, dtype):  # noqa: F811
     """Thresholds count what is merged, in whatever precision that is."""
     registered = registry.get(method)
@@ -74,6 +74,7 @@ def test_adapters_merge_like_the_models_they_become(family, method, parameters):
 
 
 @pytest.mark.parametrize(("method", "parameters"), CASES)
+@of_gpt2
 def test_one_adapter_of_adapters(family, method, parameters):  # noqa: F811
     """Loaded by PEFT, it is the full merge; its rank is at most that of all adapters together."""
     out = family / "adapter-out"
@@ -93,6 +94,7 @@ def test_one_adapter_of_adapters(family, method, parameters):  # noqa: F811
     assert distance(found, expected, base) < 1e-5
 
 
+@of_gpt2
 def test_a_merge_in_few_directions_is_an_adapter_of_as_few(family):  # noqa: F811
     """CtM's bases bound the rank, so that nothing is lost when the adapter is written with it."""
     out = family / "small"

@@ -10,7 +10,7 @@ import covmerge
 from covmerge.errors import TensorError
 from tests.e2e.models import build
 from tests.e2e.test_adapter_output import merge_adapters
-from tests.e2e.test_adapters import experts, family  # noqa: F401 - a fixture
+from tests.e2e.test_adapters import experts, family, saved_family  # noqa: F401 - fixtures
 
 pytestmark = [
     pytest.mark.usefixtures("forget"),

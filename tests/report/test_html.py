@@ -18,7 +18,7 @@ from covmerge.reporting.words import number
 from covmerge.verification.outcome import Check
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import save_family
-from tests.e2e.test_adapters import experts, family  # noqa: F401 - a fixture
+from tests.e2e.test_adapters import experts, family, of_gpt2, saved_family  # noqa: F401 - fixtures
 from tests.report.merges import inspect, merge, report
 from tests.report.pages import parse, rows_of
 
@@ -40,8 +40,19 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def root(made):
-    return parse(page.render(made))
+def without_pictures(made):
+    """The same without layers and costs: drawing them takes nearly all the time."""
+    return replace(made, inspection=replace(made.inspection, layers=()), costs={})
+
+
+@pytest.fixture(scope="module")
+def text(made):
+    return page.render(made)
+
+
+@pytest.fixture(scope="module")
+def root(text):
+    return parse(text)
 
 
 def test_what_is_said_first(made, root):
@@ -132,16 +143,16 @@ def test_experts_rules_checks_recipe_and_sources(made, root):
     assert "peak memory" in text
 
 
-def test_what_is_bad_comes_first(made):
+def test_what_is_bad_comes_first(without_pictures):
     warning = Finding(Severity.WARNING, "is odd: look again", "code", ("layers.0",))
     notes = (Finding(Severity.NOTE, "the same of all", e) for e in SCALES)
     findings = (warning, *notes)
     checks = (Check("finite", False, "NaN in fc.weight"), Check("heads", True, "none"))
     bad = replace(
-        made,
-        inspection=replace(made.inspection, findings=findings),
-        verification=replace(made.verification, checks=checks),
-        manifest={**made.manifest, "notes": ["a note of the plan"]},
+        without_pictures,
+        inspection=replace(without_pictures.inspection, findings=findings),
+        verification=replace(without_pictures.verification, checks=checks),
+        manifest={**without_pictures.manifest, "notes": ["a note of the plan"]},
     )
     root = parse(page.render(bad))
     said = [item.text for item in root.all("li") if "class" in item.attributes]
@@ -157,59 +168,69 @@ def test_what_is_bad_comes_first(made):
 
 def test_before_a_merge(tmp_path):
     look = inspect(SCALES, spectra="none")
-    root = parse(page.render(Report("base", look)))
+    write_html(Report("base", look), tmp_path / "look.html")
+    root = parse((tmp_path / "look.html").read_text())
     assert "3 experts of '<8 tensors in memory>' were looked at before any merge" in root.text
     assert [f.attributes["id"] for f in root.all("figure")] == [
         *("norms", "cosines", "sign-conflicts", "gamma")
     ]
     assert not list(root.all("pre"))
-    write_html(Report("base", look), tmp_path / "look.html")
     assert (tmp_path / "look.html").stat().st_size > 10_000
 
 
-def test_nothing_was_read(made):
-    empty = replace(made.inspection, layers=())
-    root = parse(page.render(Report("base", empty)))
+def test_nothing_was_read(without_pictures):
+    root = parse(page.render(Report("base", without_pictures.inspection)))
     assert not list(root.all("figure"))
     assert rows_of(next(root.all("table")))[1:] == [["code"], ["maths"], ["prose"]]
 
 
-def test_hostile_names_are_text(tmp_path, made):
-    harmless = [f"layers.{n}.mlp.up_proj.{'xy'[n]}.weight" for n in range(2)]
-    evil = [f"layers.{n}.mlp.up_proj.{text}.weight" for n, text in enumerate(EVIL)]
+def elements(text, names):
+    """The elements of a page, which shows these names and is not acted on by them."""
+    root = parse(text)
+    found = [e.tag for e in root.all()]
+    attributes = {key for e in root.all() for key in e.attributes}
+    assert not {key for key in attributes if key.startswith("on")}
+    assert not {"script", "img", "iframe"} & set(found)
+    for name in names:
+        shown = "".join(c if c.isprintable() else "\ufffd" for c in name)
+        assert " ".join(shown.split()) in root.text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    return found
+
+
+def test_hostile_names_of_layers_are_text(tmp_path):
     shapes = []
-    for names in (evil[:2], evil[2:4], evil[4:6], evil[5:], harmless):
+    for names in (EVIL, "abcdefg"):
         folder = tmp_path / str(len(shapes))
         folder.mkdir()
-        merge(folder, SCALES, blocks=2, kinds=("mlp.up_proj",), names=names)
+        tensors = [f"layers.{n}.mlp.up_proj.{name}.weight" for n, name in enumerate(names)]
+        merge(folder, SCALES, blocks=len(EVIL), kinds=("mlp.up_proj",), names=tensors)
         found = api.report(folder / "out", spectra="all")  # without times, which vary
+        shapes.append(elements(page.render(found), tensors))
+    assert shapes[0] == shapes[1]
+
+
+def test_hostile_names_are_text(without_pictures):
+    shapes = []
+    for one, other in (EVIL[:2], EVIL[2:4], EVIL[4:6], EVIL[5:], ("harmless", "too")):
         found = replace(
-            found,
-            title=names[0],
+            without_pictures,
+            title=one,
             manifest={
-                **found.manifest,
-                "notes": [names[1]],
-                "recipe": {**found.manifest["recipe"], "base": names[0]},
-                "sources": {names[0]: {"source": names[1], "content": {names[0]: names[1]}}},
-                "heads": {names[0]: [names[1]]},
+                **without_pictures.manifest,
+                "notes": [other],
+                "recipe": {**without_pictures.manifest["recipe"], "base": one},
+                "sources": {one: {"source": other, "content": {one: other}}},
+                "heads": {one: [other]},
             },
             inspection=replace(
-                found.inspection,
-                base=names[0],
-                findings=(Finding(Severity.FAULT, names[0], names[1], (names[0],)),),
+                without_pictures.inspection,
+                base=one,
+                findings=(Finding(Severity.FAULT, one, other, (one,)),),
             ),
         )
-        text = page.render(found)
-        root = parse(text)
-        shapes.append([e.tag for e in root.all()])
-        attributes = {key for e in root.all() for key in e.attributes}
-        assert not {key for key in attributes if key.startswith("on")}
-        assert not {"script", "img", "iframe"} & set(shapes[-1])
-        for name in names:
-            shown = "".join(c if c.isprintable() else "\ufffd" for c in name)
-            assert " ".join(shown.split()) in root.text
-        assert "\x1b" not in text
-        assert "\u202e" not in text
+        shapes.append(elements(page.render(found), (one, other)))
     assert all(shape == shapes[-1] for shape in shapes)
 
 
@@ -239,11 +260,9 @@ def _renamed(layer, names):
     )
 
 
-def test_nothing_is_loaded_from_anywhere(made):
-    text = page.render(made)
+def test_nothing_is_loaded_from_anywhere(text, root):
     assert not re.search(r"https?:|@import|<script|<base|<form|<object|<embed", text)
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
-    root = parse(text)
     for element in root.all():
         for key in ("src", "href", "srcset", "action", "data", "poster"):
             if key in element.attributes:
@@ -253,7 +272,7 @@ def test_nothing_is_loaded_from_anywhere(made):
 
 
 def test_the_same_merge_gives_the_same_bytes(tmp_path):
-    merge(tmp_path, SCALES)
+    merge(tmp_path, SCALES, blocks=2)
     pages = []
     for name in ("one.html", "two.html"):
         write_html(api.report(tmp_path / "out"), tmp_path / name)
@@ -294,23 +313,23 @@ def _with_experts(layer, names):
     )
 
 
-def test_files_of_others_are_left_alone(tmp_path, made):
+def test_files_of_others_are_left_alone(tmp_path, without_pictures):
     path = tmp_path / FILE_NAME
     path.write_text("<html>mine</html>")
     with pytest.raises(InputError, match="--overwrite"):
-        write_html(made, path)
+        write_html(without_pictures, path)
     assert path.read_text() == "<html>mine</html>"
-    write_html(made, path, overwrite=True)
-    write_html(made, path)  # an earlier page of ours
+    write_html(without_pictures, path, overwrite=True)
+    write_html(without_pictures, path)  # an earlier page of ours
     with pytest.raises(InputError, match=r"is a folder: name a file"):
-        write_html(made, tmp_path, overwrite=True)
+        write_html(without_pictures, tmp_path, overwrite=True)
     with pytest.raises(InputError, match="make it first"):
-        write_html(made, tmp_path / "none" / "a.html")
+        write_html(without_pictures, tmp_path / "none" / "a.html")
 
 
-def test_written_whole_or_not_at_all(tmp_path, made, monkeypatch):
+def test_written_whole_or_not_at_all(tmp_path, without_pictures, monkeypatch):
     path = tmp_path / FILE_NAME
-    write_html(made, path)
+    write_html(without_pictures, path)
     before = path.read_bytes()
 
     def full(self, content):
@@ -320,7 +339,7 @@ def test_written_whole_or_not_at_all(tmp_path, made, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(InputError, match="no room"):
-        write_html(replace(made, title="another"), path)
+        write_html(replace(without_pictures, title="another"), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [FILE_NAME]
 
@@ -339,6 +358,7 @@ def test_real_models(tmp_path):
 @pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore:fan_in_fan_out", "ignore:Setting `save_embedding_layers`"
 )
+@of_gpt2
 def test_adapters_into_one(family):  # noqa: F811
     named = [f"--expert={n}={path}" for n, path in experts(family, "adapter").items()]
     out = family / "reported"
