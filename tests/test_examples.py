@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import covmerge
+from tests.apart import printed
 
 ROOT = Path(covmerge.__file__).parents[2]
 SOURCES = Path(covmerge.__file__).parents[1]
@@ -73,18 +74,12 @@ def test_pyright_accepts_every_example(examples):
     accepted([*pyright, "--project", str(examples)])
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
+def test_public_names_are_the_functions_whatever_came_before():
+    before = (
         "import covmerge.verification.verify, covmerge.statistics.collect",
         "covmerge.verify, covmerge.collect",
         "from covmerge import collect, verify",
-    ],
-)
-def test_public_names_are_the_functions_whatever_came_before(first):
-    code = (
-        f"import covmerge\n{first}\n"
-        "print(callable(covmerge.verify), callable(covmerge.collect), callable(covmerge.inspect))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True True True\n"
+    names = "callable(covmerge.verify), callable(covmerge.collect), callable(covmerge.inspect)"
+    programs = [f"import covmerge\n{first}\nprint({names})" for first in before]
+    assert printed(programs) == "True True True\n" * 3

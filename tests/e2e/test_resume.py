@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -55,15 +53,10 @@ def merging(base, experts, out, **options):
     )
 
 
-def merge_apart(*args, **options):
-    """Merge in a process of its own, whose number of threads is not this one's."""
-    subprocess.run([sys.executable, "-c", merging(*args, **options)], check=True)
-
-
 @pytest.mark.slow
 def test_kill_and_resume_gives_the_same_bytes(tmp_path):
     base, experts = save_plain(tmp_path, width=64)
-    merge_apart(base, experts, tmp_path / "undisturbed")
+    covmerge.merge(base, experts, out=tmp_path / "undisturbed", threads=1)
 
     journal = tmp_path / PARTIAL / "journal.jsonl"
     for target in (5, 15, 30):  # finished items at which the process is killed
@@ -82,7 +75,7 @@ def test_kill_and_resume_gives_the_same_bytes(tmp_path):
         file.seek(-4096, os.SEEK_END)
         file.write(b"\xff" * 4096)
     assert len(lines) < 41
-    merge_apart(base, experts, tmp_path / "out", resume=True)
+    covmerge.merge(base, experts, out=tmp_path / "out", threads=1, resume=True)
     assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
     assert not (tmp_path / PARTIAL).exists()
 

@@ -30,12 +30,22 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ace", "ties", "emr", "dare_ties"])
-def test_the_same_bytes_as_threads(plain, tmp_path, method):
+def test_the_same_bytes_as_threads(plain, tmp_path):
     _, base, experts = plain
     for workers in (1, 3):
-        covmerge.merge(base, experts, method, tmp_path / str(workers), workers=workers)
+        covmerge.merge(base, experts, "ties", tmp_path / str(workers), workers=workers)
     assert digests(tmp_path / "1") == digests(tmp_path / "3")
+
+
+@pytest.mark.slow
+def test_the_same_bytes_as_threads_of_many_methods(plain, tmp_path):
+    _, base, experts = plain
+    methods = ["ace", "emr", "dare_ties"]
+    for workers in (1, 3):
+        covmerge.compare(base, experts, methods, tmp_path / str(workers), workers=workers)
+    for method in methods:
+        one, three = (digests(tmp_path / workers / method) for workers in "13")
+        assert one == three
 
 
 @pytest.mark.slow
