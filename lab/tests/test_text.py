@@ -89,23 +89,24 @@ def test_other_seeds_share_nothing_random(suite):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_bench_from_the_command_line(suite, kind, tmp_path):
+def test_bench_from_the_command_line(suite, tmp_path):
     command = [sys.executable, "-m", "covmerge", "bench", "text", "--quick", "--seeds", "1"]
-    options = ["--kind", kind, "--methods", "ace,average,regmean,emr", "--out", tmp_path / "out"]
+    options = ["--methods", "ace,average,regmean,emr", "--out", tmp_path / "out"]
     ran = subprocess.run(
         [*command, *options, "--cache", suite.cache], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    (group,) = results["groups"]
-    titles = {row["title"] for row in group["rows"]}
-    wanted = {"ace", "ace eps=0.01", "average", "regmean", "emr", "task_arithmetic, tuned"}
-    assert wanted < titles
+    assert [group["kind"] for group in results["groups"]] == ["full", "lora"]
+    for group in results["groups"]:
+        titles = {row["title"] for row in group["rows"]}
+        wanted = {"ace", "ace eps=0.01", "average", "regmean", "emr", "task_arithmetic, tuned"}
+        assert wanted < titles
     assert results["command"] == (
-        f"covmerge bench text --kind {kind} --seeds 1 --methods ace,average,regmean,emr --quick"
+        "covmerge bench text --seeds 1 --methods ace,average,regmean,emr --quick"
     )
+    pictures = [f"{what}-{kind}-2.png" for what in ("accuracy", "tasks") for kind in suite.kinds]
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        *("results.json", "README.md", f"accuracy-{kind}-2.png", f"tasks-{kind}-2.png")
+        *("results.json", "README.md", *pictures)
     }
     assert not list((suite.folder / "work").iterdir())

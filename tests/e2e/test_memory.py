@@ -52,9 +52,12 @@ def merge(base, experts, out, **options):
 @pytest.mark.slow
 def test_peak_follows_the_largest_tensor_not_the_model(tmp_path):
     peaks, expected = {}, {}
+    # Every fifth block: while it is computed, all others could be read.
+    rules = [{"match": "layers.*[05].*", "method": "ace"}]
     for layers in (8, 40):
         base, experts = save_layers(tmp_path, layers, NARROW)
-        report = merge(base, experts, tmp_path / f"out{layers}", method="ace")
+        out = tmp_path / f"out{layers}"
+        report = merge(base, experts, out, method="average", rules=rules)
         peaks[layers] = report["peak_memory"]
         expected[layers] = report["expected_peak_memory"]
         assert peaks[layers] <= expected[layers]
@@ -67,7 +70,7 @@ def test_peak_follows_the_largest_tensor_not_the_model(tmp_path):
 
 @pytest.mark.slow
 def test_max_memory_is_obeyed_or_refused(tmp_path):
-    base, experts = save_layers(tmp_path, 5, WIDE)
+    base, experts = save_layers(tmp_path, 3, WIDE)
     report = merge(base, experts, tmp_path / "free", method="ace")
     assert report["peak_memory"] <= report["expected_peak_memory"]
     allowed = report["expected_peak_memory"] - 32 * 2**20

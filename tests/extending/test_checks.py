@@ -7,6 +7,8 @@ import torch
 
 import covmerge
 from covmerge.testing import Broken, check_method, check_step, checks
+from covmerge.testing.forms import FORMS
+from covmerge.testing.laws import LAWS, SHAPES
 
 pytestmark = pytest.mark.usefixtures("forget")
 
@@ -140,9 +142,18 @@ def test_checks_are_for_parametrize():
         check()
 
 
-@pytest.mark.parametrize("name", covmerge.methods.names())
+# All others pass the same checks one by one, in tests/methods/test_laws.py and test_strange_groups.py:
+# one without declarations, one with a survey and a seed, with data, with W₀, of factors.
+@pytest.mark.parametrize("name", ["average", "dare_ties", "regmean", "free", "knots"])
 def test_ours_pass(name):
     check_method(name)
+
+
+@pytest.mark.parametrize("name", covmerge.methods.names())
+def test_ours_are_checked_as_all_are(name):
+    shapes = [f"{rows}x{columns}" for rows, columns in SHAPES]
+    expected = [f"{law}-{shape}" for law in {**LAWS, **FORMS} for shape in shapes]
+    assert list(checks(name)) == [*expected, *(f"strange_updates-{seed}" for seed in range(20))]
 
 
 @pytest.mark.parametrize("name", covmerge.steps.names())

@@ -138,14 +138,22 @@ def test_a_twin_has_the_parameters_of_its_method():
         assert {n: p.default for n, p in own.items() if n != "group"} == known
 
 
+# Experts and results in one dtype for every method; in two for one of each unit.
 @pytest.mark.parametrize(
-    ("kind", "method"),
+    ("kind", "stored", "method"),
     [
-        *((kind, method) for kind in ("full", "bfloat16") for method in registry.names()),
-        *(("adapters", method.name) for method in registry if method.data == "none"),
+        *(("full", "float32", method) for method in registry.names()),
+        *(("bfloat16", "bfloat16", method) for method in registry.names()),
+        *(("adapters", "float32", method.name) for method in registry if method.data == "none"),
+        *(
+            (kind, stored, method)
+            for kind, stored in (
+                *(("full", "bfloat16"), ("bfloat16", "float32"), ("adapters", "bfloat16")),
+            )
+            for method in ("average", "ties", "ace", "iso_c")
+        ),
     ],
 )
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_every_method(sources, tmp_path, kind, stored, method):
     assert_by_twins(merge(sources, tmp_path / "out", kind, method, out_dtype=stored))
 
