@@ -195,8 +195,11 @@ def test_large_legacy_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("form", ["zip", "before 1.6"])
-@pytest.mark.parametrize("step", [b"]", b"}"], ids=["lists", "dicts"])
+@pytest.mark.parametrize(
+    ("form", "step"),
+    [("zip", b"]"), ("before 1.6", b"}")],
+    ids=["zip of lists", "dicts before 1.6"],
+)
 def test_a_pickle_of_millions_of_objects_is_refused_before_any_is_made(
     tmp_path: Path, form: str, step: bytes
 ) -> None:

@@ -44,6 +44,7 @@ def base_of(folder):
 
 
 @pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize("saved_family", ["llama", "gpt2"], indirect=True)
 def test_peft_loads_it_and_it_is_the_full_merge(family, method):  # noqa: F811
     out = family / "adapter-out"
     summary = merge_adapters(family, out, method=method)
