@@ -1,4 +1,4 @@
-"""`auto` with what the base's layers see: used from disk as in memory, and refused where it does not fit."""
+"""`auto` with what the base's layers see: from disk as in memory, and refused where it does not fit."""
 
 import json
 

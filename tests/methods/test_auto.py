@@ -1,0 +1,142 @@
+"""What `auto` promises beyond the laws of all methods, and what the base's inputs do to it."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import covmerge
+from covmerge import LowRank
+from covmerge.methods import registry
+from covmerge.methods.factored import merge_factors
+from covmerge.testing.groups import random_rotation, random_updates
+from covmerge.twins import TWINS
+from covmerge.types import LinearGroup
+
+AUTO = registry.get("auto")
+SHAPES = [(24, 40), (40, 24), (32, 32)]
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def inputs(d_in, rank=None, seed=0, dtype=torch.float64):
+    """E[z zᵀ] of inputs a few directions of which outweigh all others."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(d_in, rank or 4 * d_in, generator=generator, dtype=dtype)
+    z *= (0.8 ** torch.arange(d_in, dtype=dtype))[:, None]
+    return (
+        random_rotation(d_in, seed).to(dtype)
+        @ (z @ z.mT)
+        @ random_rotation(d_in, seed).mT.to(dtype)
+    )
+
+
+def group_of(updates, c0=None, weights=None):
+    return LinearGroup(tuple(updates), tuple(weights or [1.0] * len(updates)), inputs=c0)
+
+
+def merged(updates, c0=None, weights=None):
+    return AUTO(group_of(updates, c0, weights)).delta
+
+
+@given(
+    shape=st.sampled_from(SHAPES),
+    rank=st.sampled_from([None, 5]),
+    count=st.integers(1, 5),
+    spread=st.sampled_from([1.0, 30.0]),
+    low=st.booleans(),
+    weighted=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_kernel_and_twin_agree_on_the_inputs(shape, rank, count, spread, low, weighted, seed):
+    updates = random_updates(*shape, count, 3 if low else min(shape), spread, seed=seed)
+    weights = [1.0 + t for t in range(count)] if weighted else None
+    group = group_of(updates, inputs(shape[1], rank, seed), weights)
+    assert relative(AUTO(group).delta, TWINS["auto"](group)) < 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_factors_and_product_agree_on_the_inputs(shape):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    factors = [LowRank(draw(shape[0], rank), draw(rank, shape[1])) for rank in (2, 4, 3)]
+    c0 = inputs(shape[1])
+    found = merge_factors(AUTO, factors, [1.0] * 3, {}, inputs=c0).delta.dense()
+    assert relative(found, merged([f.dense() for f in factors], c0)) < 1e-7
+
+
+def test_one_expert_and_copies_of_it_come_back():
+    (update,) = random_updates(24, 40, 1, 24, 1.0, seed=3)
+    for c0 in (None, inputs(40), inputs(40, rank=6)):
+        for count in (1, 2, 5):
+            assert relative(merged([update] * count, c0), update) < 1e-8
+
+
+@pytest.mark.parametrize("c0", [None, inputs(40)], ids=["I", "C0"])
+def test_an_update_that_vanishes_vanishes_without_a_jump(c0):
+    one, two, three = random_updates(24, 40, 3, 24, 1.0, seed=4)
+    without = merged([one, two], c0)
+    apart = [
+        relative(merged([one, two, 10.0**-power * three], c0), without) for power in range(1, 7)
+    ]
+    assert all(later < earlier for earlier, later in pairwise(apart))
+    assert apart[-1] < 1e-3
+    alone = [relative(merged([one, 10.0**-power * three], c0), one) for power in range(1, 7)]
+    assert alone[-1] < 1e-3 and max(alone[2:]) < 0.1
+
+
+@pytest.mark.parametrize("c0", [None, inputs(40)], ids=["I", "C0"])
+def test_a_small_change_of_an_update_changes_little(c0):
+    updates = random_updates(24, 40, 3, 4, 3.0, seed=5)
+    noise = torch.randn(24, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = merged(updates, c0)
+    for power in (2, 3, 4, 5):
+        moved = [updates[0] + 10.0**-power * updates[0].norm() * noise / noise.norm(), *updates[1:]]
+        assert relative(merged(moved, c0), whole) < 20 * 10.0 ** -(power**0.5)
+
+
+def test_inputs_have_no_scale_and_turn_with_the_layer():
+    updates, c0 = random_updates(24, 40, 3, 24, 3.0, seed=6), inputs(40)
+    expected = merged(updates, c0)
+    assert relative(merged(updates, 1e6 * c0), expected) < 1e-9
+    left, right = random_rotation(24, 1), random_rotation(40, 2)
+    turned = merged([left @ u @ right.T for u in updates], right @ c0 @ right.T)
+    assert relative(turned, left @ expected @ right.T) < 1e-7
+
+
+def test_inputs_that_never_came_say_nothing():
+    updates = random_updates(24, 40, 3, 24, 3.0, seed=7)
+    assert torch.equal(merged(updates, torch.zeros(40, 40, dtype=torch.float64)), merged(updates))
+
+
+def test_white_inputs_are_as_none():
+    updates = random_updates(24, 40, 3, 24, 3.0, seed=8)
+    assert relative(merged(updates, 7 * torch.eye(40, dtype=torch.float64)), merged(updates)) < 1e-9
+
+
+def test_what_it_noticed():
+    full = random_updates(24, 40, 4, 24, 1.0, seed=9)
+    low = random_updates(24, 40, 4, 1, 1.0, seed=9)
+    whole, few = (AUTO(group_of(updates)).noticed for updates in (full, low))
+    assert 3.5 < whole.experts <= 4.0 and 3.5 < few.experts <= 4.0
+    assert whole.in_use > 0.8 and few.in_use < 0.2
+    assert whole.exponent < 0.6 and few.exponent > 0.65
+    assert not whole.base_inputs
+    assert AUTO(group_of(full, inputs(40))).noticed.base_inputs
+
+
+def test_experts_of_one_sum_of_zero():
+    update = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    assert covmerge.merge_layer([update, -update], "auto").norm() < 1e-5 * update.norm()
+
+
+def test_it_does_not_modify_the_inputs():
+    updates, c0 = random_updates(24, 40, 3, 24, 3.0, seed=10), inputs(40)
+    kept = c0.clone()
+    AUTO(replace(group_of(updates), inputs=c0))
+    assert torch.equal(c0, kept)
