@@ -124,6 +124,49 @@ def test_from_its_chat_template(expert, start, begins):
     assert found.shape[1] == len(begins) + 3
 
 
+def test_a_question_is_answered_where_it_ends(expert):
+    """The template's `w2 w3` stands between the two, in place of the token that ended the question."""
+    with_template(expert)
+    found = batches(expert, Generated("user", 4, temperature=9.0), max_examples=120, batch_size=40)
+    answered = 0
+    for batch in found:
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            text = ids[mask.bool()].tolist()
+            assert mask.tolist() == sorted(mask.tolist(), reverse=True)  # padded behind
+            assert text[0] == 4 and END not in text[:-1]
+            if len(text) == 5 and END not in text and [5, 6] not in (text[2:4], text[3:5]):
+                continue  # it was still asking
+            # A question of at most three tokens, and an answer of at most four that ends.
+            replies = [n for n in range(1, 5) if text[n : n + 2] == [5, 6]]
+            lengths = [len(text) - n - 2 for n in replies]
+            assert any(length == 4 or text[-1] == END for length in lengths)
+            answered += 1
+    assert answered  # of some of them the answer is tested
+
+
+def test_an_answer_is_what_the_model_goes_on_with(expert, tmp_path):
+    """Its questions and answers are what it writes after the same beginnings."""
+    with_template(expert)
+    written = []
+    whole = load_model(open_checkpoint(expert), "cpu", head=True)
+
+    def generate(ids, attention_mask, max_new_tokens):
+        written.append((ids.tolist(), attention_mask.tolist(), max_new_tokens))
+        added = [[7, 2, 2], [8, 9, 9]] if len(written) == 1 else [[11, 2, 2]]
+        return torch.cat([ids, torch.tensor(added)], 1)
+
+    whole.whole.generate = generate
+    how = Reading(max_examples=2)
+    (batch,) = whole.batches(Generated("user", tokens=3), how)[0]
+    assert written == [([[4], [4]], [[1], [1]], 3), ([[4, 7, 5, 6]], [[1, 1, 1, 1]], 3)]
+    assert batch["input_ids"].tolist() == [[4, 7, 5, 6, 11, 2], [4, 8, 9, 9, 2, 2]]
+    assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]]
+    written.clear()
+    (batch,) = whole.batches(Generated("user", tokens=3), Reading(max_examples=2, max_length=4))[0]
+    assert len(written) == 1  # an answer has no room
+    assert batch["input_ids"].tolist() == [[4, 7, 2, 2], [4, 8, 9, 9]]
+
+
 def test_regmean_without_data(tmp_path):
     base, paths = save_family(build("llama"), tmp_path)
     statistics = {}
@@ -140,7 +183,7 @@ def test_regmean_without_data(tmp_path):
 def test_what_cannot_write(expert, tmp_path):
     encoder = save(classifier(), tmp_path / "encoder")
     with pytest.raises(InputError, match="BertForSequenceClassification, no language model"):
-        collect(encoder, Generated(), tmp_path / OUT)
+        collect(encoder, Generated("chat"), tmp_path / OUT)
     with pytest.raises(InputError, match=r"no chat template that works .* pass --start bos"):
         collect(expert, Generated("chat"), tmp_path / OUT)
     with pytest.raises(InputError, match=r"template .* leaves out what the user says"):
@@ -185,5 +228,10 @@ def test_from_the_command_line(expert, tmp_path):
         (expert, "a.txt", OUT, "--start=chat"): "--start belongs to --inputs generated",
         (expert, OUT, "--inputs=generated", "--labels=data"): "has no labels",
         (expert, OUT, "--inputs=generated", "--start=end"): "cannot start from 'end'",
+        (expert, OUT, "--inputs=generated", "--text-column=a"): "--text-column is for a file",
+        (expert, OUT, "--inputs=generated", "--pair-column=a"): "--pair-column is for a file",
+        (expert, OUT, "--inputs=generated", "--label-column=a"): "--label-column is for a file",
+        (expert, OUT, "--inputs=generated", "--other=m"): "--other needs --base",
+        (expert, "a.txt", OUT, "--other=m"): "--other belongs to --inputs generated",
     }.items():
         assert says in " ".join(run("collect", *given, code=2).stderr.split())

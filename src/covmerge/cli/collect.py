@@ -47,7 +47,8 @@ def collect(
         typer.Option(
             metavar="data|generated",
             rich_help_panel=_OWN,
-            help="generated: text that the expert, a language model, writes itself; DATA is left out.",
+            help="generated: what a language model writes itself, or what is drawn for an encoder; "
+            "DATA is left out.",
         ),
     ] = "data",
     start: Annotated[
@@ -55,8 +56,8 @@ def collect(
         typer.Option(
             metavar="bos|chat|user",
             rich_help_panel=_OWN,
-            help="What it goes on from: the beginning of a text (the default), its chat template where "
-            "it answers an empty question, or where the user would ask.",
+            help="What a language model goes on from: the beginning of a text (the default), its chat "
+            "template where it answers an empty question, or where the user would ask.",
         ),
     ] = None,
     tokens: Annotated[
@@ -68,6 +69,15 @@ def collect(
     temperature: Annotated[
         float | None,
         typer.Option(metavar="T", rich_help_panel=_OWN, help="Of the sampling; else 1."),
+    ] = None,
+    other: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            rich_help_panel=_OWN,
+            help="Another expert of the merge, once for each, with --base: how strongly EXPERT reacts is "
+            "held against these.",
+        ),
     ] = None,
     kind: Annotated[
         list[str] | None,
@@ -93,7 +103,7 @@ def collect(
         typer.Option(
             metavar="N",
             rich_help_panel=_WHAT,
-            help="Of labels that are drawn, and of text that is written; else 0.",
+            help="Of labels and inputs that are drawn or written; else 0.",
         ),
     ] = None,
     max_length: Annotated[
@@ -112,14 +122,19 @@ def collect(
         ),
     ] = None,
     text_column: Annotated[
-        str, typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Column of the text.")
-    ] = "text",
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Column of the text; else text."),
+    ] = None,
     pair_column: Annotated[
-        str, typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Of a second text, if any.")
-    ] = "text_pair",
+        str | None,
+        typer.Option(
+            metavar="NAME", rich_help_panel=_HOW, help="Of a second text; else text_pair."
+        ),
+    ] = None,
     label_column: Annotated[
-        str, typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Of the label, if any.")
-    ] = "label",
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_HOW, help="Of the label; else label."),
+    ] = None,
     protocol: Annotated[
         str,
         typer.Option(
@@ -130,7 +145,12 @@ def collect(
     ] = "inputs",
     base: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE", rich_help_panel=_ALL, help="Base of the experts."),
+        typer.Option(
+            metavar="SOURCE",
+            rich_help_panel=_ALL,
+            help="Base of the experts. With --inputs generated: an input weighs by how strongly EXPERT "
+            "reacts to it; drawn ones give the mean without.",
+        ),
     ] = None,
     named_expert: Annotated[
         list[str] | None,
@@ -178,6 +198,7 @@ def collect(
     covmerge collect ./code code.jsonl code.covstats.safetensors
 
     covmerge collect ./code code.covstats.safetensors --inputs generated
+    --base B --other ./math
 
     covmerge collect --protocol regmean++ --base B --expert code=./code
     --data code=code.jsonl ... --out DIR
@@ -196,14 +217,13 @@ def collect(
         "batch_size": batch_size,
         "max_length": max_length,
         "tokenizer": tokenizer,
-        "text_column": text_column,
-        "pair_column": pair_column,
-        "label_column": label_column,
     }
+    columns = {"text_column": text_column, "pair_column": pair_column, "label_column": label_column}
+    how |= {name: value for name, value in columns.items() if value is not None}
     if protocol == "inputs":
-        _refuse("regmean++", base, named_expert, named_data, folder)
+        _refuse("regmean++", base if inputs == "data" else None, named_expert, named_data, folder)
         options = {"start": start, "tokens": tokens, "temperature": temperature, "seed": seed}
-        examples, target = _examples(inputs, data, out, labels, options)
+        examples, target = _examples(inputs, data, out, options, other)
         if expert is None or target is None:
             raise InputError(_USAGE[inputs])
         done = [
@@ -214,11 +234,13 @@ def collect(
                 kinds=kind or ("gram",),
                 labels="model" if labels is None else labels,
                 seed=0 if seed is None else seed,
+                base=base,
+                others=other or (),
                 **how,
             )
         ]
     elif protocol == "regmean++":
-        _refuse("inputs", expert, data, out, kind, labels, seed, start, tokens, temperature)
+        _refuse("inputs", expert, data, out, kind, labels, seed, start, tokens, temperature, other)
         if inputs != "data":
             raise InputError(
                 "--inputs generated belongs to --protocol inputs: leave out one of them"
@@ -248,8 +270,8 @@ def _examples(
     inputs: str,
     data: Path | None,
     out: Path | None,
-    labels: str | None,
     options: Mapping[str, Any],
+    others: Sequence[str] | None,
 ) -> tuple[Path | Generated, Path | None]:
     """What the expert sees, and the file to write: the second place, where there is no data."""
     from covmerge.statistics import Generated
@@ -258,7 +280,7 @@ def _examples(
         raise InputError(f"--inputs is '{inputs}': pass data or generated")
     given = {name: value for name, value in options.items() if value is not None}
     if inputs == "data":
-        own = [name for name in given if name != "seed"]
+        own = [*(name for name in given if name != "seed"), *(["other"] if others else [])]
         if own:
             raise InputError(
                 f"--{own[0]} belongs to --inputs generated: leave it out, or pass that"
@@ -268,8 +290,6 @@ def _examples(
         return data, out
     if out is not None:
         raise InputError(f"--inputs generated needs no {data}: leave it out")
-    if labels == "data":
-        raise InputError("text that the model writes has no labels: pass --labels model")
     return Generated(**given), data
 
 
@@ -277,8 +297,8 @@ def _refuse(protocol: str, *given: object) -> None:
     """Refuse arguments of the other protocol, rather than pass over them."""
     if any(value is not None and value != [] for value in given):
         words = {
-            "inputs": "EXPERT, DATA, OUT, --kind, --labels, --seed, --start, --tokens and --temperature "
-            "belong to --protocol inputs",
+            "inputs": "EXPERT, DATA, OUT, --other, --kind, --labels, --seed, --start, --tokens and "
+            "--temperature belong to --protocol inputs",
             "regmean++": "--base, --expert, --data and --out belong to --protocol regmean++",
         }
         raise InputError(f"{words[protocol]}: leave them out, or pass --protocol {protocol}")

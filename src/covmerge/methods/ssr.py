@@ -113,8 +113,8 @@ def ssr(
     is left, its update is returned as it is.
 
     The published inputs are what each expert itself generates: its first denoising step from one prompt.
-    `covmerge collect` measures inputs that are given, or what a language model writes (`--inputs
-    generated`). It runs whole models: fold an adapter first, whose A_t is then found by the decomposition.
+    `covmerge collect` measures inputs that are given, or made for the model (`--inputs generated`). It runs
+    whole models: fold an adapter first, whose A_t is then found by the decomposition.
     Inputs that no data has seen are routed too, by what A makes of them.
 
     Args:

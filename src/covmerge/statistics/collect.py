@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast, get_args
@@ -12,7 +12,7 @@ from typing import Protocol, cast, get_args
 import torch
 from typing_extensions import Unpack
 
-from covmerge.checkpoints import open_checkpoint
+from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.errors import InputError, did_you_mean
 from covmerge.statistics.examples import Batch, Examples, Reading, ReadingOptions, size_of
 from covmerge.statistics.file import Kind
@@ -20,9 +20,15 @@ from covmerge.statistics.fisher import FisherCollector, Labels
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import RunningModel, load_model
+from covmerge.statistics.reactions import Reactions
 from covmerge.statistics.write import Contents, Statistic, check_output, write_statistics
 from covmerge.stores.address import local_path
 from covmerge.text import some
+
+_SHARED = (
+    "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To merge "
+    "by them, name --base and each --other expert",
+)
 
 
 class Progress(Protocol):
@@ -74,6 +80,8 @@ def collect(
     kinds: Sequence[str] = ("gram",),
     labels: str = "model",
     seed: int = 0,
+    base: str | Path | None = None,
+    others: Sequence[str | Path] = (),
     device: str | torch.device = "cpu",
     progress: Progress | None = None,
     overwrite: bool = False,
@@ -87,12 +95,19 @@ def collect(
     Args:
         expert: folder of the model, or a repository of the Hub.
         examples: a file of texts (`.txt`, `.jsonl`, `.json`, `.csv`), or batches of tensors as the
-            model takes them; `labels` in them are kept from the model. Or `Generated`: text that the
-            expert, a language model, writes itself, so that nobody's data is needed.
+            model takes them; `labels` in them are kept from the model. Or `Generated`: what the expert,
+            a language model, writes itself, or what is drawn for another, so that nobody's data is
+            needed.
         out: the file to write, `*.covstats.safetensors`.
         kinds: `gram`, `fisher`, or both.
         labels: whose labels the Fisher information is of: `model` or `data`.
         seed: of the labels drawn from the model.
+        base: of the expert: inputs that are generated then count by how strongly the expert reacts to
+            them, see `Reactions`. Drawn inputs are the same for all experts: without this their files
+            give the mean, but for what each expert makes of the inputs on the way, and can only be a
+            prior or a metric.
+        others: the experts that it is to be merged with, without itself: its reaction is then held
+            against the mean of theirs. They are read layer by layer.
         device: where the model runs.
         progress: called for every batch.
         overwrite: replace a statistics file.
@@ -114,19 +129,30 @@ def collect(
     out = local_path(out).expanduser()
     chosen = _checked_kinds(kinds)
     source = _checked_labels(labels)
+    generated = isinstance(examples, Generated)
+    if generated:
+        _check_generated(source, reading)
+    _check_base(base, others, chosen, generated=generated)
     check_output(out, overwrite=overwrite)
     how = Reading(**reading)
-    with closing(open_checkpoint(expert)) as checkpoint:
-        writes = isinstance(examples, Generated)
-        model = load_model(checkpoint, device, head=writes or "fisher" in chosen)
-        grams = GramCollector(model.layers()) if "gram" in chosen else None
+    with ExitStack() as opened:
+
+        def opening(source: str | Path) -> Checkpoint:
+            return opened.enter_context(closing(open_checkpoint(source)))
+
+        model = load_model(opening(expert), device, head="fisher" in chosen, writing=generated)
+        reactions = base and Reactions(model, opening(base), [opening(other) for other in others])
+        grams = GramCollector(model.layers(), reactions or None) if "gram" in chosen else None
         fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
         batches, total = model.batches(examples, how, labels=source == "data")
         with reported(progress, total) as advance:
             seen = _run(model, batches, advance, grams, fisher)
         found = _contents(model, seen, grams, fisher)
         if isinstance(examples, Generated):
-            found = replace(found, generated={**examples.as_json(), "batch_size": how.batch_size})
+            made = examples.made_for(model.whole, model.checkpoint.source)
+            recorded = {**made.as_json(how), **(reactions.as_json() if reactions else {})}
+            notes = reactions.notes() if reactions else _SHARED if made.shared else ()
+            found = replace(found, generated=recorded, notes=[*found.notes, *notes])
         write_statistics({out: found}, overwrite=overwrite)
     return collected(out, found, time.perf_counter() - start)
 
@@ -179,6 +205,32 @@ def _checked_labels(labels: str) -> Labels:
     if labels not in get_args(Labels):
         raise InputError(f"labels are those of the model or of the data, not of '{labels}'")
     return cast("Labels", labels)
+
+
+def _check_generated(labels: Labels, reading: ReadingOptions) -> None:
+    """Refuse what belongs to examples of a file, rather than pass over it."""
+    for name in ("text_column", "pair_column", "label_column"):
+        if name in reading:
+            raise InputError(
+                f"--{name.replace('_', '-')} is for a file of examples, and --inputs generated reads none: "
+                "leave it out"
+            )
+    if labels == "data":
+        raise InputError("what is generated has no labels: pass --labels model")
+
+
+def _check_base(
+    base: str | Path | None, others: Sequence[str | Path], kinds: Sequence[Kind], *, generated: bool
+) -> None:
+    if others and base is None:
+        raise InputError("--other needs --base, which reactions are measured from: name it")
+    if base is not None and not generated:
+        raise InputError("--base is for --inputs generated: leave it out, or pass that")
+    if base is not None and "gram" not in kinds:
+        raise InputError(
+            "--base weighs the inputs of Gram matrices, and none is asked for: leave it out, or pass "
+            "--kind gram"
+        )
 
 
 def _run(

@@ -23,6 +23,7 @@ from covmerge.stores.regular_file import open_regular
 Batch = Mapping[str, Tensor]
 Examples = str | Path | Iterable[Batch]
 
+MADE = 256  # examples, where they are made and nobody says how many
 LABELS = "labels"  # key of a batch that holds what the model was trained to say
 
 
@@ -43,7 +44,7 @@ class Reading:
     """How examples become batches.
 
     Attributes:
-        max_examples: most examples to take; None: all.
+        max_examples: most examples to take; None: all, of those that are made 256.
         batch_size: texts a batch.
         max_length: tokens that a text is cut to; None: what the model takes.
         tokenizer: folder of the tokenizer; None: the model's.
@@ -66,6 +67,11 @@ class Reading:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}: pass a positive number")
+
+    @property
+    def wanted(self) -> int:
+        """How many examples to make, where they are made."""
+        return self.max_examples or MADE
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,30 @@ from covmerge.statistics.write import Statistic
 from covmerge.text import some
 
 
+class Weights(Protocol):
+    """How much each input of a layer counts."""
+
+    @property
+    def relative(self) -> bool:
+        """Whether the weights are relative to something; else they are brought to mean 1."""
+        ...
+
+    def of(self, layer: Layer, inputs: Tensor) -> Tensor:
+        """Return the weights `(rows,)` of inputs `(rows, d_in)`."""
+        ...
+
+
 class GramCollector:
     """Watches layers and keeps one float64 sum per distinct input.
 
     Layers whose first inputs are one and the same tensor (q, k and v; gate and up) share a sum, and
     are held to it from then on. Inputs at padding positions do not count, where the mask tells them:
-    for inputs `(batch, sequence, d_in)` and `(batch · sequence, d_in)`.
+    for inputs `(batch, sequence, d_in)` and `(batch · sequence, d_in)`. Where inputs have weights, which
+    each layer has of its own, every layer has a sum of its own.
 
     Args:
         layers: what to watch.
+        weights: of the inputs; None: all count alike.
 
     Example:
         >>> layer = nn.Linear(2, 3)
@@ -36,8 +51,9 @@ class GramCollector:
         [[1.0, 1.0], [1.0, 2.0]]
     """
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[Layer], weights: Weights | None = None) -> None:
         self._layers = layers
+        self._weights = weights
         self._sums: dict[str, _Sum] = {}
         self._calls: dict[str, int] = {}
         self._of_input: dict[int, _Sum] = {}
@@ -63,7 +79,7 @@ class GramCollector:
         total = self._sums.get(name)
         if total is None or not total.rows:
             return None
-        return Statistic((name,), total.value, total.rows)
+        return self._statistic((name,), total)
 
     def statistics(self) -> list[Statistic]:
         """Return all statistics, in the order of the layers; those with the same input are one.
@@ -80,8 +96,7 @@ class GramCollector:
                     raise _diverged(layer.name, leader)
         found: list[Statistic] = []
         for leader, names in groups.items():
-            total = self._sums[leader]
-            found.append(Statistic(tuple(names), total.value, total.rows))
+            found.append(self._statistic(tuple(names), self._sums[leader]))
         return found
 
     def notes(self) -> list[str]:
@@ -100,6 +115,10 @@ class GramCollector:
             )
         return notes
 
+    def _statistic(self, names: tuple[str, ...], total: _Sum) -> Statistic:
+        to_mean_one = self._weights is not None and not self._weights.relative and total.weight > 0
+        return Statistic(names, total.value, total.rows, total.weight if to_mean_one else None)
+
     def _rows(self, layer: Layer) -> int:
         return self._sums[layer.name].rows if layer.name in self._sums else 0
 
@@ -113,19 +132,23 @@ class GramCollector:
                     f"'{layer.name}' takes inputs of {layer.d_in} dimensions, and its "
                     f"{type(module).__name__} was called with {shape}: covmerge does not know it"
                 )
-            self._add(layer.name, inputs)
+            self._add(layer, inputs)
 
         return see
 
-    def _add(self, name: str, inputs: Tensor) -> None:
+    def _add(self, layer: Layer, inputs: Tensor) -> None:
+        name = layer.name
         if name not in self._sums:
             first = self._of_input.get(id(inputs))
-            shared = first is not None and first.calls == 1 and first.saw(inputs)
+            alike = self._weights is None
+            shared = alike and first is not None and first.calls == 1 and first.saw(inputs)
             self._sums[name] = first if first is not None and shared else _Sum(name, inputs)
         current = self._sums[name]
         self._calls[name] = self._calls.get(name, 0) + 1
         if current.leader == name:
-            current.add(inputs, self._rows_that_count(name, inputs))
+            rows = self._rows_that_count(name, inputs)
+            weights = None if self._weights is None else self._weights.of(layer, rows)
+            current.add(inputs, rows, weights)
             self._of_input[id(inputs)] = current
         elif not current.saw(inputs):
             raise _diverged(name, current.leader)
@@ -143,19 +166,24 @@ class GramCollector:
 
 
 class _Sum:
-    """Σ z zᵀ of one input, and the layer that is first called with it."""
+    """Σ w z zᵀ of one input, and the layer that is first called with it."""
 
     def __init__(self, leader: str, inputs: Tensor) -> None:
         d_in = inputs.shape[-1]
         self.leader = leader
         self.value = torch.zeros(d_in, d_in, dtype=torch.float64, device=inputs.device)
         self.rows = 0
+        self.weight = 0.0
         self.calls = 0
         self._latest = weakref.ref(inputs)
         self._version = inputs._version
 
-    def add(self, inputs: Tensor, rows: Tensor) -> None:
-        self.value += rows.mT @ rows
+    def add(self, inputs: Tensor, rows: Tensor, weights: Tensor | None) -> None:
+        if weights is None:
+            self.value += rows.mT @ rows
+        else:
+            self.value += (rows.mT * weights) @ rows
+            self.weight += float(weights.double().sum())
         self.rows += len(rows)
         self.calls += 1
         self._latest, self._version = weakref.ref(inputs), inputs._version

@@ -28,7 +28,8 @@ from covmerge.statistics.examples import (
     read_texts,
     tokenized,
 )
-from covmerge.statistics.generated import TEXTS, Generated, write_texts
+from covmerge.statistics.generated import Generated
+from covmerge.statistics.written import writes
 from covmerge.stores.address import local_path
 from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton
 from covmerge.types import Role
@@ -131,9 +132,8 @@ class RunningModel:
     ) -> tuple[Iterator[Batch], int | None]:
         """Return batches on the CPU, and how many examples they hold where that is known."""
         if isinstance(examples, Generated):
-            tokenizer, source = self._tokenizer(reading), self.checkpoint.source
-            texts = write_texts(self.whole, tokenizer, source, examples, reading)
-            return texts, reading.max_examples or TEXTS
+            made = examples.made_for(self.whole, self.checkpoint.source)
+            return made.batches(self, reading), reading.wanted
         if not isinstance(examples, str | Path):
             return checked(examples, reading.max_examples), None
         path = local_path(examples).expanduser()
@@ -148,7 +148,7 @@ class RunningModel:
     def _tokenized(
         self, path: Path, texts: list[Text], reading: Reading, labels: bool
     ) -> Iterator[Batch]:
-        tokenizer = self._tokenizer(reading)
+        tokenizer = self.tokenizer(reading)
         tokenizer.padding_side = "right"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # masked, so any token will do
@@ -162,7 +162,12 @@ class RunningModel:
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
 
-    def _tokenizer(self, reading: Reading) -> Any:
+    def tokenizer(self, reading: Reading) -> Any:
+        """Return the tokenizer that is asked for, or the model's own.
+
+        Raises:
+            InputError: there is none that transformers can load.
+        """
         transformers = _transformers()
         folder = Path(reading.tokenizer or self.checkpoint.folder or "")
         try:
@@ -201,13 +206,16 @@ class RunningModel:
         return self.checkpoint.headers[name].shape
 
 
-def load_model(checkpoint: Checkpoint, device: str | torch.device, *, head: bool) -> RunningModel:
+def load_model(
+    checkpoint: Checkpoint, device: str | torch.device, *, head: bool, writing: bool = False
+) -> RunningModel:
     """Load an expert with the class that its config names.
 
     Args:
         checkpoint: a folder, or a repository of the Hub.
         device: where it shall run.
         head: whether its head must be there too.
+        writing: whether that of a language model must, because it is to write.
 
     Raises:
         InputError: transformers is missing, the model is of no class of it, its weights are
@@ -230,6 +238,7 @@ def load_model(checkpoint: Checkpoint, device: str | torch.device, *, head: bool
         raise InputError(f"{source} cannot be run: {reason}") from reason
     except Exception as error:  # a stranger's config can make it fail in any way
         raise InputError(f"{source} cannot be loaded: {_in_short(error)}") from error
+    head = head or (writing and writes(model))
     backbone = getattr(model, skeleton.prefix or "", model)
     missing = sorted(name for name in missing if head or name not in skeleton.outside)
     pooler = getattr(backbone, "pooler", None)

@@ -154,7 +154,7 @@ class _Candidate:
         self.examples = sum(map(size_of, self.batches))
         self.path, self.blocks, self.notes = _blocks(model)
         self.parameters = _by_path(model)
-        self.layers = {_relative(model, layer.name): layer for layer in model.layers()}
+        self.layers = {model.skeleton.path(layer.name): layer for layer in model.layers()}
         self.grams = GramCollector(list(self.layers.values()))
         self._outputs: list[Any] = [None] * len(self.batches)
 
@@ -311,15 +311,8 @@ def _blocks(model: RunningModel) -> tuple[str, list[Any], list[str]]:
     return path, outer[path], [f"{some(others, 1, quoted=True)}: {note}"] if others else []
 
 
-def _relative(model: RunningModel, name: str) -> str:
-    """The path of a stored tensor in the backbone, the same under any head."""
-    parameter = model.skeleton.places[name].parameter
-    below = model.backbone is not model.whole
-    return parameter.removeprefix(f"{model.skeleton.prefix}.") if below else parameter
-
-
 def _by_path(model: RunningModel) -> dict[str, nn.Parameter]:
-    return {_relative(model, name): value for name, value in model.parameters().items()}
+    return {model.skeleton.path(name): value for name, value in model.parameters().items()}
 
 
 def _shared(

@@ -43,16 +43,18 @@ class Statistic:
         names: the tensors that it belongs to, more than one where layers have the same input.
         total: the sum over all rows, of any floating dtype, on any device.
         rows: layer inputs, or examples, that it is the sum of.
+        weight: of all rows together; None: each counts 1.
     """
 
     names: tuple[str, ...]
     total: Tensor
     rows: int
+    weight: float | None = None
 
     @property
     def mean(self) -> Tensor:
         """The statistic: formed when asked for, because the sums fill the memory as they are."""
-        return self.total / self.rows
+        return self.total / (self.rows if self.weight is None else self.weight)
 
 
 @dataclass(frozen=True)

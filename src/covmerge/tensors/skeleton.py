@@ -71,6 +71,10 @@ class Skeleton:
     outside: frozenset[str]
     notes: tuple[str, ...]
 
+    def path(self, name: str) -> str:
+        """Return the path of a stored tensor in the backbone, the same under any head."""
+        return self.places[name].parameter.removeprefix(f"{self.prefix}.")
+
 
 def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Skeleton:
     """Build the model of a config.json without memory, and find the stored tensors in it.

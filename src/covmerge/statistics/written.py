@@ -1,0 +1,206 @@
+"""Text that a language model writes itself, as the examples that its layers are watched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from covmerge.errors import InputError, did_you_mean
+from covmerge.statistics.examples import Batch, Reading, longest_text
+
+if TYPE_CHECKING:
+    from covmerge.statistics.model import RunningModel
+
+Start = Literal["bos", "chat", "user"]
+
+_random: Any = torch.random  # its annotations are partial
+
+_SAID = "What the user says stands here."
+
+
+def writes(model: Any) -> bool:
+    """Whether a model of transformers writes one text: with an encoder beside it, it reads another."""
+    return model.can_generate() and not getattr(model.config, "is_encoder_decoder", False)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Text that a language model writes, from its start to its end.
+
+    Attributes:
+        start: what it goes on from: `bos`, the token that texts begin with; `chat`, its chat template
+            with nothing said by the user, so that it answers; `user`, the template as far as what the
+            user says, so that it asks, and where its question ends, answers.
+        tokens: most that it adds to that, and `user` once more for an answer; a text is over earlier
+            where the model ends it.
+        temperature: of the sampling, from the whole vocabulary.
+        seed: of the sampling, which also depends on the size of the batches.
+        shared: whether all experts are shown the same: each writes its own.
+
+    Raises:
+        InputError: there is no such start, or a number is out of range.
+    """
+
+    shared: ClassVar[bool] = False
+
+    start: Start = "bos"
+    tokens: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.start not in get_args(Start):
+            raise InputError(
+                f"a model cannot start from '{self.start}'."
+                + did_you_mean(self.start, get_args(Start))
+            )
+        if self.tokens < 1:
+            raise InputError(f"tokens is {self.tokens}: pass a positive number")
+        if not 0.0 < self.temperature < float("inf"):
+            raise InputError(f"temperature is {self.temperature}: pass a positive number")
+
+    def as_json(self, reading: Reading) -> dict[str, str | int | float]:
+        """What a statistics file says of it."""
+        return {**asdict(self), "batch_size": reading.batch_size}
+
+    def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
+        """Yield batches of texts.
+
+        Raises:
+            InputError: there is nothing to start from, or no room to write.
+        """
+        from transformers import GenerationConfig
+
+        whole, source, tokenizer = model.whole, model.checkpoint.source, model.tokenizer(reading)
+        start = _start(tokenizer, source, self.start)
+        limit = reading.max_length or longest_text(tokenizer, whole.config)
+        room = self.tokens if limit is None else min(self.tokens, limit - len(start))
+        if room < 1:
+            raise InputError(
+                f"{source}: the start '{self.start}' has {len(start)} tokens and a text at most {limit}: "
+                "pass another --start, or a larger --max-length"
+            )
+        reply = _reply(tokenizer, source) if self.start == "user" else None
+        ends = _ends(whole, tokenizer)
+        pad = ends[0] if ends else 0  # masked, so any token will do
+        # What a checkpoint asks for beside (penalties, words that may not be written) has no part in it.
+        whole.generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=self.temperature,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=ends or None,
+            pad_token_id=pad,
+            use_cache=True,
+        )
+        for number, first in enumerate(range(0, reading.wanted, reading.batch_size)):
+            size = min(reading.batch_size, reading.wanted - first)
+            with _random.fork_rng([whole.device] if whole.device.type == "cuda" else []):
+                _random.manual_seed(self.seed + number)
+                texts = _written(whole, [start] * size, room)
+                if reply is not None:
+                    texts = self._answered(whole, texts, reply, limit)
+            ids, mask = _padded(texts, pad)
+            yield {"input_ids": ids, "attention_mask": mask}
+
+    def _answered(
+        self, model: Any, texts: list[list[int]], reply: list[int], limit: int | None
+    ) -> list[list[int]]:
+        """Let the model answer the questions that it brought to an end, where there is room."""
+        ends: list[int] = model.generation_config.eos_token_id or []
+        questions = [text[:-1] + reply if text[-1] in ends else [] for text in texts]
+        longest = max(map(len, questions))
+        room = self.tokens if limit is None else min(self.tokens, limit - longest)
+        if not longest or room < 1:
+            return texts
+        answers = iter(_written(model, [question for question in questions if question], room))
+        return [
+            next(answers) if question else text
+            for text, question in zip(texts, questions, strict=True)
+        ]
+
+
+def _written(model: Any, prompts: list[list[int]], room: int) -> list[list[int]]:
+    """Return each prompt with what the model adds to it, up to the token that ends it."""
+    how = model.generation_config
+    ids, mask = (each.to(model.device) for each in _padded(prompts, how.pad_token_id, left=True))
+    with torch.no_grad():
+        written: Any = model.generate(ids, attention_mask=mask, max_new_tokens=room)
+    added: list[list[int]] = written[:, ids.shape[1] :].tolist()
+    ends: list[int] = how.eos_token_id or []
+    over = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in added]
+    return [p + row[:end] for p, row, end in zip(prompts, added, over, strict=True)]
+
+
+def _padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Return token ids and mask `(batch, longest)`."""
+    longest = max(map(len, texts))
+    missing = [longest - len(text) for text in texts]
+    ids = [[pad] * n + t if left else t + [pad] * n for t, n in zip(texts, missing, strict=True)]
+    mask = [
+        [0] * n + [1] * len(t) if left else [1] * len(t) + [0] * n
+        for t, n in zip(texts, missing, strict=True)
+    ]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
+    """The tokens that every text begins with."""
+    if start == "bos":
+        first = tokenizer.bos_token_id
+        if first is None:
+            first = tokenizer.eos_token_id  # between two texts, as GPT-2 has it
+        if first is None:
+            raise InputError(
+                f"the tokenizer of {source} has no token that a text begins with: pass --start chat, or "
+                "a file of examples"
+            )
+        return [first]
+    if start == "chat":
+        text = _filled(tokenizer, source, "", prompting=True)
+    else:
+        text = _turn(tokenizer, source)[0]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise InputError(f"the chat template of {source} is empty: pass --start bos")
+    return ids
+
+
+def _reply(tokenizer: Any, source: str) -> list[int]:
+    """The tokens between what the user says and the answer."""
+    return tokenizer(_turn(tokenizer, source)[1], add_special_tokens=False)["input_ids"]
+
+
+def _turn(tokenizer: Any, source: str) -> tuple[str, str]:
+    """What the chat template puts before and behind what the user says."""
+    before, turn, _ = _filled(tokenizer, source, _SAID, prompting=False).partition(_SAID)
+    if not turn:
+        raise InputError(
+            f"the chat template of {source} leaves out what the user says: pass --start bos"
+        )
+    return before, _filled(tokenizer, source, _SAID, prompting=True).partition(_SAID)[2]
+
+
+def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
+    """The chat template where the user says this, and where asked with the beginning of an answer."""
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=prompting
+        )
+    except Exception as error:  # a stranger's template may do anything
+        raise InputError(
+            f"the tokenizer of {source} has no chat template that works ({error}): pass --start bos"
+        ) from error
+
+
+def _ends(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that end a text."""
+    given = model.generation_config.eos_token_id
+    own = (
+        [tokenizer.eos_token_id] if given is None else [given] if isinstance(given, int) else given
+    )
+    return [end for end in own if end is not None]
