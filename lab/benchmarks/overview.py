@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from covmerge_lab.models import Section
+
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
@@ -61,7 +63,7 @@ def table(of: list[Column]) -> str:
 def _rows(of: list[Column]) -> dict[str, dict[str, Any]]:
     """Return one row of each title: section by section, by the mean over all columns."""
     found = {title: row for column in of for title, row in column.rows.items()}
-    sections = list(dict.fromkeys(row["section"] for row in of[0].rows.values()))
+    sections = [section.value for section in Section]
 
     def mean(title: str) -> float:
         values = [c.rows[title]["mean"]["mean"] for c in of if title in c.rows]

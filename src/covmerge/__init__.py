@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from covmerge.recipe import Recipe, load_recipe, parse_recipe
     from covmerge.reporting import figures as figures
     from covmerge.statistics.collect import collect
+    from covmerge.statistics.generated import Generated
     from covmerge.statistics.regmean_pp import collect_regmean_pp
     from covmerge.steps.registry import register_step
     from covmerge.types import LinearGroup, LowRank, Merged
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Comparison": "covmerge.comparison",
     "Cost": "covmerge.linalg.auto",
+    "Generated": "covmerge.statistics",
     "Laws": "covmerge.methods.registry",
     "LinearGroup": "covmerge.types",
     "LowRank": "covmerge.types",
@@ -90,6 +92,7 @@ _PACKAGES = {
 __all__ = [
     "Comparison",
     "Cost",
+    "Generated",
     "Laws",
     "LinearGroup",
     "LowRank",

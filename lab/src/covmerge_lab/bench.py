@@ -83,12 +83,12 @@ class Bench:
     def experts(
         self, variant: Variant, tasks: Sequence[str], statistics: Sequence[str] = ()
     ) -> Generator[Experts]:
-        """Give trained experts, whole too, with statistics of their data; a work folder with them.
+        """Give trained experts, whole too, with statistics; a work folder with them.
 
         Args:
             variant: how they were trained.
             tasks: which.
-            statistics: kinds to collect, see `collecting.EXAMPLES`.
+            statistics: kinds to collect, see `collecting.jobs`.
         """
         work = _work_folder(self.suite.folder / "work")
         folders = {task: self.suite.expert(task, variant) for task in tasks}
@@ -104,7 +104,7 @@ class Bench:
                     }
                     whole = self._workers.run(jobs)
             if statistics:
-                with self._stage(f"{variant}: statistics of unlabelled examples"):
+                with self._stage(f"{variant}: statistics of the layers' inputs"):
                     self._workers.run(
                         collecting.jobs(self.suite, whole, statistics, work / "statistics")
                     )

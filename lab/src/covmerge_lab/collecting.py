@@ -1,4 +1,4 @@
-"""Statistics files from the experts' own training examples, without their labels."""
+"""Statistics files from the experts' training examples, without labels, and from inputs of their own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from covmerge import collect, collect_regmean_pp
+from covmerge_lab.own import Own
 from covmerge_lab.suite import Suite
 from covmerge_lab.workers import CollectSteps, Job, OnProgress
 
@@ -15,6 +16,8 @@ EXAMPLES = {
     "regmean++": 256,
     "fisher": 16,  # a backward pass through the whole model for every label; 64 did no better
 }
+OWN = "own"  # beside these kinds: Gram matrices of inputs that the experts make themselves
+MADE = 256  # inputs of each expert
 
 
 def jobs(
@@ -25,7 +28,7 @@ def jobs(
     Args:
         suite: whose examples.
         experts: folders of whole models, by task.
-        kinds: some of `EXAMPLES`.
+        kinds: some of `EXAMPLES`, and `OWN`.
         out: folder of the statistics files.
     """
     for kind in kinds:
@@ -39,12 +42,54 @@ def jobs(
                 f"{kind}, {task}": partial(_of_one, suite, kind, task, experts[task], out)
                 for task in experts
             }
+    if OWN in kinds:
+        found |= {
+            f"own inputs, {task}": partial(_on_own_inputs, suite, task, experts, out)
+            for task in experts
+        }
     return found
 
 
 def files(out: Path, kind: str, experts: Sequence[str]) -> dict[str, Path]:
     """Return where the statistics of one kind are, by expert."""
     return {name: out / kind / f"{name}.covstats.safetensors" for name in experts}
+
+
+def on_own_inputs(
+    suite: Suite,
+    own: Own,
+    kind: str,
+    task: str,
+    experts: Mapping[str, Path],
+    out: Path,
+    on_progress: OnProgress,
+) -> float:
+    """Collect the Gram matrices of inputs that are made for one expert; return the seconds it took.
+
+    Args:
+        suite: of the experts.
+        own: how inputs are made.
+        kind: name of the statistics, of the folder that they are in.
+        task: of the expert.
+        experts: folders of whole models, by task.
+        out: folder of the statistics files.
+        on_progress: called with the inputs done and all inputs.
+    """
+    path = files(out, kind, [task])[task]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    others = [folder for name, folder in experts.items() if name != task]
+    count = 16 if suite.quick else MADE
+    return collect(
+        experts[task],
+        own.how,
+        path,
+        base=suite.base if own.weighed else None,
+        others=others if own.weighed == "others" else (),
+        max_examples=count,
+        tokenizer=suite.tokenizer,  # adapters that were made whole come without
+        progress=CollectSteps(on_progress, count),
+        overwrite=True,
+    ).seconds
 
 
 def _of_one(
@@ -58,6 +103,13 @@ def _of_one(
         progress=CollectSteps(on_progress, EXAMPLES[kind]),
         overwrite=True,
     )
+
+
+def _on_own_inputs(
+    suite: Suite, task: str, experts: Mapping[str, Path], out: Path, on_progress: OnProgress
+) -> None:
+    own = next(iter(suite.own_inputs.values()))
+    on_own_inputs(suite, own, OWN, task, experts, out, on_progress)
 
 
 def _behind_merged_blocks(

@@ -20,6 +20,7 @@ _plt: Any = plt
 COLOURS = {
     Section.BOUNDS: "#767676",
     Section.DATA_FREE: "#1f5fa8",
+    Section.OWN_INPUTS: "#2a8a9a",
     Section.TUNED: "#b3541e",
     Section.WITH_DATA: "#3d7f4d",
     Section.PER_TASK: "#7a4fa0",

@@ -16,6 +16,7 @@ import covmerge
 from covmerge import load_expert
 from covmerge.methods import Method, registry
 from covmerge_lab import collecting
+from covmerge_lab.collecting import OWN
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.suite import Kind, Suite, Variant
 from covmerge_lab.workers import MergeSteps, OnProgress, ignore_progress
@@ -30,6 +31,10 @@ TUNED = "task_arithmetic, tuned"
 # Beside the defaults: ACE as its code was released. WUDI's published optimiser is left out: it takes a
 # hundred times as long as the closed form of its loss.
 _AS_RELEASED = (Merge("ace", {"eps": 1e-2}),)
+# The best of what data makes possible, without data.
+_ON_OWN_INPUTS = (
+    Merge("regmean", section=Section.OWN_INPUTS, label="regmean, own inputs", statistics=OWN),
+)
 # They merge inside a space that adapters share; full updates share none.
 _FOR_ADAPTERS = ("knots", "core_space", "ctm", "ssr")
 
@@ -54,7 +59,9 @@ class Experts:
 
 
 def catalogue(kind: Kind, only: Sequence[str] | None = None) -> tuple[Merge, ...]:
-    """Return every merge of the tables: all methods at their defaults, and as others released them.
+    """Return every merge of the tables.
+
+    All methods at their defaults, as others released them, and on inputs that experts make themselves.
 
     Args:
         kind: of the experts.
@@ -63,7 +70,7 @@ def catalogue(kind: Kind, only: Sequence[str] | None = None) -> tuple[Merge, ...
     defaults = [Merge(method.name, section=_section(method)) for method in registry]
     return tuple(
         merge
-        for merge in (*defaults, *_AS_RELEASED)
+        for merge in (*defaults, *_AS_RELEASED, *_ON_OWN_INPUTS)
         if (kind == "lora" or merge.method not in _FOR_ADAPTERS)
         and (only is None or merge.method in only)
     )
@@ -71,6 +78,8 @@ def catalogue(kind: Kind, only: Sequence[str] | None = None) -> tuple[Merge, ...
 
 def statistics_of(merge: Merge) -> str | None:
     """Return the kind of statistics that a merge needs."""
+    if merge.statistics is not None:
+        return merge.statistics
     method = registry.get(merge.method)
     if method.data == "none":
         return None

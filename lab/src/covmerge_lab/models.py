@@ -14,6 +14,7 @@ class Section(Enum):
 
     BOUNDS = "bounds"
     DATA_FREE = "without any data"
+    OWN_INPUTS = "no external data, forward passes only"
     TUNED = "tuned on labelled examples"
     WITH_DATA = "with unlabelled examples"
     PER_TASK = "a model for each task"
@@ -21,12 +22,21 @@ class Section(Enum):
 
 @dataclass(frozen=True)
 class Merge:
-    """A method and the parameters that are not at their defaults."""
+    """A method and the parameters that are not at their defaults.
+
+    Attributes:
+        method: its name.
+        parameters: by name.
+        section: of the table.
+        label: what it is called there, if not as method and parameters say.
+        statistics: which it is given, see `collecting`; None: those of data that the method needs, if any.
+    """
 
     method: str
     parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
     section: Section = Section.DATA_FREE
     label: str = ""
+    statistics: str | None = None
 
     @property
     def title(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from covmerge_lab.collecting import EXAMPLES
+from covmerge_lab.collecting import EXAMPLES, MADE
 from covmerge_lab.merging import SCALES
 from covmerge_lab.models import Section
 from covmerge_lab.summary import Group, Row
@@ -22,6 +22,8 @@ of experts: the model's accuracy over the expert's, mean over the tasks
 beyond tuned: mean less that of tuned Task Arithmetic, on the same examples; *: the interval leaves 0 out
 {Section.DATA_FREE.value}: parameters at their defaults; ace once more as its code was released; wudi by \
 the closed form of its loss; Task Arithmetic at its published scale, 0.3
+{Section.OWN_INPUTS.value}: {MADE} inputs of each expert, written by language models themselves; drawn \
+at random for others, and weighed by how strongly the expert reacts to them, beside the other experts
 {Section.TUNED.value}: the best of {len(SCALES)} scales on the validation examples
 {Section.WITH_DATA.value}: {EXAMPLES["gram"]} training examples of each task; fisher \
 {EXAMPLES["fisher"]} of them

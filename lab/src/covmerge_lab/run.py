@@ -15,7 +15,7 @@ from covmerge.errors import InputError, did_you_mean
 from covmerge.methods import registry
 from covmerge_lab import bench, figures, report
 from covmerge_lab.bench import Bench, Outcome
-from covmerge_lab.collecting import EXAMPLES
+from covmerge_lab.collecting import EXAMPLES, MADE
 from covmerge_lab.llm import LlmSuite
 from covmerge_lab.studies import STUDIES, save
 from covmerge_lab.suite import Kind, Suite, Variant
@@ -190,6 +190,7 @@ def _save(of: Bench, groups: Sequence[Group], out: Path, command: str) -> None:
         "quick": of.suite.quick,
         "tasks": {task: of.suite.describe(task) for task in of.suite.tasks},
         "unlabelled_examples": EXAMPLES,
+        "own_inputs": MADE,
         "seconds": of.seconds,
         "machine": bench.machine(),
     }

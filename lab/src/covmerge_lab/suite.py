@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from covmerge import code
 from covmerge_lab import splits, training
+from covmerge_lab.own import DRAWN, Own
 from covmerge_lab.training import ALPHA, RANK, Settings, device, products
 from covmerge_lab.workers import OnProgress
 
@@ -76,6 +77,7 @@ class Suite(ABC):
         lora: what else PEFT needs to know of it.
         autocast: whether experts are trained with products in bfloat16.
         controlled_task: of the trainings that studies watch.
+        own_inputs: ways of making inputs for its experts without data; the first is for the tables.
     """
 
     cache: Path
@@ -86,6 +88,7 @@ class Suite(ABC):
     lora: ClassVar[Mapping[str, Any]] = {}
     autocast: ClassVar[bool] = False
     controlled_task: ClassVar[str]
+    own_inputs: ClassVar[Mapping[str, Own]] = DRAWN
 
     @property
     def folder(self) -> Path:

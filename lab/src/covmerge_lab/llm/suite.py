@@ -22,6 +22,7 @@ from covmerge_lab.llm.model import (
     perplexity,
 )
 from covmerge_lab.llm.tasks import Question
+from covmerge_lab.own import WRITTEN, Own
 from covmerge_lab.suite import Lessons, Part, Scores, Suite, Variant
 from covmerge_lab.training import Settings
 from covmerge_lab.workers import OnProgress, ignore_progress
@@ -44,6 +45,7 @@ class LlmSuite(Suite):
     controlled_task: ClassVar[str] = "verbs"
     lora: ClassVar[Mapping[str, Any]] = {"task_type": peft.TaskType.CAUSAL_LM}
     autocast: ClassVar[bool] = True
+    own_inputs: ClassVar[Mapping[str, Own]] = WRITTEN
     adapted: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),

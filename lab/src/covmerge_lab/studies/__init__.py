@@ -4,6 +4,7 @@ from covmerge_lab.studies.accuracy import Ablation, Ridge, Sensitivity
 from covmerge_lab.studies.cost import CostOfMethods
 from covmerge_lab.studies.covariance import CovarianceReplaced
 from covmerge_lab.studies.entries import EntriesOfUpdates
+from covmerge_lab.studies.generated import OwnInputs
 from covmerge_lab.studies.heterogeneity import Heterogeneity
 from covmerge_lab.studies.interference import Interference
 from covmerge_lab.studies.retention import Retention
@@ -19,6 +20,7 @@ STUDIES: dict[str, type[Study]] = {
         Sensitivity,
         Ridge,
         CovarianceReplaced,
+        OwnInputs,
         Interference,
         Heterogeneity,
         SpectraBeforeAndAfter,

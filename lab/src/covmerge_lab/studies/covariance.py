@@ -180,7 +180,7 @@ def _merge(experts: Experts, title: str, on_progress: OnProgress) -> tuple[Model
                     shared,
                 )
                 value = ESTIMATES[title](layer)
-                cosines.append(_cosine(value, layer.measured))
+                cosines.append(cosine(value, layer.measured))
                 statistics.append(Statistic((tensor,), value, rows=1))
         contents = Contents(updates[place].expert, {"gram": statistics}, examples=1)
         write_statistics({files[name]: contents}, overwrite=False)
@@ -199,7 +199,8 @@ def _merge(experts: Experts, title: str, on_progress: OnProgress) -> tuple[Model
     return model, fmean(cosines)
 
 
-def _cosine(one: Tensor, other: Tensor) -> float:
+def cosine(one: Tensor, other: Tensor) -> float:
+    """Return the cosine of two matrices as vectors; 0 where one is zero."""
     size = norm(one) * norm(other)
     return float((one * other).sum()) / size if size else 0.0
 

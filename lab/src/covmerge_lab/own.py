@@ -1,0 +1,37 @@
+"""Inputs that experts make themselves: which of them, and by what their covariances are weighed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from covmerge import Generated
+
+
+@dataclass(frozen=True)
+class Own:
+    """One way of making inputs for experts.
+
+    Attributes:
+        how: what is written or drawn.
+        weighed: what an input counts by: nothing; the expert's reaction to it by `itself`; that beside
+            the reactions of the `others`.
+    """
+
+    how: Generated
+    weighed: Literal["itself", "others"] | None = None
+
+
+# The first of each is what the tables have.
+WRITTEN: Mapping[str, Own] = {
+    "text from the beginning": Own(Generated("bos")),
+    "answers": Own(Generated("chat")),
+    "questions and answers": Own(Generated("user")),
+    "text from the beginning, beside the others": Own(Generated("bos"), "others"),
+}
+DRAWN: Mapping[str, Own] = {
+    "drawn, weighed beside the others": Own(Generated(), "others"),
+    "drawn, weighed by itself": Own(Generated(), "itself"),
+    "drawn": Own(Generated()),
+}

@@ -1,0 +1,143 @@
+"""What inputs that experts make themselves are worth: RegMean on them, beside RegMean on data.
+
+Each way of making inputs gives one Gram matrix a layer and expert; how near it comes to that of the
+task's own examples, what it costs, and what RegMean makes of it, stand side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from covmerge.statistics.file import StatisticsFile
+from covmerge_lab import collecting
+from covmerge_lab.bench import Bench
+from covmerge_lab.merging import Experts
+from covmerge_lab.models import Merge, Model, Section
+from covmerge_lab.studies.accuracy import bars, findings
+from covmerge_lab.studies.covariance import cosine
+from covmerge_lab.studies.study import Findings, Study
+from covmerge_lab.studies.tables import markdown
+from covmerge_lab.suite import Variant
+from covmerge_lab.summary import Group
+from covmerge_lab.workers import Job, OnProgress
+
+_DATA = Merge("regmean", section=Section.WITH_DATA, label="regmean, data")
+_AVERAGE = Merge("average")
+_ANOTHER = "data of the task after it"
+
+# Cosines with what was measured, by task, and seconds for an expert.
+Made = tuple[Mapping[str, float], float]
+
+
+class OwnInputs(Study):
+    """Statistics without anybody's data."""
+
+    name = "generated"
+    about = (
+        "What are inputs worth that experts make themselves? RegMean on the covariances that each way of "
+        "making them gives, beside RegMean on 256 training examples of each task, and the average, which "
+        "it is where all covariances are the same. Below the table, by task: the mean cosine over layers "
+        "of each covariance with the measured one, for comparison that of another task's data, and the "
+        "seconds that an expert's inputs took."
+    )
+
+    def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
+        """See `Study.run`."""
+        ways = bench.suite.own_inputs
+        merges = [_merge(title) for title in ways]
+        seen: dict[str, dict[str, list[Made]]] = {}
+
+        def make(bench: Bench, experts: Experts) -> list[Model]:
+            made: dict[str, Job[float]] = {
+                f"{title}, {task}": partial(_make, experts, title, task)
+                for title in ways
+                for task in experts.whole
+            }
+            seconds = bench.work(f"{experts.variant}: inputs that experts make", made)
+            near: dict[str, Job[dict[str, float]]] = {
+                title: partial(_cosines, experts, title) for title in (*ways, _ANOTHER)
+            }
+            cosines = bench.work(f"{experts.variant}: beside what was measured", near)
+            of_kind = seen.setdefault(experts.variant.kind, {})
+            for title in (*ways, _ANOTHER):
+                took = [seconds[f"{title}, {task}"] for task in experts.whole if title in ways]
+                of_kind.setdefault(title, []).append((cosines[title], fmean(took or [0.0])))
+            return bench.merge(experts, [_AVERAGE, _DATA, *merges], tuned=True)
+
+        found = findings(bench, variants, make, self.draw, statistics=["gram"])
+        inputs = {kind: {t: _mean(seeds) for t, seeds in of.items()} for kind, of in seen.items()}
+        return Findings(
+            {**found.numbers, "inputs": inputs},
+            "\n\n".join([found.text, *(_table(kind, of) for kind, of in inputs.items())]),
+            found.pictures,
+        )
+
+    def draw(self, group: Group) -> Any:
+        """Draw a bar for each way."""
+        own = [row.title for row in group.rows if row.section is Section.OWN_INPUTS]
+        titles = [_DATA.title, *own, _AVERAGE.title]
+        return bars(group, titles, "RegMean, by the inputs that its covariances are of")
+
+
+def _merge(title: str) -> Merge:
+    return Merge("regmean", section=Section.OWN_INPUTS, label=title, statistics=f"own, {title}")
+
+
+def _make(experts: Experts, title: str, task: str, on_progress: OnProgress) -> float:
+    suite, kind = experts.suite, _merge(title).statistics or ""
+    own = suite.own_inputs[title]
+    out = experts.statistics
+    return collecting.on_own_inputs(suite, own, kind, task, experts.whole, out, on_progress)
+
+
+def _cosines(experts: Experts, title: str, on_progress: OnProgress) -> dict[str, float]:
+    """Return the mean cosine over layers with what was measured, by task."""
+    tasks = list(experts.whole)
+    measured = collecting.files(experts.statistics, "gram", tasks)
+    if title == _ANOTHER:
+        following = [*tasks[1:], tasks[0]]
+        files = {task: measured[other] for task, other in zip(tasks, following, strict=True)}
+    else:
+        files = collecting.files(experts.statistics, _merge(title).statistics or "", tasks)
+    found: dict[str, float] = {}
+    for task in tasks:
+        found[task] = _near(files[task], measured[task])
+        on_progress(len(found), len(tasks))
+    return found
+
+
+def _near(made: Path, measured: Path) -> float:
+    with closing(StatisticsFile.open(made)) as one, closing(StatisticsFile.open(measured)) as other:
+        names = [name for name in one.names("gram") if name in other.names("gram")]
+        return fmean(
+            cosine(one.read("gram", name).double(), other.read("gram", name).double())
+            for name in names
+        )
+
+
+def _mean(seeds: Sequence[Made]) -> dict[str, Any]:
+    tasks = list(seeds[0][0])
+    return {
+        "cosine": {task: fmean(cosines[task] for cosines, _ in seeds) for task in tasks},
+        "seconds": fmean(seconds for _, seconds in seeds),
+    }
+
+
+def _table(kind: str, inputs: Mapping[str, Mapping[str, Any]]) -> str:
+    tasks = list(next(iter(inputs.values()))["cosine"])
+    rows = [
+        [
+            title,
+            *(f"{of['cosine'][task]:.3f}" for task in tasks),
+            f"{fmean(of['cosine'].values()):.3f}",
+            f"{of['seconds']:.1f}" if of["seconds"] else "",
+        ]
+        for title, of in inputs.items()
+    ]
+    table = markdown(["inputs", *tasks, "mean", "s"], rows)
+    return f"Mean cosine with the measured covariance, {kind} experts:\n\n{table}"

@@ -1,0 +1,161 @@
+"""Rows and the study of inputs that experts make themselves, on models of two layers."""
+
+import json
+
+import pytest
+import transformers
+from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from covmerge.statistics import StatisticsFile
+from covmerge_lab import collecting
+from covmerge_lab.bench import Bench
+from covmerge_lab.llm import LlmSuite, tasks
+from covmerge_lab.merging import catalogue, statistics_of
+from covmerge_lab.models import Section
+from covmerge_lab.own import DRAWN, WRITTEN
+from covmerge_lab.studies import STUDIES, save
+from covmerge_lab.suite import Variant
+from covmerge_lab.text import TextSuite
+from covmerge_lab.text import tasks as text_tasks
+from covmerge_lab.vision import VisionSuite
+from covmerge_lab.workers import ignore_progress
+from language import LEARNT, UNKNOWN, save_taught
+
+# transformers and PEFT warn of one another.
+pytestmark = pytest.mark.filterwarnings("default")
+
+TEMPLATE = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+WORDS = [f"w{number}" for number in range(40)]
+
+
+class Inline:
+    """Workers that work here and now."""
+
+    def run(self, jobs):
+        return {name: job(ignore_progress) for name, job in jobs.items()}
+
+
+class Small:
+    """What the suites know by the module that they stand in."""
+
+    @property
+    def examples(self):
+        return self.folder / "tasks"
+
+
+class SmallLlm(Small, LlmSuite):
+    """The language models' suite on one that knows the answers to `LEARNT`."""
+
+    def prepare(self, on_progress):
+        save_taught(self.base)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.base)
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(self.base)
+        for task in self.tasks:
+            for part in ("train", "validation", "test"):
+                tasks.save(UNKNOWN + LEARNT, self.examples / task / f"{part}.jsonl")
+
+    def measures(self, model):
+        return {}
+
+
+class SmallText(Small, TextSuite):
+    """The encoders' suite on a random one."""
+
+    @property
+    def base(self):
+        return self.folder / "base"
+
+    def prepare(self, on_progress):
+        names = ["[PAD]", "[UNK]", *WORDS]
+        made = Tokenizer(models.WordLevel({w: n for n, w in enumerate(names)}, unk_token="[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]"
+        ).save_pretrained(self.base)
+        transformers.BertModel(
+            transformers.BertConfig(
+                vocab_size=len(names),
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+            )
+        ).save_pretrained(self.base)
+        texts = [f"{one} {other}" for one in WORDS for other in WORDS[:3]]
+        labels = [number % 2 for number in range(len(texts))]
+        split = text_tasks.Split(tuple(texts), tuple(labels))
+        for task in self.tasks:
+            parts = {part: split for part in ("train", "validation", "test")}
+            text_tasks.save(
+                text_tasks.Task(name=task, about="words", labels=("a", "b"), **parts),
+                self.examples / f"{task}.json",
+            )
+
+
+@pytest.fixture(scope="module", params=[SmallLlm, SmallText])
+def bench(request, tmp_path_factory):
+    bench = Bench(
+        request.param(tmp_path_factory.mktemp("cache"), quick=True), Inline(), Console(quiet=True)
+    )
+    bench.prepare()
+    return bench
+
+
+def test_regmean_on_own_inputs_is_a_row_of_a_section_of_its_own(bench):
+    variant = Variant("lora", 0)
+    found = bench.run(variant, tuple(bench.suite.tasks), ["average", "regmean"])
+    sections = {scored.model.title: scored.model.section for scored in found.models}
+    assert sections["regmean"] is Section.WITH_DATA
+    assert sections["regmean, own inputs"] is Section.OWN_INPUTS
+    assert list(Section).index(Section.DATA_FREE) < list(Section).index(Section.OWN_INPUTS)
+    assert list(Section).index(Section.OWN_INPUTS) < list(Section).index(Section.WITH_DATA)
+    own = next(s for s in found.models if s.model.title == "regmean, own inputs")
+    assert set(own.scores) == set(bench.suite.tasks)
+
+
+def test_what_is_collected(bench):
+    tasks = list(bench.suite.tasks)
+    variant = Variant("full", 0)
+    bench.train(variant, tasks)
+    with bench.experts(variant, tasks, ["own"]) as experts:
+        for task, path in collecting.files(experts.statistics, "own", tasks).items():
+            about = StatisticsFile.open(path).about
+            assert about.examples == 16  # of a smoke run
+            if isinstance(bench.suite, LlmSuite):
+                assert about.generated["start"] == "bos"
+            else:
+                (other,) = (folder for name, folder in experts.whole.items() if name != task)
+                assert about.generated["others"] == str(other)
+                assert about.generated["base"] == str(bench.suite.base)
+
+
+def test_the_study(bench, tmp_path):
+    study = STUDIES["generated"]()
+    found = study.run(bench, [Variant("lora", 0)])
+    save(study, bench, found, tmp_path / "out", "covmerge study generated")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    ways = WRITTEN if isinstance(bench.suite, LlmSuite) else DRAWN
+    (group,) = results["groups"]
+    titles = {row["title"] for row in group["rows"]}
+    assert {*ways, "average", "regmean, data", "task_arithmetic, tuned"} < titles
+    inputs = results["inputs"]["lora"]
+    assert set(inputs) == {*ways, "data of the task after it"}
+    for title, of in inputs.items():
+        assert set(of["cosine"]) == set(bench.suite.tasks)
+        assert all(0 < cosine <= 1 for cosine in of["cosine"].values())
+        assert (of["seconds"] > 0) == (title in ways)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "Mean cosine with the measured covariance, lora experts" in text
+    assert (tmp_path / "out" / "accuracy-lora.png").exists()
+    assert not list((bench.suite.folder / "work").iterdir())
+
+
+def test_every_suite_has_its_ways():
+    assert TextSuite.own_inputs is VisionSuite.own_inputs is DRAWN
+    assert LlmSuite.own_inputs is WRITTEN
+    # Without weights drawn inputs are the same for all experts: nothing for a table.
+    assert next(iter(DRAWN.values())).weighed == "others"
+    (merge,) = (m for m in catalogue("full") if m.section is Section.OWN_INPUTS)
+    assert statistics_of(merge) == "own"
