@@ -6,6 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import covmerge
 from covmerge.checkpoints import open_checkpoint
@@ -28,17 +29,19 @@ def tensors(folder):
 
 
 def by_hand(folder, base, others, names, how):
-    """Σ w z zᵀ / Σ w or / rows, in float64, from inputs that hooks catch; `names`: layer -> module."""
+    """Σ w z zᵀ / Σ w or / rows, in float64, from inputs that hooks catch."""
     model = load_model(open_checkpoint(folder), "cpu", head=False)
     batches = list(model.batches(how, Reading(max_examples=9))[0])
     seen = {name: [] for name in names}
-    for name, path in names.items():
-        module = model.backbone.get_submodule(path)
-        module.register_forward_pre_hook(
-            lambda _, args, name=name: seen[name].append(args[0][mask.bool()])
-        )
+    for layer in model.layers():
+        if layer.name in names:
+            layer.module.register_forward_pre_hook(
+                lambda _, args, name=layer.name: seen[name].append(
+                    args[0].flatten(0, 1) if mask is None else args[0][mask.bool()]
+                )
+            )
     for batch in batches:
-        mask = batch["attention_mask"]
+        mask = batch.get("attention_mask")
         with torch.no_grad():
             model.run(batch)
     start, own = tensors(base), tensors(folder)
@@ -68,9 +71,7 @@ def test_encoder(named, family, tmp_path):
     others = others if named else []
     done = collect(own, Generated(), tmp_path / OUT, base=base, others=others, max_examples=9)
     places = ("attention.self.query", "attention.self.key", "intermediate.dense", "output.dense")
-    names = {
-        f"encoder.layer.{n}.{p}.weight": f"encoder.layer.{n}.{p}" for n in (0, 1) for p in places
-    }
+    names = [f"encoder.layer.{n}.{place}.weight" for n in (0, 1) for place in places]
     file = StatisticsFile.open(done.path)
     for name, expected in by_hand(own, base, others, names, Generated()).items():
         found = file.read("gram", name).double()
@@ -87,14 +88,76 @@ def test_other_heads_and_layers_that_are_stored_transposed(named, tmp_path):
     others = [other] if named else []
     how = Generated(tokens=4)
     collect(own, how, tmp_path / OUT, base=base, others=others, max_examples=9)
-    names = {
-        f"transformer.h.{n}.mlp.{p}.weight": f"h.{n}.mlp.{p}"
-        for n in (0, 1)
-        for p in ("c_fc", "c_proj")
-    }
+    names = [f"transformer.h.{n}.mlp.{p}.weight" for n in (0, 1) for p in ("c_fc", "c_proj")]
     file = StatisticsFile.open(tmp_path / OUT)
     for name, expected in by_hand(own, base, others, names, how).items():
         assert (file.read("gram", name).double() - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_pictures(tmp_path):
+    base = build("vit")
+    base.save_pretrained(tmp_path / "base")
+    paths = [tmp_path / "own", tmp_path / "other"]
+    for seed, path in enumerate(paths, start=1):
+        fine_tuned(base, seed=seed).save_pretrained(path)
+    own, other = paths
+    collect(
+        own, Generated(), tmp_path / OUT, base=tmp_path / "base", others=[other], max_examples=9
+    )
+    file = StatisticsFile.open(tmp_path / OUT)
+    names = [name for name in file.names("gram") if "pooler" not in name]
+    assert len(names) == 6
+    for name, expected in by_hand(own, tmp_path / "base", [other], names, Generated()).items():
+        assert (file.read("gram", name).double() - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_without_weights_equal_inputs_give_the_mean(tmp_path):
+    """What the weights are for: experts that differ in one layer alone see the same before it."""
+    base = build("bert")
+    name = "encoder.layer.0.attention.self.query.weight"
+    paths = {}
+    for seed in (1, 2):
+        expert = build("bert")
+        moved = torch.randn(16, 16, generator=torch.Generator().manual_seed(seed))
+        expert.load_state_dict({**base.state_dict(), name: base.state_dict()[name] + moved})
+        paths[f"e{seed}"] = save(expert, tmp_path / f"e{seed}")
+    still = save(base, tmp_path / "base")
+    mean = sum(tensors(path)[name] for path in paths.values()) / 2
+    away = {}
+    for weighed in (False, True):
+        files = {expert: tmp_path / f"{expert}-{weighed}{OUT}" for expert in paths}
+        for expert, path in paths.items():
+            others = [other for other in paths.values() if other != path]
+            by = {"base": still, "others": others} if weighed else {}
+            collect(path, Generated(), files[expert], max_examples=90, **by)
+        covmerge.merge(still, paths, "regmean", tmp_path / f"out-{weighed}", statistics=files)
+        away[weighed] = (tensors(tmp_path / f"out-{weighed}")[name] - mean).norm() / mean.norm()
+    assert away[False] < 1e-5 < 1e-2 < away[True]
+
+
+class Recording:
+    """A checkpoint that notes what is read of it."""
+
+    def __init__(self, path, reads):
+        self._opened, self._reads = open_checkpoint(path), reads
+
+    def __getattr__(self, name):
+        return getattr(self._opened, name)
+
+    def read(self, name, rows=None):
+        self._reads.append((self._opened.source, name))
+        return self._opened.read(name, rows)
+
+
+def test_updates_are_read_when_a_layer_is_called(family):
+    base, (own, other, _) = family
+    reads = []
+    model = load_model(open_checkpoint(own), "cpu", head=False)
+    reactions = Reactions(model, Recording(base, reads), [Recording(other, reads)])
+    assert reads == []
+    layer = next(each for each in model.layers() if "layer.1" in each.name and each.d_in == 16)
+    reactions.of(layer, torch.ones(2, 16))
+    assert reads == [(str(base), layer.name), (str(other), layer.name)]
 
 
 def test_the_base_may_have_another_head(tmp_path):
@@ -208,6 +271,15 @@ def test_what_cannot_be_weighed_by(family, tmp_path):
     save(wide, tmp_path / "wide")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes())
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["query"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    under = "base_model.model.encoder.layer.0.attention.self.query"
+    factors = {
+        f"{under}.lora_{f}.weight": torch.ones(s) for f, s in (("A", (2, 16)), ("B", (16, 2)))
+    }
+    save_file(factors, adapter / "adapter_model.safetensors")
     for given, says in (
         ({"others": [other]}, "--other needs --base"),
         ({"base": base, "kinds": ["fisher"]}, "--base weighs the inputs of Gram matrices"),
@@ -216,6 +288,7 @@ def test_what_cannot_be_weighed_by(family, tmp_path):
         ({"base": tmp_path / "wide"}, "no fine-tunes of one base"),
         ({"base": tmp_path / "bare"}, "has no config.json, by which its layers"),
         ({"base": tmp_path / "nowhere"}, "no such file or folder"),
+        ({"base": base, "others": [adapter]}, "is an adapter, and whole models are needed"),
     ):
         with pytest.raises(InputError, match=says):
             collect(own, Generated(), tmp_path / OUT, max_examples=3, **given)

@@ -63,7 +63,7 @@ def collect(
     tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", rich_help_panel=_OWN, help="Most that it writes a text; else 64."
+            min=1, metavar="N", rich_help_panel=_OWN, help="Most that it writes a turn; else 64."
         ),
     ] = None,
     temperature: Annotated[

@@ -101,7 +101,7 @@ class Written:
             size = min(reading.batch_size, reading.wanted - first)
             with _random.fork_rng([whole.device] if whole.device.type == "cuda" else []):
                 _random.manual_seed(self.seed + number)
-                texts = _written(whole, [start] * size, room)
+                texts = _continued(whole, [start] * size, room)
                 if reply is not None:
                     texts = self._answered(whole, texts, reply, limit)
             ids, mask = _padded(texts, pad)
@@ -117,14 +117,14 @@ class Written:
         room = self.tokens if limit is None else min(self.tokens, limit - longest)
         if not longest or room < 1:
             return texts
-        answers = iter(_written(model, [question for question in questions if question], room))
+        answers = iter(_continued(model, [question for question in questions if question], room))
         return [
             next(answers) if question else text
             for text, question in zip(texts, questions, strict=True)
         ]
 
 
-def _written(model: Any, prompts: list[list[int]], room: int) -> list[list[int]]:
+def _continued(model: Any, prompts: list[list[int]], room: int) -> list[list[int]]:
     """Return each prompt with what the model adds to it, up to the token that ends it."""
     how = model.generation_config
     ids, mask = (each.to(model.device) for each in _padded(prompts, how.pad_token_id, left=True))
