@@ -160,3 +160,16 @@ def test_progress_on_a_terminal_is_gone_at_the_end():
     progress.advance(4)
     assert "4 of 8 examples" in progress.line()
     progress.finish()
+
+
+def test_random_inputs_on_the_command_line(tmp_path):
+    refused = covmerge(
+        "collect", "m", tmp_path / OUT, "--inputs", "random", "--start", "bos", code=2
+    )
+    assert "--start bos belongs to --inputs generated" in words(refused.stderr)
+    refused = covmerge(
+        "collect", "m", tmp_path / OUT, "--inputs", "random", "--tokens", "5", code=2
+    )
+    assert "random inputs are not written: leave out --tokens" in words(refused.stderr)
+    refused = covmerge("collect", "m", "data.txt", tmp_path / OUT, "--inputs", "random", code=2)
+    assert "--inputs random needs no data.txt" in words(refused.stderr)

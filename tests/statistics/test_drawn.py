@@ -199,3 +199,29 @@ def test_what_cannot_be_drawn(tmp_path):
     with pytest.raises(InputError, match="what is generated has no labels"):
         collect(tmp_path / "vit", Generated(), tmp_path / OUT, labels="data")
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_language_model_is_shown_drawn_tokens_if_asked(tmp_path, encoder):
+    build("llama").save_pretrained(tmp_path / "llama")
+    transformers.AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / "llama")
+    out = tmp_path / OUT
+    collect(tmp_path / "llama", Generated("random"), out, max_examples=9, max_length=12)
+    about = StatisticsFile.open(out).about
+    assert about.examples == 9 and about.generated is not None
+    assert about.generated["lengths"] == "8, 24, 64"  # as far as there is room
+    assert str(about.generated["kind"]).startswith("tokens")
+    assert any("mean" in note for note in about.notes)
+    assert about.rows["gram/model.layers.0.mlp.down_proj.weight"] == 3 * (8 + 2) + 6 * 12
+
+
+def test_an_encoder_is_shown_the_same_when_asked(encoder):
+    drawn, random = (
+        batches(encoder, how, max_examples=6) for how in (Generated(), Generated("random"))
+    )
+    for one, other in zip(drawn, random, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+
+
+def test_random_inputs_are_not_written():
+    with pytest.raises(InputError, match="random inputs are not written: leave out --tokens"):
+        Generated("random", tokens=5)

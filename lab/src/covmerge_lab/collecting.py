@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from covmerge import collect, collect_regmean_pp
+from covmerge import Generated, collect, collect_regmean_pp
 from covmerge_lab.own import Own
 from covmerge_lab.suite import Suite
 from covmerge_lab.workers import CollectSteps, Job, OnProgress
@@ -18,6 +18,7 @@ EXAMPLES = {
 }
 OWN = "own"  # beside these kinds: Gram matrices of inputs that the experts make themselves
 MADE = 256  # inputs of each expert
+BASE = "base"  # beside these kinds: Gram matrices of random inputs in the base, one file for all
 
 
 def jobs(
@@ -28,7 +29,7 @@ def jobs(
     Args:
         suite: whose examples.
         experts: folders of whole models, by task.
-        kinds: some of `EXAMPLES`, and `OWN`.
+        kinds: some of `EXAMPLES`, `OWN` and `BASE`.
         out: folder of the statistics files.
     """
     for kind in kinds:
@@ -42,6 +43,8 @@ def jobs(
                 f"{kind}, {task}": partial(_of_one, suite, kind, task, experts[task], out)
                 for task in experts
             }
+    if BASE in kinds:
+        found["the base's inputs"] = partial(_of_base, suite, out)
     if OWN in kinds:
         found |= {
             f"own inputs, {task}": partial(_on_own_inputs, suite, task, experts, out)
@@ -53,6 +56,11 @@ def jobs(
 def files(out: Path, kind: str, experts: Sequence[str]) -> dict[str, Path]:
     """Return where the statistics of one kind are, by expert."""
     return {name: out / kind / f"{name}.covstats.safetensors" for name in experts}
+
+
+def file_of_base(out: Path) -> Path:
+    """Return where the statistics of the base are."""
+    return out / BASE / "base.covstats.safetensors"
 
 
 def on_own_inputs(
@@ -101,6 +109,19 @@ def _of_one(
         files(out, kind, [task])[task],
         kinds=[kind],
         progress=CollectSteps(on_progress, EXAMPLES[kind]),
+        overwrite=True,
+    )
+
+
+def _of_base(suite: Suite, out: Path, on_progress: OnProgress) -> None:
+    count = 16 if suite.quick else MADE
+    collect(
+        suite.base,
+        Generated("random"),
+        file_of_base(out),
+        max_examples=count,
+        tokenizer=suite.tokenizer,
+        progress=CollectSteps(on_progress, count),
         overwrite=True,
     )
 

@@ -45,10 +45,11 @@ def collect(
     inputs: Annotated[
         str,
         typer.Option(
-            metavar="data|generated",
+            metavar="data|generated|random",
             rich_help_panel=_OWN,
-            help="generated: what a language model writes itself, or what is drawn for an encoder; "
-            "DATA is left out.",
+            help="generated: what a language model writes itself, or what is drawn for an encoder; random: "
+            "what is drawn, for a language model too, as auto's --base-stats wants it of the base; DATA is "
+            "left out.",
         ),
     ] = "data",
     start: Annotated[
@@ -200,6 +201,8 @@ def collect(
     covmerge collect ./code code.covstats.safetensors --inputs generated
     --base B --other ./math
 
+    covmerge collect ./base base.covstats.safetensors --inputs random
+
     covmerge collect --protocol regmean++ --base B --expert code=./code
     --data code=code.jsonl ... --out DIR
     """
@@ -243,7 +246,7 @@ def collect(
         _refuse("inputs", expert, data, out, kind, labels, seed, start, tokens, temperature, other)
         if inputs != "data":
             raise InputError(
-                "--inputs generated belongs to --protocol inputs: leave out one of them"
+                f"--inputs {inputs} belongs to --protocol inputs: leave out one of them"
             )
         if base is None or folder is None:
             raise InputError("--base SOURCE and --out FOLDER are needed for --protocol regmean++")
@@ -263,6 +266,8 @@ _USAGE = {
     "covmerge collect EXPERT DATA OUT.covstats.safetensors",
     "generated": "a model and a file to write are needed: "
     "covmerge collect EXPERT OUT.covstats.safetensors --inputs generated",
+    "random": "a model and a file to write are needed: "
+    "covmerge collect BASE OUT.covstats.safetensors --inputs random",
 }
 
 
@@ -277,8 +282,9 @@ def _examples(
     from covmerge.statistics import Generated
 
     if inputs not in _USAGE:
-        raise InputError(f"--inputs is '{inputs}': pass data or generated")
+        raise InputError(f"--inputs is '{inputs}': pass data, generated or random")
     given = {name: value for name, value in options.items() if value is not None}
+    start = given.get("start")
     if inputs == "data":
         own = [*(name for name in given if name != "seed"), *(["other"] if others else [])]
         if own:
@@ -289,7 +295,11 @@ def _examples(
             raise InputError(_USAGE[inputs])
         return data, out
     if out is not None:
-        raise InputError(f"--inputs generated needs no {data}: leave it out")
+        raise InputError(f"--inputs {inputs} needs no {data}: leave it out")
+    if inputs == "random":
+        if start is not None:
+            raise InputError(f"--start {start} belongs to --inputs generated: leave it out")
+        given["start"] = inputs
     return Generated(**given), data
 
 

@@ -1,4 +1,4 @@
-"""Token sequences at random, for encoders of text: they write nothing themselves.
+"""Token sequences at random: for encoders, which write nothing, and for what any model of text sees.
 
 A vocabulary lists its words by frequency, or by the order in which frequent pairs were joined, which
 comes near it. So the rank stands in for the frequency by Zipf's law, p ∝ 1 / (rank + 20).
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from covmerge.statistics.model import RunningModel
 
 _OFFSET = 20
-_LENGTHS = (3, 9, 18)
+LENGTHS = (3, 9, 18)
+LONG = (8, 24, 64)  # of language models, whose texts are longer
 _IN_BRACKETS = re.compile(r"[\[<]\w+[\]>]")  # [unused7], <0x0A>: places, and no words
 _MARKS = re.compile(r"^(##|[Ġ▁])")  # that a word goes on, or begins
 
@@ -32,18 +33,20 @@ class Sequences:
 
     Attributes:
         seed: of the tokens.
+        lengths: of a third of the texts each.
         shared: whether all experts are shown the same.
     """
 
     shared: ClassVar[bool] = True
 
     seed: int = 0
+    lengths: tuple[int, ...] = LENGTHS
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
         """What a statistics file says of it."""
         return {
             "kind": f"tokens, p = 1 / (rank + {_OFFSET})",
-            "lengths": ", ".join(map(str, _LENGTHS)),
+            "lengths": ", ".join(map(str, self.lengths)),
             "seed": self.seed,
         }
 
@@ -57,14 +60,14 @@ class Sequences:
         before, after = _around(tokenizer)
         words = _words(tokenizer, model.whole.get_input_embeddings().num_embeddings)
         limit = reading.max_length or longest_text(tokenizer, model.whole.config)
-        room = max(_LENGTHS) if limit is None else limit - len(before) - len(after)
+        room = max(self.lengths) if limit is None else limit - len(before) - len(after)
         if not len(words) or room < 1:
             problem = "has no words" if not len(words) else f"leaves no room in {limit} tokens"
             raise InputError(f"the tokenizer of {source} {problem}: pass a file of examples")
         odds = 1.0 / (torch.arange(len(words)) + _OFFSET)
         draw = torch.Generator().manual_seed(self.seed)
-        for number, length in enumerate(_LENGTHS):
-            count = (reading.wanted + number) // len(_LENGTHS)
+        for number, length in enumerate(self.lengths):
+            count = (reading.wanted + number) // len(self.lengths)
             if not count:
                 continue
             shape = (count, min(length, room))
