@@ -23,7 +23,7 @@ from covmerge.steps import Steps
 def merge(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
-    method: str = "auto",
+    method: str = "",
     out: str | Path | None = None,
     *,
     weights: Mapping[str, float] | Sequence[float] | None = None,
@@ -56,8 +56,8 @@ def merge(
     Args:
         base: folder, file, hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
-        method: a registered name; see `covmerge.methods.names()`. One expert alone is added to its
-            base as it is by `auto`, which is `average` then.
+        method: a registered name; see `covmerge.methods.names()`. Without one it is `auto` where all
+            experts are adapters or there are `base_statistics`, `average` of one expert alone, else `ace`.
         out: output folder; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
         statistics: statistics files by expert name, for methods that use data.
@@ -438,7 +438,7 @@ def _recipe(
     base: Source,
     experts: Mapping[str, Source],
     *,
-    method: str = "auto",
+    method: str = "",
     params: Mapping[str, Any] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None,
     statistics: Mapping[str, str | Path],
@@ -470,7 +470,7 @@ def _recipe(
                 }
                 for name, source in experts.items()
             },
-            "method": method,
+            **({"method": method} if method else {}),
             "parameters": dict(params or {}),
             "before": list(before),
             "after": list(after),

@@ -19,7 +19,7 @@ from covmerge.linalg.random import Stream
 from covmerge.measures.length import times_as_long
 from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
-from covmerge.methods.choice import AUTO, choose
+from covmerge.methods.choice import UNNAMED, choose
 from covmerge.methods.factored import merge_factors
 from covmerge.steps import Steps, resolve_steps, with_steps
 from covmerge.types import LinearGroup, LowRank, Measured
@@ -30,7 +30,7 @@ _Update = TypeVar("_Update", Tensor, LowRank)
 @overload
 def merge_layer(
     updates: Sequence[Tensor],
-    method: str = "auto",
+    method: str = "",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -43,7 +43,7 @@ def merge_layer(
 @overload
 def merge_layer(
     updates: Sequence[Tensor | LowRank],
-    method: str = "auto",
+    method: str = "",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -55,7 +55,7 @@ def merge_layer(
 ) -> Tensor | LowRank: ...
 def merge_layer(
     updates: Sequence[Tensor | LowRank],
-    method: str = "auto",
+    method: str = "",
     *,
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
@@ -70,7 +70,8 @@ def merge_layer(
     Args:
         updates: Δ_t = W_t − W_0, each `(d_out, d_in)`, of one dtype and device; half precision is
             computed in float32. Adapters may be given by their factors.
-        method: a registered name; of one update alone `auto` gives the update.
+        method: a registered name. Without one it is `auto` where all updates are given by their factors or
+            there are `base_inputs`, of one update alone the update, and else `ace`.
         weights: one positive number per update; 1 is neutral.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
@@ -105,8 +106,9 @@ def merge_layer(
         >>> merge_layer([adapter, adapter], method="actmat").dense().round()[0].tolist()
         [1.0, 1.0, 1.0]
     """
-    if method == AUTO:
-        method, _ = choose(len(updates))
+    if method == UNNAMED:
+        adapters = sum(isinstance(update, LowRank) for update in updates)
+        method, _ = choose(len(updates), adapters, base_inputs=base_inputs is not None)
     chosen = with_steps(
         registry.get(method),
         resolve_steps(before, "before"),

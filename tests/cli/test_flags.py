@@ -88,7 +88,7 @@ def test_flags_alone():
 
 def test_no_flag_changes_no_default():
     recipe = read_recipe(None, RecipeFlags(base="org/base", experts=TWO))
-    assert recipe == read_recipe(None, RecipeFlags(base="org/base", experts=TWO, method="auto"))
+    assert recipe == read_recipe(None, RecipeFlags(base="org/base", experts=TWO, before=()))
     assert recipe.output.shard_size == 5_000_000_000
 
 

@@ -1,4 +1,4 @@
-"""Where no method is named: one expert alone as it is, several by auto."""
+"""Where no method is named: one expert alone as it is, adapters by auto, else ace."""
 
 import copy
 import json
@@ -71,9 +71,9 @@ def test_one_half_precision_model_is_itself_to_the_bit():
 @pytest.mark.parametrize(
     ("of", "method", "why"),
     [
-        (lambda f: lora(f, 1, 2), "auto", "which needs no tuning"),
-        (lambda f: full(f, 1, 2), "auto", "which needs no tuning"),
-        (lambda f: {**lora(f, 1), **full(f, 2)}, "auto", "which needs no tuning"),
+        (lambda f: lora(f, 1, 2), "auto", "all experts are adapters"),
+        (lambda f: full(f, 1, 2), "ace", "auto wants to know what the base's layers see"),
+        (lambda f: {**lora(f, 1), **full(f, 2)}, "ace", "auto wants to know"),
         (lambda f: lora(f, 2), "average", "one expert alone"),
     ],
 )
@@ -91,7 +91,7 @@ def test_what_is_chosen_is_said_everywhere_and_is_that_method(models, of, method
     assert why in card and f"- {method}\n" in card
     named = covmerge.merge(base, experts, method)
     chosen = covmerge.merge(base, experts)
-    assert chosen.recipe.method == method
+    assert chosen.recipe.method == method and not any(why in note for note in named.notes)
     for name, value in named.tensors.items():
         assert torch.equal(chosen.tensors[name], value)
 
@@ -137,7 +137,12 @@ def test_one_layer():
     generator = torch.Generator().manual_seed(0)
     d = torch.randn(6, 8, generator=generator) / 10
     assert torch.equal(covmerge.merge_layer([d]), d)
-    assert torch.equal(covmerge.merge_layer([d, -d, d]), covmerge.merge_layer([d, -d, d], "auto"))
+    assert torch.equal(covmerge.merge_layer([d, -d, d]), covmerge.merge_layer([d, -d, d], "ace"))
+    seen = torch.eye(8)
+    assert torch.equal(
+        covmerge.merge_layer([d, -d, d], base_inputs=seen),
+        covmerge.merge_layer([d, -d, d], "auto", base_inputs=seen),
+    )
     factors = [
         covmerge.LowRank(
             torch.randn(6, 2, generator=generator), torch.randn(2, 8, generator=generator)

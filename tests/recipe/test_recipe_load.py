@@ -62,7 +62,6 @@ def test_defaults() -> None:
     assert dump_recipe(recipe) == {
         "base": "b",
         "experts": {"a": {"source": "x", "weight": 1.0, "statistics": None}},
-        "method": "auto",
         "parameters": {},
         "tensors": {
             "embeddings": "auto",

@@ -13,7 +13,7 @@ from covmerge.cli.progress import BytesProgress
 from covmerge.comparison import Wanted
 from covmerge.engine import RunOptions
 from covmerge.errors import RecipeError, did_you_mean
-from covmerge.methods.choice import AUTO
+from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe, parse_size
 from covmerge.recipe.strict_yaml import parse_yaml
 
@@ -203,7 +203,11 @@ def method_parameters(given: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _set_method(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> None:
     before: str | None = data.get("method")
     # Parameters belong to a method: another one would refuse them, or mean something else by them.
-    if before != AUTO and flags.method not in (None, before) and data.get("parameters"):
+    if (
+        before not in (None, UNNAMED)
+        and flags.method not in (None, before)
+        and data.get("parameters")
+    ):
         dropped = ", ".join(data.pop("parameters"))
         say("note", f"--method {flags.method} drops {before}'s parameters in {file}: {dropped}")
     data.update(_given(method=flags.method))

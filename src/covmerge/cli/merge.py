@@ -38,7 +38,7 @@ def merge(
             metavar="NAME",
             rich_help_panel=options.HOW,
             help="Merge method, see `covmerge methods`. Without one, and without one in the recipe: "
-            "auto, or one expert alone as it is.",
+            "auto of adapters, and wherever there is --base-stats; one expert alone as it is; else ace.",
         ),
     ] = None,
     parameter: Annotated[

@@ -8,11 +8,11 @@ from math import prod
 
 import torch
 
-from covmerge.checkpoints import Checkpoint
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import InputError, RecipeError
 from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
-from covmerge.methods.choice import AUTO, choose
+from covmerge.methods.choice import UNNAMED, choose
 from covmerge.methods.registry import Unit
 from covmerge.plan.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
@@ -243,9 +243,11 @@ def _head_items(heads: Mapping[str, Mapping[str, TensorHeader]]) -> Iterator[Wor
 
 def _with_method(recipe: Recipe, models: Mapping[str, Model]) -> tuple[Recipe, str | None]:
     """Return the recipe with a method, and why it is that one, where it names none."""
-    if recipe.method != AUTO:
+    if recipe.method != UNNAMED:
         return recipe, None
-    name, why = choose(len(models))
+    adapters = sum(isinstance(model.checkpoint, AdapterCheckpoint) for model in models.values())
+    of_base = recipe.base_statistics is not None
+    name, why = choose(len(models), adapters, base_inputs=of_base)
     return recipe.model_copy(update={"method": name}), why
 
 

@@ -58,7 +58,7 @@ def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recip
     Example:
         >>> recipe = parse_recipe({"base": "org/base", "experts": {"code": "org/code@v1"}})
         >>> recipe.method, recipe.experts["code"].weight
-        ('auto', 1.0)
+        ('', 1.0)
     """
     return _validate(dict(mapping), Origin(origin))
 
@@ -66,14 +66,15 @@ def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recip
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain JSON types with every default written out, the same each time.
 
-    Only steps and the base's statistics are left out where there are none, and what a rule does not say.
+    Only method, steps and the base's statistics are left out where there are none, and what a rule does
+    not say.
     """
     data = recipe.model_dump(mode="json")
     data["rules"] = [
         {key: value for key, value in rule.items() if value not in (None, {}, [])}
         for rule in data["rules"]
     ]
-    optional = ("before", "after", "base_statistics")
+    optional = ("method", "before", "after", "base_statistics")
     return {key: value for key, value in data.items() if value or key not in optional}
 
 

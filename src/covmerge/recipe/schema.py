@@ -332,15 +332,11 @@ class Recipe(_Model):
         description="The models to merge, in order: name to source, or name to source and weight. "
         "A name is made of letters, digits, '.', '_' and '-', and is used in file names.",
     )
-    base_statistics: Source | None = Field(
-        default=None,
-        description="Statistics file of the base, written by `covmerge collect` (path relative to the "
-        "recipe file): what its layers' inputs are like; for methods that look at them, such as `auto`.",
-    )
     method: MethodName = Field(
-        default="auto",
-        description="Merge method; `covmerge methods` lists the names. `auto` is `average` of one expert "
-        "alone, which is the expert.",
+        default="",
+        description="Merge method; `covmerge methods` lists the names. Without one it is `auto` where all "
+        "experts are adapters or there are `base_statistics`, `average` of one expert alone, which is the "
+        "expert, and else `ace`.",
     )
     parameters: Parameters = Field(
         default_factory=dict[str, Any],
@@ -354,6 +350,11 @@ class Recipe(_Model):
     after: Steps = Field(
         default=(),
         description="Steps after the method, in order: what becomes of the merged update.",
+    )
+    base_statistics: Source | None = Field(
+        default=None,
+        description="Statistics file of the base, written by `covmerge collect` (path relative to the "
+        "recipe file): what its layers' inputs are like; for methods that look at them, such as `auto`.",
     )
     tensors: TensorRules = Field(
         default_factory=TensorRules, description="What happens to tensors by kind."
