@@ -58,7 +58,7 @@ def test_layers_are_merged_with_their_own_inputs(models, workers):
     assert (expected - without).norm() > 1e-2 * without.norm()
     manifest = json.loads((models / "out" / "covmerge.json").read_text())
     assert manifest["sources"]["statistics base inputs"]["source"] == str(file)
-    assert manifest["tensors"][LAYER]["matrices"][0]["base_inputs"] is True
+    assert manifest["tensors"][LAYER]["matrices"][0]["inputs_known"] is True
     assert "collected beforehand: base.covstats.safetensors" in words(
         (models / "out" / "README.md").read_text()
     )

@@ -224,7 +224,11 @@ def test_from_the_command_line(expert, tmp_path):
     for given, says in {
         (expert, tmp_path / "a.txt", tmp_path / OUT, "--inputs=generated"): "a.txt: leave it out",
         (expert, "--inputs=generated"): "covmerge collect EXPERT OUT",
-        (expert, tmp_path / OUT, "--inputs=own"): "--inputs is 'own': pass data or generated",
+        (
+            expert,
+            tmp_path / OUT,
+            "--inputs=own",
+        ): "--inputs is 'own': pass data, generated or random",
         (expert, "a.txt", OUT, "--start=chat"): "--start belongs to --inputs generated",
         (expert, OUT, "--inputs=generated", "--labels=data"): "has no labels",
         (expert, OUT, "--inputs=generated", "--start=end"): "cannot start from 'end'",

@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 import covmerge
-from tests.e2e.test_adapters import experts, family  # noqa: F401 - a fixture
+from tests.e2e.test_adapters import experts, family, saved_family  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore:fan_in_fan_out", "ignore:Setting `save_embedding_layers`"

@@ -7,7 +7,7 @@ their updates use few of a layer's directions. `docs/auto.md` derives it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import ClassVar
 
@@ -52,19 +52,19 @@ class Equalised(Noticed):
 
     Attributes:
         unchanged: experts that left the sums.
-        experts: N, as how many experts of no common direction these count.
-        in_use: φ, the share of the layer's directions that they use.
-        exponent: q, how flat the spectrum was made: 0 not at all, 1 flat.
-        base_inputs: whether C₀ was measured, or is I.
+        unlike_experts: N, as how many experts of no common direction these count.
+        directions_in_use: φ, the share of the layer's directions that they use.
+        flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
+        inputs_known: whether C₀ was measured, or is I.
     """
 
     words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
 
     unchanged: int = 0
-    experts: float | None = None
-    in_use: float | None = None
-    exponent: float | None = None
-    base_inputs: bool = False
+    unlike_experts: float | None = None
+    directions_in_use: float | None = None
+    flattening: float | None = None
+    inputs_known: bool = False
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -89,8 +89,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @register(
     "auto",
-    equation="W̄ = W₀ + λ U (σ² + τ²)^(−q/2) UᵀR,  R = (Σ Δ_tC_t)(ΣC_t)⁻¹,  "
-    "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  R C₀^½ = U diag(σ) Vᵀ,  q = (¾ − φ/4)(1 − N⁻²)",
+    equation="W̄ = W₀ + λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  R = (Σ Δ_tC_t)(ΣC_t)⁻¹,  "
+    "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²)",
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
@@ -106,17 +106,17 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def auto(group: LinearGroup) -> Merged:
     """Merge one linear layer by least squares on the outputs, whose spectrum is brought nearer to flat.
 
-    W̄ = W₀ + λ U (σ² + τ²)^(−q/2) UᵀR  with
+    W̄ = W₀ + λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  with
 
     R = (Σ s_tw_t Δ_tC_t)(Σ s_tw_t C_t)⁻¹,  C_t = Δ_tᵀΔ_t / ‖Δ_t‖² + 0.1 I / d_in,
     s_t = ‖Δ_t‖² / (‖Δ_t‖² + 0.01 Σ‖Δ_s‖⁴ / Σ‖Δ_s‖²),
-    R C₀^½ = U diag(σ) Vᵀ,  τ = 0.01 Σσ² / Σσ,  φ = Σ σ²/(σ² + τ²) / min(d_out, d_in),
+    σ² the eigenvalues of K,  τ = 0.01 Σσ² / Σσ,  φ = Σ σ²/(σ² + τ²) / min(d_out, d_in),
     q = (¾ − φ/4)(1 − N⁻²),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
     λ such that the outputs' singular values add up to those of (Σ w_tΔ_t) C₀^½, times
     Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½).
 
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
-    experts share its full length and leaves the rest behind; (σ² + τ²)^(−q/2) brings that forward.
+    experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
     C₀ = E[z zᵀ] of the layer's inputs in the base says what counts as long: from a statistics file of
     the base (`covmerge collect BASE`), or I without one. N counts the experts by how unlike their
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
@@ -159,6 +159,10 @@ def auto(group: LinearGroup) -> Merged:
         rounding=EXACT if root is not None else _rounding_of_sum(active),
     )
     if not outputs.rank:
+        if (
+            root is not None
+        ):  # the base's inputs see nothing of the updates, and say nothing of them
+            return auto(replace(group, inputs=None))
         return Merged(torch.zeros_like(first), Equalised(active.unchanged, experts))
     sigma = outputs.kept
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
@@ -166,9 +170,12 @@ def auto(group: LinearGroup) -> Merged:
     exponent = (0.75 - in_use / 4.0) * (1.0 - experts**-2.0)
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
     whole = _seen(stack_weighted(active.updates, active.weights), root)
-    lift *= agreement * nuclear_norm(whole) / (sigma * lift).sum()
+    scale = agreement * nuclear_norm(whole) / float((sigma * lift).sum())
+    # What K does not see is lifted as what it hardly sees.
+    unseen = float(faint) ** (-exponent / 2.0) * scale
     left = outputs.left
-    merged = (left * lift.to(left.dtype)) @ (left.mT @ fused)
+    merged = (left * (lift * scale - unseen).to(left.dtype)) @ (left.mT @ fused)
+    merged.add_(fused, alpha=unseen)
     noticed = Equalised(active.unchanged, experts, in_use, exponent, root is not None)
     return Merged(merged, noticed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 import torch
@@ -117,7 +118,7 @@ def ace(
 
 
 def auto(group: LinearGroup) -> Tensor:
-    """λ U (σ² + τ²)^(−q/2) UᵀR, R C₀^½ = U diag(σ) Vᵀ, of the regression R  (docs/auto.md)."""
+    """λ (K + τ²I)^(−q/2) R, K = R C₀ Rᵀ, of the regression R  (docs/auto.md)."""
     weights = mean_one(group.updates, group.weights)
     changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
     if not changed:
@@ -152,14 +153,14 @@ def auto(group: LinearGroup) -> Tensor:
     end = of_sum(errors, weights) if group.inputs is None else Rounding()
     top = leading(R @ L, tolerance(group, None), end)
     if not len(top.S):
-        return torch.zeros_like(R)
+        return torch.zeros_like(R) if group.inputs is None else auto(replace(group, inputs=None))
     tau = 0.01 * (top.S**2).sum() / top.S.sum()
     phi = float((top.S**2 / (top.S**2 + tau**2)).sum()) / min(d_out, d_in)
     q = (0.75 - phi / 4) * (1 - N**-2)
     lift = (top.S**2 + tau**2) ** (-q / 2)
+    power = tau**-q * identity(d_out) + top.U @ torch.diag(lift - tau**-q) @ top.U.T
     whole = svd(weighted(seen, [w for _, w in changed]))[1].sum()
-    size = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum()
-    return size * top.U @ torch.diag(lift) @ top.U.T @ R
+    return whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
 
 
 def root(C0: Tensor) -> Tensor:
