@@ -144,7 +144,7 @@ def auto(group: LinearGroup) -> Merged:
     active = active_experts(group)
     if not active.updates:
         return Merged(torch.zeros_like(first), Equalised(active.unchanged))
-    root = None if group.inputs is None else _root(group.inputs, first)
+    root = _root(group.inputs, first)
     shares = _shares(active)
     squares = _squared_cosines(active, root)
     alike = float((shares * (squares @ shares)).sum())
@@ -158,11 +158,9 @@ def auto(group: LinearGroup) -> Merged:
         rtol=rtol,
         rounding=EXACT if root is not None else _rounding_of_sum(active),
     )
+    if not outputs.rank and root is not None:
+        return auto(replace(group, inputs=None))  # which see nothing of the updates
     if not outputs.rank:
-        if (
-            root is not None
-        ):  # the base's inputs see nothing of the updates, and say nothing of them
-            return auto(replace(group, inputs=None))
         return Merged(torch.zeros_like(first), Equalised(active.unchanged, experts))
     sigma = outputs.kept
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
@@ -171,21 +169,24 @@ def auto(group: LinearGroup) -> Merged:
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
     whole = _seen(stack_weighted(active.updates, active.weights), root)
     scale = agreement * nuclear_norm(whole) / float((sigma * lift).sum())
-    # What K does not see is lifted as what it hardly sees.
-    unseen = float(faint) ** (-exponent / 2.0) * scale
+    # What C₀ does not see is lifted as what it hardly sees; without C₀ that is rounding.
+    unseen = 0.0 if root is None else float(faint) ** (-exponent / 2.0) * scale
     left = outputs.left
     merged = (left * (lift * scale - unseen).to(left.dtype)) @ (left.mT @ fused)
-    merged.add_(fused, alpha=unseen)
+    if unseen:
+        merged.add_(fused, alpha=unseen)
     noticed = Equalised(active.unchanged, experts, in_use, exponent, root is not None)
     return Merged(merged, noticed)
 
 
-def _root(inputs: Tensor, like: Tensor) -> Tensor:
-    """L `(d_in, d_in)` with LLᵀ = C₀, up to a scale, of the updates' dtype.
+def _root(inputs: Tensor | None, like: Tensor) -> Tensor | None:
+    """L `(d_in, d_in)` with LLᵀ = C₀, up to a scale, of the updates' dtype; None: nothing is known of it.
 
     Raises:
         TensorError: C₀ is not `(d_in, d_in)`.
     """
+    if inputs is None:
+        return None
     d_in = like.shape[1]
     if inputs.shape != (d_in, d_in):
         raise TensorError(
@@ -194,8 +195,8 @@ def _root(inputs: Tensor, like: Tensor) -> Tensor:
         )
     values, vectors = eigh(inputs.to(torch.float64))
     mean = values.clamp_min(0.0).mean()
-    if not mean > 0.0:  # no input ever reached the layer: nothing is known of them
-        return torch.eye(d_in, dtype=like.dtype, device=like.device)
+    if not mean > 0.0:  # no input ever reached the layer
+        return None
     return (vectors * (values.clamp_min(0.0) / mean).sqrt()).to(like.dtype)
 
 

@@ -138,6 +138,8 @@ def auto(group: LinearGroup) -> Tensor:
     rounding = Rounding.together(own)
     V = leading(torch.vstack(roots), tolerance(group, None), rounding).Vh.T
     R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
+    if group.inputs is not None and not group.inputs.any():
+        return auto(replace(group, inputs=None))
     L = identity(d_in) if group.inputs is None else root(group.inputs.double())
     seen = [d @ L for d, _ in changed]
     sizes = [max(length(x), 1e-150) for x in seen]
@@ -158,7 +160,8 @@ def auto(group: LinearGroup) -> Tensor:
     phi = float((top.S**2 / (top.S**2 + tau**2)).sum()) / min(d_out, d_in)
     q = (0.75 - phi / 4) * (1 - N**-2)
     lift = (top.S**2 + tau**2) ** (-q / 2)
-    power = tau**-q * identity(d_out) + top.U @ torch.diag(lift - tau**-q) @ top.U.T
+    unseen = 0.0 if group.inputs is None else tau**-q
+    power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
     whole = svd(weighted(seen, [w for _, w in changed]))[1].sum()
     return whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
 
@@ -166,7 +169,7 @@ def auto(group: LinearGroup) -> Tensor:
 def root(C0: Tensor) -> Tensor:
     """L with LLᵀ = C₀, brought to trace d."""
     U, S, _ = svd(C0)
-    return U @ torch.diag((S / S.mean()).sqrt()) if S.any() else identity(len(C0))
+    return U @ torch.diag((S / S.mean()).sqrt())
 
 
 def energy(d: Tensor) -> float:
