@@ -16,7 +16,6 @@ from torch import Tensor
 
 from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.normal import normal_equations
-from covmerge.errors import TensorError
 from covmerge.linalg.auto import (
     FLOAT64,
     Cost,
@@ -129,9 +128,6 @@ def auto(group: LinearGroup) -> Merged:
             multiplies its expert's covariance and its update in the sum (weights are brought to mean 1
             first).
 
-    Raises:
-        TensorError: C₀ has another shape.
-
     Departs from the paper: there is none; `docs/auto.md` derives it, and `docs/auto-log.md` has what
     was tried.
 
@@ -180,19 +176,9 @@ def auto(group: LinearGroup) -> Merged:
 
 
 def _root(inputs: Tensor | None, like: Tensor) -> Tensor | None:
-    """L `(d_in, d_in)` with LLᵀ = C₀, up to a scale, of the updates' dtype; None: nothing is known of it.
-
-    Raises:
-        TensorError: C₀ is not `(d_in, d_in)`.
-    """
+    """L `(d_in, d_in)` with LLᵀ = C₀, up to a scale, in the updates' dtype; None: nobody knows it."""
     if inputs is None:
         return None
-    d_in = like.shape[1]
-    if inputs.shape != (d_in, d_in):
-        raise TensorError(
-            f"the base's inputs are {list(inputs.shape)}, this layer needs {[d_in, d_in]}: were they "
-            "collected on another model?"
-        )
     values, vectors = eigh(inputs.to(torch.float64))
     mean = values.clamp_min(0.0).mean()
     if not mean > 0.0:  # no input ever reached the layer
