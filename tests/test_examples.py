@@ -39,6 +39,9 @@ covmerge.extract("./base", "./code", "./lora", rank=8, allow=["unchanged-expert"
 covmerge.merge("./base", ["./code", "./math"]).stats["totals"]["merged_norm"]
 """
 
+# Libraries of which no public signature has a type: mypy would read all of them.
+BEHIND = ("huggingface_hub.*", "matplotlib.*", "numpy.*", "peft.*", "sympy.*", "transformers.*")
+
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
@@ -62,7 +65,10 @@ def accepted(command, **given):
 
 @pytest.mark.slow
 def test_mypy_accepts_every_example(examples):
-    command = [sys.executable, "-m", "mypy", "--cache-dir", str(examples / "cache"), str(examples)]
+    config = examples / "mypy.ini"
+    config.write_text(f"[mypy]\n[mypy-{','.join(BEHIND)}]\nfollow_imports = skip\n")
+    mypy = [sys.executable, "-m", "mypy", "--config-file", str(config)]
+    command = [*mypy, "--cache-dir", str(examples / "cache"), str(examples)]
     accepted(command, env={**os.environ, "MYPYPATH": str(SOURCES)}, cwd=examples)
 
 

