@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, sqrt
 from typing import Any, TypeVar, cast, overload
 
@@ -22,7 +22,7 @@ from covmerge.methods import Method, registry
 from covmerge.methods.choice import UNNAMED, choose
 from covmerge.methods.factored import merge_factors
 from covmerge.steps import Steps, resolve_steps, with_steps
-from covmerge.types import LinearGroup, LowRank, Measured
+from covmerge.types import Json, LinearGroup, LowRank, Measured
 
 _Update = TypeVar("_Update", Tensor, LowRank)
 
@@ -108,7 +108,9 @@ def merge_layer(
     """
     if method == UNNAMED:
         adapters = sum(isinstance(update, LowRank) for update in updates)
-        method, _ = choose(len(updates), adapters, base_inputs=base_inputs is not None)
+        method, why = choose(len(updates), adapters, base_inputs=base_inputs is not None)
+        if base_inputs is not None and not registry.get(method).base_inputs:
+            raise TensorError(f"{why}, whatever the base's inputs: leave out `base_inputs=`")
     chosen = with_steps(
         registry.get(method),
         resolve_steps(before, "before"),
@@ -129,10 +131,10 @@ def merge_layer(
     if factors and chosen.factored_for(parameters):
         measured = _measured(data or (), factors[0].left)
         seen = None if base_inputs is None else base_inputs.to(factors[0].left)
-        delta = merge_factors(
-            chosen, factors, shares, parameters, measured=measured, inputs=seen
-        ).delta
-        _say_if_long(method, sqrt(delta.square_norm()), [sqrt(u.square_norm()) for u in factors])
+        found = merge_factors(chosen, factors, shares, parameters, measured=measured, inputs=seen)
+        delta = found.delta
+        norms = [sqrt(update.square_norm()) for update in factors]
+        _say_if_long(chosen, found.stats, sqrt(delta.square_norm()), norms)
         return _stored(delta, stored)
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
     group = LinearGroup(
@@ -145,20 +147,26 @@ def merge_layer(
         base=None if base is None else base.to(dense[0].device, dtype),
         inputs=None if base_inputs is None else base_inputs.to(dense[0].device, dtype),
     )
-    merged = chosen(group, **parameters).delta
-    _say_if_long(method, norm(merged), [norm(update) for update in dense])
-    return _stored(merged, stored)
+    merged = chosen(group, **parameters)
+    norms = [norm(update) for update in dense]
+    _say_if_long(chosen, merged.stats, norm(merged.delta), norms)
+    return _stored(merged.delta, stored)
 
 
 def _measured(data: Sequence[Tensor], like: Tensor) -> tuple[Measured, ...]:
     return tuple(Measured(value.to(like), rows=0, total=norm(value)) for value in data)
 
 
-def _say_if_long(method: str, merged: float, experts: Sequence[float]) -> None:
+def _say_if_long(
+    method: Method, noticed: Mapping[str, Json], merged: float, experts: Sequence[float]
+) -> None:
     times = times_as_long(merged, experts)
-    if times > 1.0:
+    if times == 1.0:
+        return
+    in_outputs = method.noticed.from_json(noticed).length_in_outputs
+    if in_outputs is None or in_outputs > 1.0:
         warnings.warn(
-            f"{method}: the merged update is {times:.3g} times as long as the experts' together; take "
+            f"{method.name}: the merged update is {times:.3g} times as long as the experts' together; take "
             "a smaller scale where the method has one, or another method",
             stacklevel=3,
         )

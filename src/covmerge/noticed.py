@@ -47,6 +47,14 @@ class Noticed:
         """Whether rounding alone decides the result, as where an order of equals matters."""
         return False
 
+    @property
+    def length_in_outputs(self) -> float | None:
+        """The length of the merged update over that of all experts' together, as the layer's outputs show it.
+
+        None: the method goes by the lengths of weights.
+        """
+        return None
+
     def as_json(self) -> dict[str, Json]:
         """The facts, as they are in covmerge.json."""
         facts = {each.name: getattr(self, each.name) for each in fields(self)}

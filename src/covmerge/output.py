@@ -314,7 +314,7 @@ def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[dict[st
     """What covmerge.json says of a finished merge: totals, heads, each tensor; and that in words."""
     entries = tensor_entries(plan, done)
     seen = seen_in(plan, entries)
-    account = account_of(seen, always=WORDS) + account_of_lengths(entries)
+    account = account_of(seen, always=WORDS) + account_of_lengths(entries, seen)
     heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
     factors = rescalers_of(seen)
     rescaled = {"rescalers": factors} if factors else {}

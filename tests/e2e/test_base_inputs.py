@@ -1,6 +1,7 @@
 """`auto` with what the base's layers see: from disk as in memory, and refused where it does not fit."""
 
 import json
+from contextlib import closing
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge import LowRank
+from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, RecipeError
 from covmerge.recompute import recompute
 from covmerge.statistics import StatisticsFile
+from covmerge.statistics.write import Contents, Statistic, write_statistics
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned
@@ -32,6 +35,18 @@ def models(tmp_path):
         tmp_path / "base", [{"input_ids": ids}], tmp_path / "base.covstats.safetensors"
     )
     return tmp_path
+
+
+def keep_layers(file, out, wanted, also=None):
+    """Write a statistics file of some of the layers of another."""
+    held = StatisticsFile.open(file)
+    names = [name for name in held.names("gram") if wanted(name)]
+    found = [Statistic((name,), held.read("gram", name), 1) for name in names]
+    if also is not None:
+        found.append(Statistic((also,), torch.eye(4), 1))
+    with closing(open_checkpoint(held.about.source)) as model:
+        contents = Contents(model, {"gram": found}, examples=1)
+        write_statistics({out: contents}, overwrite=True)
 
 
 def full(folder):
@@ -98,6 +113,40 @@ def test_a_method_that_does_not_look_at_them(models):
         models / "base", full(models), ["ties", "auto"], base_statistics=file
     ).rows
     assert [row.method for row in rows] == ["ties", "auto"]
+    with pytest.raises(RecipeError, match=r"no method of these looks .* \(ties, ace\).* take auto"):
+        covmerge.compare(models / "base", full(models), ["ties", "ace"], base_statistics=file)
+    flags = [f"--expert={name}={path}" for name, path in full(models).items()]
+    of_base = ["--base", models / "base", "--base-stats", file]
+    ran = command("compare", *of_base, *flags, "--methods=ties", code=2)
+    assert "'ties' does not look at the base's inputs" in words(ran.stderr)
+
+
+def test_of_one_expert_no_inputs_of_the_base_are_asked_for(models):
+    one = {"e1": models / "e1"}
+    file = models / "base.covstats.safetensors"
+    with pytest.raises(RecipeError, match=r"one expert alone .* Leave out .*\(--base-stats\)\.$"):
+        covmerge.merge(models / "base", one, base_statistics=file)
+    update = torch.randn(3, 4, generator=torch.manual_seed(0))
+    with pytest.raises(covmerge.errors.TensorError, match="one expert alone .* leave out"):
+        covmerge.merge_layer([update], base_inputs=torch.eye(4))
+
+
+def test_layers_that_the_file_lacks_are_named(models):
+    file, fewer = models / "base.covstats.safetensors", models / "few.covstats.safetensors"
+    keep_layers(file, fewer, lambda name: "mlp" not in name)
+    out = models / "out"
+    result = covmerge.merge(models / "base", full(models), out=out, base_statistics=fewer)
+    (note,) = (note for note in result.notes if "has no inputs of" in note)
+    assert "6 layers (model.layers.0.mlp." in note and "and 3 more" in note
+    manifest = json.loads((out / "covmerge.json").read_text())
+    assert note in manifest["notes"]
+    rules = {name: entry["rule"] for name, entry in manifest["tensors"].items()}
+    assert rules[LAYER] == "auto (no base inputs of it)"
+    assert rules["model.layers.0.self_attn.q_proj.weight"] == "auto"
+    assert manifest["totals"]["inputs_known"] == 8
+    keep_layers(file, fewer, lambda name: "none of them" in name, also="another.weight")
+    with pytest.raises(InputError, match=r"names none of the layers .* it names 'another.weight'"):
+        covmerge.merge(models / "base", full(models), base_statistics=fewer)
 
 
 def test_on_the_command_line_and_in_a_recipe(models):

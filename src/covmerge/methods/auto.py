@@ -7,9 +7,8 @@ their updates use few of a layer's directions. `docs/auto.md` derives it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import sqrt
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,13 +25,12 @@ from covmerge.linalg.auto import (
     system_choice,
 )
 from covmerge.linalg.cholesky import factorize_above
-from covmerge.linalg.lapack import eigh
+from covmerge.linalg.lapack import eigh, norm
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
 from covmerge.linalg.spectral import EXACT, nuclear_norm, rank_tolerance, truncated_svd
+from covmerge.methods.auto_noticed import Equalised
 from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, register
-from covmerge.methods.words import UNCHANGED
-from covmerge.noticed import Noticed, Words
 from covmerge.types import LinearGroup, Merged, Rounding
 
 # What no update tells of the inputs' covariance, as a share of its mean eigenvalue.
@@ -43,27 +41,6 @@ _SMALL = 0.01
 _FAINT = 0.01
 # An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
 _CLEARLY = 1.1
-
-
-@dataclass(frozen=True)
-class Equalised(Noticed):
-    """What was done to one matrix.
-
-    Attributes:
-        unchanged: experts that left the sums.
-        unlike_experts: N, as how many experts of no common direction these count.
-        directions_in_use: φ, the share of the layer's directions that they use.
-        flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
-        inputs_known: whether C₀ was measured, or is I.
-    """
-
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED,)
-
-    unchanged: int = 0
-    unlike_experts: float | None = None
-    directions_in_use: float | None = None
-    flattening: float | None = None
-    inputs_known: bool = False
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -142,7 +119,7 @@ def auto(group: LinearGroup) -> Merged:
         return Merged(torch.zeros_like(first), Equalised(active.unchanged))
     root = _root(group.inputs, first)
     shares = _shares(active)
-    squares = _squared_cosines(active, root)
+    squares, lengths = _squared_cosines(active, root)
     alike = float((shares * (squares @ shares)).sum())
     experts = max(1.0, float(shares.sum()) ** 2 / alike)
     agreement = min(1.0, float(shares.square().sum()) / alike)
@@ -156,8 +133,11 @@ def auto(group: LinearGroup) -> Merged:
     )
     if not outputs.rank and root is not None:
         return auto(replace(group, inputs=None))  # which see nothing of the updates
+    noticed = Equalised(
+        active.unchanged, _of_all(group, active, shares), root is not None, unlike_experts=experts
+    )
     if not outputs.rank:
-        return Merged(torch.zeros_like(first), Equalised(active.unchanged, experts))
+        return Merged(torch.zeros_like(first), noticed)
     sigma = outputs.kept
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(group.shape)
@@ -171,7 +151,15 @@ def auto(group: LinearGroup) -> Merged:
     merged = (left * (lift * scale - unseen).to(left.dtype)) @ (left.mT @ fused)
     if unseen:
         merged.add_(fused, alpha=unseen)
-    noticed = Equalised(active.unchanged, experts, in_use, exponent, root is not None)
+    lifted = sigma * lift * scale
+    together = float((lengths * torch.tensor(active.weights, dtype=torch.float64)).sum())
+    noticed = replace(
+        noticed,
+        directions_in_use=in_use,
+        flattening=exponent,
+        lengthening=float(lifted.sum() / sigma.sum()),
+        outputs_length=norm(lifted) / together,
+    )
     return Merged(merged, noticed)
 
 
@@ -197,8 +185,17 @@ def _shares(active: Active) -> Tensor:
     return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
 
 
-def _squared_cosines(active: Active, root: Tensor | None) -> Tensor:
-    """cos²(Δ_tC₀^½, Δ_uC₀^½) `(T, T)`, float64; two updates without outputs have nothing in common."""
+def _of_all(group: LinearGroup, active: Active, shares: Tensor) -> tuple[float, ...]:
+    """s_t of every expert, 0 of those that left the sums."""
+    of_active = dict(zip(map(id, active.updates), shares.tolist(), strict=True))
+    return tuple(of_active.get(id(update), 0.0) for update in group.updates)
+
+
+def _squared_cosines(active: Active, root: Tensor | None) -> tuple[Tensor, Tensor]:
+    """cos²(Δ_tC₀^½, Δ_uC₀^½) `(T, T)` and ‖Δ_tC₀^½‖ `(T,)`, float64.
+
+    Two updates without outputs have nothing in common.
+    """
     count = len(active.updates)
     dots = torch.zeros(count, count, dtype=torch.float64)
     for t, one in enumerate(active.updates):
@@ -207,7 +204,7 @@ def _squared_cosines(active: Active, root: Tensor | None) -> Tensor:
             dots[t, u] = dots[u, t] = (seen * active.updates[u]).sum(dtype=torch.float64)
     squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
     found = dots.square() / torch.outer(squares, squares)
-    return found.clamp_max(1.0).fill_diagonal_(1.0)
+    return found.clamp_max(1.0).fill_diagonal_(1.0), squares.sqrt()
 
 
 def _rounding_of_sum(active: Active) -> Rounding:

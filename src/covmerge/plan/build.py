@@ -16,7 +16,14 @@ from covmerge.methods.choice import UNNAMED, choose
 from covmerge.methods.registry import Unit
 from covmerge.plan.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
-from covmerge.plan.data import OF_BASE, Statistics, check_statistics, find_statistics
+from covmerge.plan.data import (
+    OF_BASE,
+    Statistics,
+    check_base_statistics,
+    check_statistics,
+    find_statistics,
+    notes_on_statistics,
+)
 from covmerge.plan.forms import AdapterFactors, ModelTensor, Unwritten, head_part
 from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
@@ -76,10 +83,12 @@ def build_plans(
         check_same_architecture(base_model, name, model)
     aligned: dict[str, Mapping[str, Alignment]] = {}
     alone = len(recipes) == 1 and not whole
+    named = [_with_method(recipe, models) for recipe in recipes]
+    check_base_statistics([recipe for recipe, _ in named], base, statistics or {}, named[0][1])
     drafts = _of_same_tensors(
         [
-            _draft(recipe, base_model, models, statistics or {}, aligned, alone)
-            for recipe in recipes
+            _draft(recipe, chosen, base_model, models, statistics or {}, aligned)
+            for recipe, chosen in named
         ],
         base,
     )
@@ -109,19 +118,15 @@ class _Draft:
 
 def _draft(
     recipe: Recipe,
+    chosen: str | None,
     base: Model,
     models: Mapping[str, Model],
     statistics: Statistics,
     aligned: dict[str, Mapping[str, Alignment]],
-    alone: bool,
 ) -> _Draft:
-    """Decide on every tensor; `aligned` keeps what recipes that differ in their method have in common.
-
-    `alone`: it is the only recipe.
-    """
-    recipe, chosen = _with_method(recipe, models)
+    """Decide on every tensor; `aligned` keeps what recipes that differ in their method have in common."""
     checkpoints = {name: model.checkpoint for name, model in models.items()}
-    check_statistics(recipe, base.checkpoint, checkpoints, statistics, alone=alone)
+    check_statistics(recipe, checkpoints, statistics)
     try:
         rules = Rules(recipe, base.description.family)
     except RecipeError as error:
@@ -207,6 +212,7 @@ def _plan(
         chosen=draft.chosen,
         notes=(
             *_chosen(draft),
+            *notes_on_statistics(draft.tensors, statistics),
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
             *_unused_rules(draft.recipe, base, models),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from covmerge.checkpoints import Checkpoint
@@ -13,6 +13,7 @@ from covmerge.plan.work import TensorPlan
 from covmerge.recipe import Recipe
 from covmerge.statistics.file import StatisticsFile
 from covmerge.tensors import matrix_shapes
+from covmerge.text import some
 
 Statistics = Mapping[str, StatisticsFile]
 
@@ -21,44 +22,61 @@ OF_BASE = "base inputs"  # the key of the base's file; no expert has such a name
 _KINDS = {"gram": "Gram matrix", "fisher": "Fisher information"}
 
 
+def check_base_statistics(
+    recipes: Sequence[Recipe], base: Checkpoint, statistics: Statistics, chosen: str | None
+) -> None:
+    """Check that a file of the base is of this base, and that a method looks at it.
+
+    Args:
+        recipes: which run together; it is enough if one of them has such a method.
+        base: what the experts were fine-tuned from.
+        statistics: the files; the base's under `OF_BASE`.
+        chosen: why the method is what it is, where the recipe does not name it.
+
+    Raises:
+        RecipeError: no method looks at it, or it holds no Gram matrix.
+        InputError: it is of another model.
+    """
+    of_base = statistics.get(OF_BASE)
+    if of_base is None:
+        return
+    if not any(method.base_inputs for recipe in recipes for method in _methods_of(recipe)):
+        names = list(dict.fromkeys(recipe.method for recipe in recipes))
+        who = (
+            f"no method of these looks at the base's inputs ({', '.join(names)})"
+            if names[1:]
+            else f"method '{names[0]}' does not look at the base's inputs"
+        )
+        if chosen is not None:
+            who = f"{chosen}, whatever the base's inputs"
+        able = " or ".join(method.name for method in registry if method.base_inputs)
+        otherwise = f", or take {able}" if chosen is None else ""
+        raise RecipeError(
+            f"{of_base.path}: {who}. Leave out the statistics of the base (--base-stats){otherwise}."
+        )
+    if not of_base.names("gram"):
+        raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it with --kind gram.")
+    base.materialize()
+    of_base.check_model("the base", base)
+
+
 def check_statistics(
     recipe: Recipe,
-    base: Checkpoint,
     experts: Mapping[str, Checkpoint],
     statistics: Statistics,
-    *,
-    alone: bool,
 ) -> None:
     """Check that every method of a recipe has the files it needs, collected on these models.
 
     Args:
         recipe: whose methods.
-        base: what the experts were fine-tuned from.
         experts: by name.
-        statistics: the files; the base's under `OF_BASE`.
-        alone: whether no other recipe may be what the base's file is for.
+        statistics: the files.
 
     Raises:
-        RecipeError: an expert without a file, a file that was collected in another way, or one of the
-            base that no method looks at.
+        RecipeError: an expert without a file, or a file that was collected in another way.
         InputError: a file of another model.
     """
-    methods = [
-        registry.get(name)
-        for name in {recipe.method, *(rule.method for rule in recipe.rules if rule.method)}
-    ]
-    of_base = statistics.get(OF_BASE)
-    if of_base is not None:
-        if alone and not any(method.base_inputs for method in methods):
-            raise RecipeError(
-                f"{of_base.path}: method '{recipe.method}' does not look at the base's inputs: leave out "
-                "the statistics of the base (--base-stats), or take `auto`."
-            )
-        if not of_base.names("gram"):
-            raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it with --kind gram.")
-        base.materialize()
-        of_base.check_model("the base", base)
-    for method in methods:
+    for method in _methods_of(recipe):
         name = method.name
         if method.data == "none":
             continue
@@ -87,6 +105,12 @@ def check_statistics(
             statistics[expert].check_model(f"expert '{expert}'", checkpoint)
 
 
+def _methods_of(recipe: Recipe) -> list[Method]:
+    """The methods of a recipe and of its rules."""
+    names = [recipe.method, *(rule.method for rule in recipe.rules if rule.method)]
+    return [registry.get(name) for name in dict.fromkeys(names)]
+
+
 def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) -> TensorPlan:
     """Add to a tensor's plan the names of its statistics; without any it is averaged.
 
@@ -97,8 +121,10 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     if not isinstance(tensor.operation, Merge):
         return tensor
     method = registry.get(tensor.operation.method)
-    if method.base_inputs:
-        tensor = replace(tensor, base_inputs=_base_inputs(tensor, statistics.get(OF_BASE)))
+    if method.base_inputs and OF_BASE in statistics:
+        seen = _base_inputs(tensor, statistics[OF_BASE])
+        rule = tensor.rule if seen is not None else f"{tensor.rule} (no base inputs of it)"
+        tensor = replace(tensor, base_inputs=seen, rule=rule)
     if method.data == "none":
         return tensor
     kind = method.data
@@ -121,13 +147,43 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     return replace(tensor, statistics=found)
 
 
-def _base_inputs(tensor: TensorPlan, file: StatisticsFile | None) -> str | None:
+def notes_on_statistics(tensors: Sequence[TensorPlan], statistics: Statistics) -> Iterator[str]:
+    """Say of which layers the base's file has nothing, though their method looks at it.
+
+    Raises:
+        InputError: of none of them has it anything.
+    """
+    if OF_BASE not in statistics:
+        return
+    without = [
+        tensor.name
+        for tensor in tensors
+        if isinstance(tensor.operation, Merge)
+        and registry.get(tensor.operation.method).base_inputs
+        and tensor.base_inputs is None
+    ]
+    path = statistics[OF_BASE].path
+    if without and not any(tensor.base_inputs for tensor in tensors):
+        held = statistics[OF_BASE].names("gram")[0]
+        raise InputError(
+            f"{path} names none of the layers that its method merges ({some(without, 2)}; it names "
+            f"'{held}'): leave out the statistics of the base (--base-stats), or collect them on a base "
+            "whose layers have these names"
+        )
+    if without:
+        yield (
+            f"{path.name} has no inputs of {len(without)} layers ({some(without, 3)}): they are merged "
+            "as if the base's inputs were not known"
+        )
+
+
+def _base_inputs(tensor: TensorPlan, file: StatisticsFile) -> str | None:
     """The name that the base's file has for a tensor, if it has one.
 
     Raises:
         TensorError: it is of another shape.
     """
-    if file is None or tensor.name not in file.names("gram"):
+    if tensor.name not in file.names("gram"):
         return None
     assert isinstance(tensor.operation, Merge) and tensor.operation.layout is not None
     shape = file.header("gram", tensor.name).shape

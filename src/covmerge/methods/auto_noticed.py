@@ -1,0 +1,143 @@
+"""What `auto` notices in a matrix, and its words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import ClassVar
+
+from covmerge.methods.words import UNCHANGED, facts
+from covmerge.noticed import Noticed, Seen, Words
+from covmerge.text import some
+from covmerge.types import Json
+
+_LESS = 0.9  # an expert with a smaller share counted less than the others
+
+
+class _Inputs(Words):
+    """By which inputs lengths and likeness were told."""
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        return {"inputs_known": int(sum(facts(seen, "inputs_known")))}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        known = facts(seen, "inputs_known")
+        if any(known):
+            text = f"known in {int(sum(known))} of {len(known)} matrices"
+        else:
+            text = "not known: by the weights alone"
+        yield "base's inputs", text
+
+
+@dataclass(frozen=True)
+class _Median(Words):
+    """The median of a fact over the matrices, and its range.
+
+    Attributes:
+        fact: its name.
+        label: of its row.
+        text: what stands beside it, with a place for the `{numbers}`.
+        form: how a number is written.
+    """
+
+    fact: str
+    label: str
+    text: str
+    form: str = ".2f"
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        found = facts(seen, self.fact)
+        return {self.fact: median(found) if found else None}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        found = facts(seen, self.fact)
+        if not found:
+            return
+        middle, least, most = (
+            format(value, self.form) for value in (median(found), min(found), max(found))
+        )
+        span = "" if least == most else f" ({least} to {most})"
+        yield self.label, self.text.format(numbers=middle + span)
+
+
+class _Small(Words):
+    """Experts that counted less, because their update is short beside the others'."""
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        return {"counted_less": {expert: [*names] for expert, names in _less(seen).items()}}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        found = _less(seen)
+        if found:
+            where = (
+                f"'{expert}' in {len(names)} tensors ({some(names, 2)})"
+                for expert, names in found.items()
+            )
+            yield "counted less", f"{'; '.join(where)}: short beside the others there"
+
+
+def _less(seen: Sequence[Seen]) -> dict[str, list[str]]:
+    """The tensors in which an expert changed something and counted less, by expert."""
+    found: dict[str, list[str]] = {}
+    for one in seen:
+        for place, expert in enumerate(one.experts):
+            shares = [matrix.shares[place] for matrix in one.matrices if matrix.shares]
+            if any(0.0 < share < _LESS for share in shares):
+                found.setdefault(expert, []).append(one.tensor)
+    return found
+
+
+INPUTS, SMALL = _Inputs(), _Small()
+UNLIKE = _Median("unlike_experts", "N, unlike experts", "count as {numbers}, by their directions")
+IN_USE = _Median(
+    "directions_in_use",
+    "φ, directions",
+    "{numbers} of those that the layers have are in use",
+    ".0%",
+)
+FLATTENING = _Median(
+    "flattening", "q, flattening", "{numbers}, where 0 is least squares and 1 a flat spectrum"
+)
+LENGTHENING = _Median("lengthening", "λ, length", "{numbers} times that of least squares")
+
+
+@dataclass(frozen=True)
+class Equalised(Noticed):
+    """What `auto` did to one matrix, and why.
+
+    Attributes:
+        unchanged: experts that left the sums.
+        shares: s_t of every expert, 1 for one as long as the others, 0 for one that did not change it.
+        inputs_known: whether C₀ was measured, or is I.
+        unlike_experts: N, as how many experts of no common direction these count.
+        directions_in_use: φ, the share of the layer's directions that they use.
+        flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
+        lengthening: what λ makes of it: the sum of the outputs' singular values, over that of least
+            squares. Nothing from `directions_in_use` on: nothing was left after least squares.
+        outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (
+        INPUTS,
+        UNLIKE,
+        IN_USE,
+        FLATTENING,
+        LENGTHENING,
+        SMALL,
+        UNCHANGED,
+    )
+
+    unchanged: int = 0
+    shares: tuple[float, ...] = ()
+    inputs_known: bool = False
+    unlike_experts: float | None = None
+    directions_in_use: float | None = None
+    flattening: float | None = None
+    lengthening: float | None = None
+    outputs_length: float | None = None
+
+    @property
+    def length_in_outputs(self) -> float | None:
+        """How long the outputs on the base's inputs are, beside all experts' together."""
+        return self.outputs_length if self.inputs_known else None
