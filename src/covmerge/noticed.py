@@ -49,11 +49,15 @@ class Noticed:
 
     @property
     def length_in_outputs(self) -> float | None:
-        """The length of the merged update over that of all experts' together, as the layer's outputs show it.
+        """How long the merged update is beside all experts' together, by what it adds to the outputs.
 
         None: the method goes by the lengths of weights.
         """
         return None
+
+    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
+        """What a report tells of one matrix, by headings; nothing, unless overridden."""
+        return {}
 
     def as_json(self) -> dict[str, Json]:
         """The facts, as they are in covmerge.json."""

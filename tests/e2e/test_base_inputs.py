@@ -127,7 +127,7 @@ def test_of_one_expert_no_inputs_of_the_base_are_asked_for(models):
     with pytest.raises(RecipeError, match=r"one expert alone .* Leave out .*\(--base-stats\)\.$"):
         covmerge.merge(models / "base", one, base_statistics=file)
     update = torch.randn(3, 4, generator=torch.manual_seed(0))
-    with pytest.raises(covmerge.errors.TensorError, match="one expert alone .* leave out"):
+    with pytest.raises(covmerge.errors.TensorError, match=r"one expert alone .* leave out"):
         covmerge.merge_layer([update], base_inputs=torch.eye(4))
 
 

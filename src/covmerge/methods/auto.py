@@ -187,7 +187,7 @@ def _shares(active: Active) -> Tensor:
 
 def _of_all(group: LinearGroup, active: Active, shares: Tensor) -> tuple[float, ...]:
     """s_t of every expert, 0 of those that left the sums."""
-    of_active = dict(zip(map(id, active.updates), shares.tolist(), strict=True))
+    of_active = dict(zip(map(id, active.updates), map(float, shares), strict=True))
     return tuple(of_active.get(id(update), 0.0) for update in group.updates)
 
 

@@ -141,3 +141,16 @@ class Equalised(Noticed):
     def length_in_outputs(self) -> float | None:
         """How long the outputs on the base's inputs are, beside all experts' together."""
         return self.outputs_length if self.inputs_known else None
+
+    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
+        """What a report tells of one matrix, by headings."""
+        share = self.directions_in_use
+        less = [e for e, own in zip(experts, self.shares, strict=False) if 0.0 < own < _LESS]
+        return {
+            "base's inputs": "known" if self.inputs_known else "not known",
+            "N, unlike experts": self.unlike_experts,
+            "φ, directions in use, %": None if share is None else 100 * share,
+            "q, flattening": self.flattening,
+            "λ, times the length of least squares": self.lengthening,
+            "counted less": ", ".join(less) or "nobody",
+        }

@@ -39,6 +39,7 @@ def render(report: Report) -> str:
         experts=tables.experts(report),
         rules=() if manifest is None else manifest["totals"]["by_rule"],
         facts=list(page.facts(report)),
+        told=tables.told(report),
         retention=page.RETENTION,
         pictures=list(pictures(report)),
         cost_pictures=list(cost_pictures(report)),

@@ -159,6 +159,18 @@ def experts(report: Report) -> Table:
     return Table(("expert", *known), tuple(rows))
 
 
+def told(report: Report) -> list[Table]:
+    """What methods tell of each matrix that they merged, a table for each set of headings."""
+    found: dict[tuple[str, ...], list[tuple[Cell, ...]]] = {}
+    for one in report.noticed.values():
+        for place, matrix in enumerate(one.matrices):
+            own = matrix.told(one.experts)
+            if own:
+                name = f"{one.tensor}[{place}]" if len(one.matrices) > 1 else one.tensor
+                found.setdefault(("layer", *own), []).append((name, *own.values()))
+    return [Table(columns, tuple(rows)) for columns, rows in found.items()]
+
+
 def costs(report: Report) -> Table:
     """Seconds, where they were measured, memory and work of each tensor of the merge."""
     timed = any(cost.seconds is not None for cost in report.costs.values())

@@ -1,0 +1,88 @@
+"""`auto` says in words what it did to each matrix and why."""
+
+from math import inf
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.methods import registry
+from covmerge.methods.auto_noticed import Equalised
+from covmerge.noticed import Seen, account_of
+from covmerge.reporting.tables import told
+from covmerge.types import LinearGroup
+from tests.report.merges import checkpoints, report
+from tests.report.pages import parse, rows_of
+
+page = pytest.importorskip("covmerge.reporting.html")
+
+
+def merged(updates, inputs=None):
+    return registry.get("auto")(
+        LinearGroup(tuple(updates), (1.0,) * len(updates), inputs=inputs)
+    ).noticed
+
+
+def drawn(*norms, seed=0, shape=(12, 16)):
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randn(shape, generator=generator) for _ in norms]
+    return [norm * update / update.norm() for norm, update in zip(norms, found, strict=True)]
+
+
+def test_the_numbers_of_a_matrix():
+    one = merged(drawn(1.0, 1.0, 0.05, 0.0))
+    # s = ‖Δ‖² over itself and a hundredth of Σ‖Δ‖⁴/Σ‖Δ‖².
+    mean = (2 + 0.05**4) / (2 + 0.05**2)
+    assert one.shares == pytest.approx(
+        [1 / (1 + 0.01 * mean)] * 2 + [0.05**2 / (0.05**2 + 0.01 * mean), 0.0], rel=1e-5
+    )
+    assert one.unchanged == 1 and one.lengthening > 1.0 and 0.0 < one.outputs_length < 1.0
+    assert one.length_in_outputs is None  # by I, a length of outputs is one of weights
+    assert merged(drawn(1.0, 1.0), torch.eye(16)).length_in_outputs is not None
+    alike = drawn(1.0) * 3
+    assert merged(alike).unlike_experts == pytest.approx(1.0)
+    assert merged(alike).flattening == pytest.approx(0.0, abs=1e-6)
+    assert merged(alike).outputs_length == pytest.approx(1 / 3, rel=1e-5)
+
+
+def test_rows_and_totals_over_matrices():
+    known = Equalised(0, (0.99, 0.6), True, 1.8, 0.9, 0.4, 1.2, 0.7)
+    other = Equalised(0, (0.99, 0.99), False, 2.0, 0.5, 0.5, 1.4, 0.7)
+    seen = [Seen("a", {}, ("code", "math"), (known,)), Seen("b", {}, ("code", "math"), (other,))]
+    account = account_of(seen)
+    rows = dict(account.rows)
+    assert rows["base's inputs"] == "known in 1 of 2 matrices"
+    assert rows["N, unlike experts"] == "count as 1.90 (1.80 to 2.00), by their directions"
+    assert rows["φ, directions"].startswith("70% (50% to 90%) of those that the layers have")
+    assert rows["q, flattening"].startswith("0.45 (0.40 to 0.50), where 0 is least squares")
+    assert rows["λ, length"] == "1.30 (1.20 to 1.40) times that of least squares"
+    assert rows["counted less"].startswith("'math' in 1 tensors (a)")
+    assert account.totals["inputs_known"] == 1 and account.totals["flattening"] == 0.45
+    assert account.totals["counted_less"] == {"math": ["a"]}
+    alone = dict(account_of(seen[1:]).rows)
+    assert alone["base's inputs"] == "not known: by the weights alone"
+    assert "counted less" not in alone and alone["q, flattening"].startswith("0.50, where")
+    # Where nothing was left, and in what an older version wrote, there is nothing to say.
+    nothing = account_of([Seen("a", {}, ("code",), (Equalised(unchanged=1),))])
+    assert [label for label, _ in nothing.rows] == ["base's inputs", "unchanged"]
+    assert inf not in nothing.totals.values() and nothing.totals["flattening"] is None
+
+
+def test_covmerge_json_and_the_report_tell_it_of_every_layer(tmp_path):
+    made = report(tmp_path, {"code": 0.02, "math": 0.03, "faint": 0.001}, "auto", blocks=1)
+    entry = made.manifest["tensors"]["layers.0.mlp.up_proj.weight"]["matrices"][0]
+    assert entry["inputs_known"] is False and len(entry["shares"]) == 3
+    totals = made.manifest["totals"]
+    assert totals["flattening"] and list(totals["counted_less"]) == ["faint"]
+    root = parse(page.render(made))
+    tables = [rows_of(table) for table in root.all("table")]
+    (layers,) = (rows for rows in tables if "q, flattening" in rows[0])
+    assert [row[0] for row in layers[1:]] == list(made.noticed)
+    assert layers[1][1] == "not known" and layers[1][-1] == "faint"
+    assert "not known: by the weights alone" in root.text
+
+
+def test_a_method_that_tells_nothing_has_no_table(tmp_path):
+    base, experts = checkpoints(tmp_path, {"code": 0.02}, blocks=1)
+    covmerge.merge(base, experts, "average", tmp_path / "out")
+    assert told(covmerge.report(tmp_path / "out", spectra="none")) == []
