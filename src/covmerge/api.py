@@ -61,7 +61,8 @@ def merge(
         out: output folder; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
         statistics: statistics files by expert name, for methods that use data.
-        base_statistics: a statistics file of the base, for methods that look at its layers' inputs.
+        base_statistics: a statistics file of the base, for methods that look at its layers' inputs;
+            `random`: the base is run on random inputs first.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
         after: steps after the method.
         tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
@@ -244,7 +245,7 @@ def compare(
         parameters: by method, for those that are not to run at their defaults.
         weights: one positive number per expert.
         statistics: statistics files by expert name.
-        base_statistics: a statistics file of the base.
+        base_statistics: a statistics file of the base, or `random`; see `merge`.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
         after: steps after the method.
         tensors: what happens to tensors by kind.

@@ -257,7 +257,7 @@ class CompareJob:
             for entry in entries
         ]
         labels = [entry.label for entry in entries]
-        plans, checkpoints = checkpoints.plans(recipes, whole=True)
+        plans, checkpoints = checkpoints.plans(recipes, self.options, whole=True)
         memory = self.options.memory(plans, shared=_SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()

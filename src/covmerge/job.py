@@ -44,7 +44,7 @@ class Job:
         """
         if self.out is None and self.recipe.output.format == "adapter":
             raise InputError("an adapter is written to a folder: give an output folder")
-        plan, checkpoints = checkpoints.plan(self.recipe)
+        plan, checkpoints = checkpoints.plan(self.recipe, self.options)
         # A merge in memory holds its whole output beside the work.
         memory = self.options.memory([plan], held=plan.write_bytes if self.out is None else 0)
         work = _Work(plan, checkpoints, memory)
@@ -65,7 +65,7 @@ class Job:
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
             stats=stats,
-            run=run_figures(done, work.memory),
+            run=run_figures(done, work.memory, work.checkpoints),
             timeline=done.spans,
             noticed=account.rows,
             notes=(*plan.notes, *account.notes),

@@ -177,7 +177,7 @@ class OutputFolder:
             {},
             plan.recipe,
             stats,
-            run_figures(done, memory),
+            run_figures(done, memory, self._checkpoints),
             account.rows,
             (*notes, *sealed.notes),
             warnings,
@@ -331,9 +331,13 @@ def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
     return found
 
 
-def run_figures(done: RunResult, memory: MemoryPlan) -> dict[str, Json]:
-    """Seconds and memory of a run."""
+def run_figures(
+    done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoints
+) -> dict[str, Json]:
+    """Seconds and memory of a run; of the base's inputs 0 where they were kept from an earlier one."""
+    made = checkpoints.made
     return {
+        **({} if made is None else {"base_inputs_seconds": made.seconds or 0.0}),
         "seconds": done.seconds,
         "survey_seconds": done.survey_seconds,
         "read_seconds": done.read_seconds,

@@ -18,12 +18,12 @@ from covmerge.checkpoints import (
     Checkpoint,
     open_checkpoint,
 )
-from covmerge.engine import Opener, Sources, check_ties
+from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threads
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key
-from covmerge.recipe import Recipe
-from covmerge.statistics.file import StatisticsFile
+from covmerge.recipe import RANDOM, Recipe
+from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.types import Json
@@ -33,11 +33,21 @@ Source = str | Path | Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class OpenCheckpoints:
-    """The checkpoints of a recipe, and the statistics files of its experts where it names them."""
+    """The checkpoints of a recipe, and the statistics files of its experts where it names them.
+
+    Attributes:
+        base: what the experts were fine-tuned from.
+        experts: by name.
+        statistics: files by expert; the base's under `OF_BASE`.
+        made: the base's file, where `plans` made it.
+        closing: what is closed with them.
+    """
 
     base: Checkpoint
     experts: Mapping[str, Checkpoint]
     statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
+    made: BaseInputs | None = None
+    closing: ExitStack = field(default_factory=ExitStack)
 
     def all(self) -> Iterator[tuple[str, Checkpoint]]:
         """The base, then the experts, each with its key in reports."""
@@ -45,30 +55,53 @@ class OpenCheckpoints:
         for name, checkpoint in self.experts.items():
             yield expert_key(name), checkpoint
 
-    def plan(self, recipe: Recipe) -> tuple[Plan, OpenCheckpoints]:
+    def plan(
+        self, recipe: Recipe, making: RunOptions | None = None
+    ) -> tuple[Plan, OpenCheckpoints]:
         """Plan one merge of them; see `plans`."""
-        (plan,), checkpoints = self.plans([recipe])
+        (plan,), checkpoints = self.plans([recipe], making)
         return plan, checkpoints
 
     def plans(
-        self, recipes: Sequence[Recipe], *, whole: bool = False
+        self, recipes: Sequence[Recipe], making: RunOptions | None = None, *, whole: bool = False
     ) -> tuple[list[Plan], OpenCheckpoints]:
         """Plan merges of them, and return what the merges read.
 
         An adapter that is made of adapters needs no weights of their base, which may then be stored
         quantised, and are not fetched or hashed.
 
+        Args:
+            recipes: over the same checkpoints.
+            making: how the base's inputs are made, where the recipes want that; None: they are not, and
+                the plan is only looked at.
+            whole: as in `covmerge.plan.build_plans`.
+
         Raises:
-            InputError: as `covmerge.plan.build_plans`.
+            InputError: as `covmerge.plan.build_plans`, or the base's inputs cannot be made.
         """
         adapters = [e for e in self.experts.values() if isinstance(e, AdapterCheckpoint)]
         base = self.base
         if recipes[0].output.format == "adapter" and len(adapters) == len(self.experts):
             base = AdaptedBase(self.base, adapters)
         plans = build_plans(recipes, base, self.experts, self.statistics, whole=whole)
+        if recipes[0].base_statistics == RANDOM and OF_BASE not in self.statistics and making:
+            return self._with_base_inputs(making).plans(recipes, making, whole=whole)
         if isinstance(base, AdaptedBase):
             base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
         return plans, replace(self, base=base)
+
+    def _with_base_inputs(self, options: RunOptions) -> OpenCheckpoints:
+        """The same with the base's inputs, which are made or were kept."""
+        with torch_threads(options.threads):
+            made = base_inputs(
+                self.base,
+                device=options.torch_device,
+                max_memory=options.max_memory,
+                progress=options.collecting,
+            )
+        file = StatisticsFile.open(made.path, made_by=RANDOM)
+        self.closing.callback(file.close)
+        return replace(self, statistics={**self.statistics, OF_BASE: file}, made=made)
 
     def materialize(self) -> None:
         """Fetch what planning did not need."""
@@ -166,13 +199,15 @@ def open_checkpoints(
             start,
             models,
             {name: measured(path) for name, path in statistics.items()},
+            closing=stack,
         )
 
 
 def statistics_of(recipe: Recipe) -> dict[str, str]:
     """The statistics files that a recipe names, by expert; the base's under `OF_BASE`."""
     named = {name: expert.statistics for name, expert in recipe.experts.items()}
-    every = {**named, OF_BASE: recipe.base_statistics}
+    of_base = recipe.base_statistics
+    every = {**named, OF_BASE: None if of_base == RANDOM else of_base}
     return {name: file for name, file in every.items() if file is not None}
 
 
@@ -273,7 +308,7 @@ class Fingerprints:
             for key, (source, hashing) in self._hashing.items()
         }
         for name, file in self._checkpoints.statistics.items():
-            found[f"statistics {name}"] = {"source": str(file.path), "content": file.identity()}
+            found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
         return found
 
     def _pace(self, share: float) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.cli.console import say, stderr
-from covmerge.cli.progress import BytesProgress
+from covmerge.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.comparison import Wanted
 from covmerge.engine import RunOptions
 from covmerge.errors import RecipeError, did_you_mean
@@ -150,6 +150,7 @@ def run_options(
         resume=resume,
         overwrite=overwrite,
         progress=BytesProgress(stderr()),
+        collecting=ExamplesProgress(stderr()),
     )
 
 

@@ -42,10 +42,11 @@ Stats = Annotated[
 BaseStats = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE",
+        metavar="FILE|random",
         rich_help_panel=WHAT,
         help="Statistics of the base, from `covmerge collect`: what its layers' inputs are like, for "
-        "methods that look at them, such as `auto`.",
+        "methods that look at them, such as `auto`. random: the merge itself runs the base on random "
+        "inputs first, which needs transformers, and keeps what its layers see.",
     ),
 ]
 Before = Annotated[

@@ -250,8 +250,18 @@ def _run(run: Mapping[str, Any]) -> str:
         f"{format_seconds(run['compute_seconds'])}, write {format_seconds(run['write_seconds'])}, "
         f"overlapping; {run['threads']} threads on {run['device']}; "
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
+        + _base_inputs(run)
         + (f"; {resumed} of {run['items']} items were done by an earlier run" if resumed else "")
     )
+
+
+def _base_inputs(run: Mapping[str, Any]) -> str:
+    """What making the base's inputs took, where the merge wanted that."""
+    if "base_inputs_seconds" not in run:
+        return ""
+    seconds = run["base_inputs_seconds"]
+    spent = f"took {format_seconds(seconds)}" if seconds else "were there from an earlier run"
+    return f"; the base's inputs {spent}"
 
 
 def _next_commands(out: Path) -> list[str]:

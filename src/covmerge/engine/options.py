@@ -15,6 +15,7 @@ from covmerge.engine.run import Progress
 from covmerge.engine.threads import Threads
 from covmerge.errors import InputError
 from covmerge.plan import Plan
+from covmerge.statistics import Progress as Collecting
 
 
 class Silent:
@@ -43,6 +44,7 @@ class RunOptions:
         resume: go on with an interrupted run.
         overwrite: replace an output of covmerge.
         progress: called for every finished piece of work; None: nothing is.
+        collecting: called for every batch that the base is run on, where its inputs are made first.
     """
 
     device: str = "cpu"
@@ -52,6 +54,7 @@ class RunOptions:
     resume: bool = False
     overwrite: bool = False
     progress: Progress | None = None
+    collecting: Collecting | None = None
 
     @property
     def torch_device(self) -> torch.device:

@@ -20,6 +20,7 @@ from covmerge.export.parents import Parent, Parents
 from covmerge.methods import Method, registry
 from covmerge.methods.registry import Reference
 from covmerge.plan import Plan
+from covmerge.recipe import RANDOM
 from covmerge.steps import StepUse, resolve_steps
 from covmerge.stores.disk import disk_errors
 from covmerge.text import some
@@ -147,6 +148,11 @@ class _Card:
     def _data(self) -> str:
         kinds = dict.fromkeys(_STATISTICS[m.data] for m in self.methods if m.data != "none")
         of_base = self.plan.recipe.base_statistics
+        if not kinds and of_base == RANDOM:
+            return (
+                "No data was used: what the base's layers' inputs are like was seen by running it on "
+                "random ones."
+            )
         if not kinds and of_base is not None:
             return (
                 "Of no expert was any data used. What the base's layers' inputs are like was collected "

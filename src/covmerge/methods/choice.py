@@ -29,4 +29,7 @@ def choose(count: int, adapters: int, *, base_inputs: bool) -> tuple[str, str]:
         return "auto", "it is known what the base's layers see"
     if adapters == count:
         return "auto", "all experts are adapters"
-    return "ace", "of full models auto wants to know what the base's layers see (--base-stats)"
+    return (
+        "ace",
+        "of full models auto wants to know what the base's layers see (--base-stats random)",
+    )

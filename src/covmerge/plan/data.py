@@ -10,8 +10,9 @@ from covmerge.errors import InputError, RecipeError, TensorError
 from covmerge.methods import Method, registry
 from covmerge.plan.operations import Merge
 from covmerge.plan.work import TensorPlan
-from covmerge.recipe import Recipe
+from covmerge.recipe import RANDOM, Recipe, format_size
 from covmerge.statistics.file import StatisticsFile
+from covmerge.statistics.of_base import HOW, memory_needed
 from covmerge.tensors import matrix_shapes
 from covmerge.text import some
 
@@ -38,7 +39,8 @@ def check_base_statistics(
         InputError: it is of another model.
     """
     of_base = statistics.get(OF_BASE)
-    if of_base is None:
+    named = recipes[0].base_statistics if of_base is None else str(of_base.path)
+    if named is None:
         return
     if not any(method.base_inputs for recipe in recipes for method in _methods_of(recipe)):
         names = list(dict.fromkeys(recipe.method for recipe in recipes))
@@ -52,8 +54,10 @@ def check_base_statistics(
         able = " or ".join(method.name for method in registry if method.base_inputs)
         otherwise = f", or take {able}" if chosen is None else ""
         raise RecipeError(
-            f"{of_base.path}: {who}. Leave out the statistics of the base (--base-stats){otherwise}."
+            f"{named}: {who}. Leave out the statistics of the base (--base-stats){otherwise}."
         )
+    if of_base is None:
+        return  # it is made when the plan is carried out
     if not of_base.names("gram"):
         raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it with --kind gram.")
     base.materialize()
@@ -147,12 +151,19 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     return replace(tensor, statistics=found)
 
 
-def notes_on_statistics(tensors: Sequence[TensorPlan], statistics: Statistics) -> Iterator[str]:
-    """Say of which layers the base's file has nothing, though their method looks at it.
+def notes_on_statistics(
+    recipe: Recipe, base: Checkpoint, tensors: Sequence[TensorPlan], statistics: Statistics
+) -> Iterator[str]:
+    """Say where the base's inputs come from, and of which layers there are none, though a method looks.
 
     Raises:
-        InputError: of none of them has it anything.
+        InputError: there are some of none of them.
     """
+    if recipe.base_statistics == RANDOM:
+        needed = (
+            f", {format_size(memory_needed(base))} at most" if OF_BASE not in statistics else ""
+        )
+        yield f"what the base's layers see is told by {HOW}{needed}"
     if OF_BASE not in statistics:
         return
     without = [

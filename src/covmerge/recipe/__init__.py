@@ -1,10 +1,19 @@
 """Recipes: what to merge, how, and what to do with which tensor."""
 
 from covmerge.recipe.load import dump_recipe, load_recipe, parse_recipe
-from covmerge.recipe.schema import Expert, Output, Recipe, Rule, TensorRules, json_schema
+from covmerge.recipe.schema import (
+    RANDOM,
+    Expert,
+    Output,
+    Recipe,
+    Rule,
+    TensorRules,
+    json_schema,
+)
 from covmerge.recipe.sizes import format_size, parse_size
 
 __all__ = [
+    "RANDOM",
     "Expert",
     "Output",
     "Recipe",

@@ -319,6 +319,9 @@ def _short_expert_form(schema: dict[str, Any]) -> None:
     }
 
 
+RANDOM = "random"  # in place of a file of the base's inputs: the merge makes them
+
+
 class Recipe(_Model):
     """A covmerge recipe: a base, its experts, a method, and what to do with which tensor."""
 
@@ -354,7 +357,8 @@ class Recipe(_Model):
     base_statistics: Source | None = Field(
         default=None,
         description="Statistics file of the base, written by `covmerge collect` (path relative to the "
-        "recipe file): what its layers' inputs are like; for methods that look at them, such as `auto`.",
+        "recipe file): what its layers' inputs are like; for methods that look at them, such as `auto`. "
+        f"`{RANDOM}`: the merge shows the base random inputs first, which needs transformers.",
     )
     tensors: TensorRules = Field(
         default_factory=TensorRules, description="What happens to tensors by kind."

@@ -13,7 +13,17 @@ import torch
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
-from covmerge.engine import Batch, Context, Done, Task, Threads, find_thresholds, read_inputs, work
+from covmerge.engine import (
+    Batch,
+    Context,
+    Done,
+    RunOptions,
+    Task,
+    Threads,
+    find_thresholds,
+    read_inputs,
+    work,
+)
 from covmerge.engine.selection import Selections
 from covmerge.errors import InputError, TensorError
 from covmerge.linalg.lapack import norm
@@ -99,7 +109,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
         checkpoints.materialize()
         check_sources(checkpoints, manifest)
         exact = recipe.model_copy(update={"dtype": "float64"})
-        plan, _ = checkpoints.plan(exact)
+        plan, checkpoints = checkpoints.plan(exact, RunOptions())
         if [tensor.name for tensor in plan.tensors] != list(manifest["tensors"]):
             return Check("recomputed", ok=False, detail="the sources give other tensors than these")
         with closing(open_checkpoint(folder)) as output:

@@ -4,14 +4,17 @@ from covmerge.statistics.collect import Collected, Progress, collect
 from covmerge.statistics.examples import Reading
 from covmerge.statistics.file import StatisticsFile
 from covmerge.statistics.generated import Generated
+from covmerge.statistics.of_base import BaseInputs, base_inputs
 from covmerge.statistics.regmean_pp import collect_regmean_pp
 
 __all__ = [
+    "BaseInputs",
     "Collected",
     "Generated",
     "Progress",
     "Reading",
     "StatisticsFile",
+    "base_inputs",
     "collect",
     "collect_regmean_pp",
 ]

@@ -73,7 +73,7 @@ class Collected:
 
 
 def collect(
-    expert: str | Path,
+    expert: str | Path | Checkpoint,
     examples: Examples | Generated,
     out: str | Path,
     *,
@@ -93,7 +93,7 @@ def collect(
     Fisher: see `FisherCollector`.
 
     Args:
-        expert: folder of the model, or a repository of the Hub.
+        expert: folder of the model, or a repository of the Hub, or either as it was opened.
         examples: a file of texts (`.txt`, `.jsonl`, `.json`, `.csv`), or batches of tensors as the
             model takes them; `labels` in them are kept from the model. Or `Generated`: what the expert,
             a language model, writes itself, or what is drawn for another, so that nobody's data is
@@ -140,7 +140,8 @@ def collect(
         def opening(source: str | Path) -> Checkpoint:
             return opened.enter_context(closing(open_checkpoint(source)))
 
-        model = load_model(opening(expert), device, head="fisher" in chosen, writing=generated)
+        opened_expert = opening(expert) if isinstance(expert, str | Path) else expert
+        model = load_model(opened_expert, device, head="fisher" in chosen, writing=generated)
         reactions = base and Reactions(model, opening(base), [opening(other) for other in others])
         grams = GramCollector(model.layers(), reactions or None) if "gram" in chosen else None
         fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None

@@ -79,27 +79,38 @@ class StatisticsFile:
     Attributes:
         path: the file.
         about: what it says of itself.
+        source: what it was named by; with a word in place of a path, it was made by the merge itself, and
+            where it lies is of no account.
 
     Raises (by `open`):
         InputError: the file is missing, malformed, or no statistics file.
     """
 
-    def __init__(self, path: Path, file: SafetensorsFile, about: About, metadata: bytes) -> None:
+    def __init__(
+        self, path: Path, file: SafetensorsFile, about: About, metadata: bytes, made_by: str | None
+    ) -> None:
         self.path = path
+        self.source = str(path) if made_by is None else made_by
+        self._made = made_by is not None
         self.about = about
         self._file = file
         self._metadata = metadata
 
     @classmethod
-    def open(cls, path: str | Path) -> StatisticsFile:
-        """Open a file: nothing more than its header is read."""
+    def open(cls, path: str | Path, *, made_by: str | None = None) -> StatisticsFile:
+        """Open a file: nothing more than its header is read.
+
+        Args:
+            path: of it.
+            made_by: the word that asked for it, where the merge itself made it.
+        """
         path = local_path(path).expanduser()
         file = SafetensorsFile(local_file(path))
         header = _header(path)
         metadata = parse_object(header, f"the header of {path}").get("__metadata__", {})
         about = _about(metadata, path)
         _check_tensors(file.headers, about, path)
-        return cls(path, file, about, header)
+        return cls(path, file, about, header, made_by)
 
     @property
     def protocol(self) -> str:
@@ -158,7 +169,10 @@ class StatisticsFile:
     def identity(self) -> Json:
         """Return what tells this file from one of other content, wherever it lies."""
         # The metadata holds the hash of the tensors.
-        own = {"kind": "statistics", "header": hashlib.sha256(self._metadata).hexdigest()}
+        # What is made anew may say of its model only how it was called then.
+        header = hashlib.sha256(self._metadata).hexdigest()
+        told = {"content": self.about.content} if self._made else {"header": header}
+        own = {"kind": "statistics", **told}
         written = self.about.generated
         return own if written is None else {**own, "generated": written}
 

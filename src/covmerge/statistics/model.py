@@ -168,7 +168,7 @@ class RunningModel:
         Raises:
             InputError: there is none that transformers can load.
         """
-        transformers = _transformers()
+        transformers = require_transformers()
         folder = Path(reading.tokenizer or self.checkpoint.folder or "")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -221,7 +221,7 @@ def load_model(
         InputError: transformers is missing, the model is of no class of it, its weights are
             quantised or incomplete.
     """
-    transformers = _transformers()
+    transformers = require_transformers()
     checkpoint.materialize()
     source, config = checkpoint.source, checkpoint.config
     if checkpoint.folder is None or config is None:
@@ -292,7 +292,12 @@ def _quiet(transformers: Any) -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def _transformers() -> Any:
+def require_transformers() -> Any:
+    """Return transformers.
+
+    Raises:
+        InputError: it is not installed.
+    """
     try:
         return importlib.import_module("transformers")
     except ImportError:

@@ -1,0 +1,153 @@
+"""What a base's layers see, made by a merge itself: the base is run once on inputs that are drawn.
+
+That is nobody's data, and the same for the same base: it is kept in the user's cache folder, which may be
+deleted at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from covmerge import code
+from covmerge.cache import user_cache
+from covmerge.checkpoints import Checkpoint
+from covmerge.errors import InputError, ResourceError
+from covmerge.statistics.collect import Progress, collect
+from covmerge.statistics.examples import MADE
+from covmerge.statistics.file import SUFFIX, StatisticsFile, probe
+from covmerge.statistics.generated import Generated
+from covmerge.statistics.model import require_transformers
+from covmerge.stores.disk import disk_errors
+from covmerge.tensors import describe_checkpoint, matrix_shapes
+from covmerge.types import Role
+
+DRAWN = Generated("random")
+HOW = f"{MADE} random inputs through the base"
+
+_KEPT_BYTES = 16 * 2**30  # of all files together, the latest used
+_BESIDE = 512 * 2**20  # transformers, and a batch on its way through the model
+_SUM = torch.float64.itemsize
+
+
+@dataclass(frozen=True)
+class BaseInputs:
+    """The statistics of a base, made or found.
+
+    Attributes:
+        path: the file.
+        seconds: that making it took; None: an earlier run had made it.
+        notes: what a user should know.
+    """
+
+    path: Path
+    seconds: float | None
+    notes: tuple[str, ...] = ()
+
+
+def base_inputs(
+    base: Checkpoint,
+    *,
+    device: torch.device,
+    max_memory: int | None = None,
+    progress: Progress | None = None,
+) -> BaseInputs:
+    """Run a base on inputs that are drawn, unless that was done before, and return what its layers saw.
+
+    Args:
+        base: a folder, or a repository of the Hub.
+        device: where it runs.
+        max_memory: bytes that the process may take; None: what the machine has free.
+        progress: called for every batch.
+
+    Raises:
+        InputError: transformers cannot run it, or there is no folder to keep the file in.
+        ResourceError: it does not fit the memory or the disk.
+    """
+    require_transformers()
+    base.materialize()
+    try:
+        folder = user_cache() / "base-inputs"
+    except RuntimeError as error:
+        raise InputError(
+            "there is no folder to keep the base's inputs in: name one by COVMERGE_CACHE"
+        ) from error
+    path = folder / f"{_key(base, device)}{SUFFIX}"
+    with suppress(InputError):  # not there, or not whole
+        StatisticsFile.open(path).close()
+        with suppress(OSError):  # a cache that may be read and not written
+            os.utime(path)
+        return BaseInputs(path, None)
+    _check_memory(base, max_memory)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+    made = collect(base, DRAWN, path, device=device, progress=progress, overwrite=True)
+    _make_room(folder, path)
+    return BaseInputs(path, made.seconds, made.notes)
+
+
+def memory_needed(base: Checkpoint) -> int:
+    """Return what running a base for its inputs takes beside the process, from above.
+
+    Its weights as they are stored and in float32, and a sum for every layer: layers with one input share
+    theirs, but which these are shows when they are called.
+    """
+    described = describe_checkpoint(base).tensors
+    total = _BESIDE
+    for name, header in base.headers.items():
+        total += header.nbytes + header.numel * torch.float32.itemsize
+        info = described[name]
+        if info.role in (Role.LINEAR, Role.CONV1D):
+            total += sum(_SUM * d_in**2 for _, d_in in matrix_shapes(header.shape, info.layout))
+    return total
+
+
+def _check_memory(base: Checkpoint, max_memory: int | None) -> None:
+    resident = psutil.Process().memory_info().rss
+    free = resident + psutil.virtual_memory().available
+    limit, needed = free if max_memory is None else max_memory, resident + memory_needed(base)
+    if needed > limit:
+        given = "are free" if max_memory is None else "are allowed (--max-memory)"
+        gib = 2**30
+        raise ResourceError(
+            f"{HOW} ({base.source}) take up to {needed / gib:.3g} GiB, and {limit / gib:.3g} GiB {given}: "
+            "collect them on a larger machine (covmerge collect BASE OUT --inputs random) and name that "
+            "file, or leave out --base-stats random"
+        )
+
+
+def _key(base: Checkpoint, device: torch.device) -> str:
+    """What decides the bytes of the file: the base, how it is run, and by which code."""
+    transformers = importlib.import_module("transformers")
+    known = [
+        probe(base),
+        base.config,
+        repr(DRAWN),
+        code.digest(importlib.import_module("covmerge.statistics")),
+        transformers.__version__,
+        torch.__version__,
+        device.type,
+        torch.get_num_threads(),
+    ]
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode())
+    return digest.hexdigest()[:32]
+
+
+def _make_room(folder: Path, newest: Path) -> None:
+    """Delete what has not been used for longest, beyond what is kept."""
+    by_age = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: -path.stat().st_mtime)
+    total = newest.stat().st_size
+    for path in by_age:
+        if path != newest:
+            total += path.stat().st_size
+            if total > _KEPT_BYTES:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""`--base-stats random`: a merge that runs its base itself, once, and keeps what its layers see."""
+
+import json
+from contextlib import closing
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import covmerge
+from covmerge.checkpoints import open_checkpoint
+from covmerge.errors import InputError, RecipeError, ResourceError
+from covmerge.recompute import recompute
+from covmerge.statistics import Generated, base_inputs
+from tests.cli.runs import covmerge as command
+from tests.cli.runs import words
+from tests.e2e.models import build
+from tests.statistics.models import save_family
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+LAYER = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / "cache"))
+    base, experts = save_family(build("llama"), tmp_path)
+    return base, experts
+
+
+@pytest.fixture
+def never_run(monkeypatch):
+    def run(*args, **kwargs):
+        pytest.fail("the base was run")
+
+    monkeypatch.setattr("covmerge.statistics.of_base.collect", run)
+
+
+def kept(folder):
+    return sorted((folder / "cache" / "base-inputs").glob("*.covstats.safetensors"))
+
+
+def test_it_is_what_collect_makes_and_is_made_once(models, tmp_path, monkeypatch):
+    base, experts = models
+    out, again, named = (tmp_path / name for name in ("out", "again", "named"))
+    first = covmerge.merge(base, experts, out=out, base_statistics="random")
+    assert first.recipe.method == "auto" and first.run["base_inputs_seconds"] > 0.0
+    assert any("256 random inputs through the base" in note for note in first.notes)
+    assert len(kept(tmp_path)) == 1
+    file = tmp_path / "base.covstats.safetensors"
+    covmerge.collect(base, Generated("random"), file)
+    covmerge.merge(base, experts, out=named, base_statistics=file)
+    weights = [path / "model.safetensors" for path in (out, named)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    manifest = json.loads((out / "covmerge.json").read_text())
+    assert manifest["tensors"][LAYER]["matrices"][0]["inputs_known"] is True
+    source = manifest["sources"]["statistics base inputs"]
+    assert source["source"] == "random" == manifest["recipe"]["base_statistics"]
+    assert source["content"]["generated"]["seed"] == 0
+    assert "running it on random ones" in words((out / "README.md").read_text())
+
+    def fail(*args, **kwargs):
+        pytest.fail("the base was run again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("covmerge.statistics.of_base.collect", fail)
+        # However the base is named: what is written knows nothing of the cache.
+        second = covmerge.merge(str(base), experts, out=again, base_statistics="random")
+        assert second.run["base_inputs_seconds"] == 0.0
+        assert (again / "covmerge.json").read_bytes() == (out / "covmerge.json").read_bytes()
+        assert recompute(out).ok
+        assert covmerge.report(out, spectra="none").noticed[LAYER].matrices[0].inputs_known
+    # What is kept is no more than a cache, and may be damaged or gone.
+    kept(tmp_path)[0].write_bytes(b"nothing")
+    assert recompute(out).ok and len(kept(tmp_path)) == 1
+
+
+def test_on_the_command_line_and_in_a_recipe(models, tmp_path):
+    base, experts = models
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text("{base: base, base_statistics: random, experts: {e1: e1, e2: e2}}")
+    ran = command("merge", recipe, tmp_path / "one")
+    assert "the base's inputs took" in words(ran.stdout)
+    flags = ["--base", base, "--base-stats", "random"]
+    flags += [f"--expert={name}={path}" for name, path in experts.items()]
+    ran = command("merge", *flags, tmp_path / "two")
+    assert "the base's inputs were there from an earlier run" in words(ran.stdout)
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    merged, start = load_file(one)[LAYER], load_file(base / "model.safetensors")[LAYER]
+    assert not torch.equal(merged, start)
+    rows = command("compare", *flags, "--methods=auto,average").stdout
+    assert "auto" in rows
+
+
+def test_a_plan_runs_nothing_and_says_what_it_will_take(models, tmp_path, never_run):
+    base, experts = models
+    flags = ["--base", base, *(f"--expert={n}={p}" for n, p in experts.items())]
+    planned = words(command("merge", *flags, "--base-stats", "random", "--dry-run").stdout)
+    assert "by auto" in planned and "256 random inputs through the base, 5" in planned
+    without = words(command("merge", *flags, "--dry-run").stdout)
+    assert "by ace" in without and "--base-stats random shows it 256 random inputs" in without
+
+
+def test_it_is_refused_before_the_base_is_run(models, tmp_path, never_run):
+    base, experts = models
+    with pytest.raises(RecipeError, match="random: method 'ties' does not look"):
+        covmerge.merge(base, experts, "ties", base_statistics="random")
+    with pytest.raises(RecipeError, match=r"random: no method of these looks"):
+        covmerge.compare(base, experts, ["ties", "average"], base_statistics="random")
+    with pytest.raises(RecipeError, match="random: one expert alone"):
+        covmerge.merge(base, {"e1": experts["e1"]}, base_statistics="random")
+    with pytest.raises(ResourceError, match=r"GiB are allowed .* leave out --base-stats random"):
+        covmerge.merge(base, experts, base_statistics="random", max_memory="100MB")
+    assert not kept(tmp_path)
+
+
+def test_a_base_that_cannot_be_run(models, tmp_path):
+    _, experts = models
+    weights = {name: load_file(path / "model.safetensors") for name, path in experts.items()}
+    with pytest.raises(InputError, match=r"no config\.json, by which the model could be built"):
+        covmerge.merge(weights["e1"], weights, base_statistics="random")
+    (experts["e1"] / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match="no tokenizer"):
+        covmerge.merge(experts["e1"], experts, base_statistics="random")
+    assert not kept(tmp_path)
+
+
+def test_only_so_much_is_kept(models, tmp_path, monkeypatch):
+    base, experts = models
+    on_cpu = {"device": torch.device("cpu")}
+    with closing(open_checkpoint(base)) as one, closing(open_checkpoint(experts["e1"])) as other:
+        first = base_inputs(one, **on_cpu).path
+        monkeypatch.setattr("covmerge.statistics.of_base._KEPT_BYTES", 0)
+        second = base_inputs(other, **on_cpu).path
+        assert first != second and kept(tmp_path) == [second]
