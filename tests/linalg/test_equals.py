@@ -14,6 +14,8 @@ CUTS = [
     ("cart", {"rank_ratio": 0.3}),
     ("cart", {"rank_ratio": 0.1}),
     ("tsv_m", {}),
+    ("resmerge", {}),
+    ("resmerge", {"head_rank": 3}),
     ("iso_cts", {}),
     ("iso_cts", {"common_fraction": 0.3}),
     # A flat spectrum counts what rounding leaves where experts cancel: not a matter of cuts.

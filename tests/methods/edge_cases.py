@@ -134,8 +134,11 @@ FAMILIES = {
         "tsv_m": Column("tsv_m", (1.0, "root"), "tsvm"),
         "iso_c": Column("iso_c", published="iso_c"),
         "iso_cts": Column("iso_cts", published="iso_cts"),
-        "cart": Column("cart"),
         "free": Column("free", (0.7, "sum")),
+    },
+    "Leading directions beside the rest": {
+        "cart": Column("cart"),
+        "resmerge": Column("resmerge", (1.2, "largest"), "resmerge"),
     },
     "In bases of all experts' directions": {
         "dc_merge 0.1": Column("dc_merge", (1.0, "root"), "dc_merge_top0.1", {"density": 0.1}),
@@ -279,6 +282,14 @@ DEPARTURES = {
             (IDENTICAL,),
             "polar takes a pseudo-inverse, as in `tsv_m`",
             "the polar factor of repeated vectors adds arbitrary ones",
+        ),
+    ),
+    "Leading directions beside the rest": (
+        Departure(
+            ("resmerge",),
+            (ZERO,),
+            "An expert that did not change the layer leaves it",
+            "it counts in every mean",
         ),
     ),
     "In bases of all experts' directions": (

@@ -1,4 +1,4 @@
-"""CART, TSV-Merge, DC-Merge, Iso-C, Iso-CTS and FR-Merging: ranks, directions, spectra and extras."""
+"""CART, TSV-Merge, DC-Merge, ResMerge, Iso and FR-Merging: ranks, directions, spectra and extras."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from covmerge.types import LinearGroup
 from tests.methods.edge_cases import HETEROG, adapters, draw
 from tests.methods.groups import random_rotation
 
-SPECTRAL = ("cart", "tsv_m", "dc_merge", "iso_c", "iso_cts", "free")
+SPECTRAL = ("cart", "tsv_m", "dc_merge", "resmerge", "iso_c", "iso_cts", "free")
 ONE = draw()[0]
 
 
@@ -64,7 +64,7 @@ def test_adapters_do_not_depend_on_the_precision(name, given):
     assert (single - double).norm() < 1e-5 * double.norm()
 
 
-@pytest.mark.parametrize("name", ["tsv_m", "dc_merge", "iso_c", "iso_cts"])
+@pytest.mark.parametrize("name", ["tsv_m", "dc_merge", "resmerge", "iso_c", "iso_cts"])
 def test_nothing_leaves_the_rows_and_columns_of_adapters(name):
     delta = merge(name, adapters()).delta
     rows = torch.linalg.svd(torch.cat(adapters()), full_matrices=False)[2][:8]
@@ -129,6 +129,46 @@ class TestDcMerge:
         merged = merge("dc_merge", draw((4, 40), (0.4,) * 8))
         assert merged.stats == {"unchanged": 0, "k": 1, "directions": 8, "dependent": 0}
         assert merged.delta.norm() > 0.1
+
+
+class TestResMerge:
+    def test_residuals_keep_their_mean_norm_at_an_exponent_of_zero(self):
+        updates = [ONE + noise for noise in draw(seed=5)]
+        tails = [torch.linalg.svdvals(update)[1:].norm() for update in updates]
+        merged = merge("resmerge", updates, head_ratio=0.0, beta_min=0.0, beta_max=0.0)
+        assert merged.delta.norm() == pytest.approx(float(sum(tails)) / 4, rel=1e-5)
+        assert merged.stats["agreement"] > 0.1
+
+    @pytest.mark.parametrize("rows", [1, 24])
+    def test_updates_of_one_direction_are_averaged(self, rows):
+        """Published: the layer stays the base's."""
+        updates = [u[:1].repeat(rows, 1) for u in draw()]
+        merged = merge("resmerge", updates)
+        assert torch.allclose(merged.delta, sum(updates) / 4)
+        assert (merged.stats["averaged"], merged.stats["without_residual"]) == (4, 4)
+
+    def test_an_update_of_one_direction_has_a_head_beside_the_others_residuals(self):
+        """Published: rounding is a residual like any other, and shrinks the merge."""
+        alone, beside = ONE.double(), 0.1 * ONE[:1].repeat(24, 1).double()
+        given = {"head_ratio": 0.0}
+        merged = merge("resmerge", [alone, beside], **given)
+        assert torch.allclose(merged.delta, merge("resmerge", [alone], **given).delta)
+        assert merged.stats["without_residual"] == 1
+
+    def test_heads_that_cancel_correct_nothing(self):
+        """Published: what rounding leaves of them, at full length."""
+        left, sigma, right = torch.linalg.svd(ONE, full_matrices=False)
+        tail = left[:, 1:] @ torch.diag(sigma[1:]) @ right[1:]
+        updates = [tail + size * left[:, :1] @ right[:1] for size in (9.0, 9.0, -18.0)]
+        with_heads = merge("resmerge", updates)
+        assert with_heads.stats["head_agreement"] == pytest.approx(1 / 3, abs=1e-3)
+        assert torch.equal(with_heads.delta, merge("resmerge", updates, head_ratio=0.0).delta)
+
+    def test_the_norm_of_the_heads_part_is_at_most_their_ratio(self):
+        rest = merge("resmerge", draw(), head_ratio=0.0)
+        whole = merge("resmerge", draw(), head_ratio=3.0)
+        part = (whole.delta - rest.delta).norm() / rest.delta.norm()
+        assert float(part) == pytest.approx(3.0 * whole.stats["head_agreement"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ VARIANTS = [
     ("dc_merge", {}),
     ("dc_merge", {"density": 0.1, "smoothing": 2.0}),
     ("dc_merge", {"density": 1.0, "smoothing": 1.0, "scale": 0.5}),
+    ("resmerge", {}),
+    ("resmerge", {"head_rank": 3, "head_ratio": 0.7, "beta_min": 0.2, "beta_max": 1.5}),
     ("iso_c", {}),
     ("iso_cts", {}),
     ("iso_cts", {"common_fraction": 0.5, "scale": 1.5}),

@@ -23,6 +23,7 @@ from covmerge.methods import (
     knots,
     lot,
     regmean,
+    resmerge,
     ssr,
     task_arithmetic,
     ties,
@@ -54,11 +55,6 @@ registry.reserve(
 registry.reserve(
     "coram",
     "neither the text nor code of CORAM (arXiv:2608.17366) could be had to establish its equations",
-)
-registry.reserve(
-    "resmerge",
-    "ResMerge for experts of reinforcement learning (arXiv:2606.02252) has public code, which has not "
-    "been gone through yet",
 )
 registry.reserve(
     "adamerging",
@@ -94,6 +90,7 @@ __all__ = [
     "names",
     "registry",
     "regmean",
+    "resmerge",
     "ssr",
     "task_arithmetic",
     "ties",

@@ -1,7 +1,8 @@
-"""CART, TSV-Merge, DC-Merge, Iso-C, Iso-CTS and FR-Merging."""
+"""CART, TSV-Merge, DC-Merge, ResMerge, Iso-C, Iso-CTS and FR-Merging."""
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any, cast
 
 import torch
@@ -97,6 +98,65 @@ def _smooth(S: Tensor, rho: float | None) -> Tensor:
     return S.sum() * line / line.sum()
 
 
+def resmerge(
+    group: LinearGroup,
+    *,
+    head_rank: int = 1,
+    head_ratio: float = 0.2,
+    beta_min: float = 0.7,
+    beta_max: float = 1.0,
+    rank_rtol: float | None = None,
+) -> Tensor:
+    """A + ρ s_H ‖A‖ H̄/‖H̄‖, A = c_R^β n̄ q, Δ_t = H_t + R_t with H_t of rank K  (ResMerge)."""
+    rtol = tolerance(group, rank_rtol)
+    changed = _changed(group, rank_rtol)
+    if not changed:
+        return torch.zeros_like(group.updates[0], dtype=torch.float64)
+    H: list[tuple[Tensor, float]] = []
+    R: list[tuple[Tensor, float]] = []
+    for d, w, error in changed:
+        found = leading(d, rtol, error)
+        top = found.first(head_rank)
+        H.append((top.U @ torch.diag(top.S) @ top.Vh, w))
+        if len(found.S) > len(top.S):
+            R.append((d - H[-1][0], w))
+    if not R:
+        return _mean([(d, w) for d, w, _ in changed])
+    A = _src_a(R, beta_min, beta_max)
+    head = _mean(H)
+    if length(head) <= 1e-4 * sum(w * length(h) for h, w in H) / sum(w for _, w in H):
+        return A
+    return A + head_ratio * _mean_cosine(H, least=0.0) * length(A) * head / length(head)
+
+
+def _src_a(R: list[tuple[Tensor, float]], beta_min: float, beta_max: float) -> Tensor:
+    """c^β n̄ q, q the direction of ΣR_t/‖R_t‖; the mean where residuals have nothing in common."""
+    s = _mean_cosine(R)
+    if s <= 1e-4:
+        return _mean(R)
+    weights = sum(w for _, w in R)
+    m = _mean([(r / length(r), w) for r, w in R])
+    q = m / length(m)
+    c = sum(w * float((r / length(r) * q).sum()) for r, w in R) / weights
+    beta = beta_max - (beta_max - beta_min) * ((s + 1) / 2 + (c + 1) / 2) / 2
+    return c**beta * sum(w * length(r) for r, w in R) / weights * q
+
+
+def _mean(pairs: list[tuple[Tensor, float]]) -> Tensor:
+    """Σ w_t A_t / Σ w_t."""
+    return total(w * a for a, w in pairs) / sum(w for _, w in pairs)
+
+
+def _mean_cosine(pairs: list[tuple[Tensor, float]], least: float = -1.0) -> float:
+    """The mean over i < j, weighted by w_i w_j, of cosines that are at least `least`; 1 of one alone."""
+    two = list(combinations(pairs, 2))
+    found = [
+        (max(least, float((a * b).sum()) / (length(a) * length(b))), v * w)
+        for (a, v), (b, w) in two
+    ]
+    return sum(c * w for c, w in found) / sum(w for _, w in found) if two else 1.0
+
+
 def iso_c(group: LinearGroup, *, scale: float = 1.0, rank_rtol: float | None = None) -> Tensor:
     """α σ̄ U Vᵀ of Σ w_t Δ_t = U diag(σ) Vᵀ  (Iso-C), within the numerical rank of the sum."""
     return scale * flat(spectrum_of_sum(group, rank_rtol))
@@ -179,6 +239,7 @@ TWINS = {
     "cart": cart,
     "tsv_m": tsv_m,
     "dc_merge": dc_merge,
+    "resmerge": resmerge,
     "iso_c": iso_c,
     "iso_cts": iso_cts,
     "free": free,

@@ -1,4 +1,4 @@
-"""CART, TSV-Merge, DC-Merge, Iso-C, Iso-CTS and FR-Merging."""
+"""CART, TSV-Merge, DC-Merge, ResMerge, Iso-C, Iso-CTS and FR-Merging."""
 
 from dataclasses import replace
 from functools import partial
@@ -52,6 +52,16 @@ def dc_merge(count: int, **given: object) -> Case:
     return Case(run, says("dc_merge", given), partial(run, dtype=torch.float64))
 
 
+def resmerge_of_two() -> Case:
+    """The first two experts."""
+
+    def run(variant: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        updates = {name: updates_of(variant, name, dtype)[:2] for name in LINEAR}
+        return {name: merged("resmerge", group_of(own)) for name, own in updates.items()}
+
+    return Case(run, "resmerge() of two", partial(run, dtype=torch.float64))
+
+
 # Every direction, as published: one of 64 in heterog/c_proj lies at 2e-7 of the largest, where the
 # default takes it for rounding. A flat spectrum gives it the weight of any other.
 ALL = {"rank_rtol": 0.0}
@@ -69,6 +79,15 @@ CASES = {
     "lora_dc_merge_avg_top0.1": per_layer("dc_merge", lora=True, smoothing=1.0, density=0.1),
     "lora_dc_merge_linear_top0.1": per_layer("dc_merge", lora=True, smoothing=5.0, density=0.1),
     "lora_dc_merge_linear1.5_top0.1": per_layer("dc_merge", lora=True, smoothing=1.5, density=0.1),
+    "resmerge": per_layer("resmerge", names=LINEAR),
+    "resmerge_two": resmerge_of_two(),
+    "resmerge_k4_rho0.5": per_layer(
+        "resmerge", names=LINEAR, head_rank=4, head_ratio=0.5, beta_min=0.5, beta_max=1.2
+    ),
+    "lora_resmerge": per_layer("resmerge", lora=True),
+    "lora_resmerge_k2_rho1": per_layer(
+        "resmerge", lora=True, head_rank=2, head_ratio=1.0, beta_min=0.2, beta_max=0.9
+    ),
     "iso_c": per_layer("iso_c", **ALL),
     "actmatrepo_isoc": per_layer("iso_c", **ALL),
     "iso_cts_f0.5": per_layer("iso_cts", common_fraction=0.5, **ALL),
