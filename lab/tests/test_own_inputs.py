@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 import transformers
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import covmerge
 from covmerge.statistics import StatisticsFile
 from covmerge_lab import collecting
 from covmerge_lab.bench import Bench
@@ -14,7 +16,7 @@ from covmerge_lab.llm import LlmSuite, tasks
 from covmerge_lab.merging import catalogue, statistics_of
 from covmerge_lab.models import Section
 from covmerge_lab.own import DRAWN, WRITTEN
-from covmerge_lab.studies import STUDIES, save
+from covmerge_lab.studies import STUDIES, rule, save
 from covmerge_lab.suite import Variant
 from covmerge_lab.text import TextSuite
 from covmerge_lab.text import tasks as text_tasks
@@ -150,6 +152,36 @@ def test_the_study(bench, tmp_path):
     assert "Mean cosine with the measured covariance, lora experts" in text
     assert (tmp_path / "out" / "accuracy-lora.png").exists()
     assert not list((bench.suite.folder / "work").iterdir())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_the_rule_of_the_study_is_the_default_method(known):
+    def random(*shape, seed):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+    updates = [random(6, 9, seed=seed) * (1 + seed) for seed in range(4)]
+    inputs = random(9, 30, seed=9)
+    given = {"base_inputs": inputs @ inputs.mT / 30} if known else {}
+    wanted = covmerge.merge_layer(updates, "auto", **given)
+    with rule.registered():
+        found = covmerge.merge_layer(updates, rule.NAME, **given)
+        other = covmerge.merge_layer(updates, rule.NAME, ridge=1.0, **given)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(other, wanted, rtol=1e-3)
+    assert rule.NAME not in covmerge.methods.names()
+
+
+def test_the_parts_of_the_default_method(tmp_path):
+    bench = Bench(SmallText(tmp_path / "cache", quick=True), Inline(), Console(quiet=True))
+    bench.prepare()
+    study = STUDIES["default"]()
+    found = study.run(bench, [Variant("lora", 0)])
+    save(study, bench, found, tmp_path / "out", "covmerge study default")
+    (group,) = json.loads((tmp_path / "out" / "results.json").read_text())["groups"]
+    titles = {row["title"]: row["section"] for row in group["rows"]}
+    assert titles["auto"] == titles["ridge 1.0"] == Section.OWN_INPUTS.value
+    assert titles["auto, weights alone"] == Section.DATA_FREE.value
+    assert (tmp_path / "out" / "accuracy-lora.png").exists()
 
 
 def test_every_suite_has_its_ways():

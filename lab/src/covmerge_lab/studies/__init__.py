@@ -3,6 +3,7 @@
 from covmerge_lab.studies.accuracy import Ablation, Ridge, Sensitivity
 from covmerge_lab.studies.cost import CostOfMethods
 from covmerge_lab.studies.covariance import CovarianceReplaced
+from covmerge_lab.studies.default import Default
 from covmerge_lab.studies.entries import EntriesOfUpdates
 from covmerge_lab.studies.generated import OwnInputs
 from covmerge_lab.studies.heterogeneity import Heterogeneity
@@ -19,6 +20,7 @@ STUDIES: dict[str, type[Study]] = {
         Ablation,
         Sensitivity,
         Ridge,
+        Default,
         CovarianceReplaced,
         OwnInputs,
         Interference,

@@ -1,0 +1,108 @@
+"""covmerge's `auto` with every constant and every part of it as a parameter, for the study of them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+import covmerge
+from covmerge import LinearGroup
+
+NAME = "auto_with"
+
+_eigh = torch.linalg.eigh
+_solve = torch.linalg.solve
+
+
+@contextmanager
+def registered() -> Generator[None]:
+    """Have the method `auto_with` for as long as it lasts; elsewhere nobody meets it."""
+    covmerge.register(NAME, base_inputs=True)(auto_with)
+    try:
+        yield
+    finally:
+        covmerge.methods.registry.unregister(NAME)
+
+
+def auto_with(
+    group: LinearGroup,
+    *,
+    start: Literal["regression", "sum"] = "regression",
+    ridge: float = 0.1,
+    small: float = 0.01,
+    faint: float = 0.01,
+    dense: float = 0.5,
+    sparse: float = 0.75,
+    power: float | None = 2.0,
+    length: Literal["agreement", "sum", "start"] = "agreement",
+) -> Tensor:
+    """W̄ = W₀ + λ (K + τ²I)^(−q/2) R of docs/auto.md, naive and in float64.
+
+    Args:
+        group: updates `(d_out, d_in)`, and C₀ as `inputs`; None is I.
+        start: what R is: the regression, or ΣΔ_t.
+        ridge: beside ΔᵀΔ/‖Δ‖², as a share of its mean eigenvalue (0.1 I/d_in).
+        small: share of the others' energy at which an expert counts half.
+        faint: τ over the mean singular value.
+        dense: q where all directions of the layer are in use.
+        sparse: q where hardly one is.
+        power: p in 1 − N^(−p); None: q does not ask how unlike the experts are.
+        length: what λ makes the outputs' singular values add up to: those of (ΣΔ_t)C₀^½, times the
+            agreement of copies or not, or those of R.
+    """
+    updates = [update.double() for update in group.updates if float(update.abs().max()) > 0]
+    first = group.updates[0]
+    if not updates:
+        return torch.zeros_like(first)
+    d_out, d_in = first.shape
+    inputs = torch.eye(d_in, dtype=torch.float64, device=first.device)
+    if group.inputs is not None:
+        inputs = group.inputs.double() * (d_in / float(group.inputs.diagonal().sum()))
+    energies = torch.stack([update.square().sum() for update in updates])
+    shares = energies / (energies + small * energies.square().sum() / energies.sum())
+    total = torch.stack(updates).sum(0)
+    fused = total if start == "sum" else _regression(updates, energies, shares, ridge)
+
+    seen = [update @ inputs for update in updates]
+    dots = torch.stack([torch.stack([(s * u).sum() for u in updates]) for s in seen])
+    cosines = dots / torch.outer(dots.diagonal(), dots.diagonal()).sqrt()
+    alike = float(shares @ cosines.square() @ shares)
+    unlike = max(1.0, float(shares.sum()) ** 2 / alike)
+    agreement = min(1.0, float(shares.square().sum()) / alike)
+
+    energy, left = _eigh(_symmetric(fused @ inputs @ fused.mT))
+    energy = energy.clamp_min(0.0)
+    sigma = energy.sqrt()
+    floor = (faint * energy.sum() / sigma.sum()).square()
+    in_use = float((energy / (energy + floor)).sum()) / min(d_out, d_in)
+    exponent = sparse - (sparse - dense) * in_use
+    if power is not None:
+        exponent *= 1.0 - unlike**-power
+    lift = (energy + floor) ** (-exponent / 2.0)
+    wanted = sigma.sum()
+    if length != "start":
+        wanted = _eigh(_symmetric(total @ inputs @ total.mT))[0].clamp_min(0.0).sqrt().sum()
+    if length == "agreement":
+        wanted = wanted * agreement
+    merged = (left * lift) @ (left.mT @ fused) * (wanted / (sigma * lift).sum())
+    return merged.to(first.dtype)
+
+
+def _regression(updates: list[Tensor], energies: Tensor, shares: Tensor, ridge: float) -> Tensor:
+    """(Σ s_t Δ_tC_t)(Σ s_t C_t)⁻¹."""
+    d_in = updates[0].shape[1]
+    fused, gram = torch.zeros_like(updates[0]), torch.zeros_like(updates[0].mT @ updates[0])
+    for update, energy, share in zip(updates, energies, shares, strict=True):
+        covariance = update.mT @ update / energy
+        covariance.diagonal().add_(ridge / d_in)
+        fused.add_(share * (update @ covariance))
+        gram.add_(share * covariance)
+    return _solve(gram, fused.mT).mT
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.mT) / 2.0
