@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -420,8 +421,11 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
         InputError: everything that would stop the merge before its first tensor.
     """
     with _open_recipe(recipe) as checkpoints:
-        plan, _ = checkpoints.plan(recipe)
-        return plan, (options or RunOptions()).memory([plan])
+        options = options or RunOptions()
+        settled = checkpoints.settled([recipe], options)
+        (plan,), _ = checkpoints.plans(settled.recipes)
+        plan = replace(plan, notes=(*plan.notes, *settled.notes))
+        return plan, options.memory([plan])
 
 
 def run_comparison(job: CompareJob) -> Comparison:

@@ -257,7 +257,10 @@ class CompareJob:
             for entry in entries
         ]
         labels = [entry.label for entry in entries]
-        plans, checkpoints = checkpoints.plans(recipes, self.options, whole=True)
+        if self.out is not None:  # before the base is run
+            check_not_input(self.out, checkpoints.paths())
+            Staging(self.out, overwrite=self.options.overwrite).check()
+        plans, checkpoints = checkpoints.plans_to_run(recipes, self.options, whole=True)
         memory = self.options.memory(plans, shared=_SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()
@@ -275,7 +278,6 @@ class CompareJob:
         memory: MemoryPlan,
         left_out: Mapping[str, str],
     ) -> Comparison:
-        check_not_input(out, checkpoints.paths())
         if not self.options.overwrite:
             room_for(plans, out).check()
         # Without a journal a comparison that is interrupted leaves nothing.

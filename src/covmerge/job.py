@@ -44,7 +44,10 @@ class Job:
         """
         if self.out is None and self.recipe.output.format == "adapter":
             raise InputError("an adapter is written to a folder: give an output folder")
-        plan, checkpoints = checkpoints.plan(self.recipe, self.options)
+        if self.out is not None:  # before the base is run
+            check_not_input(self.out, checkpoints.paths())
+            Staging(self.out, overwrite=self.options.overwrite).check()
+        (plan,), checkpoints = checkpoints.plans_to_run([self.recipe], self.options)
         # A merge in memory holds its whole output beside the work.
         memory = self.options.memory([plan], held=plan.write_bytes if self.out is None else 0)
         work = _Work(plan, checkpoints, memory)
@@ -79,7 +82,6 @@ class Job:
 
     def _to_disk(self, work: _Work, out: Path) -> MergeResult:
         options = self.options
-        check_not_input(out, work.checkpoints.paths())
         if not (options.resume or options.overwrite):
             # Before anything is downloaded. What an earlier merge holds may be the space that this
             # one will use; the writer reserves its space in any case.

@@ -27,6 +27,7 @@ from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.types import Json
+from covmerge.unsaid import Settled, settle
 
 Source = str | Path | Mapping[str, Tensor]
 
@@ -89,6 +90,29 @@ class OpenCheckpoints:
         if isinstance(base, AdaptedBase):
             base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
         return plans, replace(self, base=base)
+
+    def plans_to_run(
+        self, recipes: Sequence[Recipe], options: RunOptions, *, whole: bool = False
+    ) -> tuple[list[Plan], OpenCheckpoints]:
+        """Plan merges that are carried out, with what their recipes leave open settled.
+
+        Raises:
+            InputError: as `plans`.
+        """
+        settled = self.settled(recipes, options)
+        checkpoints = self
+        if settled.wanted:
+            self.plans(settled.recipes, whole=whole)  # whatever headers can refuse comes first
+            try:
+                checkpoints = self._with_base_inputs(options)
+            except InputError as error:  # nobody asked for them
+                settled = settled.without(f"the base could not be run ({error})")
+        plans, checkpoints = checkpoints.plans(settled.recipes, options, whole=whole)
+        return [replace(plan, notes=(*plan.notes, *settled.notes)) for plan in plans], checkpoints
+
+    def settled(self, recipes: Sequence[Recipe], options: RunOptions) -> Settled:
+        """Return the recipes with what they leave open of the base's inputs."""
+        return settle(recipes, self.base, list(self.experts.values()), options.max_memory)
 
     def _with_base_inputs(self, options: RunOptions) -> OpenCheckpoints:
         """The same with the base's inputs, which are made or were kept."""
@@ -206,7 +230,7 @@ def open_checkpoints(
 def statistics_of(recipe: Recipe) -> dict[str, str]:
     """The statistics files that a recipe names, by expert; the base's under `OF_BASE`."""
     named = {name: expert.statistics for name, expert in recipe.experts.items()}
-    of_base = recipe.base_statistics
+    of_base = recipe.base_inputs
     every = {**named, OF_BASE: None if of_base == RANDOM else of_base}
     return {name: file for name, file in every.items() if file is not None}
 

@@ -130,7 +130,7 @@ def merge_together(
         [(merge.method, merge.parameters) for merge in merges],
         out,
         statistics=files,
-        base_statistics=collecting.file_of_base(experts.statistics) if of_base else None,
+        base_statistics=collecting.file_of_base(experts.statistics) if of_base else "none",
         tensors={"few_rows": "allow"},  # 256 single words have fewer tokens than a layer has inputs
         overwrite=True,
         progress=MergeSteps(on_progress),

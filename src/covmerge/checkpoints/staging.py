@@ -72,6 +72,14 @@ class Staging:
         self._resume = resume
         self._lock: Lock | None = None
 
+    def check(self) -> None:
+        """Refuse what entering the context refuses of the output itself; nothing is created.
+
+        Raises:
+            InputError: the output exists, or may not be replaced.
+        """
+        self._refuse_output()
+
     def __enter__(self) -> Staging:
         self._refuse_output()  # before anything is created
         if self._partial.is_symlink():

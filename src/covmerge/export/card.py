@@ -147,7 +147,7 @@ class _Card:
 
     def _data(self) -> str:
         kinds = dict.fromkeys(_STATISTICS[m.data] for m in self.methods if m.data != "none")
-        of_base = self.plan.recipe.base_statistics
+        of_base = self.plan.recipe.base_inputs
         if not kinds and of_base == RANDOM:
             return (
                 "No data was used: what the base's layers' inputs are like was seen by running it on "

@@ -31,7 +31,6 @@ from covmerge.plan.rules import Rules
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe
-from covmerge.statistics.examples import MADE
 from covmerge.tensors import describe_checkpoint, matrix_shapes
 from covmerge.types import Role, TensorHeader
 from covmerge.version import __version__
@@ -212,7 +211,7 @@ def _plan(
         family=base.description.family,
         chosen=draft.chosen,
         notes=(
-            *_chosen(draft, base),
+            *_chosen(draft),
             *notes_on_statistics(draft.recipe, base.checkpoint, draft.tensors, statistics),
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
@@ -253,22 +252,14 @@ def _with_method(recipe: Recipe, models: Mapping[str, Model]) -> tuple[Recipe, s
     if recipe.method != UNNAMED:
         return recipe, None
     adapters = sum(isinstance(model.checkpoint, AdapterCheckpoint) for model in models.values())
-    of_base = recipe.base_statistics is not None
+    of_base = recipe.base_inputs is not None
     name, why = choose(len(models), adapters, base_inputs=of_base)
     return recipe.model_copy(update={"method": name}), why
 
 
-def _chosen(draft: _Draft, base: Model) -> Iterator[str]:
-    recipe = draft.recipe
-    if draft.chosen is None:
-        return
-    yield f"no method is named: {recipe.method}, as {draft.chosen}"
-    known = recipe.base_statistics is not None or len(recipe.experts) == 1
-    if not known and base.checkpoint.config is not None:
-        yield (
-            f"what the base's layers see is not known: --base-stats random shows it {MADE} random inputs "
-            "first. With that auto had 3 to 12 points of accuracy more (docs/auto.md)"
-        )
+def _chosen(draft: _Draft) -> Iterator[str]:
+    if draft.chosen is not None:
+        yield f"no method is named: {draft.recipe.method}, as {draft.chosen}"
 
 
 def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:

@@ -39,7 +39,7 @@ def check_base_statistics(
         InputError: it is of another model.
     """
     of_base = statistics.get(OF_BASE)
-    named = recipes[0].base_statistics if of_base is None else str(of_base.path)
+    named = recipes[0].base_inputs if of_base is None else str(of_base.path)
     if named is None:
         return
     if not any(method.base_inputs for recipe in recipes for method in _methods_of(recipe)):

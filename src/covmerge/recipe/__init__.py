@@ -2,6 +2,7 @@
 
 from covmerge.recipe.load import dump_recipe, load_recipe, parse_recipe
 from covmerge.recipe.schema import (
+    NOTHING,
     RANDOM,
     Expert,
     Output,
@@ -13,6 +14,7 @@ from covmerge.recipe.schema import (
 from covmerge.recipe.sizes import format_size, parse_size
 
 __all__ = [
+    "NOTHING",
     "RANDOM",
     "Expert",
     "Output",

@@ -12,7 +12,7 @@ from covmerge.errors import InputError, RecipeError
 from covmerge.identifiers import hub_id
 from covmerge.recipe.explain import explain, key_path
 from covmerge.recipe.mergekit import refuse_mergekit
-from covmerge.recipe.schema import RANDOM, Recipe
+from covmerge.recipe.schema import NOTHING, RANDOM, Recipe
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_yaml
 from covmerge.stores.address import local_path
 from covmerge.stores.regular_file import open_regular
@@ -110,7 +110,7 @@ def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
         key: _locate(value, folder, origin, (key,))
         for key in ("base", "base_statistics")
         if (value := getattr(recipe, key)) is not None
-        and (key, value) != ("base_statistics", RANDOM)
+        and not (key == "base_statistics" and value in (RANDOM, NOTHING))
     }
     return recipe.model_copy(update={**of_base, "experts": experts})
 

@@ -319,7 +319,8 @@ def _short_expert_form(schema: dict[str, Any]) -> None:
     }
 
 
-RANDOM = "random"  # in place of a file of the base's inputs: the merge makes them
+# In place of a file of the base's inputs: the merge makes them, or does without.
+RANDOM, NOTHING = "random", "none"
 
 
 class Recipe(_Model):
@@ -338,8 +339,8 @@ class Recipe(_Model):
     method: MethodName = Field(
         default="",
         description="Merge method; `covmerge methods` lists the names. Without one it is `auto` where all "
-        "experts are adapters or there are `base_statistics`, `average` of one expert alone, which is the "
-        "expert, and else `ace`.",
+        "experts are adapters or the base's inputs are known (`base_statistics`), `average` of one expert "
+        "alone, which is the expert, and else `ace`.",
     )
     parameters: Parameters = Field(
         default_factory=dict[str, Any],
@@ -358,7 +359,9 @@ class Recipe(_Model):
         default=None,
         description="Statistics file of the base, written by `covmerge collect` (path relative to the "
         "recipe file): what its layers' inputs are like; for methods that look at them, such as `auto`. "
-        f"`{RANDOM}`: the merge shows the base random inputs first, which needs transformers.",
+        f"`{RANDOM}`: the merge shows the base random inputs first, which needs transformers; `{NOTHING}`: "
+        "it does without. By default it is `random` where such a method is named, or none is, and the base "
+        "can be run within the memory.",
     )
     tensors: TensorRules = Field(
         default_factory=TensorRules, description="What happens to tensors by kind."
@@ -379,6 +382,11 @@ class Recipe(_Model):
         "Those that are named here are warnings.",
     )
     output: Output = Field(default_factory=Output, description="How the merged model is written.")
+
+    @property
+    def base_inputs(self) -> str | None:
+        """Where what is known of the base's inputs comes from: `random`, or a file; None: nothing is."""
+        return None if self.base_statistics == NOTHING else self.base_statistics
 
     @field_validator("experts")
     @classmethod

@@ -1,0 +1,114 @@
+"""What a recipe leaves open of the base's inputs, settled before a merge is planned.
+
+A method that looks at them is far better with them (docs/auto.md), and they cost one run of the base on
+inputs that are drawn. So they are made wherever that can be done; where not, the plan says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import psutil
+
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints.hub import HubCheckpoint
+from covmerge.methods import registry
+from covmerge.methods.choice import UNNAMED
+from covmerge.recipe import NOTHING, RANDOM, Recipe, format_size
+from covmerge.statistics.of_base import memory_needed
+from covmerge.tensors import describe_checkpoint
+
+# Of the memory that the machine has, where no limit is given: what else runs on it is not known, and the
+# same merge is to be the same tomorrow.
+_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Recipes that leave nothing open.
+
+    Attributes:
+        recipes: with `base_statistics`, where one of their methods looks at them.
+        wanted: whether the base's inputs are to be made, though nobody asked for it.
+        why_not: why they are not, though a method looks at them.
+    """
+
+    recipes: Sequence[Recipe]
+    wanted: bool = False
+    why_not: str | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know."""
+        if self.why_not is None:
+            return ()
+        return (
+            f"what the base's layers see is not known: {self.why_not}. With it auto had 3 to 12 points of "
+            "accuracy more (docs/auto.md): `covmerge collect BASE FILE --inputs random` makes it on "
+            "another machine, for --base-stats FILE",
+        )
+
+    def without(self, why: str) -> Settled:
+        """The same with nothing known of the base's inputs."""
+        return Settled(_all_with(self.recipes, NOTHING), why_not=why)
+
+
+def settle(
+    recipes: Sequence[Recipe],
+    base: Checkpoint,
+    experts: Sequence[Checkpoint],
+    max_memory: int | None,
+) -> Settled:
+    """Decide whether the base's inputs are made.
+
+    Args:
+        recipes: over the same checkpoints.
+        base: what the experts were fine-tuned from.
+        experts: what is merged.
+        max_memory: bytes that the process may take; None: no limit is given.
+    """
+    looks = any(_looks(recipe) for recipe in recipes)
+    if not looks or any(recipe.base_statistics is not None for recipe in recipes):
+        return Settled(recipes)
+    settled = Settled(_all_with(recipes, RANDOM), wanted=True)
+    reason = why_not(recipes[0], base, experts, max_memory)
+    return settled if reason is None else settled.without(reason)
+
+
+def _looks(recipe: Recipe) -> bool:
+    """Whether one of its methods looks at the base's inputs, or will where none is named."""
+    if recipe.method == UNNAMED:
+        return len(recipe.experts) > 1
+    names = [recipe.method, *(rule.method for rule in recipe.rules if rule.method is not None)]
+    return any(registry.get(name).base_inputs for name in names)
+
+
+def why_not(
+    recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], max_memory: int | None
+) -> str | None:
+    """Say why the base cannot be run, or is not; None: it can."""
+    if base.config is None:
+        return "the base has no config.json, by which transformers would run it"
+    if find_spec("transformers") is None:
+        return "transformers is not installed, which would run the base"
+    all_adapters = all(isinstance(expert, AdapterCheckpoint) for expert in experts)
+    if recipe.output.format == "adapter" and all_adapters and isinstance(base, HubCheckpoint):
+        return "the base's weights would be fetched for nothing else (--base-stats random does it)"
+    if describe_checkpoint(base).source != "skeleton":
+        return "transformers does not know the base's architecture"
+    needed, limit, whose = memory_needed(base), max_memory, "--max-memory"
+    if limit is None:
+        limit, whose = int(_SHARE * psutil.virtual_memory().total), "the machine's memory"
+    else:
+        needed += psutil.Process().memory_info().rss
+    if needed > limit:
+        return (
+            f"to run the base takes {format_size(needed)}, and {whose} allows {format_size(limit)}"
+        )
+    return None
+
+
+def _all_with(recipes: Sequence[Recipe], base_statistics: str) -> list[Recipe]:
+    return [recipe.model_copy(update={"base_statistics": base_statistics}) for recipe in recipes]

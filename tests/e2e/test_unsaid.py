@@ -1,0 +1,125 @@
+"""Where nothing is said of the base's inputs: the merge makes them if it can, or says why not."""
+
+import json
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+import covmerge
+from covmerge.errors import InputError
+from covmerge.recompute import recompute
+from covmerge.unsaid import why_not
+from tests.cli.runs import covmerge as command
+from tests.cli.runs import words
+from tests.e2e.models import build
+from tests.statistics.models import save_family
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("covmerge.unsaid.why_not", why_not)  # which other tests go without
+    return save_family(build("llama"), tmp_path)
+
+
+@pytest.fixture
+def never_run(monkeypatch):
+    def run(*args, **kwargs):
+        pytest.fail("the base was run")
+
+    monkeypatch.setattr("covmerge.statistics.of_base.collect", run)
+
+
+def not_known(result):
+    (note,) = (note for note in result.notes if "the base's layers see is not known" in note)
+    return note
+
+
+def test_full_models_are_merged_by_auto_with_the_base_inputs(models, tmp_path):
+    base, experts = models
+    out, asked = tmp_path / "out", tmp_path / "asked"
+    result = covmerge.merge(base, experts, out=out)
+    assert result.recipe.method == "auto" and result.recipe.base_statistics == "random"
+    assert result.run["base_inputs_seconds"] > 0.0
+    assert any("told by 256 random inputs through the base" in note for note in result.notes)
+    named = covmerge.merge(base, experts, "auto", out=asked, base_statistics="random")
+    assert named.run["base_inputs_seconds"] == 0.0
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert tensor.equal(load_file(asked / "model.safetensors")[name])
+    assert recompute(out).ok
+    assert covmerge.merge(base, experts, "auto").run["base_inputs_seconds"] == 0.0
+
+
+def test_a_comparison_has_them_too(models):
+    base, experts = models
+    compared = covmerge.compare(base, experts, ["auto", "average"])
+    alone = covmerge.compare(base, experts, ["auto", "average"], base_statistics="none")
+    assert compared.rows[0].norm != pytest.approx(alone.rows[0].norm, rel=1e-3)
+    assert compared.rows[1].norm == alone.rows[1].norm
+
+
+@pytest.mark.parametrize("given", [{"method": "ace"}, {"base_statistics": "none"}])
+def test_it_is_not_run_for_nothing(models, never_run, given):
+    base, experts = models
+    result = covmerge.merge(base, experts, **given)
+    assert result.recipe.method == "ace"
+    assert not any("not known" in note for note in result.notes)
+    one = covmerge.merge(base, {"a": next(iter(experts.values()))})
+    assert one.recipe.method == "average"
+
+
+def test_auto_by_weights_alone_can_be_asked_for(models, never_run, tmp_path):
+    base, experts = models
+    out = tmp_path / "out"
+    covmerge.merge(base, experts, "auto", out=out, base_statistics="none")
+    recorded = json.loads((out / "covmerge.json").read_text())["recipe"]
+    assert recorded["base_statistics"] == "none"
+    assert recompute(out).ok
+
+
+def test_too_little_memory_is_said(models, never_run):
+    base, experts = models
+    enough_to_merge = psutil.Process().memory_info().rss + 400 * 2**20
+    result = covmerge.merge(base, experts, max_memory=enough_to_merge)
+    assert result.recipe.method == "ace" and result.recipe.base_statistics == "none"
+    assert "to run the base takes" in not_known(result) and "--max-memory" in not_known(result)
+
+
+def test_no_config_is_said(models, never_run):
+    base, experts = models
+    (base / "config.json").unlink()
+    assert "no config.json" in not_known(covmerge.merge(base, experts))
+
+
+def test_an_unknown_architecture_is_said(models, never_run):
+    base, experts = models
+    for folder in (base, *experts.values()):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": "strange"}))
+    assert "does not know the base's architecture" in not_known(covmerge.merge(base, experts))
+
+
+def test_a_base_that_cannot_be_run_after_all_is_said(models, monkeypatch):
+    def fail(*args, **kwargs):
+        raise InputError("no inputs for such a model")
+
+    monkeypatch.setattr("covmerge.statistics.of_base.collect", fail)
+    base, experts = models
+    result = covmerge.merge(base, experts)
+    assert result.recipe.method == "ace"
+    assert "could not be run (no inputs for such a model)" in not_known(result)
+    with pytest.raises(InputError, match="no inputs for such a model"):
+        covmerge.merge(base, experts, base_statistics="random")
+
+
+def test_the_dry_run_says_it_and_an_output_in_the_way_comes_first(models, never_run, tmp_path):
+    base, experts = models
+    flags = [f"--expert={name}={path}" for name, path in experts.items()]
+    shown = words(command("merge", "--base", base, *flags, "--dry-run").stdout)
+    assert "auto" in shown and "256 random inputs through the base" in shown
+    (tmp_path / "out").mkdir()
+    ran = command("merge", "--base", base, *flags, tmp_path / "out", code=2)
+    assert "exists" in words(ran.stderr)
