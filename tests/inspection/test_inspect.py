@@ -14,6 +14,7 @@ from covmerge.inspection import Severity, job
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned
+from tests.e2e.test_adapters import TARGETS, save_adapter
 from tests.inspection import faults
 from tests.inspection.faults import change
 
@@ -43,6 +44,57 @@ def save(name, folder):
 
 def inspect(folder, names=NAMES, **options):
     return covmerge.inspect(folder / "base", {name: folder / name for name in names}, **options)
+
+
+def test_which_method_a_merge_would_take_and_what_auto_would_do(tmp_path):
+    models = save("llama", tmp_path)
+    found = inspect(models)
+    (text,) = (f.text for f in found.findings if "names no method" in f.text)
+    assert text.startswith(
+        "a merge that names no method takes ace, as of full models auto wants to"
+    )
+    assert "--base-stats random" in text
+    merged = covmerge.merge(models / "base", {n: models / n for n in NAMES}, "auto")
+    for layer in found.matrices:
+        (matrix,) = merged.stats["tensors"][layer.tensor].get("matrices", [{}])
+        told = layer.foreseen
+        assert bool(told) == ("flattening" in matrix), layer.name
+        if told:
+            assert told["q, flattening"] == pytest.approx(matrix["flattening"], rel=1e-5)
+            assert told["N, unlike experts"] == pytest.approx(matrix["unlike_experts"], rel=1e-5)
+            assert found.as_json()["layers"][layer.name]["foreseen"] == told
+    flags = ["--base", models / "base", *(f"--expert={n}={models / n}" for n in NAMES)]
+    shown = command("inspect", *flags).stdout
+    assert "What auto would do by the weights alone" in shown
+    assert "takes ace, as of full models" in words(shown)
+    _, _, table = shown.partition("What auto would do")
+    assert (
+        "self_attn.q_proj" in table and "mlp.down_proj" in table and "q, flattening" in words(table)
+    )
+    # One expert is added as it is; without spectra nothing is tried, but the method is said.
+    alone = inspect(models, ("a",))
+    assert any("takes average, as one expert alone" in f.text for f in alone.findings)
+    assert not any(layer.foreseen for layer in alone.matrices)
+    few = inspect(models, spectra="none")
+    assert any("takes ace" in f.text for f in few.findings)
+    assert not any(layer.foreseen for layer in few.matrices)
+
+
+def test_of_adapters_it_is_told_on_their_factors(tmp_path, monkeypatch):
+    base = build("llama")
+    base.save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        save_adapter(base, tmp_path / f"e{seed}", seed=seed, targets=TARGETS["llama"])
+    experts = {f"e{n}": tmp_path / f"e{n}" / "adapter" for n in (1, 2)}
+    found = covmerge.inspect(tmp_path / "base", experts)
+    (text,) = (f.text for f in found.findings if "names no method" in f.text)
+    assert "takes auto, as all experts are adapters; with --base-stats random" in text
+    merged = covmerge.merge(tmp_path / "base", experts)
+    seen = [layer for layer in found.matrices if layer.foreseen]
+    assert seen
+    for layer in seen:
+        (matrix,) = merged.stats["tensors"][layer.tensor]["matrices"]
+        assert layer.foreseen["q, flattening"] == pytest.approx(matrix["flattening"], rel=1e-5)
 
 
 def only_fault(found, expert):

@@ -23,6 +23,7 @@ from covmerge.engine import RunOptions
 from covmerge.inspection import Inspection, InspectJob, LayerView, Severity, SpectraOf
 from covmerge.inspection.result import root_mean_square
 from covmerge.judgement.names import block_of, kind_of
+from covmerge.methods.choice import PREFERRED
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import Report, check_page, write_html
 
@@ -90,6 +91,8 @@ def show(console: Console, inspection: Inspection) -> None:
             console.print(_gammas(inspection, bars))
             console.print("Pairs of experts, over all tensors")
             console.print(_pairs(inspection))
+        if any(layer.foreseen for layer in inspection.matrices):
+            console.print(*_foreseen(inspection), sep="\n")
     run = inspection.run
     if run:
         peak = f"peak memory {format_size(int(str(run['peak_memory'])))}"
@@ -193,6 +196,22 @@ def _pairs(inspection: Inspection) -> Table:
     if len(pairs) > _MOST_PAIRS:
         rows.add_row(f"and {len(pairs) - _MOST_PAIRS} pairs with smaller cosines")
     return rows
+
+
+def _foreseen(inspection: Inspection) -> tuple[str, Table]:
+    """What would be done to the layers of each kind: what is told in numbers, headed by symbols."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for layer in inspection.matrices:
+        for heading, value in layer.foreseen.items():
+            if isinstance(value, float):
+                found.setdefault(heading, {}).setdefault(kind_of(layer.name), []).append(value)
+    symbols = [heading.partition(",")[0] for heading in found]
+    rows = table("layers", *symbols, right=symbols)
+    for kind in dict.fromkeys(kind for kinds in found.values() for kind in kinds):
+        cells = (f"{median(own[kind]):.3g}" if kind in own else "" for own in found.values())
+        rows.add_row(printable(kind), *cells)
+    title = f"What {PREFERRED} would do by the weights alone, medians of {'; '.join(found)}"
+    return title, rows
 
 
 def _overlaps(inspection: Inspection) -> Mapping[tuple[str, str], float]:

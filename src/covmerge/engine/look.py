@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import torch
@@ -18,6 +18,7 @@ from covmerge.measures.retention import retention
 from covmerge.measures.rounding import rounding_of
 from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.measures.sums import sums_of
+from covmerge.methods.factored import merge_factors
 from covmerge.plan import MERGED, Look, Merge, WorkItem
 from covmerge.tensors import MatrixLayout, matrices
 from covmerge.types import Json, LinearGroup, LowRank, Rounding
@@ -83,6 +84,9 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
             if again is not None:
                 spectrum = spectrum_of(again)
                 piece["before"] = _shown(spectrum, spectrum.rank(0.0))
+            if look.attempt is not None:
+                factors = [_factors(given[n], place, layout) for n in parts]
+                piece["foreseen"] = _attempted(look.attempt, item, parts, factors, errors)
         pieces.append(piece)
     return Result((), {**facts, "pieces": pieces})
 
@@ -94,6 +98,24 @@ def _merged_again(redo: Merge, item: WorkItem, updates: Mapping[str, Tensor]) ->
     method = redo.procedure
     merged = method(group, **redo.parameters)
     return merged.delta if method.noticed.from_json(merged.stats).fired else None
+
+
+def _attempted(
+    merge: Merge,
+    item: WorkItem,
+    updates: Mapping[str, Tensor],
+    factors: Sequence[LowRank | None],
+    rounding: Sequence[Rounding],
+) -> Json:
+    """What a method tells of a matrix that it merges; on the factors where all have them."""
+    weights = tuple(item.tensor.operands[name].weight for name in updates)
+    method, known = merge.procedure, [own for own in factors if own is not None]
+    if len(known) == len(factors) and method.factored_for(merge.parameters):
+        stats = merge_factors(method, known, weights, merge.parameters).stats
+    else:
+        group = LinearGroup(tuple(updates.values()), weights, rounding=tuple(rounding))
+        stats = method(group, **merge.parameters).stats
+    return dict(method.noticed.from_json(stats).told(list(updates)))
 
 
 def look_cost(d_out: int, d_in: int, count: int, itemsize: int, *, spectra: bool) -> Cost:

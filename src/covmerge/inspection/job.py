@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from covmerge.checkpoints import Checkpoint
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.engine import (
     Context,
     NoOutput,
@@ -31,6 +31,7 @@ from covmerge.inspection.verdicts import findings_of
 from covmerge.judgement import judge
 from covmerge.judgement.names import by_depth
 from covmerge.measures.sums import Sums, sums_from_json
+from covmerge.methods.choice import PREFERRED, UNNAMED, choose
 from covmerge.plan import (
     MERGED,
     Look,
@@ -116,6 +117,7 @@ class InspectJob:
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
             }
+            findings += _chosen(self.recipe, [models[name].checkpoint for name in fitting])
             if layers:
                 judged = [layer.judged for layer in layers]
                 fit = {name: models[name].checkpoint for name in fitting}
@@ -158,6 +160,7 @@ class InspectJob:
                     found.get(tensor.name),
                     tensor.name in taken,
                     before,
+                    self._attempt(plan) if merged is None else None,
                 ),
                 form=Unwritten(),
             )
@@ -175,6 +178,10 @@ class InspectJob:
             taking = tensor.key in taken
             items.append(self._measured(looking, spectra=taking, models=models))
         return replace(plan, items=tuple(items))
+
+    def _attempt(self, plan: Plan) -> Merge | None:
+        """The merge of which an inspection says what it would do, of several experts."""
+        return Merge(PREFERRED, {}, None) if len(plan.recipe.experts) > 1 else None
 
     def _operands_of(self, model: Model, base: Model) -> dict[str, Operand]:
         """The tensors of a merged model, by the base's names."""
@@ -220,6 +227,10 @@ class InspectJob:
         shapes = [(1, numel)] if item.matrices is None else matrix_shapes(shape, item.matrices)
         spectra = spectra and item.matrices is not None
         costs = [look_cost(m, n, models, itemsize, spectra=spectra) for m, n in shapes]
+        attempt = item.tensor.operation.attempt if isinstance(item.tensor.operation, Look) else None
+        if spectra and attempt is not None:
+            method = attempt.procedure
+            costs += [method.cost(m, n, models, itemsize) for m, n in shapes]
         held = (models + 2) * numel * itemsize
         return replace(
             item,
@@ -227,6 +238,19 @@ class InspectJob:
             workspace=held + max(cost.workspace for cost in costs),
             flops=sum(cost.flops for cost in costs),
         )
+
+
+def _chosen(recipe: Recipe, experts: Sequence[Checkpoint]) -> list[Finding]:
+    """Say by which method they would be merged, if nobody names one."""
+    if recipe.method != UNNAMED:
+        return []
+    adapters = sum(isinstance(expert, AdapterCheckpoint) for expert in experts)
+    of_base = recipe.base_statistics is not None
+    name, why = choose(len(experts), adapters, base_inputs=of_base)
+    text = f"a merge that names no method takes {name}, as {why}"
+    if name == PREFERRED and not of_base:
+        text += "; with --base-stats random it would know what the base's layers see too"
+    return [Finding(Severity.NOTE, text)]
 
 
 def _model(checkpoint: Checkpoint) -> Model:
@@ -289,7 +313,8 @@ def _layer(
     if spectra:
         pairs = combinations(experts, 2)
         overlap = dict(zip(pairs, piece["overlaps"], strict=True))
-        view = replace(view, spectra=spectra, overlap=overlap)
+        foreseen = piece.get("foreseen", {})
+        view = replace(view, spectra=spectra, overlap=overlap, foreseen=foreseen)
     return _with_merged(view, piece) if stats["merged"] else view
 
 

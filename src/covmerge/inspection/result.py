@@ -53,6 +53,8 @@ class LayerView:
         sums: over the elements.
         spectra: by expert; `merged` apart. Empty where none were taken.
         overlap: by pair of experts, how far the same inputs matter to both: ‖V_kᵀV'_k‖²/k.
+        foreseen: what `auto` would do to it by the weights alone, by headings, where spectra were taken
+            and experts are several.
         merged: spectrum of the merged update.
         before: the same before spectral refinement, where the method refined it.
         retention: by expert, the share of its contribution that the merged update keeps; None where
@@ -70,6 +72,9 @@ class LayerView:
     sums: Sums
     spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
     overlap: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    foreseen: Mapping[str, str | float | None] = field(
+        default_factory=dict[str, str | float | None]
+    )
     merged: SpectrumView | None = None
     before: SpectrumView | None = None
     retention: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
@@ -150,6 +155,8 @@ class LayerView:
         if self.spectra:
             entry["spectra"] = {name: _plain(s) for name, s in self.spectra.items()}
             entry["overlap"] = _joined(self.overlap)
+        if self.foreseen:
+            entry["foreseen"] = dict(self.foreseen)
         if self.merged_norm is not None:
             entry["merged"] = {
                 "norm": self.merged_norm,

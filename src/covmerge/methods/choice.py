@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 UNNAMED = ""  # stands where no method is named
+PREFERRED = "auto"  # where it is known to do best
 
 
 def choose(count: int, adapters: int, *, base_inputs: bool) -> tuple[str, str]:
@@ -26,9 +27,9 @@ def choose(count: int, adapters: int, *, base_inputs: bool) -> tuple[str, str]:
     if count == 1:
         return "average", "one expert alone is added to its base as it is"
     if base_inputs:
-        return "auto", "it is known what the base's layers see"
+        return PREFERRED, "it is known what the base's layers see"
     if adapters == count:
-        return "auto", "all experts are adapters"
+        return PREFERRED, "all experts are adapters"
     return (
         "ace",
         "of full models auto wants to know what the base's layers see (--base-stats random)",

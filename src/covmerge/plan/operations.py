@@ -78,11 +78,13 @@ class Look:
         merged: the merged model's tensor; None: there is no such model.
         spectra: whether singular values are taken, which is most of the work.
         redo: a merge to do again where they are, to show its spectrum beside the merged model's.
+        attempt: a merge to try where they are, for what its method notices.
     """
 
     merged: Operand | None = None
     spectra: bool = False
     redo: Merge | None = None
+    attempt: Merge | None = None
 
 
 Operation = Merge | Copy | Count | Look
