@@ -206,6 +206,20 @@ def svd_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
     return spectrum_choice(d_out, d_in, k, itemsize).cost
 
 
+def metric_cost(d_out: int, d_in: int, itemsize: int) -> Cost:
+    """Cost of the spectrum of ΔC^½, C `(d_in, d_in)` in float64 (see `covmerge.linalg.metric`)."""
+    matrix = d_out * d_in
+    if d_out <= d_in and itemsize != torch.float64.itemsize:
+        products = FLOAT64 * 2.0 * matrix * (d_in + d_out)
+        return eigh_cost(d_out) + Cost(products, 2 * matrix * 8)
+    # The root, which stays, by an eigenproblem where it has no Cholesky factor.
+    root, spectrum = eigh_cost(d_in), svd_cost(d_out, d_in, min(d_out, d_in), itemsize)
+    return Cost(
+        root.flops + spectrum.flops + 2.0 * matrix * d_in,
+        max(root.workspace, spectrum.workspace + matrix * itemsize) + d_in * d_in * 8,
+    )
+
+
 def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:
     """Cost of U and σ of `count` matrices `(d, columns)` side by side (see `covmerge.linalg.joint`)."""
     wide = count * columns

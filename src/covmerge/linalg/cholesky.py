@@ -78,12 +78,17 @@ def factorize_above(system: Tensor, *, floor: float) -> Cholesky | None:
         >>> factorize_above(a, floor=0.5).factor.diagonal().tolist(), factorize_above(a, floor=2.0)
         ([2.0, 1.0], None)
     """
-    factor = torch.empty_like(system)
-    for shift in (floor, 0.0):
-        factor.copy_(system).diagonal().sub_(shift)
-        if not _factor_in_place(factor):
-            return None
-    return Cholesky(factor, 0.0, _rcond(factor))
+    if not all_above(system, floor):
+        return None
+    factor = system.clone()
+    return Cholesky(factor, 0.0, _rcond(factor)) if _factor_in_place(factor) else None
+
+
+def all_above(system: Tensor, floor: float) -> bool:
+    """Whether all eigenvalues of a symmetric matrix are above `floor`; see `factorize_above`."""
+    shifted = system.clone()
+    shifted.diagonal().sub_(floor)
+    return _factor_in_place(shifted)
 
 
 def _factor_in_place(matrix: Tensor) -> bool:

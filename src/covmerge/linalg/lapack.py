@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any, cast
 
@@ -73,3 +74,8 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 def solve_triangular(lower: Tensor, columns: Tensor) -> Tensor:
     """Return L⁻¹ · columns for a lower triangular L."""
     return cast("Tensor", _linalg.solve_triangular(lower, columns, upper=False))
+
+
+def multi_dot(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the product of matrices, in the cheapest order."""
+    return cast("Tensor", _linalg.multi_dot(matrices))

@@ -229,7 +229,7 @@ def truncated_svd(
 
     # Oriented so that the small side is the rows.
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    values, vectors = eigh(_float64_gram(wide))
+    values, vectors = eigh(float64_gram(wide))
     sigma = values.clamp_min(0.0).sqrt().flip(0)
     rank, end = numerical_rank(sigma, matrix.shape, rtol=rtol, scale=scale, rounding=rounding)
     edge = end if end == rounding.edge else 0.0
@@ -284,7 +284,7 @@ def nuclear_norm(matrix: Tensor) -> float:
     if matrix.dtype == torch.float64:
         return float(svdvals(matrix).sum())
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    return float(eigvalsh(_float64_gram(wide)).clamp_min(0.0).sqrt().sum())
+    return float(eigvalsh(float64_gram(wide)).clamp_min(0.0).sqrt().sum())
 
 
 def residual(top: TruncatedSvd) -> float:
@@ -302,7 +302,7 @@ def residual(top: TruncatedSvd) -> float:
     return float(off.abs_().max())
 
 
-def _float64_gram(wide: Tensor) -> Tensor:
+def float64_gram(wide: Tensor) -> Tensor:
     """FFᵀ in float64, without a float64 copy of F."""
     total = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
     for _, block in _float64_blocks(wide):

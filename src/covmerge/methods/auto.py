@@ -18,16 +18,16 @@ from covmerge.covariance.normal import normal_equations
 from covmerge.linalg.auto import (
     FLOAT64,
     Cost,
-    eigh_cost,
+    metric_cost,
     solve_cost,
     sums_cost,
-    svd_cost,
     system_choice,
 )
-from covmerge.linalg.cholesky import factorize_above
-from covmerge.linalg.lapack import eigh, norm
+from covmerge.linalg.cholesky import all_above
+from covmerge.linalg.lapack import multi_dot, norm
+from covmerge.linalg.metric import Metric
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
-from covmerge.linalg.spectral import EXACT, nuclear_norm, rank_tolerance, truncated_svd
+from covmerge.linalg.spectral import EXACT, rank_tolerance
 from covmerge.methods.auto_noticed import Equalised
 from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, register
@@ -44,22 +44,20 @@ _CLEARLY = 1.1
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # With C₀, which costs an eigenproblem and a product for each update.
+    # With C₀: what it costs beside comes from it.
     route = system_choice(d_out, d_in, count, 8).taken
     sums = sums_cost(route, d_out, d_in, count, 8)
     solve = solve_cost(route, d_out, d_in, count, 8)
-    side, matrix = min(d_out, d_in), d_out * d_in
-    spectrum = svd_cost(d_out, d_in, side, itemsize)
-    root = eigh_cost(d_in)
-    products = 2.0 * d_out * d_in * (2 * side + (2 * count + 2) * d_in + count * count)
+    matrix, inputs = d_out * d_in, d_in * d_in
+    spectra = metric_cost(d_out, d_in, itemsize)
+    products = 2.0 * matrix * (count * (d_in + count) + 2 * min(d_out, d_in))
     return Cost(
-        FLOAT64 * (sums.flops + solve.flops) + 2 * spectrum.flops + root.flops + products,
+        FLOAT64 * (sums.flops + solve.flops) + 2 * spectra.flops + products,
         max(
-            2 * matrix * 8 + sums.workspace + solve.workspace,
-            spectrum.workspace + 2 * matrix * itemsize,
-            root.workspace,
+            2 * matrix * 8 + sums.workspace + solve.workspace, spectra.workspace + matrix * itemsize
         )
-        + (2 * matrix + d_in * d_in) * itemsize,
+        + 2 * matrix * itemsize
+        + inputs * (8 + itemsize),
     )
 
 
@@ -117,38 +115,34 @@ def auto(group: LinearGroup) -> Merged:
     active = active_experts(group)
     if not active.updates:
         return Merged(torch.zeros_like(first), Equalised(active.unchanged))
-    root = _root(group.inputs, first)
+    seen = Metric.of(group.inputs)
+    known = seen.covariance is not None
     shares = _shares(active)
-    squares, lengths = _squared_cosines(active, root)
+    squares, lengths = _squared_cosines(active, seen)
     alike = float((shares * (squares @ shares)).sum())
     experts = max(1.0, float(shares.sum()) ** 2 / alike)
     agreement = min(1.0, float(shares.square().sum()) / alike)
     rtol = rank_tolerance(group.shape, first.dtype, None)
     fused = _least_squares(active, shares, rtol).to(first.dtype)
-    outputs = truncated_svd(
-        _seen(fused, root),
-        min(fused.shape),
-        rtol=rtol,
-        rounding=EXACT if root is not None else _rounding_of_sum(active),
+    left, sigma = seen.directions(
+        fused, rtol=rtol, rounding=EXACT if known else _rounding_of_sum(active)
     )
-    if not outputs.rank and root is not None:
+    if not len(sigma) and known:
         return auto(replace(group, inputs=None))  # which see nothing of the updates
     noticed = Equalised(
-        active.unchanged, _of_all(group, active, shares), root is not None, unlike_experts=experts
+        active.unchanged, _of_all(group, active, shares), known, unlike_experts=experts
     )
-    if not outputs.rank:
+    if not len(sigma):
         return Merged(torch.zeros_like(first), noticed)
-    sigma = outputs.kept
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(group.shape)
     exponent = (0.75 - in_use / 4.0) * (1.0 - experts**-2.0)
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
-    whole = _seen(stack_weighted(active.updates, active.weights), root)
-    scale = agreement * nuclear_norm(whole) / float((sigma * lift).sum())
+    whole = seen.nuclear_norm(stack_weighted(active.updates, active.weights))
+    scale = agreement * whole / float((sigma * lift).sum())
     # What C₀ does not see is lifted as what it hardly sees; without C₀ that is rounding.
-    unseen = 0.0 if root is None else float(faint) ** (-exponent / 2.0) * scale
-    left = outputs.left
-    merged = (left * (lift * scale - unseen).to(left.dtype)) @ (left.mT @ fused)
+    unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
+    merged = multi_dot([left * (lift * scale - unseen).to(left.dtype), left.mT, fused])
     if unseen:
         merged.add_(fused, alpha=unseen)
     lifted = sigma * lift * scale
@@ -163,22 +157,6 @@ def auto(group: LinearGroup) -> Merged:
     return Merged(merged, noticed)
 
 
-def _root(inputs: Tensor | None, like: Tensor) -> Tensor | None:
-    """L `(d_in, d_in)` with LLᵀ = C₀, up to a scale, in the updates' dtype; None: nobody knows it."""
-    if inputs is None:
-        return None
-    values, vectors = eigh(inputs.to(torch.float64))
-    mean = values.clamp_min(0.0).mean()
-    if not mean > 0.0:  # no input ever reached the layer
-        return None
-    return (vectors * (values.clamp_min(0.0) / mean).sqrt()).to(like.dtype)
-
-
-def _seen(update: Tensor, root: Tensor | None) -> Tensor:
-    """ΔC₀^½, up to a rotation of its columns: the update as the base's inputs see it."""
-    return update if root is None else update @ root
-
-
 def _shares(active: Active) -> Tensor:
     """s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed the layer."""
     energies = torch.tensor(active.norms, dtype=torch.float64).square()
@@ -191,17 +169,12 @@ def _of_all(group: LinearGroup, active: Active, shares: Tensor) -> tuple[float, 
     return tuple(of_active.get(id(update), 0.0) for update in group.updates)
 
 
-def _squared_cosines(active: Active, root: Tensor | None) -> tuple[Tensor, Tensor]:
+def _squared_cosines(active: Active, seen: Metric) -> tuple[Tensor, Tensor]:
     """cos²(Δ_tC₀^½, Δ_uC₀^½) `(T, T)` and ‖Δ_tC₀^½‖ `(T,)`, float64.
 
     Two updates without outputs have nothing in common.
     """
-    count = len(active.updates)
-    dots = torch.zeros(count, count, dtype=torch.float64)
-    for t, one in enumerate(active.updates):
-        seen = one if root is None else _seen(one, root) @ root.mT
-        for u in range(t, count):
-            dots[t, u] = dots[u, t] = (seen * active.updates[u]).sum(dtype=torch.float64)
+    dots = seen.dots(active.updates)
     squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
     found = dots.square() / torch.outer(squares, squares)
     return found.clamp_max(1.0).fill_diagonal_(1.0), squares.sqrt()
@@ -232,7 +205,7 @@ def _least_squares(active: Active, shares: Tensor, rtol: float) -> Tensor:
         for error, own in zip(active.rounding, covariances, strict=True)
     )
     floor = max(rtol**2 * largest_eigenvalue(normal.gram), rounding.edge**2)
-    if factorize_above(normal.gram, floor=_CLEARLY * floor) is not None:
+    if all_above(normal.gram, _CLEARLY * floor):
         return solve_ridge(normal)[0]
     d_out, d_in = active.updates[0].shape
     values, vectors = kept_eigenpairs(
