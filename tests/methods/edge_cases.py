@@ -142,6 +142,8 @@ FAMILIES = {
     },
     "In bases of all experts' directions": {
         "dc_merge 0.1": Column("dc_merge", (1.0, "root"), "dc_merge_top0.1", {"density": 0.1}),
+        "esm": Column("esm", (30.0, "sum")),
+        "esm power 0": Column("esm", (1.0, "sum"), parameters={"power": 0.0, "scale": 1.0}),
     },
     "Entry by entry": {
         "task_arithmetic": Column("task_arithmetic", (0.3, "sum")),
@@ -346,6 +348,9 @@ NOTES = {
         "called, is one entry or two.",
         "`dc_merge 0.1`, Δ, Δ, Δ, Δ: of directions that all have in common each expert keeps its own "
         "block, which comes to a fourth of them.",
+        "`esm` has data, so that Δ and −Δ do not cancel. Norms 30-fold: its factors are squares of norms "
+        "over their mean, and the result is 24 times as long as the updates together; with `power: 0` it "
+        "is not.",
     ),
     "Entry by entry": (
         "`emr γ`: what the experts rescale their masked entries by, and the norm of all these factors.",

@@ -58,7 +58,11 @@ ALL_DEPARTURES = [*EVERYWHERE, *(each for family in DEPARTURES.values() for each
 SEEDED = [name for name in METHODS if registry.get(COLUMNS[name].method).seeded]
 DATA = [name for name in METHODS if registry.get(COLUMNS[name].method).data != "none"]
 # An unchanged expert has its say, but where inputs are known by what it makes of them.
-COUNT_ZEROS = ["average", "cart", *(name for name in DATA if name != "ssr")]
+COUNT_ZEROS = [
+    "average",
+    "cart",
+    *(name for name in DATA if COLUMNS[name].method not in ("ssr", "esm")),
+]
 CANCEL = [name for name in METHODS if name not in ("emr", *SEEDED, *DATA)]
 MERGED_TO_THE_BASE = {
     *((name, ALL_ZERO) for name in METHODS),

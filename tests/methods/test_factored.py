@@ -25,6 +25,8 @@ VARIANTS = [
     ("ace", {"refine": False, "tau": 1e-9}),
     ("tsv_m", {"lossless": True}),
     ("dc_merge", {"density": 0.2, "smoothing": 5.0}),
+    ("resmerge", {"head_rank": 2}),
+    ("esm", {"power": 0.0}),
     ("iso_cts", {"common_fraction": 0.4}),
     ("cart", {"rank_ratio": 0.3}),
     *(

@@ -42,10 +42,11 @@ def folded(updates, stored, computed, name, params):
     return merged.tensors["layer.weight"] - base.double()
 
 
-# How an update is factorised decides where TIES cuts in Core Space and where the ridge pulls in SSR, and
-# a folded one does not say.
+# How an update is factorised decides where TIES cuts in Core Space, and a folded one does not say.
 SAME_FOLDED = [
-    (n, p) for n, p in VARIANTS if n != "ssr" and (n != "core_space" or p.get("inner") != "ties")
+    (n, p)
+    for n, p in VARIANTS
+    if registry.get(n).data == "none" and (n != "core_space" or p.get("inner") != "ties")
 ]
 
 

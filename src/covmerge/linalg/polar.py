@@ -33,7 +33,7 @@ def polar(matrix: Tensor, *, rtol: float, errors: Tensor | None = None) -> Leadi
 
 
 # Of the edge of rounding, which is reckoned from above: below this share of it there is nothing else.
-_CERTAIN = 0.5
+CERTAIN = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def orthogonalized(parts: Sequence[TruncatedSvd], *, rtol: float) -> Orthogonali
     of stored weights at least half of their edge.
     """
     most = torch.cat([part.floor / part.kept for part in parts])
-    least = torch.cat([_CERTAIN * part.edge / part.kept for part in parts])
+    least = torch.cat([CERTAIN * part.edge / part.kept for part in parts])
     sides = [
         torch.cat(stack, dim=1)
         for stack in ([part.left for part in parts], [part.right.mT for part in parts])

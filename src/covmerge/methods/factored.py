@@ -130,16 +130,19 @@ def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) 
     d_out, d_in = updates[0].shape
     lefts, outer = _near_one([update.left for update in updates])
     rights, inner = _near_one([update.right.mT for update in updates])
-    left = right = frame = None
+    left = right = None
     if sides == "both":
         left = basis_of([*lefts, lefts[0].new_ones(d_out, 1)])
-        right = basis_of(rights)
-        ones_in = right.coordinates(rights[0].new_ones(d_in))
-        frame = Frame((d_out, d_in), left.blocks[-1][:, 0], ones_in)
     elif sides == "outputs":
         left = basis_of(lefts)
-    elif sides == "inputs":
+    if sides in ("both", "inputs"):
         right = basis_of(rights)
+    ones_out, ones_in = lefts[0].new_ones(d_out), rights[0].new_ones(d_in)
+    frame = Frame(
+        (d_out, d_in),
+        ones_out if left is None else left.coordinates(ones_out),
+        ones_in if right is None else right.coordinates(ones_in),
+    )
     own = lefts if left is None else left.blocks[: len(lefts)]
     other = rights if right is None else right.blocks
     # Small, and float64 lets their rank be seen.

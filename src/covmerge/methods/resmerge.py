@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.linalg.auto import Cost, svd_cost
+from covmerge.linalg.auto import FLOAT64, Cost, svd_cost
 from covmerge.linalg.lapack import dot, norm
 from covmerge.linalg.spectral import TruncatedSvd, truncated_svd
 from covmerge.methods.closed_form import stack_weighted
@@ -60,9 +60,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, head_rank: int = 
     k, matrix = min(head_rank, d_out, d_in), d_out * d_in
     each = svd_cost(d_out, d_in, k, itemsize)
     heads = count * k * (d_out + d_in) * itemsize
-    flops = count * (each.flops + 2.0 * matrix * (2 * k + count + 2))
-    # The residuals and their sum; later the heads, multiplied out, and both sums.
-    return Cost(flops, heads + max(each.workspace, (count + 3) * matrix * itemsize))
+    flops = count * (each.flops + 2.0 * matrix * (2 * FLOAT64 * k + k + count + 2))
+    # The residuals, the last in float64; later the heads, multiplied out, and both sums.
+    return Cost(flops, heads + max(each.workspace, (count * itemsize + 3 * 8) * matrix))
 
 
 @register(
@@ -160,7 +160,7 @@ def resmerge(
         return Merged(mean, ResNoticed(unchanged, without, averaged=without))
     heads = [_unit_head(part) for part in parts]
     merged, agreement, coherence = _on_the_sphere(
-        [_residual(updates[t], parts[t], heads[t]) for t in beyond],
+        [_residual(updates[t], parts[t]) for t in beyond],
         [weights[t] for t in beyond],
         lambda confidence: beta_max - (beta_max - beta_min) * confidence,
     )
@@ -176,9 +176,17 @@ def _unit_head(part: TruncatedSvd) -> LowRank:
     return LowRank(part.left * (part.kept / norm(part.kept)).to(part.left.dtype), part.right)
 
 
-def _residual(update: Tensor, part: TruncatedSvd, head: LowRank) -> Tensor:
-    """Δ − H."""
-    return torch.addmm(update, head.left, head.right, alpha=-norm(part.kept))
+def _residual(update: Tensor, part: TruncatedSvd) -> Tensor:
+    """(I − UUᵀ)Δ(I − VᵀV) = Δ − H.
+
+    On both sides, so that what U and V are off by counts as its square: of a head that is 1e5 times as
+    long as the rest the difference would have lost all but two digits.
+    """
+    left, right = part.left.to(torch.float64), part.right.to(torch.float64)
+    rest = update.to(torch.float64)
+    rest = rest - left @ (left.mT @ rest)
+    rest -= (rest @ right.mT) @ right
+    return rest.to(update.dtype)
 
 
 def _on_the_sphere(

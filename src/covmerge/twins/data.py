@@ -1,4 +1,4 @@
-"""WUDI, its spectral filters, and the methods that use data: RegMean, RegMean++, LOT, SSR, Fisher."""
+"""WUDI, its spectral filters, and the methods that use data: RegMean, RegMean++, LOT, SSR, ESM, Fisher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.twins.algebra import deltas_of, identity, length, pinv, total
+from covmerge.twins.algebra import deltas_of, identity, length, pinv, svd, total
 from covmerge.twins.closed_form import average, least_interference, mean_one
 from covmerge.twins.rank import leading, roundings, tolerance, with_equals
 from covmerge.types import LinearGroup, Rounding
@@ -156,6 +156,69 @@ def ssr(group: LinearGroup, *, ridge: float = 1e-4, rank_rtol: float | None = No
     return B @ Q @ pinv(G + rho * identity(len(G)), torch.finfo(torch.float32).eps) @ A
 
 
+def esm(
+    group: LinearGroup,
+    *,
+    power: float = 2.0,
+    energy_power: float = 0.15,
+    scale: float = 2.0,
+    energy_rtol: float = 2.0**-23,
+    rank_rtol: float | None = None,
+) -> Tensor:
+    """α σ̄_U σ̄_V polar([U_1s_1 …]) polar([s_1U_1ᵀΔ̂_1; …]c), U_t of Δ_tG_tΔ_tᵀ  (ESM)."""
+    rtol, errors = tolerance(group, rank_rtol), roundings(group, rank_rtol)
+    deltas, data = deltas_of(group), [own.value.double() for own in group.measured]
+    heard = [t for t, d in enumerate(deltas) if d.any() and data[t].any()]
+    share = max(1, group.shape[0] // max(1, len(heard)))
+    mean = sum(length(deltas[t]) for t in heard) / max(1, len(heard))
+    U: list[Tensor] = []
+    V: list[Tensor] = []
+    off_U: list[Tensor] = []
+    off_V: list[Tensor] = []
+    for t in heard:
+        known = leading(deltas[t], rtol, errors[t])
+        d = known.U @ torch.diag(known.S) @ known.Vh
+        own, lam = principal(d, data[t], len(known.S), energy_rtol)
+        k = with_equals(lam.sqrt(), min(share, len(lam)))
+        own, lam = own[:, :k], lam[:k]
+        if k:
+            s = (lam / lam.mean()) ** energy_power
+            s = s / s.mean()
+            f = group.weights[t] * (length(deltas[t]) / mean) ** power
+            U.append(own * s)
+            V.append(f * s[:, None] * (own.T @ d))
+            turned = torch.diag(0.5 * known.edge / known.S) @ known.U.T @ own
+            off_U.append(s * (turned**2).sum(0).sqrt())
+            off_V.append(s * f * known.end)
+    if not U:
+        return torch.zeros_like(deltas[0])
+    A, B = torch.hstack(U), torch.vstack(V)
+    columns = (B**2).sum(0).sqrt()
+    c = (columns / columns.mean()) ** power
+    off = torch.cat(off_V) * (c**2).mean().sqrt()
+    order = ((B * c) ** 2).sum(1).argsort(descending=True)  # LAPACK keeps all digits so
+    exact = max(group.shape) ** 0.5 * torch.finfo(torch.float64).eps
+    left, of_left = flat_range(A[:, order], rtol, torch.cat(off_U)[order])
+    right, of_right = flat_range((B * c)[order].T, exact, off[order])
+    return scale * of_left * of_right * left @ right.T
+
+
+def principal(d: Tensor, G: Tensor, rank: int, rtol: float) -> tuple[Tensor, Tensor]:
+    """Eigenvectors of dGdᵀ and their eigenvalues, descending, above `rtol` of the largest."""
+    U, L, _ = svd(d @ G @ d.T)
+    largest = float(svd(d)[1][0]) ** 2 * float(G.trace()) * rank * torch.finfo(torch.float64).eps
+    end = max(rtol * float(L[0]), largest)
+    kept = int((L[:rank] > end).sum())
+    return U[:, :kept], L[:kept]
+
+
+def flat_range(A: Tensor, rtol: float, errors: Tensor) -> tuple[Tensor, float]:
+    """A (AᵀA)^{†½}, and the mean of the singular values, those beyond the numerical rank as zeros."""
+    found = leading(A, rtol)
+    known = found.S**2 > (found.Vh**2) @ errors**2
+    return found.U[:, known] @ found.Vh[known], float(found.S[known].sum()) / min(A.shape)
+
+
 def fisher(
     group: LinearGroup,
     *,
@@ -187,5 +250,6 @@ TWINS = {
     "regmean++": regmean_plus_plus,
     "lot": lot,
     "ssr": ssr,
+    "esm": esm,
     "fisher": fisher,
 }

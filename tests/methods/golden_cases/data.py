@@ -1,4 +1,4 @@
-"""WUDI, and the methods that use data: RegMean, LOT, SSR, Fisher."""
+"""WUDI, and the methods that use data: RegMean, LOT, SSR, ESM, Fisher."""
 
 from __future__ import annotations
 
@@ -68,6 +68,21 @@ def routed(ridge: float, tokens: tuple[int, ...]) -> Case:
     return Case(run, says("ssr", {"ridge": f"{ridge}, absolute", "tokens": tokens}))
 
 
+def essential(experts: int = 4, rows: int = 256, **parameters: object) -> Case:
+    """ESM in float64 on so many rows of the first experts; the constant factor n/(n − 1) cancels."""
+
+    def run(variant: str) -> dict[str, Tensor]:
+        results = {}
+        for name in LINEAR:
+            seen = [inputs()[f"{variant}/X/{t}/{name}"][:rows].double() for t in range(experts)]
+            data = tuple(Measured(x.T @ x / rows, rows, float((x.T @ x).norm())) for x in seen)
+            group = group_of(updates_of(variant, name, torch.float64)[:experts], measured=data)
+            results[name] = merged("esm", group, energy_rtol=0.0, **parameters)
+        return results
+
+    return Case(run, says("esm", {"experts": experts, "rows": rows, **parameters}))
+
+
 @cache
 def total(kind: str, variant: str, t: int) -> float:
     values = [v for key, v in inputs().items() if key.startswith(f"{variant}/{kind}/{t}/")]
@@ -78,6 +93,10 @@ CASES = {
     "lora_ssr": routed(1e-4, (256,) * 4),
     "lora_ssr_two_ridge1e-2": routed(1e-2, (256,) * 2),
     "lora_ssr_few_tokens": routed(1e-4, (2, 5, 3, 4)),
+    "esm_fp64": essential(),
+    "esm_two_fp64": essential(2),
+    "esm_roberta_fp64": essential(power=0.0, scale=1.0),
+    "esm_roberta_few_rows_fp64": essential(rows=24, power=0.0, scale=1.0),
     "wudi_300": per_layer("wudi", names=LINEAR, solver="adam"),
     "aswudi": per_layer("aswudi", names=LINEAR),
     "aswudi_mean": per_layer("aswudi", names=LINEAR, start="mean"),
