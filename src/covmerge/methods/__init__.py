@@ -62,6 +62,18 @@ registry.reserve(
     "it trains its coefficients on unlabelled test data by minimising entropy (arXiv:2310.02575), "
     "which is no merge without training",
 )
+registry.reserve(
+    "fda",
+    "FDA (arXiv:2510.21223) makes inputs, and then trains each merged block on them, which is no merge "
+    "without training. The inputs could be statistics (as of `covmerge collect --inputs generated`): for "
+    "each block and expert, 64 sequences of 5 to 50 vectors at its entry, by AdamW in 1200 steps until "
+    "the gradient of the cosine between the base's and the expert's outputs, in the base's weights, "
+    "points along Δ_t. That takes base and expert in memory together, every block called by itself with "
+    "the masks and positions that its model passes on, attention that has a second derivative, and 1200 "
+    "times two passes and that derivative where other generated inputs take one pass. None of it is "
+    "here: what the inputs alone are worth to a merge by statistics is not published, and was not "
+    "measured; use `regmean` on generated inputs",
+)
 
 names = registry.names
 get = registry.get
