@@ -115,6 +115,12 @@ def test_a_base_that_cannot_be_run_after_all_is_said(models, monkeypatch):
         covmerge.merge(base, experts, base_statistics="random")
 
 
+def test_an_inspection_says_it(models, never_run):
+    base, experts = models
+    (text,) = (f.text for f in covmerge.inspect(base, experts).findings if "no method" in f.text)
+    assert "takes auto, as it is known what the base's layers see: the base is run first" in text
+
+
 def test_the_dry_run_says_it_and_an_output_in_the_way_comes_first(models, never_run, tmp_path):
     base, experts = models
     flags = [f"--expert={name}={path}" for name, path in experts.items()]

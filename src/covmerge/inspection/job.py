@@ -117,7 +117,7 @@ class InspectJob:
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
             }
-            findings += _chosen(self.recipe, [models[name].checkpoint for name in fitting])
+            findings += self._chosen(checkpoints, [models[name].checkpoint for name in fitting])
             if layers:
                 judged = [layer.judged for layer in layers]
                 fit = {name: models[name].checkpoint for name in fitting}
@@ -179,6 +179,19 @@ class InspectJob:
             items.append(self._measured(looking, spectra=taking, models=models))
         return replace(plan, items=tuple(items))
 
+    def _chosen(self, checkpoints: OpenCheckpoints, experts: Sequence[Checkpoint]) -> list[Finding]:
+        """Say by which method they would be merged, if nobody names one."""
+        if self.recipe.method != UNNAMED:
+            return []
+        settled = checkpoints.settled([self.recipe], self.options)
+        known = settled.recipes[0].base_inputs is not None
+        adapters = sum(isinstance(expert, AdapterCheckpoint) for expert in experts)
+        name, why = choose(len(experts), adapters, base_inputs=known and len(experts) > 1)
+        text = f"a merge that names no method takes {name}, as {why}"
+        if settled.wanted and name == PREFERRED:
+            text += ": the base is run first"
+        return [Finding(Severity.NOTE, text), *(Finding(Severity.NOTE, n) for n in settled.notes)]
+
     def _attempt(self, plan: Plan) -> Merge | None:
         """The merge of which an inspection says what it would do, of several experts."""
         return Merge(PREFERRED, {}, None) if len(plan.recipe.experts) > 1 else None
@@ -238,19 +251,6 @@ class InspectJob:
             workspace=held + max(cost.workspace for cost in costs),
             flops=sum(cost.flops for cost in costs),
         )
-
-
-def _chosen(recipe: Recipe, experts: Sequence[Checkpoint]) -> list[Finding]:
-    """Say by which method they would be merged, if nobody names one."""
-    if recipe.method != UNNAMED:
-        return []
-    adapters = sum(isinstance(expert, AdapterCheckpoint) for expert in experts)
-    of_base = recipe.base_statistics is not None
-    name, why = choose(len(experts), adapters, base_inputs=of_base)
-    text = f"a merge that names no method takes {name}, as {why}"
-    if name == PREFERRED and not of_base:
-        text += "; with --base-stats random it would know what the base's layers see too"
-    return [Finding(Severity.NOTE, text)]
 
 
 def _model(checkpoint: Checkpoint) -> Model:
