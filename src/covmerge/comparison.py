@@ -209,6 +209,8 @@ def _entry(wanted: Wanted, parameters: Mapping[str, Mapping[str, Any]], *, alone
 def _cannot_run(method: Method, statistics: Mapping[str, StatisticsFile]) -> str | None:
     if method.writes_masks:
         return "gives a model per expert, not one for all"
+    if method.sees == "weights":
+        return "sees the models' weights and not their updates: name it to have it compared"
     if method.data == "none":
         return None
     usable = [

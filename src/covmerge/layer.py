@@ -117,6 +117,8 @@ def merge_layer(
         resolve_steps(after, "after"),
     )
     parameters = registry.get(method).resolve(params)
+    names = [f"update {place}" for place in range(len(updates))]
+    parameters = registry.get(method).for_experts(parameters, names)
     _check(chosen, updates, data or (), base)
     _check_inputs(chosen, base_inputs, updates[0].shape[1:])
     shares = [1.0] * len(updates) if weights is None else list(weights)
@@ -137,14 +139,17 @@ def merge_layer(
         _say_if_long(chosen, found.stats, sqrt(delta.square_norm()), norms)
         return _stored(delta, stored)
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
+    start = None if base is None else base.to(dense[0].device, dtype)
+    seen_models = () if start is None or chosen.sees == "updates" else [start + u for u in dense]
     group = LinearGroup(
-        dense,
+        () if seen_models else dense,
         tuple(shares),
+        models=tuple(seen_models),
         streams=_streams(dense, shares) if chosen.seeded else (),
         rounding=() if stored == dtype else rounding_of(dense, [stored] * len(dense)),
         measured=_measured(data or (), dense[0]),
         factors=tuple(factors),
-        base=None if base is None else base.to(dense[0].device, dtype),
+        base=start,
         inputs=None if base_inputs is None else base_inputs.to(dense[0].device, dtype),
     )
     merged = chosen(group, **parameters)

@@ -198,7 +198,8 @@ class LinearGroup:
 
     Attributes:
         updates: Δ_t = W_t − W_0 in the experts' order, each `(d_out, d_in)`, all of one floating
-            dtype (float32 or float64) and one device. A method must not modify them.
+            dtype (float32 or float64) and one device. A method must not modify them. Empty for
+            methods that see the models.
         weights: one positive number per expert; 1 is neutral.
         streams: random numbers per expert, for methods with a `seed`; empty for the others.
         measured: per expert, for methods registered with `data`; empty for the others.
@@ -214,6 +215,8 @@ class LinearGroup:
             (`covmerge.measures.rounding`); empty: the updates are what they are.
         base: W_0, oriented like the updates, of their dtype and device, for whom is registered with
             `needs_base`; None for the others. It must not be modified.
+        models: W_t bit for bit, which W_0 + Δ_t is not, for methods that are registered as ones that
+            see the `weights`, in place of the updates; empty for the others. They must not be modified.
         inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
             device, for whom is registered with `base_inputs`, where somebody has measured it; None:
             nobody has.
@@ -229,12 +232,18 @@ class LinearGroup:
     factors: tuple[LowRank, ...] = ()
     rounding: tuple[Rounding, ...] = ()
     base: Tensor | None = None
+    models: tuple[Tensor, ...] = ()
     inputs: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a method sees of each expert: its update, or its weights."""
+        return self.models or self.updates
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the layer, `(d_out, d_in)`, or of the updates of another shape."""
-        return tuple(self.updates[0].shape) if self.frame is None else self.frame.shape
+        return tuple(self.tensors[0].shape) if self.frame is None else self.frame.shape
 
     def times(self, factors: Sequence[float]) -> LinearGroup:
         """Return the group with each expert's update multiplied by a number, and all that goes with it.
@@ -271,16 +280,19 @@ class Merged:
     """What a method returns.
 
     Attributes:
-        delta: the merged update W̄ − W_0 `(d_out, d_in)`.
+        delta: the merged update W̄ − W_0 `(d_out, d_in)`; a method that sees weights returns W̄ here.
         noticed: what the method noticed, as the type that it is registered with; or a mapping of facts,
             for which there are no words.
         masks: one boolean tensor of the update's shape per expert, from methods that write masks beside
             the model.
+        weights: W̄ itself, which `Method` fills in for methods that see weights: W_0 + delta is not it
+            bit for bit.
     """
 
     delta: Tensor
     noticed: Noticed | Mapping[str, Json] = field(default_factory=Noticed)
     masks: tuple[Tensor, ...] = ()
+    weights: Tensor | None = None
 
     @property
     def stats(self) -> Mapping[str, Json]:

@@ -64,8 +64,9 @@ def test_the_examples_run(name, models):
     page = covmerge("methods", name, "--json").json
     options = page["command"].split()[page["command"].split().index("--method") : -1]
     files = [f"--stats={expert}={file}" for expert, file in statistics_for(name, models).items()]
-    covmerge("merge", *flags(models), *files, *options, models / "by_flags")
-    recipe = write_recipe(models, page["recipe"])
+    experts = ("a", "b")[: registry.get(name).experts[1]]
+    covmerge("merge", *flags(models, experts), *files, *options, models / "by_flags")
+    recipe = write_recipe(models, page["recipe"], experts)
     ran = covmerge("merge", recipe, *files, models / "by_recipe", "--json")
     assert ran.json["verification"]["ok"]
     results = [

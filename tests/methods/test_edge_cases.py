@@ -109,7 +109,9 @@ def total_of(norms, how):
 
 
 def test_every_row_and_column_is_there():
-    assert {column.method for column in COLUMNS.values()} == set(registry.names())
+    # Of methods on weights there is a table of their own: test_mergekit.py.
+    of_updates = {method.name for method in registry if method.sees == "updates"}
+    assert {column.method for column in COLUMNS.values()} == of_updates
     assert LABELS.keys() == UPDATES.keys() == PUBLISHED.keys()
     shown = {column.published for column in COLUMNS.values() if column.published}
     for row in PUBLISHED.values():

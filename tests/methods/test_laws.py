@@ -9,7 +9,7 @@ from covmerge.methods import registry
 from covmerge.steps import registry as steps
 from covmerge.testing.forms import FORMS
 from covmerge.testing.laws import LAWS, SHAPES
-from covmerge.testing.subject import Case, Subject
+from covmerge.testing.subject import Subject
 
 METHODS = [pytest.param(method, id=method.name) for method in registry]
 SUBJECTS = [
@@ -24,13 +24,15 @@ SUBJECTS = [
 @pytest.mark.parametrize("law", [*LAWS.values(), *FORMS.values()], ids=lambda law: law.__name__)
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_laws(subject, law, shape):
-    law(subject, Case(shape))
+    law(subject, subject.case(shape))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_everything_is_declared(method):
     laws = method.laws
-    assert None not in (laws.order_invariant, laws.scale_equivariant, laws.rotation_equivariant)
+    assert None not in (laws.order_invariant, laws.rotation_equivariant)
+    # On weights it may hang on bounds that some layers reach and others do not.
+    assert laws.scale_equivariant is not None or method.sees == "weights"
     assert laws.replicas is not None
 
 

@@ -158,6 +158,10 @@ def tensors(method: Method) -> str:
     text = _UNITS[method.unit_for(defaults)]
     if method.survey is not None:
         text += ", after a pass over all of them"
+    if method.sees == "weights":
+        text += "; it sees the weights themselves, not updates"
+    if method.experts_text:
+        text += f"; of {method.experts_text}"
     return text if method.takes_any_shape else f"{text}; {_OTHERS[method.others]}"
 
 
@@ -190,7 +194,10 @@ def _departures(method: Declared) -> str:
 def _examples(method: Method) -> tuple[str, str]:
     """A command and a recipe, with one parameter if the method has one with a value."""
     shown = next((p for p in method.parameters if p.default is not None), None)
-    command = "covmerge merge --base BASE --expert a=A --expert b=B"
+    experts = "ab"[: method.experts[1] or 2]
+    command = " ".join(
+        ["covmerge merge --base BASE", *(f"--expert {e}={e.upper()}" for e in experts)]
+    )
     if method.data != "none":
         command += " --stats a=A.covstats.safetensors --stats b=B.covstats.safetensors"
     command += f" --method {method.name}"

@@ -53,10 +53,15 @@ def methods(
         _show_list(registry, steps)
 
 
+_LONGEST = 30  # letters of a name that stand on one line
+
+
 def _show_list(methods: Registry[Method], steps: Registry[Step]) -> None:
     from covmerge.cli.show import facts, table
 
     rows = table("name", "what it does", "data", "paper")
+    rows.columns[0].width = min(_LONGEST, max(len(method.name) for method in methods))
+    rows.columns[-1].width = len("arXiv:0000.00000")
     for method in methods:
         data = method.data + ("*" if method.published_tuning else "")
         rows.add_row(method.name, method.summary, data, _from(methods, method))

@@ -73,10 +73,11 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
         stats |= layer.measures.of(merged)
     if not isinstance(form, ModelTensor | AdapterTensor):
         return Result((), {**stats, "rounding": 0.0, "left_out": True})
-    exact = merged.add_(layer.base())
+    exact = merged.add_(layer.base()) if change.weights is None else change.weights
     rows = exact.to(item.tensor.output.dtype)
     lossy = rows.dtype != exact.dtype
-    stats["rounding"] = norm(exact.sub_(rows.to(exact.dtype))) ** 2 if lossy else 0.0
+    lost = torch.sub(exact, rows.to(exact.dtype), out=merged) if lossy else None
+    stats["rounding"] = 0.0 if lost is None else norm(lost) ** 2
     if not isfinite(stats["rounding"]):
         raise TensorError(
             f"'{item.tensor.name}': the merged weights overflow {rows.dtype}; store them in "

@@ -172,9 +172,23 @@ def _read_measured(kind: str, sources: Sources, expert: str, name: str, item: Wo
 
 
 def take_updates(
-    item: WorkItem, inputs: Inputs, dtype: torch.dtype, device: torch.device
+    item: WorkItem,
+    inputs: Inputs,
+    dtype: torch.dtype,
+    device: torch.device,
+    models: dict[str, Tensor] | None = None,
+    *,
+    keep: bool = True,
 ) -> tuple[dict[str, Update], Sizes]:
     """Turn the stored rows of the experts into updates, with their sizes.
+
+    Args:
+        item: the work.
+        inputs: its rows; the experts' are taken out.
+        dtype: of the computation.
+        device: where it runs.
+        models: what gets the experts' own weights W_t, where a method sees them.
+        keep: whether updates are asked for; else they are measured and let go.
 
     Raises:
         NotFiniteError: NaN or Inf in them.
@@ -185,7 +199,15 @@ def take_updates(
     along: dict[str, float] = {}
     for expert in list(inputs.experts):
         stored = inputs.experts.pop(expert)
-        updates[expert] = update = None if stored is None else _update(stored, base, dtype, device)
+        if models is not None and isinstance(stored, Tensor):
+            models[expert] = _weights(stored, base, dtype, device)
+            update = models[expert] - base
+        else:
+            update = None if stored is None else _update(stored, base, dtype, device)
+            if models is not None:
+                whole = None if update is None else dense(update, base, dtype, device)
+                models[expert] = base if whole is None else base + whole
+        updates[expert] = update if keep else None
         squares[expert] = _square(update)
         if stored is not None and not isfinite(squares[expert]):
             _name_what_is_not_finite(item, inputs.base, expert, stored)
@@ -208,6 +230,12 @@ def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.devi
     padded = torch.zeros_like(base)
     torch.sub(update, base[: len(update)], out=padded[: len(update)])
     return padded
+
+
+def _weights(stored: Tensor, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """W_t, with the base's rows where the expert's table lacks them."""
+    own = stored.to(device).to(dtype)
+    return own if own.shape == base.shape else torch.cat([own, base[len(own) :]])
 
 
 def _square(update: Update) -> float:

@@ -18,7 +18,7 @@ from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
 from covmerge.noticed import Noticed
-from covmerge.plan import Copy, Merge, TensorPlan, WorkItem
+from covmerge.plan import Copy, Count, Merge, TensorPlan, WorkItem
 from covmerge.tensors import MatrixLayout, matrices, write_matrices
 from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
 
@@ -56,11 +56,13 @@ class Change:
             the method is exact on them.
         matrices: what the method noticed, a matrix, as JSON.
         masks: by expert, from methods that write masks.
+        weights: the merged weights themselves, from methods that see weights.
     """
 
     delta: Tensor | MergedFactors
     matrices: Sequence[Mapping[str, Json]]
     masks: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    weights: Tensor | None = None
 
     def dense(self, item: WorkItem, merge: Merge) -> Tensor:
         """The merged update in the stored shape."""
@@ -73,7 +75,7 @@ class Change:
 
 
 class Layer:
-    """The updates of some rows, and what several methods share on them."""
+    """The updates of some rows, or the experts' weights, and what several methods share on them."""
 
     def __init__(self, items: Sequence[WorkItem], inputs: Inputs, context: Context) -> None:
         """Turn the stored rows into updates; at least one of the items is not a copy."""
@@ -83,7 +85,17 @@ class Layer:
         operands = self._item.tensor.operands
         self._weights = tuple(operand.weight for operand in operands.values())
         self._stored = inputs.stored_dtypes()
-        self._given, self.sizes = take_updates(self._item, inputs, context.dtype, context.device)
+        merges = filter(None, map(_merge_of, items))
+        sees = {merge.around(context.method(merge.method)).sees for merge in merges}
+        self._models: dict[str, Tensor] = {}
+        self._given, self.sizes = take_updates(
+            self._item,
+            inputs,
+            context.dtype,
+            context.device,
+            self._models if "weights" in sees else None,
+            keep="updates" in sees or context.compare,
+        )
         self._shared: dict[MatrixLayout | None, list[dict[str, Any] | None]] = {}
         self._rounding: dict[MatrixLayout, list[tuple[Rounding, ...]]] = {}
 
@@ -114,14 +126,15 @@ class Layer:
         groups = list(self._groups(item, merge, method, thresholds.get(merge.key)))
         with _naming(item.tensor):
             results = [method(group, **merge.parameters) for group in groups]
-        names = list(self._updates)
         noticed = [result.stats for result in results]
-        like = self._updates[names[0]]
         if merge.layout is None:
-            masks = dict(zip(names, results[0].masks, strict=False))
+            masks = dict(zip(self._given, results[0].masks, strict=False))
             # Of tensors of any shape, and of parts of them, only what has words is kept.
             kept = noticed if method.noticed is not Noticed else []
+            if results[0].weights is not None:
+                return Change(results[0].delta, kept, masks, results[0].weights)
             return Change(_owned(results[0], self._updates), kept, masks)
+        like = next(iter(self._updates.values()))
         if len(results) == 1 and not merge.layout.transposed and results[0].delta.is_contiguous():
             return Change(_owned(results[0], self._updates).view_as(like), noticed)
         merged = torch.empty_like(like)
@@ -206,7 +219,9 @@ class Layer:
         thresholds: Mapping[str, float] | None,
     ) -> Iterator[LinearGroup]:
         layout = merge.layout
-        if layout is None:
+        if method.sees == "weights":
+            views = [tuple(self._models.values())]
+        elif layout is None:
             views = [tuple(self._updates.values())]
         else:
             views = list(zip(*(matrices(u, layout) for u in self._updates.values()), strict=True))
@@ -217,17 +232,19 @@ class Layer:
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
         bases = self._bases(layout) if method.needs_base else [None] * len(views)
         each = zip(views, shared, errors, factors, bases, strict=True)
-        for updates, kept, rounding, own, base in each:
+        for tensors, kept, rounding, own, base in each:
+            updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
             yield LinearGroup(
                 updates,
                 self._weights,
+                models=models,
                 streams=tuple(
-                    item.tensor.stream(expert, item.first_element) for expert in self._updates
+                    item.tensor.stream(expert, item.first_element) for expert in self._given
                 )
                 if method.seeded
                 else (),
                 measured=self._measured(item.tensor, method),
-                thresholds=tuple(thresholds[expert] for expert in self._updates)
+                thresholds=tuple(thresholds[expert] for expert in self._given)
                 if thresholds
                 else None,
                 shared=kept,
@@ -286,3 +303,10 @@ def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
     if any(result.delta.data_ptr() == update.data_ptr() for update in updates.values()):
         return result.delta.clone()
     return result.delta
+
+
+def _merge_of(item: WorkItem) -> Merge | None:
+    """The merge that an item does, or counts for."""
+    operation = item.tensor.operation
+    merge = operation.merge if isinstance(operation, Count) else operation
+    return merge if isinstance(merge, Merge) else None

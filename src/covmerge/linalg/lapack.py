@@ -32,6 +32,16 @@ def norm(tensor: Tensor) -> float:
     return float(_linalg.vector_norm(near_one)) * 2.0**exponent
 
 
+def lengths(tensor: Tensor, axis: int | None = None, *, keep: bool = False) -> Tensor:
+    """Euclidean lengths along an axis, or of all of it, as a tensor of its dtype.
+
+    Example:
+        >>> lengths(torch.tensor([[3.0, 4.0]]), axis=1).tolist()
+        [5.0]
+    """
+    return cast("Tensor", _linalg.vector_norm(tensor, dim=axis, keepdim=keep))
+
+
 def dot(one: Tensor, other: Tensor) -> float:
     """Sum of the products of two tensors' elements; in float64 where float32 overflows."""
     found = float(torch.dot(one.reshape(-1), other.reshape(-1)))

@@ -27,6 +27,8 @@ Data = Literal["none", "gram", "fisher"]
 Others = Literal["average", "base"]
 # On which sides a layer may be written in an orthonormal basis that holds its updates.
 Sides = Literal["none", "outputs", "inputs", "both"]
+# What it sees of each expert: Δ_t, or W_t itself.
+Sees = Literal["updates", "weights"]
 _NO_FLOAT = "without overflow"  # of torch's message where a factor is too large for the dtype
 
 
@@ -129,6 +131,10 @@ class Method(Declared):
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         needs_base: `LinearGroup.base` is W_0, oriented like the updates. Not with `factored`: the
             base has no basis of low rank.
+        sees: of each expert its update, or its `weights` bit for bit (`LinearGroup.models`), and then
+            the base's too (`needs_base`). A method that sees weights takes tensors as they are stored,
+            and a tensor that it returns is W̄ itself.
+        experts: the fewest and the most experts that it merges; None: there is no most.
         base_inputs: `LinearGroup.inputs` is what was measured of the base's layer inputs, where anything
             was; it can do without.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
@@ -151,6 +157,8 @@ class Method(Declared):
     noticed: type[Noticed] = Noticed
     writes_masks: bool = False
     needs_base: bool = False
+    sees: Sees = "updates"
+    experts: tuple[int, int | None] = (1, None)
     base_inputs: bool = False
     published_tuning: str = ""
     family_defaults: Mapping[str, Mapping[str, Any]] = field(
@@ -164,6 +172,14 @@ class Method(Declared):
         self.one_of("others", Others)
         self.one_of("data", Data)
         self.one_of("factored", Sides)
+        self.one_of("sees", Sees)
+        if self.sees == "weights":
+            object.__setattr__(self, "needs_base", True)
+            if not self.takes_any_shape or self.data != "none" or self.survey is not None:
+                raise ValueError(
+                    f"method '{self.name}' sees weights: it takes tensors as they are stored, without "
+                    "data and without a survey; declare another `unit`, and leave out the others"
+                )
         if self.needs_base and self.factored != "none":
             raise ValueError(
                 f"method '{self.name}' needs the base and is `factored`: the base has no basis of low "
@@ -181,6 +197,20 @@ class Method(Declared):
     def seeded(self) -> bool:
         """Whether it draws random numbers."""
         return self.has("seed")
+
+    def takes(self, count: int) -> bool:
+        """Whether it merges so many experts."""
+        least, most = self.experts
+        return least <= count and (most is None or count <= most)
+
+    @property
+    def experts_text(self) -> str:
+        """How many experts it merges, in words; "" for any number."""
+        least, most = self.experts
+        if most is not None:
+            number = str(most) if least == most else f"{least} to {most}"
+            return f"{number} expert{'s' if most > 1 else ''} beside the base"
+        return f"{least} experts or more" if least > 1 else ""
 
     def unit_for(self, parameters: Parameters) -> Unit:
         """Return what it must see at once with these parameters."""
@@ -216,6 +246,11 @@ class Method(Declared):
         Raises:
             TensorError: the updates cannot be merged, or the result is not finite.
         """
+        if not self.takes(len(group.weights)):
+            raise TensorError(
+                f"method '{self.name}' merges {self.experts_text}, and there are {len(group.weights)}: "
+                "choose another method"
+            )
         try:
             if self._multiplies and self.scales_with(parameters):
                 merged = run_near_one(self._run, group, parameters, self.noticed.lengths)
@@ -242,7 +277,7 @@ class Method(Declared):
                 f"method '{self.name}' returns a {type(found).__name__}: it must return the merged "
                 "update as a tensor, or a covmerge.Merged"
             )
-        given, wanted = merged.delta, group.updates[0]
+        given, wanted = merged.delta, group.tensors[0]
         if (given.shape, given.dtype, given.device) != (wanted.shape, wanted.dtype, wanted.device):
             raise TensorError(
                 f"method '{self.name}' returns {list(given.shape)} {given.dtype} on {given.device} of "
@@ -257,6 +292,9 @@ class Method(Declared):
         if given.requires_grad:
             given = given.detach()  # it will be added to, which torch would refuse
             merged = replace(merged, delta=given)
+        if self.sees == "weights":
+            assert group.base is not None
+            return replace(merged, delta=given - group.base, weights=given)
         if group.base is not None and given.data_ptr() == group.base.data_ptr():
             return replace(merged, delta=given.clone())  # it will be added to
         return merged
@@ -268,11 +306,11 @@ class Method(Declared):
 
     def _beyond(self, group: LinearGroup, what: str, parameters: Parameters) -> TensorError:
         """Say that finite updates are beyond this method, and which would be within it."""
-        sizes = ", ".join(f"{norm(update):.3g}" for update in group.updates)
+        sizes = ", ".join(f"{norm(own):.3g}" for own in group.tensors)
         if self.scales_with(parameters):
             why = (
                 "these norms, weights or parameters are too far apart, or the result is too large "
-                f"for {group.updates[0].dtype}: compute in float64"
+                f"for {group.tensors[0].dtype}: compute in float64"
             )
         else:
             why = (
@@ -280,7 +318,7 @@ class Method(Declared):
                 "by one factor and divide the result by it"
             )
         return TensorError(
-            f"method '{self.name}' {what} on finite updates of norms {sizes} (in the experts' "
+            f"method '{self.name}' {what} on finite {self.sees} of norms {sizes} (in the experts' "
             f"order); {why}, or merge this tensor by `average`"
         )
 

@@ -305,6 +305,7 @@ def _plan_tensors(
     head_names: tuple[str, ...],
 ) -> Iterator[TensorPlan]:
     skip_missing = recipe.tensors.missing == "present"
+    experts = list(recipe.experts)
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         if info.tied_to is not None and info.tied_to in base.headers:
@@ -320,8 +321,8 @@ def _plan_tensors(
         if name in head_names:
             action, role = Copy(), Role.HEAD
             rule = "base (task head: each expert's own is kept under heads/)"
-        elif isinstance(action, Merge) and not any(o.tensor for o in operands.values()):
-            action, rule = Copy(), "base (no expert has it)"
+        elif isinstance(action, Merge):
+            action, rule = _for_experts(action, rule, operands, experts, skip_missing=skip_missing)
         output = TensorHeader(name, header.shape, _output_dtype(recipe, header))
         if skip_missing:
             operands = {expert: o for expert, o in operands.items() if o.tensor is not None}
@@ -342,6 +343,34 @@ def _plan_tensors(
             takes_factors=info.takes_factors,
             ties=tuple(other for other, to in base.description.tied.items() if to == name),
         )
+
+
+def _for_experts(
+    merge: Merge,
+    rule: str,
+    operands: Mapping[str, Operand],
+    experts: Sequence[str],
+    *,
+    skip_missing: bool,
+) -> tuple[Merge | Copy, str]:
+    """A merge of those experts that take part in a tensor; a copy where they are too few."""
+    method = registry.get(merge.method)
+    if not method.takes(len(experts)):
+        raise RecipeError(
+            f"method '{method.name}' merges {method.experts_text}, and the recipe has {len(experts)} "
+            f"({', '.join(experts)}): choose another method"
+        )
+    present = [expert for expert in experts if operands[expert].tensor is not None]
+    if not present:
+        return Copy(), "base (no expert has it)"
+    if not skip_missing:
+        present = list(experts)
+    elif not method.takes(len(present)):
+        return (
+            Copy(),
+            f"base ({len(present)} experts have it, and {method.name} merges {method.experts_text})",
+        )
+    return replace(merge, parameters=method.for_experts(merge.parameters, experts, present)), rule
 
 
 def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
@@ -410,7 +439,9 @@ def _work_item(
         shapes = list(matrix_shapes(shape, layout))
     costs = [method.cost(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
-    held = (count + 2 + method.needs_base) * prod(part) * itemsize
+    # Beside other plans a method that sees weights has the updates there too.
+    twice = count if method.sees == "weights" and not alone else 0
+    held = (count + twice + 2 + method.needs_base) * prod(part) * itemsize
     # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
     measured = sum(
         numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel

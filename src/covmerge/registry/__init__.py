@@ -5,8 +5,8 @@ packages   what installed packages announce by entry points, and whose code a fu
 table      functions by name; packages are looked through when names are asked for
 """
 
-from covmerge.registry.declared import Declared, Parameter, Parameters
+from covmerge.registry.declared import Declared, Parameter, Parameters, PerExpert
 from covmerge.registry.packages import Origin
 from covmerge.registry.table import Table
 
-__all__ = ["Declared", "Origin", "Parameter", "Parameters", "Table"]
+__all__ = ["Declared", "Origin", "Parameter", "Parameters", "PerExpert", "Table"]

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, get_args, get_type_hints
+from typing import Any, ClassVar, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from covmerge.errors import RecipeError, did_you_mean
 
 Parameters = Mapping[str, Any]
+
+
+class PerExpert:
+    """Marks a parameter that is one value, or a list of one value for each expert in their order.
+
+    Example:
+        >>> from typing import Annotated
+        >>> from pydantic import Field
+        >>> Share = Annotated[float, Field(gt=0, le=1)]
+        >>> Density = Annotated[Share | list[Share], PerExpert(), Field(description="share kept")]
+    """
 
 
 @dataclass(frozen=True)
@@ -106,6 +117,52 @@ class Declared:
             for name, info in self._model.model_fields.items()
         )
 
+    @cached_property
+    def per_expert(self) -> tuple[str, ...]:
+        """Names of the parameters that may have one value for each expert."""
+        return tuple(
+            name
+            for name, info in self._model.model_fields.items()
+            if any(isinstance(mark, PerExpert) for mark in info.metadata)
+        )
+
+    def for_experts(
+        self, parameters: Parameters, experts: Sequence[str], present: Sequence[str] | None = None
+    ) -> dict[str, Any]:
+        """Return the parameters for those of the experts that have a tensor.
+
+        Args:
+            parameters: all of them, as `resolve` returns them.
+            experts: names of all experts, in their order.
+            present: names of those that have the tensor; None: all of them.
+
+        Raises:
+            RecipeError: a parameter has another number of values than there are experts.
+
+        Example:
+            >>> from covmerge.methods import get
+            >>> method = get("linear")
+            >>> given = method.resolve({"weight": [0.2, 0.3, 0.5]})
+            >>> method.for_experts(given, ["a", "b", "c"], ["a", "c"])["weight"]
+            [0.2, 0.5]
+        """
+        found = dict(parameters)
+        for name in self.per_expert:
+            values = found[name]
+            if not isinstance(values, list):
+                continue
+            listed = cast("list[Any]", values)
+            if len(listed) != len(experts):
+                raise RecipeError(
+                    f"{self.kind} '{self.name}': {name} = {listed} has {len(listed)} values, and there "
+                    f"are {len(experts)} experts ({', '.join(experts)}): give one value for all, or one "
+                    "for each in this order"
+                )
+            if present is not None:
+                by_expert = dict(zip(experts, listed, strict=True))
+                found[name] = [by_expert[expert] for expert in present]
+        return found
+
     def has(self, parameter: str) -> bool:
         """Whether it has a parameter of this name."""
         return parameter in self._signature.parameters
@@ -135,7 +192,9 @@ class Declared:
 def _allowed(schema: Mapping[str, Any]) -> str:
     """Say in a few words what a JSON Schema of one parameter admits."""
     if "anyOf" in schema:
-        return " | ".join(_allowed(option) for option in schema["anyOf"])
+        return " | ".join(dict.fromkeys(_allowed(option) for option in schema["anyOf"]))
+    if schema.get("type") == "array":
+        return "list of these"
     if "enum" in schema:
         return " | ".join(map(repr, schema["enum"]))
     words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -93,6 +93,11 @@ def with_steps(method: Method, before: Sequence[StepUse], after: Sequence[StepUs
             f"method '{method.name}' makes a model per expert of its masks and factors, which steps "
             "would not know of: leave out `before` and `after`"
         )
+    if method.sees == "weights":
+        raise RecipeError(
+            f"method '{method.name}' sees the models' weights, and steps change updates: leave out "
+            "`before` and `after`"
+        )
     steps = [use.step for use in (*before, *after)]
     needing = next((step.name for step in steps if step.unit == "matrix"), None)
     if needing is not None and method.takes_any_shape and method.data != "none":

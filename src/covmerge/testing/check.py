@@ -86,7 +86,10 @@ def _run(found: Iterator[tuple[str, Callable[[], None]]]) -> None:
 def _checks(subject: Subject, what: str) -> Iterator[tuple[str, Callable[[], None]]]:
     for name, law in {**LAWS, **FORMS}.items():
         for shape in SHAPES:
-            yield f"{name}-{shape[0]}x{shape[1]}", partial(_law, what, subject, law, Case(shape))
+            yield (
+                f"{name}-{shape[0]}x{shape[1]}",
+                partial(_law, what, subject, law, subject.case(shape)),
+            )
     for seed in range(_STRANGE):
         yield f"strange_updates-{seed}", partial(_strange, what, subject, seed)
 

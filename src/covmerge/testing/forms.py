@@ -67,11 +67,12 @@ def _rows(group: LinearGroup, rows: slice) -> LinearGroup:
     def cut(tensor: Tensor) -> Tensor:
         return tensor[rows]
 
-    first = (rows.start or 0) * group.updates[0].shape[1]
+    first = (rows.start or 0) * group.tensors[0].shape[1]
     return replace(
         group,
         updates=tuple(map(cut, group.updates)),
-        streams=tuple(Stream(f"tensor/expert{t}", first) for t in range(len(group.updates))),
+        models=tuple(map(cut, group.models)),
+        streams=tuple(Stream(f"tensor/expert{t}", first) for t in range(len(group.tensors))),
         measured=tuple(replace(own, value=cut(own.value)) for own in group.measured),
         base=None if group.base is None else cut(group.base),
     )

@@ -60,12 +60,15 @@ def group_of(
     base = None
     if method.needs_base:
         base = torch.randn(updates[0].shape, generator=generator, dtype=torch.float64)
+    start = None if base is None else base.to(updates[0])
+    models = () if start is None or method.sees == "updates" else [start + u for u in updates]
     return LinearGroup(
-        updates=tuple(updates),
+        updates=() if models else tuple(updates),
+        models=tuple(models),
         weights=tuple(weights or [1.0] * len(updates)),
         streams=tuple(Stream(f"tensor/expert{t}") for t in range(len(updates))),
         measured=tuple(measured),
-        base=None if base is None else base.to(updates[0]),
+        base=start,
         **given,
     )
 
@@ -79,6 +82,7 @@ def permuted(group: LinearGroup, order: Sequence[int]) -> LinearGroup:
     return replace(
         group,
         updates=take(group.updates),
+        models=take(group.models),
         weights=take(group.weights),
         streams=take(group.streams),
         measured=take(group.measured),

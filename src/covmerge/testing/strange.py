@@ -107,7 +107,9 @@ def of_any_size(subject: Subject, updates: Sequence[Tensor], exponent: int) -> N
     wide = [update.double() * 2.0 ** (4 * exponent) for update in singles]
     merged = merge_strange(subject, wide)
     expected = merge_strange(subject, [update.double() for update in singles])
-    if subject.method.laws.scale_equivariant and not is_arbitrary(subject, wide):
+    # A weight holds an update to its own digits only.
+    promised = subject.method.laws.scale_equivariant and subject.method.sees == "updates"
+    if promised and not is_arbitrary(subject, wide):
         expect(
             merged is not None and expected is not None,
             f"scale is promised, and updates times 2^{4 * exponent} are refused",

@@ -51,6 +51,11 @@ class Subject:
         """Whether there are steps."""
         return bool(self.before or self.after)
 
+    def case(self, shape: tuple[int, int]) -> Case:
+        """Random updates of as many experts as it merges, four where it may."""
+        least, most = self.method.experts
+        return Case(shape, count=max(least, min(Case.count, most or Case.count)))
+
     def group(
         self, updates: Sequence[Tensor], weights: Sequence[float] | None = None
     ) -> LinearGroup:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from covmerge.twins import closed_form, data, elementwise, spaces, spectral
+from covmerge.twins import closed_form, data, elementwise, spaces, spectral, spheres, weights
 from covmerge.twins.steps import STEP_TWINS
 
 Twin = Callable[..., Tensor]
@@ -26,6 +26,8 @@ TWINS: Mapping[str, Twin] = {
     **elementwise.TWINS,
     **spectral.TWINS,
     **spaces.TWINS,
+    **weights.TWINS,
+    **spheres.TWINS,
 }
 
 __all__ = ["STEP_TWINS", "TWINS", "Twin"]

@@ -33,6 +33,11 @@ def length(A: Tensor) -> float:
     return float((A**2).sum().sqrt())
 
 
+def lengths(x: Tensor, axis: int | None = None, *, keep: bool = False) -> Tensor:
+    """‖x‖, or those along an axis, in the dtype of x."""
+    return cast("Tensor", _linalg.vector_norm(x, dim=axis, keepdim=keep))
+
+
 def identity(size: int) -> Tensor:
     """I."""
     return torch.eye(size, dtype=torch.float64)

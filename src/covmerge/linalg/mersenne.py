@@ -1,0 +1,85 @@
+"""The numbers of torch's CPU generator at any place of its stream, whoever asks first.
+
+torch draws from one Mersenne Twister (MT19937), one word for each float32 number. Who merged with it one
+tensor after the other can be followed in any order, in threads and in processes, where it is known how
+many numbers were drawn before.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_STEP = 2**24  # numbers between two states that are kept: of 10^9 they are 150 kB
+_DIGITS = 24  # of a float32, in bits
+
+
+class MersenneTwister:
+    """The stream of one seed, with states kept on the way: what was passed over once is not again.
+
+    Args:
+        seed: as `torch.manual_seed` takes it; its lower 32 bits count.
+
+    Example:
+        >>> _ = torch.manual_seed(7)
+        >>> first, second = torch.rand(3), torch.rand(2)
+        >>> torch.equal(MersenneTwister(7).uniform(3, (2,)), second)
+        True
+    """
+
+    def __init__(self, seed: int) -> None:
+        start = np.random.RandomState(seed % 2**32).get_state(legacy=False)
+        self._places: list[int] = [0]
+        self._states: list[Mapping[str, Any]] = [_core(start)]
+        self._lock = threading.Lock()
+
+    def uniform(self, place: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the float32 numbers in [0, 1) from a place on, on the CPU."""
+        bits = self._at(place)
+        size = prod(shape)
+        numbers = torch.empty(size, dtype=torch.float32)
+        for start in range(0, size, _STEP):
+            part = numbers[start : start + _STEP]
+            words = torch.as_tensor(bits.random_raw(len(part)).astype(np.int64))
+            part.copy_(words.bitwise_and_(2**_DIGITS - 1)).mul_(2.0**-_DIGITS)
+        with self._lock:
+            self._keep(place + size, bits)
+        return numbers.reshape(shape)
+
+    def _at(self, place: int) -> np.random.MT19937:
+        """The generator at a place, from the nearest state before it."""
+        with self._lock:
+            known = bisect_right(self._places, place) - 1
+            bits, at = np.random.MT19937(), self._places[known]
+            setattr(bits, "state", self._states[known])  # noqa: B010 - its stub has no setter
+            while at < place:
+                step = min(_STEP, place - at)
+                bits.random_raw(step, output=False)
+                at += step
+                self._keep(at, bits)
+            return bits
+
+    def _keep(self, place: int, bits: np.random.MT19937) -> None:
+        after = bisect_right(self._places, place)
+        if self._places[after - 1] != place:
+            self._places.insert(after, place)
+            self._states.insert(after, _core(bits.state))
+
+
+def _core(state: Any) -> Mapping[str, Any]:
+    """What a generator's state has of its words, without what numpy keeps beside it."""
+    return {"bit_generator": "MT19937", "state": state["state"]}
+
+
+@lru_cache(maxsize=4)
+def mersenne_twister(seed: int) -> MersenneTwister:
+    """Return the stream of a seed, the same for all who ask in this process."""
+    return MersenneTwister(seed)

@@ -1,0 +1,204 @@
+"""Sparsify updates, elect signs, and add: TIES, DARE, DELLA and Breadcrumbs by settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.linalg.auto import Cost
+from covmerge.linalg.mersenne import mersenne_twister
+from covmerge.methods.arithmetic import (
+    ArithmeticParameter,
+    Weight,
+    each,
+    inputs_of,
+    weights_of,
+    wide,
+)
+from covmerge.methods.registry import Laws, Parameters, Reference, Unit, register
+from covmerge.methods.sparsify import Numbers, Sparsify, sparse
+from covmerge.registry import PerExpert
+from covmerge.types import LinearGroup
+
+_NO_SHARE = 1e-8  # a sum of weights below it is not divided by
+
+Share = Annotated[float, Field(ge=0)]
+
+
+def _unit(parameters: Parameters) -> Unit:
+    """What is kept of a tensor depends on all of it."""
+    return "element" if parameters["sparsify"] == "none" else "tensor"
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """Inputs in another dtype, what each expert keeps, three sums; magnitudes and their order."""
+    size = d_out * d_in
+    return Cost(60.0 * count * size, size * (itemsize * (2 * count + 5) + 3 * 8))
+
+
+@register(
+    "generalized_task_arithmetic",
+    equation="W̄ = W₀ + λ Σ w_t S(Δ_t) [M_t] / (Σ w_t [M_t] or 1),  M_t = [sgn w_t S(Δ_t) = elected]",
+    reference=Reference(
+        title="Arcee's MergeKit: A Toolkit for Merging Large Language Models",
+        venue="EMNLP 2024",
+        arxiv="2403.13257",
+        equations="task arithmetic and what it generalizes to",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: parameters["scale"] * count,
+        replicas_text="λT times its update (weights 1, without sparsity, consensus and normalization)",
+    ),
+    cost=_cost,
+    unit=_unit,
+    sees="weights",
+)
+def generalized_task_arithmetic(
+    group: LinearGroup,
+    *,
+    weight: Weight = 1.0,
+    sparsify: Annotated[
+        Sparsify,
+        Field(
+            description="S: all entries, the largest, random ones, random ones by rank in their row, or "
+            "those below the largest"
+        ),
+    ] = "none",
+    density: Annotated[
+        Share | list[Share],
+        PerExpert(),
+        Field(description="share of an expert's entries that S keeps, or its mean; 1 is all"),
+    ] = 1.0,
+    gamma: Annotated[
+        Share | list[Share],
+        PerExpert(),
+        Field(description="of `band`: share of an expert's entries, the largest, that is left out"),
+    ] = 0.01,
+    epsilon: Annotated[
+        Share | list[Share],
+        PerExpert(),
+        Field(description="of `ranked`: how far probabilities are from the density at most"),
+    ] = 0.15,
+    rescale: Annotated[
+        bool, Field(description="bring what S keeps of an update to its ℓ1 length")
+    ] = False,
+    consensus: Annotated[
+        bool, Field(description="of each entry, add those that have the sign of the sum")
+    ] = False,
+    normalize: Annotated[bool, Field(description="divide by the weights that were added")] = False,
+    scale: Annotated[float, Field(description="λ, factor of what is added")] = 1.0,
+    seed: Annotated[int, Field(ge=0, description="seed of the random masks")] = 0,
+    drawn: Annotated[
+        int | list[int] | None,
+        PerExpert(),
+        Field(
+            description="numbers of torch's one stream of this seed that were drawn before each expert's "
+            "of this tensor; null: each tensor of each expert has a stream of its own"
+        ),
+    ] = None,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Sparsify each update, elect a sign per entry, and add what is left, all within one tensor.
+
+    m_t = w_t S(W_t − W_0);  without consensus W̄ = W₀ + λ Σ m_t [/ Σ w_t];  with it
+    γ = sgn Σ m_t (+ where it is 0), M_t = [sgn m_t = γ], W̄ = W₀ + λ Σ m_t M_t [/ Σ w_t M_t]
+
+    Bit for bit what mergekit computes under task_arithmetic, ties, dare_linear, dare_ties, della,
+    della_linear, breadcrumbs and breadcrumbs_ties, which are settings of it
+    (`covmerge.methods.mergekit.SETTINGS`). covmerge's own `ties`, `dare_ties` and `della` trim by one
+    threshold over the model, divide by probabilities, and elect nobody in a tie.
+
+    Random numbers are drawn for all experts of a density below 1, one for each entry in order.
+
+    Args:
+        group: models of any one shape; a row of `ranked` goes along the second axis.
+        weight: w_t.
+        sparsify: S; `magnitude` is TIES', `bernoulli` DARE's, `ranked` DELLA's, `band` Breadcrumbs'.
+        density: of S.
+        gamma: of S.
+        epsilon: of S.
+        rescale: whether S keeps Σ|Δ|; DARE and DELLA divide by probabilities in their papers.
+        consensus: whether signs are elected.
+        normalize: whether what is added is a mean.
+        scale: λ.
+        seed: of S.
+        drawn: places in torch's stream, as mergekit comes to them (`covmerge.methods.mergekit.places`).
+        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
+
+    Raises:
+        RecipeError: `ranked`, and density ± epsilon leaves (0, 1).
+
+    Departs from the paper: a row of one entry is kept with probability `density` by `ranked`, where
+    mergekit divides 0 by 0; nowhere else from mergekit 0.1.5. Its sums of five or more experts may
+    differ in the last digit of the last 31 entries of a tensor, and its lengths in half precision hang
+    on its threads: they are those of one.
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((), (1.0, 1.0), base=torch.zeros(3),
+        ...                     models=(torch.tensor([3.0, 1.0, 0.1]), torch.tensor([1.0, -2.0, 0.2])))
+        >>> generalized_task_arithmetic(
+        ...     group, sparsify="magnitude", density=0.7, consensus=True, normalize=True
+        ... ).tolist()
+        [2.0, -2.0, 0.0]
+    """
+    base, models = inputs_of(group, arithmetic)
+    factors = torch.tensor(weights_of(weight, group), dtype=base.dtype, device=base.device)
+    shares, bands, widths = each(density, group), each(gamma, group), each(epsilon, group)
+    starts = [None] * len(models) if drawn is None else each(drawn, group)
+    added: list[Tensor] = []
+    for t, model in enumerate(models):
+        left = sparse(
+            model - base,
+            sparsify,
+            density=shares[t],
+            gamma=bands[t],
+            epsilon=widths[t],
+            rescale=rescale,
+            numbers=_numbers(group, t, seed, starts[t]),
+        )
+        added.append(left.mul_(factors[t]))
+    if consensus:
+        elected = (_sum(added) >= 0).to(base.dtype).mul_(2).sub_(1)
+        total = torch.zeros_like(base, dtype=wide(base.dtype))
+        divisor = torch.zeros_like(total)
+        for own, factor in zip(added, factors, strict=True):
+            agreed = (own.sign() == elected).to(base.dtype)
+            total.add_(own.mul_(agreed))
+            divisor.add_(agreed.mul_(factor))
+        total, divisor = total.to(base.dtype), divisor.to(base.dtype)
+        divisor[divisor == 0] = 1
+    else:
+        total, divisor = _sum(added), factors.sum()
+        divisor = torch.where(divisor.abs() < _NO_SHARE, torch.ones_like(divisor), divisor)
+    if normalize:
+        total.div_(divisor)
+    if scale != 1:
+        total.mul_(scale)
+    return (base + total).to(group.models[0].dtype)
+
+
+def _numbers(group: LinearGroup, expert: int, seed: int, place: int | None) -> Numbers:
+    """An expert's random numbers: of its own stream, or from its place in torch's one stream."""
+
+    def uniform(shape: tuple[int, ...]) -> Tensor:
+        if place is None:
+            return group.streams[expert].uniform(seed, shape)
+        return mersenne_twister(seed).uniform(place, shape)
+
+    return uniform
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """Σ, one after the other, in float32 at least and then rounded once."""
+    total = torch.zeros_like(terms[0], dtype=wide(terms[0].dtype))
+    for term in terms:
+        total.add_(term)
+    return total.to(terms[0].dtype)

@@ -1,0 +1,131 @@
+"""The Karcher mean of the models' directions on the sphere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.linalg.auto import Cost
+from covmerge.linalg.lapack import lengths
+from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of, wide
+from covmerge.methods.registry import Laws, Reference, register
+from covmerge.types import LinearGroup
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    size = d_out * d_in
+    return Cost(100.0 * count * size, (2 * count + 6) * size * itemsize)
+
+
+@register(
+    "karcher",
+    equation="W̄ = mean ‖W_t‖ · argmin_m Σ θ(m, W_t/‖W_t‖)²,  ‖m‖ = 1",
+    reference=Reference(
+        title="Functionality-Oriented LLM Merging on the Fisher--Rao Manifold",
+        venue="arXiv 2026",
+        arxiv="2603.04972",
+        equations="the fixed-point algorithm on the sphere",
+    ),
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=False,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    unit="tensor",
+    sees="weights",
+)
+def karcher(
+    group: LinearGroup,
+    *,
+    max_iter: Annotated[int, Field(ge=0, description="most steps along the sphere")] = 10,
+    tol: Annotated[
+        float,
+        Field(
+            gt=0, description="a step so short is the last; so short an angle, or a model, is none"
+        ),
+    ] = 1e-5,
+    base_place: Annotated[
+        int | None,
+        Field(
+            ge=0, description="the base is one more model, at this place; null: it takes no part"
+        ),
+    ] = None,
+    arithmetic: ArithmeticParameter = None,
+) -> Tensor:
+    """Find the direction from which the squares of the angles to all models are least.
+
+    m ← Σ u_t / ‖Σ u_t‖; then v = Σ α θ_t / sin θ_t (u_t − cos θ_t m), m ← cos ‖v‖ m + sin ‖v‖ v/‖v‖
+    until ‖v‖ < tol; W̄ = Σ ‖W_t‖ / T · m. Lengths are float32 at least; α is 1 over the models that
+    have one. Experts' own weights have no part in it.
+
+    Args:
+        group: models of any one shape; one alone is what it is.
+        max_iter: most steps.
+        tol: when to stop, and what counts as nothing.
+        base_place: where the base stands among the models; sums are in this order.
+        arithmetic: dtype that the inputs are cast to, and that vectors round to.
+
+    Departs from the paper: it stops as mergekit does, of which it is the result bit for bit.
+
+    Example:
+        >>> import torch
+        >>> models = (torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+        >>> group = LinearGroup((), (1.0, 1.0), base=torch.zeros(2), models=models)
+        >>> [round(x, 6) for x in karcher(group).tolist()]
+        [0.707107, 0.707107]
+    """
+    base, given = inputs_of(group, arithmetic)
+    models = list(given)
+    if base_place is not None:
+        models.insert(base_place, base)
+    if len(models) == 1:
+        return models[0].to(group.models[0].dtype)
+    dtype = wide(base.dtype)
+
+    def length(x: Tensor) -> Tensor:
+        return lengths(x.to(dtype))
+
+    sizes = [length(model) for model in models]
+    there = [t for t, size in enumerate(sizes) if float(size) > tol]
+    if not there:
+        return torch.zeros_like(group.models[0])
+    units = [(models[t] / sizes[t]).to(base.dtype) for t in there]
+    # As mergekit's shares of those that are there: 1/T over its sum.
+    share = 1.0 / len(models)
+    alpha = share / sum([share] * len(there))
+    mean = torch.zeros_like(base)
+    for unit in units:
+        mean += alpha * unit
+    size = length(mean)
+    mean = units[0].clone() if float(size) < tol else (mean / size).to(base.dtype)
+    for _ in range(max_iter):
+        step = _step(mean, units, alpha, tol)
+        size = length(step)
+        if float(size) < tol:
+            break
+        mean = (torch.cos(size) * mean + torch.sin(size) * (step / size)).to(base.dtype)
+        size = length(mean)
+        if float(size) > tol:
+            mean = (mean / size).to(base.dtype)
+    total = share * sizes[0]
+    for size in sizes[1:]:
+        total = total + share * size
+    return (total * mean).to(base.dtype).to(group.models[0].dtype)
+
+
+def _step(mean: Tensor, units: Sequence[Tensor], alpha: float, tol: float) -> Tensor:
+    """The mean of the ways to all directions, in the tangent at one."""
+    step = torch.zeros_like(mean)
+    for unit in units:
+        cosine = torch.dot(mean.flatten(), unit.flatten()).clamp(-1.0, 1.0)
+        angle = torch.arccos(cosine)
+        if float(angle) >= tol:
+            step += alpha * (angle / torch.sin(angle)) * (unit - cosine * mean)
+    return step

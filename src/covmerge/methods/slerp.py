@@ -1,0 +1,97 @@
+"""Spherical interpolation between the base and one other model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import nan
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from covmerge.linalg.auto import Cost
+from covmerge.linalg.lapack import lengths
+from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of, wide
+from covmerge.methods.registry import Laws, register
+from covmerge.types import LinearGroup
+
+_PART = 2**20  # entries at once
+_STRAIGHT = 0.9995  # a cosine from which on the way is a straight line
+_SHORT = 1e-8  # a length below it is not divided by
+
+Share = Annotated[float, Field(description="place on the way: 0 is the base, 1 the expert")]
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    size = d_out * d_in
+    return Cost(12.0 * size, (count + 2) * size * itemsize + 8 * min(size, _PART) * itemsize)
+
+
+@register(
+    "slerp",
+    equation="W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1,  cos θ = ⟨W₀, W_1⟩ / ‖W₀‖‖W_1‖",
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=None,  # on the line, which nearly parallel weights take
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: nan,
+        replicas_text="half of its update where it is small",
+    ),
+    cost=_cost,
+    unit="tensor",
+    sees="weights",
+    experts=(1, 1),
+)
+def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter = None) -> Tensor:
+    """Go from the base to the expert along the circle that holds both, in each tensor by itself.
+
+    W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1; a straight line where |cos θ| > 0.9995
+
+    Angles and sums are float32 at least. Weights that were fine-tuned a little are nearly parallel, so
+    that the line is what most tensors of one base's experts get.
+
+    Args:
+        group: one model of any shape beside the base.
+        t: place on the way.
+        arithmetic: dtype that the inputs are cast to, and the result.
+
+    Departs from the paper: there is none for weights; it is Shoemake's curve (SIGGRAPH 1985), and bit
+    for bit mergekit's.
+
+    Example:
+        >>> import torch
+        >>> group = LinearGroup((), (1.0,), base=torch.tensor([1.0, 0.0]),
+        ...                     models=(torch.tensor([0.0, 1.0]),))
+        >>> slerp(group).mul(2).square().tolist()
+        [2.0, 2.0]
+    """
+    base, (model,) = inputs_of(group, arithmetic)
+    dtype = wide(base.dtype)
+    result = torch.empty_like(base).view(1, -1)
+    ways = base.reshape(1, -1), model.reshape(1, -1)
+    place = torch.tensor([[t]], dtype=dtype, device=base.device)
+
+    def parts() -> Iterator[tuple[int, Tensor, Tensor]]:
+        for start in range(0, result.shape[1], _PART):
+            one, other = (way[:, start : start + _PART].to(dtype) for way in ways)
+            yield start, one, other
+
+    def length(norms: list[Tensor]) -> Tensor:
+        whole = lengths(torch.stack(norms), axis=0)
+        return torch.where(whole > _SHORT, whole, torch.ones_like(whole))
+
+    if not result.numel():
+        return group.models[0].clone()
+    norms = [[lengths(x, axis=1, keep=True) for x in own] for _, *own in parts()]
+    first, second = (length([pair[which] for pair in norms]) for which in (0, 1))
+    products = [((x / first) * (y / second)).sum(dim=1, keepdim=True) for _, x, y in parts()]
+    cosine = torch.stack(products).sum(dim=0).clamp_(-1, 1)
+    straight = cosine.abs() > _STRAIGHT
+    angle = torch.acos(torch.where(straight, torch.zeros_like(cosine), cosine))
+    sine = torch.sin(angle)
+    from_base = torch.where(straight, 1 - place, torch.sin((1 - place) * angle) / sine)
+    from_model = torch.where(straight, place, torch.sin(place * angle) / sine)
+    for start, x, y in parts():
+        result[:, start : start + _PART] = from_base * x + from_model * y
+    return result.view(base.shape).to(group.models[0].dtype)

@@ -1,0 +1,144 @@
+"""Methods under mergekit's names beside mergekit 0.1.5 itself, which really made the golden file.
+
+`python -m tests.methods.test_mergekit` prints the table.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from covmerge.errors import RecipeError, TensorError
+from covmerge.linalg.mersenne import mersenne_twister
+from covmerge.methods import registry
+from covmerge.methods.mergekit import SETTINGS, Drawn, places
+from covmerge.twins import TWINS
+from covmerge.types import LinearGroup
+from tests.methods.mergekit_cases import CASES, DTYPES, RANDOM, SEED, SHAPES, key
+
+FILE = Path(__file__).parent.parent / "golden" / "mergekit.safetensors"
+GOLDEN = load_file(FILE)
+MODELS = [{name: GOLDEN[f"model {n} {name}"] for name in SHAPES} for n in range(4)]
+
+
+def resolved(case, dtype):
+    """Our method, and its parameters for each tensor."""
+    settings = {} if case.ours else SETTINGS[case.theirs]
+    method = registry.get(case.ours or "generalized_task_arithmetic")
+    arithmetic = str(dtype).removeprefix("torch.")
+    given = {**settings, **case.given, "arithmetic": arithmetic}
+    if case.theirs in RANDOM:
+        densities = given["density"]
+        drawn = {
+            name: Drawn(given["sparsify"], densities, MODELS[0][name].numel())
+            for name in case.names
+        }
+        given["seed"] = SEED
+        return method, {n: method.resolve({**given, "drawn": p}) for n, p in places(drawn).items()}
+    return method, dict.fromkeys(case.names, method.resolve(given))
+
+
+def group_of(case, dtype, name, computed=torch.float32):
+    base, *experts = (model[name].to(dtype).to(computed) for model in MODELS)
+    return LinearGroup((), (1.0,) * case.experts, base=base, models=tuple(experts[: case.experts]))
+
+
+def merged(case, dtype, computed=torch.float32):
+    """What covmerge gives in float32, tensor by tensor, in an order of its own."""
+    method, parameters = resolved(case, dtype)
+    found = {}
+    for name in reversed(case.names):
+        group = group_of(case, dtype, name, computed)
+        found[name] = method(group, **parameters[name]).weights
+    return {name: found[name] for name in case.names}
+
+
+def compare(case, dtype):
+    """By tensor, the largest difference from mergekit beside its largest entry."""
+    theirs, start, off = GOLDEN[key(case, dtype)], 0, {}
+    for name, ours in merged(case, dtype).items():
+        expected = theirs[start : start + ours.numel()].view(ours.shape)
+        start += ours.numel()
+        same = torch.equal(ours.to(expected.dtype), expected)
+        error = (ours.double() - expected.double()).abs().max() / expected.double().abs().max()
+        off[name] = 0.0 if same else float(error)
+    return off
+
+
+def table(found):
+    """The cases beside the tensors that are equal bit for bit, and the worst of the others."""
+    lines = []
+    for (case, dtype), off in found.items():
+        same, worst = sum(not error for error in off.values()), max(off, key=off.__getitem__)
+        rest = "" if same == len(off) else f"{off[worst]:.2g} ({worst})"
+        word = str(dtype).removeprefix("torch.")
+        lines.append(f"{case!s:96} {word:9} {same} of {len(off)} {rest}".rstrip())
+    return "\n".join(lines)
+
+
+def everything():
+    return {(case, dtype): compare(case, dtype) for case in CASES for dtype in DTYPES}
+
+
+def test_the_table():
+    """Bit for bit where torch adds and sorts as it did for mergekit; else to rounding.
+
+    How many numbers are added at once, and which of equal magnitudes comes first, is the processor's.
+    """
+    found = everything()
+    print(table(found))
+    with safe_open(FILE, "pt") as file:
+        made = file.metadata()
+    here = (torch.__version__.split("+")[0], torch.backends.cpu.get_cpu_capability())
+    alike = here == (made["torch"], made["cpu"])
+    for (case, dtype), off in found.items():
+        for name, error in off.items():
+            equal = dtype == torch.bfloat16 or name == "h.2.fc.weight"  # magnitudes are
+            limit = 0.0 if alike else 1e-5 if not equal else 1.0
+            assert error <= limit, (str(case), dtype, name, error)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_twins_know_the_same(case, dtype):
+    """Of the parameters of mergekit's recipes, places in the stream of random numbers among them."""
+    method, parameters = resolved(case, dtype)
+    for name, ours in merged(case, dtype, torch.float64).items():
+        twin = TWINS[method.name](group_of(case, dtype, name, torch.float64), **parameters[name])
+        off = (ours - twin).abs().max() / twin.abs().max()
+        assert off < (5e-2 if dtype == torch.bfloat16 else 1e-5), name
+
+
+def test_places_count_what_is_drawn():
+    drawn = [Drawn("ranked", [0.5, 0.0, 1.0, 0.2], 7), Drawn("bernoulli", [0.5, 0.0], 3)]
+    assert [one.numbers() for one in drawn] == [[7, 0, 0, 7], [3, 3]]
+    assert Drawn("magnitude", [0.5], 9).numbers() == [0]
+
+
+def test_a_place_in_torchs_stream_whoever_asks_first():
+    torch.manual_seed(2**40 + 5)
+    numbers = torch.rand(50_000)
+    for place, size in ((40_000, 100), (3, 5), (39_999, 3), (0, 50_000), (20_000, 0)):
+        found = mersenne_twister(2**40 + 5).uniform(place, (size,))
+        assert torch.equal(found, numbers[place : place + size])
+
+
+def test_a_density_that_leaves_no_room_is_refused():
+    group = group_of(CASES[0], torch.float32, "far")
+    with pytest.raises(RecipeError, match=r"density 0.9 ± epsilon 0.15 must stay within \(0, 1\)"):
+        method = registry.get("generalized_task_arithmetic")
+        method(group, **method.resolve({"sparsify": "ranked", "density": 0.9}))
+
+
+def test_directions_that_cancel_have_no_mean():
+    base = torch.zeros(4)
+    models = (torch.tensor([1.0, 0, 0, 0]), torch.tensor([-1.0, 0, 0, 0]), torch.zeros(4))
+    method = registry.get("multislerp")
+    with pytest.raises(TensorError, match="the directions cancel by these weights"):
+        method(LinearGroup((), (1.0,) * 3, base=base, models=models), **method.resolve({}))
+
+
+if __name__ == "__main__":
+    print(table(everything()))
