@@ -62,13 +62,15 @@ class Experts:
 def catalogue(kind: Kind, only: Sequence[str] | None = None) -> tuple[Merge, ...]:
     """Return every merge of the tables.
 
-    All methods at their defaults, as others released them, and on inputs that experts make themselves.
+    All methods at their defaults, as others released them, and on inputs that experts make themselves. Those
+    that see weights and not updates are left out: they are for mergekit's recipes, which set them.
 
     Args:
         kind: of the experts.
         only: names of methods; None for all.
     """
-    defaults = [Merge(method.name, section=_section(method)) for method in registry]
+    own = [method for method in registry if method.sees == "updates"]
+    defaults = [Merge(method.name, section=_section(method)) for method in own]
     return tuple(
         merge
         for merge in (*defaults, *_AS_RELEASED, *_ON_OWN_INPUTS)
