@@ -30,7 +30,7 @@ from covmerge.judgement import check_fit
 from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
 from covmerge.output import OutputFolder
-from covmerge.plan import OF_BASE, Plan
+from covmerge.plan import OF_BASE, Plan, Settings
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.statistics.file import StatisticsFile
@@ -389,7 +389,7 @@ def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
     return Row(
         label=label,
         method=name,
-        parameters=registry.get(name).resolve(plan.recipe.parameters, plan.family),
+        parameters=Settings(registry.get(name), plan.recipe.parameters, plan.family).shown(),
         norm=norm,
         cosines={e: dots[e] / (norm * sizes[e]) if norm * sizes[e] else 0.0 for e in sizes},
         stable_rank=fmean(ranks) if ranks else None,

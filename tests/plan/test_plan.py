@@ -308,3 +308,95 @@ class TestWork:
         assert plan.digest({"base": 1}) != plan.digest({"base": 2})
         other = plan_for(state(), experts, parameters={"eps": 0.1})
         assert plan.digest({"base": 1}) != other.digest({"base": 1})
+
+
+class TestValuesThatDiffer:
+    """Parameters and weights by depth and by name are settled tensor by tensor."""
+
+    def layers(self):
+        generator = torch.Generator().manual_seed(0)
+        names = [
+            "wte.weight",
+            *(f"h.{i}.{kind}.weight" for i in range(3) for kind in ("attn", "mlp")),
+        ]
+        return {name: torch.randn(4, 4, generator=generator) for name in [*names, "ln_f.weight"]}
+
+    def merges(self, weight=1.0, **given):
+        base = self.layers()
+        experts = {
+            name: {"source": "x", "weight": own} for name, own in (("a", weight), ("b", 1.0))
+        }
+        recipe = parse_recipe({"base": "base", "experts": experts, **given}, origin="test")
+        with open_checkpoints(base, {"a": tuned(base), "b": tuned(base, 2)}, {}) as checkpoints:
+            plan = build_plan(recipe, checkpoints.base, checkpoints.experts)
+        return {tensor.name: tensor for tensor in plan.tensors}
+
+    def test_a_parameter_by_depth(self):
+        by_depth = {"by_depth": [0.2, 0.6, 0.4]}
+        tensors = self.merges(method="task_arithmetic", parameters={"scale": by_depth})
+        scales = {name: tensor.operation.parameters["scale"] for name, tensor in tensors.items()}
+        assert scales == {
+            "wte.weight": 0.2,
+            **{f"h.0.{kind}.weight": 0.2 for kind in ("attn", "mlp")},
+            **{f"h.1.{kind}.weight": 0.6 for kind in ("attn", "mlp")},
+            **{f"h.2.{kind}.weight": 0.4 for kind in ("attn", "mlp")},
+            "ln_f.weight": 0.2,
+        }
+
+    def test_where_no_pattern_matches_it_is_the_default(self):
+        by_name = {"by_name": [{"match": "*.mlp.*", "value": {"by_depth": [1, 0]}}]}
+        tensors = self.merges(method="task_arithmetic", parameters={"scale": by_name})
+        assert tensors["h.1.mlp.weight"].operation.parameters["scale"] == 0.5
+        assert tensors["h.1.attn.weight"].operation.parameters["scale"] == 0.3
+
+    def test_a_weight_by_depth_and_none_where_it_is_0(self):
+        tensors = self.merges(method="average", weight={"by_depth": [0, 1]})
+        assert list(tensors["h.0.mlp.weight"].operands) == ["b"]
+        assert tensors["h.1.mlp.weight"].operands["a"].weight == 0.5
+        assert tensors["h.2.mlp.weight"].operands["a"].weight == 1.0
+
+    def test_where_all_weights_are_0_the_base_stays(self):
+        base = self.layers()
+        weight = {"by_name": [{"match": "*.mlp.*", "value": 0}]}
+        plan = plan_for(base, {"a": tuned(base)}, method="average")
+        recipe = plan.recipe.model_copy(
+            update={
+                "experts": {"a": plan.recipe.experts["a"].model_copy(update={"weight": weight})}
+            }
+        )
+        with open_checkpoints(base, {"a": tuned(base)}, {}) as checkpoints:
+            rules = rules_of(build_plan(recipe, checkpoints.base, checkpoints.experts))
+        assert rules["h.0.mlp.weight"] == "base (all weights are 0)"
+        assert rules["h.0.attn.weight"] == "average"
+
+    def test_every_value_is_checked_before_any_tensor(self):
+        with pytest.raises(RecipeError, match="density"):
+            self.merges(
+                method="ties", parameters={"trim": "tensor", "density": {"by_depth": [0.5, 2]}}
+            )
+
+    def test_an_unknown_parameter_is_named_as_ever(self):
+        with pytest.raises(RecipeError, match=r"no parameter 'scal'.*scale"):
+            self.merges(method="task_arithmetic", parameters={"scal": {"by_depth": [0, 1]}})
+
+    def test_not_where_the_whole_model_is_ranked_together(self):
+        density = {"by_depth": [0.5, 0.2]}
+        with pytest.raises(
+            RecipeError, match=r"'density' differs from tensor to tensor.*trim: tensor"
+        ):
+            self.merges(method="ties", parameters={"density": density})
+        tensors = self.merges(method="ties", parameters={"trim": "tensor", "density": density})
+        assert tensors["h.2.mlp.weight"].operation.parameters["density"] == 0.2
+
+    def test_a_merge_by_depth_is_that_of_each_value_alone(self, tmp_path):
+        base = self.layers()
+        experts = {"a": tuned(base), "b": tuned(base, 2)}
+        scale = {"by_depth": [0.0, 1.0]}
+        merged = covmerge.merge(base, experts, "task_arithmetic", tmp_path / "out", scale=scale)
+        assert covmerge.verify(tmp_path / "out").ok
+        with open_checkpoints(tmp_path / "out", experts, {}) as out:
+            for layer, value in enumerate((0.0, 0.5, 1.0)):
+                name = f"h.{layer}.mlp.weight"
+                alone = covmerge.merge(base, experts, "task_arithmetic", scale=value).tensors[name]
+                assert torch.equal(out.base.read(name), alone)
+        assert merged.recipe.parameters["scale"] == scale

@@ -19,7 +19,7 @@ from covmerge.export.markdown import fenced, inline, row
 from covmerge.export.parents import Parent, Parents
 from covmerge.methods import Method, registry
 from covmerge.methods.registry import Reference
-from covmerge.plan import Plan
+from covmerge.plan import Plan, Settings
 from covmerge.recipe import RANDOM
 from covmerge.steps import StepUse, resolve_steps
 from covmerge.stores.disk import disk_errors
@@ -169,7 +169,7 @@ class _Card:
     def _parents(self) -> Iterator[str]:
         yield row("", "source", "version", "weight", "licence")
         yield "|---|---|---|---|---|"
-        weights = ["", *(f"{e.weight:g}" for e in self.plan.recipe.experts.values())]
+        weights = ["", *(_weight(e.weight) for e in self.plan.recipe.experts.values())]
         for (key, parent), weight in zip(self.parents.by_key.items(), weights, strict=True):
             source = inline(parent.title)
             if parent.hub is not None:
@@ -204,7 +204,7 @@ class _Card:
         for method in self.methods:
             yield from (f"`{method.name}`: {method.summary}", "")
             yield from ([fenced(method.equation, "text"), ""] if method.equation else [])
-        parameters = self.methods[0].resolve(recipe.parameters, self.plan.family)
+        parameters = Settings(self.methods[0], recipe.parameters, self.plan.family).shown()
         if parameters:
             yield from (f"Parameters of `{recipe.method}`: {_listed(parameters)}.", "")
         for use in self.steps:
@@ -286,6 +286,10 @@ class _Card:
                 f"Each expert has masks of its own under `{MASKS_FOLDER}/`: "
                 "`covmerge.load_expert(folder, expert, base)` returns the weights it runs with."
             )
+
+
+def _weight(weight: float | Mapping[str, Any]) -> str:
+    return inline(json.dumps(weight)) if isinstance(weight, Mapping) else f"{weight:g}"
 
 
 def _value(value: object) -> str:

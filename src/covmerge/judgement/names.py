@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+from covmerge.tensors import layer_name
 
 
 def block_of(name: str) -> int | None:
@@ -15,8 +15,8 @@ def block_of(name: str) -> int | None:
         >>> block_of("model.layers.11.mlp.up_proj.weight"), block_of("lm_head.weight")
         (11, None)
     """
-    found = _NUMBER.search(name)
-    return int(found[1]) if found else None
+    found = layer_name(name)
+    return found and found.index
 
 
 def kind_of(name: str) -> str:
@@ -26,8 +26,8 @@ def kind_of(name: str) -> str:
         >>> kind_of("model.layers.11.mlp.up_proj.weight"), kind_of("model.embed.weight")
         ('mlp.up_proj', 'model.embed')
     """
-    found = _NUMBER.search(name)
-    kind = name[found.end() :] if found else name
+    found = layer_name(name)
+    kind = found.rest.removeprefix(".") if found else name
     return kind.removesuffix(".weight") or name
 
 

@@ -3,6 +3,7 @@
 align    the base's tensors found in every expert; task heads, vocabularies, what does not fit
 data     the statistics that methods with data need, found for each tensor
 rules    role and name rules resolved to one action a tensor
+varied   parameters that differ from tensor to tensor, by depth or by name
 operands, operations, forms   what work reads, what is done with it, what it becomes
 work     a tensor of the output, and the row ranges that are worked on as a whole
 build    the plan: tensors, work items with bytes and FLOPs, totals
@@ -24,6 +25,7 @@ from covmerge.plan.forms import (
 from covmerge.plan.operands import BASE, MERGED, Operand, expert_key
 from covmerge.plan.operations import Copy, Count, Look, Merge, Operation
 from covmerge.plan.types import Plan, Survey
+from covmerge.plan.varied import Settings
 from covmerge.plan.work import TensorPlan, WorkItem
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Operation",
     "Place",
     "Plan",
+    "Settings",
     "Statistics",
     "Survey",
     "TensorPlan",

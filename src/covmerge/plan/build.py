@@ -128,7 +128,7 @@ def _draft(
     checkpoints = {name: model.checkpoint for name, model in models.items()}
     check_statistics(recipe, checkpoints, statistics)
     try:
-        rules = Rules(recipe, base.description.family)
+        rules = Rules(recipe, base.description.family, base.headers)
     except RecipeError as error:
         if chosen is None or not recipe.parameters:
             raise
@@ -312,11 +312,11 @@ def _plan_tensors(
             continue  # merged and written once, under the name it is tied to
         decision = rules.decide(header, info)
         action, rule, role = decision.action, decision.rule, info.role
+        weights = {expert: rules.weight(expert, name) for expert in alignments}
         operands = {
-            expert: models[expert].operand(
-                expert_key(expert), a.names.get(name), recipe.experts[expert].weight
-            )
+            expert: models[expert].operand(expert_key(expert), a.names.get(name), weights[expert])
             for expert, a in alignments.items()
+            if weights[expert]
         }
         if name in head_names:
             action, role = Copy(), Role.HEAD
@@ -355,16 +355,18 @@ def _for_experts(
 ) -> tuple[Merge | Copy, str]:
     """A merge of those experts that take part in a tensor; a copy where they are too few."""
     method = registry.get(merge.method)
-    if not method.takes(len(experts)):
+    if not operands:
+        return Copy(), "base (all weights are 0)"
+    if not method.takes(len(operands)):
         raise RecipeError(
-            f"method '{method.name}' merges {method.experts_text}, and the recipe has {len(experts)} "
-            f"({', '.join(experts)}): choose another method"
+            f"method '{method.name}' merges {method.experts_text}, and the recipe has {len(operands)} "
+            f"({', '.join(operands)}): choose another method"
         )
-    present = [expert for expert in experts if operands[expert].tensor is not None]
+    present = [expert for expert, operand in operands.items() if operand.tensor is not None]
     if not present:
         return Copy(), "base (no expert has it)"
     if not skip_missing:
-        present = list(experts)
+        present = list(operands)
     elif not method.takes(len(present)):
         return (
             Copy(),

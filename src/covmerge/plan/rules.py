@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from covmerge.errors import RecipeError
 from covmerge.methods import Method, registry
 from covmerge.plan.operations import Copy, Merge
+from covmerge.plan.varied import Settings
 from covmerge.recipe import Recipe, Rule
+from covmerge.recipe.varied import UNSAID, value_at
 from covmerge.steps import StepUse, resolve_steps, with_steps
-from covmerge.tensors import MatrixLayout, TensorInfo
+from covmerge.tensors import MatrixLayout, TensorInfo, relative_depths
 from covmerge.types import Role, TensorHeader
 
 _MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
@@ -29,17 +30,21 @@ class Decision:
 class _Way:
     """A method with its parameters, and the steps around it."""
 
-    method: Method
-    parameters: Mapping[str, Any]
+    settings: Settings
     before: tuple[StepUse, ...]
     after: tuple[StepUse, ...]
+
+    @property
+    def method(self) -> Method:
+        return self.settings.method
 
     @property
     def whole(self) -> Method:
         return with_steps(self.method, self.before, self.after)
 
-    def merge(self, layout: MatrixLayout | None) -> Merge:
-        return Merge(self.method.name, self.parameters, layout, self.before, self.after)
+    def merge(self, layout: MatrixLayout | None, name: str, depth: float) -> Merge:
+        parameters = self.settings.at(name, depth)
+        return Merge(self.method.name, parameters, layout, self.before, self.after)
 
     def without_matrices(self) -> _Way:
         """The same without the steps that need matrices."""
@@ -53,14 +58,20 @@ class _Way:
 class Rules:
     """The recipe's rules over the defaults of each role."""
 
-    def __init__(self, recipe: Recipe, family: str | None) -> None:
+    def __init__(self, recipe: Recipe, family: str | None, names: Iterable[str]) -> None:
         """Resolve the parameters of every method and step the recipe names.
+
+        Args:
+            recipe: whose rules they are.
+            family: model family, which decides defaults.
+            names: of the output's tensors, which tell the depth of each.
 
         Raises:
             RecipeError: an unknown method, step or parameter, or a value out of range.
         """
         self._recipe = recipe
         self._family = family
+        self._depths = relative_depths(names)
         self._way = self._resolved(recipe.method, recipe)
         for rule in recipe.rules:
             self._way_of(rule)
@@ -83,6 +94,11 @@ class Rules:
         if value == "average":
             return self._average(setting)
         return self._merge(self._way, header, info, reason=setting)
+
+    def weight(self, expert: str, name: str) -> float:
+        """Return the weight of an expert in one tensor of the output; 0: it has no part in it."""
+        weight = value_at(self._recipe.experts[expert].weight, name, self._depths[name])
+        return 1.0 if weight is UNSAID else float(weight)
 
     def matrices(self, header: TensorHeader, info: TensorInfo) -> MatrixLayout | None:
         """Return how a tensor holds the matrices of layers, oriented; None where it does not."""
@@ -129,7 +145,9 @@ class Rules:
         method = registry.get(name)
         before, after = resolve_steps(given.before, "before"), resolve_steps(given.after, "after")
         with_steps(method, before, after)  # those that do not go with the method are refused
-        return _Way(method, method.resolve(given.parameters, self._family), before, after)
+        settings = Settings(method, given.parameters, self._family)
+        settings.check()
+        return _Way(settings, before, after)
 
     def _first_match(self, name: str, role: Role) -> Rule | None:
         return next((rule for rule in self._recipe.rules if rule.applies_to(name, role)), None)
@@ -149,8 +167,9 @@ class Rules:
             way = way.without_matrices()
         method = way.whole
         text = f"{method.name} ({reason})" if reason else method.name
+        name, depth = header.name, self._depths[header.name]
         if method.takes_any_shape:
-            return Decision(way.merge(layout=None), text)
+            return Decision(way.merge(None, name, depth), text)
         if len(header.shape) < 2:
             raise RecipeError(
                 f"'{header.name}' {list(header.shape)} ({info.role}) is not a matrix, and method "
@@ -161,4 +180,4 @@ class Rules:
             layout = replace(layout, transposed=False)
         elif self._recipe.tensors.fused == "split" and info.parts is not None:
             layout = replace(layout, parts=info.parts)
-        return Decision(way.merge(layout), text)
+        return Decision(way.merge(layout, name, depth), text)

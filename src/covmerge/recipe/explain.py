@@ -17,6 +17,7 @@ from covmerge.recipe.strict_yaml import KeyPath, Origin
 _shown = Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
+_MARKS = ("[key]", "[number]", "[varied]")
 _MOST = 50  # lines that anybody reads
 _WANTED = {
     "string_type": "text",
@@ -55,8 +56,9 @@ def key_path(path: KeyPath) -> str:
 
 
 def _path(detail: ErrorDetails) -> KeyPath:
-    # Pydantic marks a complaint about a mapping's key, not its value, by a last "[key]".
-    return tuple(key for key in detail["loc"] if key != "[key]")
+    # Pydantic marks a complaint about a mapping's key, not its value, by a last "[key]", and the schema
+    # the forms of a weight.
+    return tuple(key for key in detail["loc"] if key not in _MARKS)
 
 
 def _line(detail: ErrorDetails, origin: Origin) -> str:

@@ -15,7 +15,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -25,6 +27,7 @@ from covmerge.errors import RecipeError
 from covmerge.findings import FAULTS, fault_name
 from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
 from covmerge.recipe.sizes import parse_size
+from covmerge.recipe.varied import VARIED_SCHEMA, check_varied, is_varied
 from covmerge.types import Role
 
 
@@ -37,6 +40,11 @@ def _source(source: str) -> str:
 def _parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     # A recipe is recorded beside the merged model as JSON, which has no NaN and no objects.
     _check_json(parameters, "")
+    for name, value in parameters.items():
+        try:
+            check_varied(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     return parameters
 
 
@@ -63,6 +71,17 @@ def _size(value: Any) -> int:
         raise ValueError(str(error)) from None
 
 
+def _weights(form: dict[str, Any]) -> dict[str, Any]:
+    _check_json(form, "")
+    check_varied(form, _check_weight)
+    return form
+
+
+def _check_weight(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ValueError(f"the weight {value!r} is not a number of at least 0 (0: no part)")
+
+
 def _faults(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(fault_name, names))
 
@@ -78,6 +97,17 @@ def _step(entry: Any) -> Any:
 Source = Annotated[str, Field(min_length=1), AfterValidator(_source)]
 MethodName = Annotated[str, Field(min_length=1)]
 Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
+# The tags stand in brackets so that `explain` leaves them out of the path.
+Weight = Annotated[
+    Annotated[float, Field(gt=0.0, strict=True, allow_inf_nan=False), Tag("[number]")]
+    | Annotated[
+        dict[str, Any],
+        AfterValidator(_weights),
+        WithJsonSchema(VARIED_SCHEMA),
+        Tag("[varied]"),
+    ],
+    Discriminator(lambda value: "[varied]" if is_varied(value) else "[number]"),
+]
 StepEntry = Annotated[
     dict[Annotated[str, Field(min_length=1)], Parameters],
     BeforeValidator(_step),
@@ -120,12 +150,10 @@ class Expert(_Model):
     source: Source = Field(
         description="Path of a checkpoint (relative to the recipe file) or org/name@revision."
     )
-    weight: float = Field(
+    weight: Weight = Field(
         default=1.0,
-        gt=0.0,
-        strict=True,
-        allow_inf_nan=False,
-        description="Share of this expert in the merge; 1 is neutral.",
+        description="Share of this expert in the merge; 1 is neutral. It may differ from tensor to tensor: "
+        "`{by_depth: [...]}`, `{by_name: [...]}`; 0 there is no part in it.",
     )
     statistics: Source | None = Field(
         default=None,
@@ -344,7 +372,11 @@ class Recipe(_Model):
     )
     parameters: Parameters = Field(
         default_factory=dict[str, Any],
-        description="Parameters of the method; `covmerge methods NAME` lists them.",
+        description="Parameters of the method; `covmerge methods NAME` lists them. A value may differ from "
+        "tensor to tensor: `{by_depth: [0.2, 0.6]}` lies between these numbers by the depth of the "
+        "tensor's layer, the first for the first layer and whatever lies outside the layers; `{by_name: "
+        "[{match: '*.mlp.*', value: 0.5}, {value: 1.0}]}` is that of the first pattern that matches its "
+        "whole name, and the method's default where none does.",
     )
     before: Steps = Field(
         default=(),

@@ -11,7 +11,7 @@ from covmerge.checkpoints.manifest import read_manifest
 from covmerge.engine import RunOptions, seen_in
 from covmerge.inspection import InspectJob, SpectraOf
 from covmerge.methods import registry
-from covmerge.plan import Merge, Plan
+from covmerge.plan import Merge, Plan, Settings
 from covmerge.recipe import Recipe, parse_recipe
 from covmerge.reporting.data import LayerCost, Report
 from covmerge.sources import open_checkpoints, statistics_of
@@ -75,10 +75,11 @@ class ReportJob:
 
 def unrefined(recipe: Recipe, family: str | None) -> Merge | None:
     """Return the recipe's merge without spectral refinement, if it has that."""
-    parameters = registry.get(recipe.method).resolve(recipe.parameters, family)
+    settings = Settings(registry.get(recipe.method), recipe.parameters, family)
+    parameters = settings.shown()
     before, after = resolve_steps(recipe.before, "before"), resolve_steps(recipe.after, "after")
     merge = Merge(recipe.method, {**parameters, "refine": False}, None, before, after)
-    if not parameters.get("refine") or merge.procedure.needs_base:
+    if not parameters.get("refine") or merge.procedure.needs_base or settings.varied:
         return None
     return merge
 

@@ -13,6 +13,7 @@ from covmerge.inspection import Inspection, LayerView, SpectrumView
 from covmerge.measures.spectrum import leading
 from covmerge.methods import registry
 from covmerge.noticed import Seen
+from covmerge.plan import Settings
 from covmerge.reporting.data import Report
 from covmerge.reporting.grid import panels
 from covmerge.types import Role
@@ -141,9 +142,9 @@ def thresholds(look: Look) -> dict[Statistic, float]:
     if not isinstance(look, Report) or look.manifest is None:
         return found
     recipe, family = look.manifest["recipe"], look.manifest["family"]
-    parameters = registry.get(recipe["method"]).resolve(recipe["parameters"], family)
+    parameters = Settings(registry.get(recipe["method"]), recipe["parameters"], family).shown()
     statistic, tau = parameters.get("gate"), parameters.get("tau")
-    if statistic in found and tau is not None:
+    if statistic in found and isinstance(tau, float):
         found[statistic] = tau
     return found
 

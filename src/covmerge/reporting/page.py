@@ -14,6 +14,7 @@ import yaml
 from covmerge.inspection import Severity
 from covmerge.methods import registry
 from covmerge.noticed import account_of
+from covmerge.plan import Settings
 from covmerge.recipe import format_size
 from covmerge.reporting.data import Report
 from covmerge.reporting.numbers import keeps_least
@@ -109,7 +110,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     recipe, totals = report.manifest["recipe"], report.manifest["totals"]
     method = registry.get(recipe["method"])
     yield "method", f"{method.name}: {method.summary}"
-    parameters = method.resolve(recipe["parameters"], report.manifest["family"])
+    parameters = Settings(method, recipe["parameters"], report.manifest["family"]).shown()
     given = {key: value for key, value in parameters.items() if value is not None}
     if given:
         yield "parameters", ", ".join(f"{k}: {json.dumps(v)}" for k, v in given.items())

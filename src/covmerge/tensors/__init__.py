@@ -8,6 +8,7 @@ from covmerge.tensors.describe import (
     describe_checkpoint,
     family_of,
 )
+from covmerge.tensors.layers import LayerName, layer_name, relative_depth, relative_depths
 from covmerge.tensors.views import (
     FusedParts,
     MatrixLayout,
@@ -18,6 +19,7 @@ from covmerge.tensors.views import (
 
 __all__ = [
     "FusedParts",
+    "LayerName",
     "MatrixLayout",
     "ModelDescription",
     "TensorInfo",
@@ -25,7 +27,10 @@ __all__ = [
     "describe",
     "describe_checkpoint",
     "family_of",
+    "layer_name",
     "matrices",
     "matrix_shapes",
+    "relative_depth",
+    "relative_depths",
     "write_matrices",
 ]

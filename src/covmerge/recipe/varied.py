@@ -1,0 +1,185 @@
+"""Values that differ from tensor to tensor: by the depth of its layer, or by its name.
+
+Each form has a key of its own, because a plain list is taken already: in a method's parameter it is
+one value an expert, as in `density: [0.6, 0.5, 0.4]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+BY_DEPTH, BY_NAME = "by_depth", "by_name"
+_MAX_ENTRIES = 1000
+_SPECIAL, _QUOTED = re.compile(r"[*?[]"), r"[\g<0>]"
+
+VARIED_SCHEMA: dict[str, Any] = {
+    "description": "A value that differs from tensor to tensor.",
+    "oneOf": [
+        {
+            "type": "object",
+            "properties": {BY_DEPTH: {"type": "array", "minItems": 1, "items": {"type": "number"}}},
+            "required": [BY_DEPTH],
+            "additionalProperties": False,
+        },
+        {
+            "type": "object",
+            "properties": {
+                BY_NAME: {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": _MAX_ENTRIES,
+                    "items": {
+                        "type": "object",
+                        "properties": {"match": {"type": "string", "minLength": 1}, "value": {}},
+                        "required": ["value"],
+                        "additionalProperties": False,
+                    },
+                }
+            },
+            "required": [BY_NAME],
+            "additionalProperties": False,
+        },
+    ],
+}
+
+
+class Unsaid:
+    """That nothing is said for a tensor: no entry of `by_name` matches it."""
+
+    def __repr__(self) -> str:
+        """As it is shown in messages."""
+        return "nothing"
+
+
+UNSAID = Unsaid()
+
+
+def is_varied(value: object) -> bool:
+    """Return whether a value, or an entry of its list, differs from tensor to tensor.
+
+    Example:
+        >>> is_varied({"by_depth": [0, 1]}), is_varied([0.5, {"by_depth": [0, 1]}]), is_varied([1, 2])
+        (True, True, False)
+    """
+    if isinstance(value, list | tuple):
+        return any(map(is_varied, cast("Sequence[object]", value)))
+    return isinstance(value, Mapping) and (BY_DEPTH in value or BY_NAME in value)
+
+
+def check_varied(value: object, check: Callable[[object], None] = lambda value: None) -> None:
+    """Check the form of what differs from tensor to tensor, and every value that may come of it.
+
+    Args:
+        value: any value of a recipe.
+        check: called with each value; raises ValueError for one that cannot be.
+
+    Raises:
+        ValueError: a form that cannot be read.
+
+    Example:
+        >>> check_varied({"by_depth": [0.2, "0.6"]})
+        Traceback (most recent call last):
+        ValueError: by_depth is [0.2, '0.6']; it is a list of numbers, from the first layer to the last
+    """
+    if isinstance(value, list | tuple):
+        for entry in cast("Sequence[object]", value):
+            check_varied(entry, check)
+    elif not is_varied(value):
+        check(value)
+    else:
+        _check_form(cast("Mapping[str, Any]", value), check)
+
+
+def value_at(value: object, name: str, depth: float) -> Any:
+    """Return the value for one tensor; `UNSAID` where nothing is said for it.
+
+    Args:
+        value: as in a recipe.
+        name: of the tensor.
+        depth: t of its layer, from 0 to 1; 0 outside all layers.
+
+    Example:
+        >>> value_at({"by_depth": [0, 1, 0.5]}, "h.3.fc", 0.75)
+        0.75
+        >>> value_at({"by_name": [{"match": "*.attn.*", "value": 1}]}, "h.0.fc", 0.0)
+        nothing
+    """
+    if isinstance(value, list | tuple):
+        return [value_at(entry, name, depth) for entry in cast("Sequence[object]", value)]
+    if not is_varied(value):
+        return value
+    form = cast("Mapping[str, Any]", value)
+    if BY_DEPTH in form:
+        return _between(form[BY_DEPTH], depth)
+    for entry in form[BY_NAME]:
+        if fnmatchcase(name, entry.get("match", "*")):
+            return value_at(entry["value"], name, depth)
+    return UNSAID
+
+
+def containing(text: str) -> str:
+    """Return the pattern of names that contain a text.
+
+    Example:
+        >>> containing("attn"), containing("h[0]")
+        ('*attn*', '*h[[]0]*')
+    """
+    return f"*{_SPECIAL.sub(_QUOTED, text)}*"
+
+
+def _between(points: Sequence[float], depth: float) -> float:
+    """Interpolate between points that lie evenly from depth 0 to depth 1."""
+    place = depth * (len(points) - 1)
+    before = int(place)
+    after = min(len(points) - 1, before + 1)
+    share = place - before
+    value = (1 - share) * points[before] + share * points[after]
+    whole = all(isinstance(point, int) for point in points) and value == int(value)
+    return int(value) if whole else value
+
+
+def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> None:
+    if len(form) > 1:
+        raise ValueError(f"{dict(form)!r} has the keys {', '.join(form)}; {_one_form()}")
+    if BY_DEPTH in form:
+        points: object = form[BY_DEPTH]
+        if not isinstance(points, list | tuple) or not points or not all(map(_is_number, points)):
+            raise ValueError(
+                f"{BY_DEPTH} is {points!r}; it is a list of numbers, from the first layer to the last"
+            )
+        for point in cast("Sequence[object]", points):
+            check(point)
+        return
+    entries: object = form[BY_NAME]
+    if not isinstance(entries, list | tuple) or not 0 < len(entries) <= _MAX_ENTRIES:
+        raise ValueError(
+            f"{BY_NAME} is {entries!r}; it is a list of {{match: PATTERN, value: VALUE}}"
+        )
+    for number, entry in enumerate(cast("Sequence[object]", entries)):
+        _check_entry(entry, f"{BY_NAME}[{number}]", check)
+
+
+def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> None:
+    if not isinstance(entry, Mapping) or not {"value"} <= set(entry) <= {"match", "value"}:
+        raise ValueError(
+            f"{where} is {entry!r}; write {{match: PATTERN, value: VALUE}}, or {{value: VALUE}} for all "
+            "other tensors"
+        )
+    own = cast("Mapping[str, object]", entry)
+    match = own.get("match", "*")
+    if not isinstance(match, str) or not match:
+        raise ValueError(f"{where}.match is {match!r}; it is a pattern of names, such as '*.mlp.*'")
+    if isinstance(own["value"], Mapping) and BY_NAME in own["value"]:
+        raise ValueError(f"{where}.value is `{BY_NAME}` again; write its entries into this list")
+    check_varied(own["value"], check)
+
+
+def _one_form() -> str:
+    return f"write {{{BY_DEPTH}: [...]}} or {{{BY_NAME}: [...]}}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
