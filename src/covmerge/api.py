@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from covmerge.output import MergeResult
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, parse_recipe, parse_size
 from covmerge.reporting import Report, ReportJob
-from covmerge.sources import OpenCheckpoints, Source, open_checkpoints, statistics_of
+from covmerge.sources import Source, open_checkpoints, open_recipe, statistics_of
 from covmerge.steps import Steps
 
 
@@ -403,14 +402,14 @@ def report(
 
 def run_inspection(job: InspectJob) -> Inspection:
     """Carry out an inspection whose sources are those of its recipe."""
-    with _open_recipe(job.recipe) as checkpoints:
+    with open_recipe(job.recipe) as checkpoints:
         return job.run(checkpoints)
 
 
 def run_recipe(recipe: Recipe, out: Path | None, options: RunOptions | None = None) -> MergeResult:
     """Carry out a recipe; see `merge`."""
     job = Job(recipe, out, options or RunOptions())
-    with _open_recipe(recipe) as checkpoints:
+    with open_recipe(recipe) as checkpoints:
         return job.run(checkpoints)
 
 
@@ -420,7 +419,7 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
     Raises:
         InputError: everything that would stop the merge before its first tensor.
     """
-    with _open_recipe(recipe) as checkpoints:
+    with open_recipe(recipe) as checkpoints:
         options = options or RunOptions()
         settled = checkpoints.settled([recipe], options)
         (plan,), _ = checkpoints.plans(settled.recipes)
@@ -430,13 +429,8 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
 
 def run_comparison(job: CompareJob) -> Comparison:
     """Carry out a comparison whose sources are those of its recipe."""
-    with _open_recipe(job.recipe) as checkpoints:
+    with open_recipe(job.recipe) as checkpoints:
         return job.run(checkpoints)
-
-
-def _open_recipe(recipe: Recipe) -> AbstractContextManager[OpenCheckpoints]:
-    sources = {name: expert.source for name, expert in recipe.experts.items()}
-    return open_checkpoints(recipe.base, sources, statistics_of(recipe))
 
 
 def _recipe(

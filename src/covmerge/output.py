@@ -52,6 +52,7 @@ from covmerge.plan import (
 )
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
+from covmerge.tensors import stack_order
 from covmerge.text import some
 from covmerge.types import Json
 from covmerge.verification import DIFFERS, Check, Verification, examine
@@ -119,7 +120,11 @@ class OutputFolder:
         self._copied = Companions()
         if not self._is_adapter:  # which is loaded over a base that has them
             self._copied = copy_companions(
-                checkpoints.base.folder, folder, _config_dtype(plan), known=checkpoints.companions
+                checkpoints.base.folder,
+                folder,
+                _config_dtype(plan),
+                stack_order(checkpoints.base),
+                known=checkpoints.companions,
             )
         self._files += self._copied.copied
 

@@ -21,11 +21,11 @@ from covmerge.checkpoints import (
 from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threads
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import Parents, hash_companions, read_parents
-from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key
-from covmerge.recipe import RANDOM, Recipe
+from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
+from covmerge.recipe import RANDOM, Recipe, Slice
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
-from covmerge.tensors import conv1d_names, describe_checkpoint
+from covmerge.tensors import Donor, conv1d_names, describe_checkpoint
 from covmerge.types import Json
 from covmerge.unsaid import Settled, settle
 
@@ -47,12 +47,14 @@ class OpenCheckpoints:
     base: Checkpoint
     experts: Mapping[str, Checkpoint]
     statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
+    slices: Sequence[Slice] = ()
     made: BaseInputs | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
     def all(self) -> Iterator[tuple[str, Checkpoint]]:
-        """The base, then the experts, each with its key in reports."""
-        yield BASE, self.base
+        """The base if there is one, then the experts, each with its key in reports."""
+        if not isinstance(self.base, Donor):
+            yield BASE, self.base
         for name, checkpoint in self.experts.items():
             yield expert_key(name), checkpoint
 
@@ -160,7 +162,7 @@ class OpenCheckpoints:
 
     def sources(self, merged: Checkpoint | None = None) -> Sources:
         """The same for the engine, and a merged model that is looked at."""
-        found = dict(self.all())
+        found = {BASE: self.base, **dict(self.all())}
         return Sources(found if merged is None else {**found, MERGED: merged}, self.statistics)
 
     def opener(self) -> Opener:
@@ -178,7 +180,7 @@ class OpenCheckpoints:
         adapted = isinstance(self.base, AdaptedBase)
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
         files = {name: str(file.path) for name, file in self.statistics.items()}
-        described = Description(places, files, adapted, {})
+        described = Description(places, files, adapted, self.slices, {})
         with described.open() as again:
             return replace(described, identity=again.identity())
 
@@ -196,9 +198,20 @@ class OpenCheckpoints:
 
 @contextmanager
 def open_checkpoints(
-    base: Source, experts: Mapping[str, Source], statistics: Mapping[str, str | Path]
+    base: Source | None,
+    experts: Mapping[str, Source],
+    statistics: Mapping[str, str | Path],
+    slices: Sequence[Slice] = (),
 ) -> Generator[OpenCheckpoints]:
-    """Open base, experts and statistics files, and close all of them at the end."""
+    """Open base, experts and statistics files, and close all of them at the end.
+
+    Raises:
+        InputError: one of them cannot be opened, or is nothing that slices can be taken of.
+    """
+    if slices and statistics:
+        raise InputError(
+            "statistics go by the names of whole models, and the recipe has slices: leave out one of them"
+        )
     with ExitStack() as stack:
 
         def opened(source: Source) -> Checkpoint:
@@ -211,20 +224,35 @@ def open_checkpoints(
             stack.callback(file.close)
             return file
 
-        start = opened(base)
+        start = None if base is None else stacked(slices, None, opened(base))
         models = {name: opened(source) for name, source in experts.items()}
+        models = {name: stacked(slices, name, model) for name, model in models.items()}
         adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
         if adapters:
+            if start is None:
+                raise InputError(
+                    f"expert '{next(iter(adapters))}' is an adapter, and the recipe has no base that it "
+                    "is of: give one"
+                )
             conv1d = conv1d_names(describe_checkpoint(start))
             models |= {
                 n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()
             }
         yield OpenCheckpoints(
-            start,
+            Donor(models) if start is None else start,
             models,
             {name: measured(path) for name, path in statistics.items()},
+            slices,
             closing=stack,
         )
+
+
+@contextmanager
+def open_recipe(recipe: Recipe) -> Generator[OpenCheckpoints]:
+    """Open the sources that a recipe names."""
+    experts = {name: expert.source for name, expert in recipe.experts.items()}
+    with open_checkpoints(recipe.base, experts, statistics_of(recipe), recipe.slices) as opened:
+        yield opened
 
 
 def statistics_of(recipe: Recipe) -> dict[str, str]:
@@ -243,12 +271,14 @@ class Description:
         places: where each of them lies, by key.
         statistics: files by expert.
         adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
+        slices: of the recipe.
         identity: what tells them from others.
     """
 
     places: Mapping[str, str]
     statistics: Mapping[str, str]
     adapted: bool
+    slices: Sequence[Slice]
     identity: Mapping[str, Json]
 
     @contextmanager
@@ -269,13 +299,13 @@ class Description:
     @contextmanager
     def open(self) -> Generator[OpenCheckpoints]:
         """Open them, whatever they are by now."""
-        base, *others = self.places
-        experts = {key: self.places[key] for key in others}
-        with open_checkpoints(self.places[base], experts, self.statistics) as opened:
-            named = {key.removeprefix(expert_key("")): e for key, e in opened.experts.items()}
-            adapters = [e for e in named.values() if isinstance(e, AdapterCheckpoint)]
+        prefix = expert_key("")
+        experts = {k.removeprefix(prefix): place for k, place in self.places.items() if k != BASE}
+        base = self.places.get(BASE)
+        with open_checkpoints(base, experts, self.statistics, self.slices) as opened:
+            adapters = [e for e in opened.experts.values() if isinstance(e, AdapterCheckpoint)]
             start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base
-            yield OpenCheckpoints(start, named, opened.statistics)
+            yield replace(opened, base=start)
 
 
 def _place(checkpoint: Checkpoint) -> str:

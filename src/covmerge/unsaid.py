@@ -18,7 +18,7 @@ from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import NOTHING, RANDOM, Recipe, format_size
 from covmerge.statistics.of_base import memory_needed
-from covmerge.tensors import describe_checkpoint
+from covmerge.tensors import Donor, Stacked, describe_checkpoint
 
 # Of the memory that the machine has, where no limit is given: what else runs on it is not known, and the
 # same merge is to be the same tomorrow.
@@ -89,6 +89,8 @@ def why_not(
     recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], max_memory: int | None
 ) -> str | None:
     """Say why the base cannot be run, or is not; None: it can."""
+    if isinstance(base, Donor | Stacked):
+        return "the base is no model of its own"
     if base.config is None:
         return "the base has no config.json, by which transformers would run it"
     if find_spec("transformers") is None:

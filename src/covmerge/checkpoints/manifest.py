@@ -37,11 +37,11 @@ class _Output(_Part):
 
 class _Expert(_Part):
     source: str
-    weight: float
+    weight: float | dict[str, Any]
 
 
 class _Recipe(_Part):
-    base: str
+    base: str | None
     experts: dict[str, _Expert]
     method: str
     parameters: dict[str, Any]

@@ -57,7 +57,8 @@ def measure_speed(recipe: Recipe, dtype: torch.dtype, device: str, threads: int 
         flops = _product_rate(dtype, target)
     finally:
         torch.set_num_threads(before)
-    sources = [recipe.base, *(expert.source for expert in recipe.experts.values())]
+    experts = [expert.source for expert in recipe.experts.values()]
+    sources = experts if recipe.base is None else [recipe.base, *experts]
     file = next(_weight_files(sources), None)
     return Speed(flops, None if file is None else _read_rate(file), file)
 

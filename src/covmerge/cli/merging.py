@@ -14,6 +14,7 @@ from covmerge.cli.console import print_json, printable, say, stdout
 from covmerge.cli.machine import measure_speed
 from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
 from covmerge.engine import RunOptions, room_for
+from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import FILE_NAME, ReportJob, check_packages, write_html
 
@@ -49,6 +50,10 @@ def merge_to(
     """
     if report:
         check_packages()
+        if recipe.base is None:
+            raise InputError(
+                "--report shows updates of a base, and the recipe has none: leave it out"
+            )
     start = time.perf_counter()
     try:
         result = api.run_recipe(recipe, out, options)

@@ -218,7 +218,8 @@ def _rank_for(share: float, layer: Mapping[str, Any]) -> int | None:
 
 def _what(recipe: Recipe) -> str:
     names = list(recipe.experts)
-    return printable(f"{some(names)} into {recipe.base} by {recipe.method}")
+    into = "" if recipe.base is None else f" into {recipe.base}"
+    return printable(f"{some(names)}{into} by {recipe.method}")
 
 
 def _heads(heads: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:

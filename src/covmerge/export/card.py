@@ -79,7 +79,8 @@ class _Card:
 
     @property
     def base(self) -> Parent:
-        return self.parents.by_key["base"]
+        """The base; without one, the expert whose config and tokenizer the output has."""
+        return next(iter(self.parents.by_key.values()))
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -139,8 +140,9 @@ class _Card:
         yield f"# Merge of {some(names)} by {inline(recipe.method)}"
         yield ""
         merged = f"{len(names)} fine-tuned models" if len(names) > 1 else "One fine-tuned model"
+        of_base = "" if recipe.base is None else f" of {inline(self.base.title)}"
         yield (
-            f"{merged} of {inline(self.base.title)}, made into one "
+            f"{merged}{of_base}, made into one "
             f"{'LoRA adapter' if self.adapter else 'model'} by covmerge {__version__} with the method "
             f"`{recipe.method}`. {self._data()}"
         )
@@ -169,7 +171,8 @@ class _Card:
     def _parents(self) -> Iterator[str]:
         yield row("", "source", "version", "weight", "licence")
         yield "|---|---|---|---|---|"
-        weights = ["", *(_weight(e.weight) for e in self.plan.recipe.experts.values())]
+        without = [] if self.plan.recipe.base is None else [""]
+        weights = [*without, *(_weight(e.weight) for e in self.plan.recipe.experts.values())]
         for (key, parent), weight in zip(self.parents.by_key.items(), weights, strict=True):
             source = inline(parent.title)
             if parent.hub is not None:
@@ -243,7 +246,8 @@ class _Card:
             if "statistics" in expert:
                 expert["statistics"] = Path(expert["statistics"]).name
         # First what is always there, in the order in which one thinks of it.
-        first = {"base": self.base.source, "experts": given["experts"], "method": recipe.method}
+        base = None if recipe.base is None else self.base.source
+        first = {"base": base, "experts": given["experts"], "method": recipe.method}
         return {**first, **{key: value for key, value in given.items() if key not in first}}
 
     def _tensors(self) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -97,18 +97,20 @@ def copy_companions(
     source: Path | None,
     staging: Path,
     dtype: torch.dtype | None = None,
+    layers: Sequence[int] | None = None,
     *,
     known: Mapping[str, str] | None = None,
 ) -> Companions:
     """Copy the base's companion files into the output.
 
-    All are copied byte for byte, but for the dtype that config.json states. Code is never copied:
-    it should be read before it lies where `trust_remote_code` finds it.
+    All are copied byte for byte, but for the dtype and the layers that config.json states. Code is never
+    copied: it should be read before it lies where `trust_remote_code` finds it.
 
     Args:
         source: the base's folder; None if the base has none (a single file, a dict).
         staging: the folder of the output; files of the same names are replaced.
         dtype: of the output's weights; None if they keep the base's.
+        layers: of the base, that the output is stacked of; None if it has the base's.
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
             takes them as they are.
 
@@ -125,7 +127,7 @@ def copy_companions(
     for name in copied:
         destination = staging / name
         if name == "config.json":
-            hashes[name], told = _copy_config(_inside(source, name), destination, dtype)
+            hashes[name], told = _copy_config(_inside(source, name), destination, dtype, layers)
             notes += told
         else:
             hashes[name] = _copy(_inside(source, name), destination)
@@ -157,12 +159,12 @@ def _companion_names(source: Path) -> Iterator[str]:
 
 
 def _copy_config(
-    source: Path, destination: Path, dtype: torch.dtype | None
+    source: Path, destination: Path, dtype: torch.dtype | None, layers: Sequence[int] | None
 ) -> tuple[str, list[str]]:
     """Copy config.json; return its hash as it was, and notes."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
-    rewritten = rewrite_config(content, dtype, str(source))
+    rewritten = rewrite_config(content, dtype, str(source), layers)
     digest = hashlib.sha256(content).hexdigest()
     with disk_errors(destination, len(rewritten)):
         destination.write_bytes(rewritten)

@@ -1,19 +1,25 @@
-"""The output's config.json: the base's own bytes, unless they would tell the wrong dtype."""
+"""The output's config.json: the base's own bytes, unless dtype or layers would be wrong."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
 from covmerge.checkpoints.json_file import parse_object
+from covmerge.checkpoints.layer_count import restacked
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
 
 
-def rewrite_config(content: bytes, dtype: torch.dtype | None, origin: str) -> bytes:
+def rewrite_config(
+    content: bytes,
+    dtype: torch.dtype | None,
+    origin: str,
+    layers: Sequence[int] | None = None,
+) -> bytes:
     r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
 
     The configs nested in that of a composite model (`text_config`, ...) state dtypes as well. A
@@ -23,6 +29,7 @@ def rewrite_config(content: bytes, dtype: torch.dtype | None, origin: str) -> by
         content: the base's config.json.
         dtype: of the output's weights; None if they keep the base's.
         origin: the file's path, for errors.
+        layers: of the base, that the output is stacked of; None if it has the base's.
 
     Raises:
         CheckpointError: `content` is not a JSON object.
@@ -31,19 +38,19 @@ def rewrite_config(content: bytes, dtype: torch.dtype | None, origin: str) -> by
         >>> rewrite_config(b'{"a": 1, "dtype": "float32"}', torch.bfloat16, "config.json")
         b'{\n  "a": 1,\n  "dtype": "bfloat16"\n}\n'
     """
-    if dtype is None:
+    if dtype is None and layers is None:
         return content
     config = parse_object(content, origin)
-    wanted = str(dtype).removeprefix("torch.")
-    wrong = [
-        (part, key)
-        for part in _parts(config)
-        for key in _DTYPE_KEYS
-        if isinstance(part.get(key), str) and part[key] != wanted
-    ]
-    for part, key in wrong:
-        part[key] = wanted
-    return (json.dumps(config, indent=2) + "\n").encode() if wrong else content
+    if layers is not None:
+        config = restacked(config, layers)
+    changed = layers is not None
+    for part in () if dtype is None else _parts(config):
+        for key in _DTYPE_KEYS:
+            wanted = str(dtype).removeprefix("torch.")
+            if isinstance(part.get(key), str) and part[key] != wanted:
+                part[key] = wanted
+                changed = True
+    return (json.dumps(config, indent=2) + "\n").encode() if changed else content
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

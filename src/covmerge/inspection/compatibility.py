@@ -62,7 +62,7 @@ def check_headers(
     Returns:
         What was found, and the experts whose tensors can be compared with the base's.
     """
-    rules = Rules(lenient(recipe), base.description.family)
+    rules = Rules(lenient(recipe), base.description.family, base.headers)
     notes = (*base.description.notes, *base.checkpoint.notes)
     findings = [Finding(Severity.NOTE, note) for note in notes]
     fitting: list[str] = []

@@ -200,7 +200,7 @@ class InspectJob:
         """The tensors of a merged model, by the base's names."""
         recipe = lenient(self.recipe)
         check_same_architecture(base, MERGED, model)
-        rules = Rules(recipe, base.description.family)
+        rules = Rules(recipe, base.description.family, base.headers)
         names = align(base, MERGED, model, recipe.tensors, rules.chosen_use).names
         return {name: model.operand(MERGED, names.get(name)) for name in base.headers}
 

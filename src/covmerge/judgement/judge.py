@@ -19,7 +19,7 @@ from covmerge.judgement.verdicts import (
 from covmerge.plan import Plan
 from covmerge.plan.align import Model
 from covmerge.sources import OpenCheckpoints
-from covmerge.tensors import describe_checkpoint
+from covmerge.tensors import Donor, describe_checkpoint
 from covmerge.types import Json
 
 
@@ -71,6 +71,8 @@ def check_fit(
     Raises:
         InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
     """
+    if isinstance(checkpoints.base, Donor):
+        return ()  # there is nothing that they should be fine-tunes of
     layers = list(layers_of(plan, done))
     findings = list(judge(layers, checkpoints.base, checkpoints.experts, plan.heads))
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]

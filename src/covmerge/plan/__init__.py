@@ -3,6 +3,7 @@
 align    the base's tensors found in every expert; task heads, vocabularies, what does not fit
 data     the statistics that methods with data need, found for each tensor
 rules    role and name rules resolved to one action a tensor
+slices   sources as the recipe's slices see them, and in which slice a tensor lies
 varied   parameters that differ from tensor to tensor, by depth or by name
 operands, operations, forms   what work reads, what is done with it, what it becomes
 work     a tensor of the output, and the row ranges that are worked on as a whole
@@ -24,6 +25,7 @@ from covmerge.plan.forms import (
 )
 from covmerge.plan.operands import BASE, MERGED, Operand, expert_key
 from covmerge.plan.operations import Copy, Count, Look, Merge, Operation
+from covmerge.plan.slices import stacked
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.varied import Settings
 from covmerge.plan.work import TensorPlan, WorkItem
@@ -56,4 +58,5 @@ __all__ = [
     "expert_key",
     "head_part",
     "mask_part",
+    "stacked",
 ]

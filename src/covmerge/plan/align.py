@@ -17,7 +17,7 @@ from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.errors import InputError, TensorError
 from covmerge.plan.operands import Operand
 from covmerge.recipe import TensorRules
-from covmerge.tensors import ModelDescription
+from covmerge.tensors import ModelDescription, Stacked
 from covmerge.text import some
 from covmerge.types import Role, TensorHeader
 
@@ -67,6 +67,7 @@ class Alignment:
     Attributes:
         names: base name -> name in the expert, for tensors that take part in merging.
         missing: base names the expert lacks.
+        elsewhere: base names that the recipe's slices take from others.
         resized: base names whose vocabulary rows differ: base name -> rows in the expert.
         heads: names in the expert that are its own task head.
         head_bases: base names whose shape is another one in the expert because it is a task head.
@@ -81,6 +82,7 @@ class Alignment:
     head_bases: tuple[str, ...]
     ignored: Mapping[str, str]
     tied: Mapping[str, str]
+    elsewhere: tuple[str, ...] = ()
 
 
 def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
@@ -118,6 +120,7 @@ def align(
     """
     names: dict[str, str] = {}
     missing: list[str] = []
+    elsewhere: list[str] = []
     resized: dict[str, int] = {}
     head_bases: list[str] = []
     own_heads: list[str] = []
@@ -140,9 +143,11 @@ def align(
             # What the expert ties it to is its weight, whether or not the base ties the two.
             tied = expert.description.tied.get(name)
             found = None if tied is None else _find(tied, prefixes, expert.headers)
+        if found is None and not _takes_part(expert, name):
+            elsewhere.append(name)
+        elif found is None and not _stored_elsewhere(name, base, expert, prefixes):
+            missing.append(name)
         if found is None:
-            if not _stored_elsewhere(name, base, expert, prefixes):
-                missing.append(name)
             continue
         other = expert.headers[found]
         _check_dtypes(expert_name, header, other)
@@ -167,7 +172,14 @@ def align(
     _check_resized(expert_name, base, resized, rules)
     heads = tuple([*own_heads, *extra_heads])
     return Alignment(
-        names, tuple(missing), resized, heads, tuple(head_bases), ignored, stored_ties(expert)
+        names,
+        tuple(missing),
+        resized,
+        heads,
+        tuple(head_bases),
+        ignored,
+        stored_ties(expert),
+        tuple(elsewhere),
     )
 
 
@@ -249,6 +261,11 @@ def _find(name: str, prefixes: list[str], stored: Collection[str]) -> str | None
     for prefix in prefixes:
         candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
     return next((c for c in candidates if c in stored), None)
+
+
+def _takes_part(expert: Model, name: str) -> bool:
+    """Whether the recipe's slices, if there are any, take a tensor from this expert too."""
+    return not isinstance(expert.checkpoint, Stacked) or expert.checkpoint.gives(name)
 
 
 def _stored_elsewhere(name: str, base: Model, expert: Model, prefixes: list[str]) -> bool:

@@ -31,7 +31,7 @@ from covmerge.plan.rules import Rules
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe
-from covmerge.tensors import describe_checkpoint, matrix_shapes
+from covmerge.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
 from covmerge.types import Role, TensorHeader
 from covmerge.version import __version__
 
@@ -77,6 +77,10 @@ def build_plans(
     Item by item their plans have the same rows of the same tensor: the most that any of them must
     see at once; with `whole`, at least one matrix, so that it can be measured.
     """
+    if whole and isinstance(base, Donor):
+        raise InputError(
+            "the recipe has no base, and what is measured are updates of one: give a base"
+        )
     base_model = Model(base, describe_checkpoint(base))
     models = {name: Model(expert, describe_checkpoint(expert)) for name, expert in experts.items()}
     for name, model in models.items():
@@ -316,7 +320,7 @@ def _plan_tensors(
         operands = {
             expert: models[expert].operand(expert_key(expert), a.names.get(name), weights[expert])
             for expert, a in alignments.items()
-            if weights[expert]
+            if weights[expert] and name not in a.elsewhere
         }
         if name in head_names:
             action, role = Copy(), Role.HEAD
@@ -543,6 +547,9 @@ def _notes(
 ) -> Iterator[str]:
     yield from base.description.notes
     yield from base.checkpoint.notes
+    order = stack_order(base.checkpoint)
+    if order is not None:
+        yield f"the output has {len(order)} layers, stacked of slices; config.json says so"
     tied = [n for n, i in base.description.tensors.items() if i.tied_to in base.headers]
     if tied:
         yield f"tied tensors are merged and written once; left out: {', '.join(tied)}"

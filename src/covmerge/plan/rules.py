@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from covmerge.errors import RecipeError
 from covmerge.methods import Method, registry
 from covmerge.plan.operations import Copy, Merge
+from covmerge.plan.slices import Layers
 from covmerge.plan.varied import Settings
 from covmerge.recipe import Recipe, Rule
 from covmerge.recipe.varied import UNSAID, value_at
 from covmerge.steps import StepUse, resolve_steps, with_steps
-from covmerge.tensors import MatrixLayout, TensorInfo, relative_depths
+from covmerge.tensors import MatrixLayout, TensorInfo
 from covmerge.types import Role, TensorHeader
 
 _MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
@@ -42,8 +44,7 @@ class _Way:
     def whole(self) -> Method:
         return with_steps(self.method, self.before, self.after)
 
-    def merge(self, layout: MatrixLayout | None, name: str, depth: float) -> Merge:
-        parameters = self.settings.at(name, depth)
+    def merge(self, layout: MatrixLayout | None, parameters: Mapping[str, Any]) -> Merge:
         return Merge(self.method.name, parameters, layout, self.before, self.after)
 
     def without_matrices(self) -> _Way:
@@ -64,17 +65,19 @@ class Rules:
         Args:
             recipe: whose rules they are.
             family: model family, which decides defaults.
-            names: of the output's tensors, which tell the depth of each.
+            names: of the output's tensors, which tell how deep each lies.
 
         Raises:
             RecipeError: an unknown method, step or parameter, or a value out of range.
         """
         self._recipe = recipe
         self._family = family
-        self._depths = relative_depths(names)
+        self._layers = Layers(recipe.slices, names)
         self._way = self._resolved(recipe.method, recipe)
         for rule in recipe.rules:
             self._way_of(rule)
+        for own in recipe.slices:
+            Settings(self._way.method, own.parameters, family).check()
 
     def chosen_use(self, name: str, role: Role) -> str | None:
         """Return `use` of the first matching rule, if it has one."""
@@ -97,7 +100,7 @@ class Rules:
 
     def weight(self, expert: str, name: str) -> float:
         """Return the weight of an expert in one tensor of the output; 0: it has no part in it."""
-        weight = value_at(self._recipe.experts[expert].weight, name, self._depths[name])
+        weight = value_at(self._recipe.experts[expert].weight, name, self._layers.depth(name))
         return 1.0 if weight is UNSAID else float(weight)
 
     def matrices(self, header: TensorHeader, info: TensorInfo) -> MatrixLayout | None:
@@ -167,9 +170,9 @@ class Rules:
             way = way.without_matrices()
         method = way.whole
         text = f"{method.name} ({reason})" if reason else method.name
-        name, depth = header.name, self._depths[header.name]
+        parameters = self._parameters(way, header.name)
         if method.takes_any_shape:
-            return Decision(way.merge(None, name, depth), text)
+            return Decision(way.merge(None, parameters), text)
         if len(header.shape) < 2:
             raise RecipeError(
                 f"'{header.name}' {list(header.shape)} ({info.role}) is not a matrix, and method "
@@ -180,4 +183,12 @@ class Rules:
             layout = replace(layout, transposed=False)
         elif self._recipe.tensors.fused == "split" and info.parts is not None:
             layout = replace(layout, parts=info.parts)
-        return Decision(way.merge(layout, name, depth), text)
+        return Decision(way.merge(layout, parameters), text)
+
+    def _parameters(self, way: _Way, name: str) -> Mapping[str, Any]:
+        """Return the parameters of a way for one tensor; only those of the recipe's differ by slice."""
+        settings = way.settings
+        if settings is self._way.settings:
+            given = self._layers.parameters(name, settings.given)
+            settings = replace(settings, given=given)
+        return settings.at(name, self._layers.depth(name))

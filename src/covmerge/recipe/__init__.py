@@ -8,6 +8,7 @@ from covmerge.recipe.schema import (
     Output,
     Recipe,
     Rule,
+    Slice,
     TensorRules,
     json_schema,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "Output",
     "Recipe",
     "Rule",
+    "Slice",
     "TensorRules",
     "dump_recipe",
     "format_size",

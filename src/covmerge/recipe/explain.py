@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from covmerge.errors import RecipeError, did_you_mean
-from covmerge.recipe.schema import Expert, Output, Recipe, Rule, TensorRules
+from covmerge.recipe.schema import Expert, Output, Recipe, Rule, Slice, TensorRules
 from covmerge.recipe.strict_yaml import KeyPath, Origin
 
 _shown = Repr()
@@ -99,6 +99,8 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
             return TensorRules
         case ("rules", _):
             return Rule
+        case ("slices", _):
+            return Slice
         case ("output",):
             return Output
         case _:

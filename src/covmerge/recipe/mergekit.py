@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from covmerge.errors import RecipeError
 
-_KEYS = ("merge_method", "models", "slices", "base_model")
+_KEYS = ("merge_method", "models", "base_model")
 
 _COUNTERPART = """\
   mergekit                                         covmerge

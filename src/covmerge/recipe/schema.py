@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from covmerge.errors import RecipeError
+from covmerge.errors import RecipeError, did_you_mean
 from covmerge.findings import FAULTS, fault_name
 from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
 from covmerge.recipe.sizes import parse_size
@@ -80,6 +80,12 @@ def _weights(form: dict[str, Any]) -> dict[str, Any]:
 def _check_weight(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise ValueError(f"the weight {value!r} is not a number of at least 0 (0: no part)")
+
+
+def _layers(layers: tuple[int, int]) -> tuple[int, int]:
+    if layers[0] >= layers[1]:
+        raise ValueError(f"{list(layers)} has no layers; write [first, end), such as [0, 8]")
+    return layers
 
 
 def _faults(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -165,6 +171,48 @@ class Expert(_Model):
     @classmethod
     def _short_form(cls, value: Any) -> Any:
         return {"source": value} if isinstance(value, str) else value
+
+
+LayerRange = Annotated[
+    tuple[Annotated[int, Field(ge=0, strict=True)], Annotated[int, Field(ge=1, strict=True)]],
+    AfterValidator(_layers),
+]
+
+
+class Slice(_Model):
+    """Layers of the output that are taken, or merged, from the same places of its sources."""
+
+    experts: dict[str, LayerRange] = Field(
+        min_length=1,
+        description="The experts that take part, each with its layers: [first, end), as many of each.",
+    )
+    base: LayerRange | None = Field(
+        default=None,
+        description="The base's layers; by default those of the first expert of the slice.",
+    )
+    parameters: Parameters = Field(
+        default_factory=dict[str, Any],
+        description="Parameters of the method in this slice, over the recipe's. Depth counts its layers.",
+    )
+
+    @model_validator(mode="after")
+    def _as_many_of_each(self) -> Slice:
+        ranges = {**self.experts, **({} if self.base is None else {"base": self.base})}
+        if len({end - first for first, end in ranges.values()}) > 1:
+            told = ", ".join(f"{name} {end - first}" for name, (first, end) in ranges.items())
+            raise ValueError(f"its sources have different numbers of layers ({told})")
+        return self
+
+    @property
+    def length(self) -> int:
+        """How many layers of the output it is."""
+        first, end = next(iter(self.experts.values()))
+        return end - first
+
+    def layers(self, expert: str | None) -> range:
+        """Return the layers of an expert, or of the base; those of the first expert where it has none."""
+        own = self.base if expert is None else self.experts.get(expert)
+        return range(*(own or next(iter(self.experts.values()))))
 
 
 class TensorRules(_Model):
@@ -354,9 +402,10 @@ RANDOM, NOTHING = "random", "none"
 class Recipe(_Model):
     """A covmerge recipe: a base, its experts, a method, and what to do with which tensor."""
 
-    base: Source = Field(
+    base: Source | None = Field(
         description="The model that every expert was fine-tuned from: path of a checkpoint "
-        "(relative to the recipe file) or org/name@revision."
+        "(relative to the recipe file) or org/name@revision. `null` for methods that merge the models "
+        "themselves and need none: config, tokenizer and names are then the first expert's."
     )
     experts: dict[Annotated[str, AfterValidator(expert_name)], Expert] = Field(
         min_length=1,
@@ -395,6 +444,12 @@ class Recipe(_Model):
         "it does without. By default it is `random` where such a method is named, or none is, and the base "
         "can be run within the memory.",
     )
+    slices: tuple[Slice, ...] = Field(
+        default=(),
+        max_length=1000,
+        description="The output's layers, slice after slice, where they are not those of its sources. "
+        "What lies before the layers (embeddings) is of the first slice, what lies behind of the last.",
+    )
     tensors: TensorRules = Field(
         default_factory=TensorRules, description="What happens to tensors by kind."
     )
@@ -430,6 +485,35 @@ class Recipe(_Model):
             if other != name:
                 raise ValueError(f"{other!r} and {name!r} differ only in case; rename one of them")
         return experts
+
+    @model_validator(mode="after")
+    def _slices_of_its_experts(self) -> Recipe:
+        for number, own in enumerate(self.slices):
+            for name in own.experts:
+                if name not in self.experts:
+                    hint = did_you_mean(name, self.experts)
+                    raise ValueError(
+                        f"slices[{number}] names '{name}', and there is no such expert.{hint}"
+                    )
+            if own.base is not None and self.base is None:
+                raise ValueError(
+                    f"slices[{number}] has layers of the base, and the recipe has no base"
+                )
+        unused = [name for name in self.experts if self.slices and not self._in_a_slice(name)]
+        if unused:
+            raise ValueError(
+                f"the expert '{unused[0]}' is in no slice: remove it, or give it layers"
+            )
+        if self.slices and self.output.format == "adapter":
+            raise ValueError(
+                "'slices' make a model of its own, and 'format: adapter' updates the base"
+            )
+        if self.base is None and self.output.format == "adapter":
+            raise ValueError("'format: adapter' updates a base, and the recipe has none")
+        return self
+
+    def _in_a_slice(self, expert: str) -> bool:
+        return any(expert in own.experts for own in self.slices)
 
 
 def json_schema() -> dict[str, Any]:

@@ -146,7 +146,11 @@ def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> Non
         raise ValueError(f"{dict(form)!r} has the keys {', '.join(form)}; {_one_form()}")
     if BY_DEPTH in form:
         points: object = form[BY_DEPTH]
-        if not isinstance(points, list | tuple) or not points or not all(map(_is_number, points)):
+        if (
+            not isinstance(points, list | tuple)
+            or not points
+            or not all(_is_number(point) for point in cast("Sequence[object]", points))
+        ):
             raise ValueError(
                 f"{BY_DEPTH} is {points!r}; it is a list of numbers, from the first layer to the last"
             )
@@ -154,7 +158,10 @@ def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> Non
             check(point)
         return
     entries: object = form[BY_NAME]
-    if not isinstance(entries, list | tuple) or not 0 < len(entries) <= _MAX_ENTRIES:
+    if (
+        not isinstance(entries, list | tuple)
+        or not 0 < len(cast("Sequence[object]", entries)) <= _MAX_ENTRIES
+    ):
         raise ValueError(
             f"{BY_NAME} is {entries!r}; it is a list of {{match: PATTERN, value: VALUE}}"
         )
@@ -163,16 +170,16 @@ def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> Non
 
 
 def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> None:
-    if not isinstance(entry, Mapping) or not {"value"} <= set(entry) <= {"match", "value"}:
+    own = cast("Mapping[str, object]", entry)
+    if not isinstance(entry, Mapping) or not {"value"} <= set(own) <= {"match", "value"}:
         raise ValueError(
             f"{where} is {entry!r}; write {{match: PATTERN, value: VALUE}}, or {{value: VALUE}} for all "
             "other tensors"
         )
-    own = cast("Mapping[str, object]", entry)
     match = own.get("match", "*")
     if not isinstance(match, str) or not match:
         raise ValueError(f"{where}.match is {match!r}; it is a pattern of names, such as '*.mlp.*'")
-    if isinstance(own["value"], Mapping) and BY_NAME in own["value"]:
+    if is_varied(own["value"]) and BY_NAME in cast("Mapping[str, object]", own["value"]):
         raise ValueError(f"{where}.value is `{BY_NAME}` again; write its entries into this list")
     check_varied(own["value"], check)
 

@@ -10,22 +10,20 @@ from typing import Any
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.errors import InputError
 from covmerge.recipe import Recipe
-from covmerge.sources import OpenCheckpoints, open_checkpoints, statistics_of
+from covmerge.sources import OpenCheckpoints, open_recipe
 from covmerge.types import Json
 
 
 @contextmanager
 def sources_of(recipe: Recipe) -> Generator[OpenCheckpoints]:
     """Open base and experts as they were given to the merge."""
-    experts = {name: expert.source for name, expert in recipe.experts.items()}
-    given = [recipe.base, *experts.values()]
+    given = [recipe.base, *(expert.source for expert in recipe.experts.values())]
     with ExitStack() as stack:
         try:
-            opened = open_checkpoints(recipe.base, experts, statistics_of(recipe))
-            checkpoints = stack.enter_context(opened)
+            checkpoints = stack.enter_context(open_recipe(recipe))
         except InputError as error:
             # A state dict has no place: "<state dict>".
-            if all(source.startswith("<") or Path(source).is_absolute() for source in given):
+            if all(s is None or s.startswith("<") or Path(s).is_absolute() for s in given):
                 raise
             raise InputError(
                 f"a source of the merge cannot be opened from {Path.cwd()}, and they are recorded as they "
@@ -45,7 +43,8 @@ def pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:
         name: expert.model_copy(update={"source": at(f"expert {name}", expert.source)})
         for name, expert in recipe.experts.items()
     }
-    return recipe.model_copy(update={"base": at("base", recipe.base), "experts": experts})
+    base = None if recipe.base is None else at("base", recipe.base)
+    return recipe.model_copy(update={"base": base, "experts": experts})
 
 
 def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from covmerge.methods import registry
 from covmerge.plan import Merge, Plan, Settings
 from covmerge.recipe import Recipe, parse_recipe
 from covmerge.reporting.data import LayerCost, Report
-from covmerge.sources import open_checkpoints, statistics_of
+from covmerge.sources import open_recipe
 from covmerge.steps import resolve_steps
 from covmerge.types import Json
 from covmerge.verification import verify
@@ -46,8 +46,7 @@ class ReportJob:
         """
         manifest = read_manifest(self.folder)
         recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / "covmerge.json"))
-        sources = {name: expert.source for name, expert in recipe.experts.items()}
-        with open_checkpoints(recipe.base, sources, statistics_of(recipe)) as checkpoints:
+        with open_recipe(recipe) as checkpoints:
             job = InspectJob(
                 recipe=recipe,
                 spectra=self.spectra,

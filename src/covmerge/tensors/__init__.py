@@ -8,7 +8,9 @@ from covmerge.tensors.describe import (
     describe_checkpoint,
     family_of,
 )
+from covmerge.tensors.donor import Donor, stack_order
 from covmerge.tensors.layers import LayerName, layer_name, relative_depth, relative_depths
+from covmerge.tensors.stacked import Stacked, comes_before
 from covmerge.tensors.views import (
     FusedParts,
     MatrixLayout,
@@ -18,11 +20,14 @@ from covmerge.tensors.views import (
 )
 
 __all__ = [
+    "Donor",
     "FusedParts",
     "LayerName",
     "MatrixLayout",
     "ModelDescription",
+    "Stacked",
     "TensorInfo",
+    "comes_before",
     "conv1d_names",
     "describe",
     "describe_checkpoint",
@@ -32,5 +37,6 @@ __all__ = [
     "matrix_shapes",
     "relative_depth",
     "relative_depths",
+    "stack_order",
     "write_matrices",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,15 @@ from covmerge.checkpoints.manifest import read_manifest
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.linalg.finite import all_finite
+from covmerge.plan import stacked
+from covmerge.recipe import Slice
 from covmerge.text import some
 from covmerge.types import TensorHeader
 from covmerge.verification.adapter import check_adapter
 from covmerge.verification.files import Found, check_files, hash_files
 from covmerge.verification.outcome import DIFFERS, Check, Verification, check_heads
+
+_NO_BASE = "the recipe has no base"
 
 
 def verify(folder: str | Path, *, base: Checkpoint | None = None) -> Verification:
@@ -73,10 +77,13 @@ def examine(
         entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
         coverage = _coverage(entries, output)
         missing = ""
-        if base is None:
+        if manifest["recipe"]["base"] is None:
+            base, missing = None, _NO_BASE
+        elif base is None:
             try:
-                opened = base = open_checkpoint(_base_of(manifest))
-                base.materialize()
+                opened = open_checkpoint(_base_of(manifest))
+                opened.materialize()
+                base = stacked(_slices_of(manifest), None, opened)
             except InputError as error:
                 base, missing = None, str(error)
         values = _Values(entries, base, missing)
@@ -109,6 +116,10 @@ def _base_of(manifest: Mapping[str, Any]) -> str:
         manifest.get("sources", {}).get("base", {}).get("content", {}).get("revision")
     )
     return source if commit is None else f"{source.partition('@')[0]}@{commit}"
+
+
+def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:
+    return [Slice.model_validate(own) for own in manifest["recipe"].get("slices", ())]
 
 
 def _masks(folder: Path, experts: list[str]) -> Check:
@@ -209,16 +220,17 @@ class _Values:
         else:
             changed, against = len(self._changed), "the base"
         bad = sorted(self._not_finite)
-        checks = [
-            Check("finite", not bad, some(bad, 5) or "no NaN or Inf"),
-            Check(
-                DIFFERS,
-                changed > 0,
-                f"{changed} of {len(entries)} tensors differ, by {against}"
-                if changed
-                else f"every tensor equals the base's, by {against}: were the experts trained?",
-            ),
-        ]
+        checks = [Check("finite", not bad, some(bad, 5) or "no NaN or Inf")]
+        if self._missing == _NO_BASE:
+            return checks
+        differs = Check(
+            DIFFERS,
+            changed > 0,
+            f"{changed} of {len(entries)} tensors differ, by {against}"
+            if changed
+            else f"every tensor equals the base's, by {against}: were the experts trained?",
+        )
+        checks.append(differs)
         if self._base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]

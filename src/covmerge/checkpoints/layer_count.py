@@ -1,0 +1,61 @@
+"""What config.json says of a model's layers: how many there are, and what each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+_NESTED = ("text_config", "llm_config", "language_config", "decoder")
+
+
+def layer_count(config: Mapping[str, Any] | None) -> int | None:
+    """Return how many layers a config says there are; None where it does not say.
+
+    Example:
+        >>> layer_count({"n_layer": 12}), layer_count({"text_config": {"num_hidden_layers": 4}})
+        (12, 4)
+    """
+    for _, part in _parts(config or {}):
+        for key in _COUNTS:
+            if isinstance(part.get(key), int):
+                return int(part[key])
+    return None
+
+
+def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    """Return the config of a model whose layers are those of this one, in another order and number.
+
+    Lists with an entry for each layer, such as `layer_types`, follow.
+
+    Args:
+        config: of the model that they are taken from.
+        order: by layer of the new model, the layer that it was.
+
+    Example:
+        >>> restacked({"n_layer": 2, "layer_types": ["full", "sliding"]}, [0, 1, 1])
+        {'n_layer': 3, 'layer_types': ['full', 'sliding', 'sliding']}
+    """
+    count = layer_count(config)
+    found = dict(config)
+    for key, part in list(_parts(config)):
+        own = dict(part)
+        for name, value in part.items():
+            if name in _COUNTS and value == count:
+                own[name] = len(order)
+            elif "layer" in name and isinstance(value, list):
+                listed = cast("list[Any]", value)
+                if len(listed) == count:
+                    own[name] = [listed[index] for index in order]
+        if key:
+            found[key] = own
+        else:
+            found |= own
+    return found
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "", config
+    for key in _NESTED:
+        if isinstance(config.get(key), Mapping):
+            yield key, config[key]
