@@ -67,7 +67,7 @@ def test_bad_input(case, models, monkeypatch):
     [
         ("paramters: {}", "recipe.yml:5: unknown key 'paramters' in the recipe. Did you mean"),
         ("method: [", "not valid YAML"),
-        ("merge_method: ties", "this is a mergekit recipe"),
+        ("merge_method: ties", "unknown key 'base'"),
         ("rules: [{role: nrm, use: base}]", "recipe.yml:5"),
     ],
 )

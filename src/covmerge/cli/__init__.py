@@ -16,6 +16,7 @@ from covmerge.cli.compare import compare
 from covmerge.cli.explain import explain
 from covmerge.cli.extensions import OpenGroup
 from covmerge.cli.extract import extract
+from covmerge.cli.import_mergekit import import_mergekit
 from covmerge.cli.inspect import inspect
 from covmerge.cli.malloc import keep_freed_memory
 from covmerge.cli.merge import merge
@@ -24,6 +25,7 @@ from covmerge.cli.outcome import ReportingGroup
 from covmerge.cli.push import push
 from covmerge.cli.report import report
 from covmerge.cli.schema import schema
+from covmerge.cli.theirs import TakesTheirFlags
 from covmerge.cli.verify import verify
 from covmerge.version import __version__
 
@@ -43,9 +45,10 @@ app = typer.Typer(
     help="Merge fine-tuned models of one base into one, without data.",
     epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
 )
+app.command(cls=TakesTheirFlags)(merge)
 for command in (
-    *(merge, inspect, extract, compare, collect, methods, explain),
-    *(verify, report, push, schema),
+    *(inspect, extract, compare, collect, methods, explain),
+    *(verify, report, push, schema, import_mergekit),
 ):
     app.command()(command)
 

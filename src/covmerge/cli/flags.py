@@ -13,8 +13,10 @@ from covmerge.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.comparison import Wanted
 from covmerge.engine import RunOptions
 from covmerge.errors import RecipeError, did_you_mean
+from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe, parse_size
+from covmerge.recipe.mergekit import Told
 from covmerge.recipe.strict_yaml import parse_yaml
 
 _SUFFIXES = (".yml", ".yaml", ".json")
@@ -42,6 +44,8 @@ class RecipeFlags:
     form: str | None = None
     rank: int | None = None
     whole: bool | None = None
+    seed: int | None = None
+    lenient: bool = False
 
 
 def place_paths(
@@ -95,7 +99,11 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
             raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
         data: dict[str, Any] = {"experts": {}}
     else:
-        data = dump_recipe(load_recipe(file))
+        told = Told(flags.lenient)
+        data = dump_recipe(load_recipe(file, told))
+        for kind, messages in (("warning", told.warnings), ("note", told.notes)):
+            for message in messages:
+                say(kind, message)
     for name, source in pairs("--expert", flags.experts, "code=./code").items():
         data["experts"][name] = {"source": source}
     for name, weight in _values("--weight", flags.weights, "code=0.5").items():
@@ -112,6 +120,8 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         data["experts"][name]["statistics"] = path
     _set_method(data, flags, file)
     _section(data, "parameters").update(_values("--set", flags.parameters, "eps=1e-5"))
+    if flags.seed is not None and registry.get(data.get("method") or "average").has("seed"):
+        _section(data, "parameters")["seed"] = flags.seed
     _section(data, "tensors").update(pairs("--tensors", flags.tensors, "embeddings=base"))
     _section(data, "output").update(
         _given(

@@ -16,7 +16,7 @@ def merge(
         typer.Argument(
             metavar="RECIPE.yml",
             show_default=False,
-            help="Recipe file; flags override what it says.",
+            help="Recipe file, of covmerge or of mergekit; flags override what it says.",
         ),
     ] = None,
     second: Annotated[
@@ -50,6 +50,23 @@ def merge(
             help="A parameter of the method, see `covmerge methods NAME`.",
         ),
     ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            rich_help_panel=options.HOW,
+            help="Seed of methods that draw random numbers, as --set seed=N; others take no notice.",
+        ),
+    ] = None,
+    lenient: Annotated[
+        bool,
+        typer.Option(
+            "--lenient",
+            rich_help_panel=options.HOW,
+            help="Leave out unknown keys and parameters of a mergekit recipe, with a warning.",
+        ),
+    ] = False,
     before: options.Before = None,
     after: options.After = None,
     tensors: options.Tensors = None,
@@ -140,6 +157,8 @@ def merge(
             form=form,
             rank=rank,
             whole=whole or None,
+            seed=seed,
+            lenient=lenient,
         ),
     )
     how = flags.run_options(

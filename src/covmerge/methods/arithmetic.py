@@ -12,13 +12,15 @@ from torch import Tensor
 from covmerge.registry import PerExpert
 from covmerge.types import LinearGroup
 
+STORED = "stored"  # of `arithmetic`: the plan knows of each tensor which dtype that is
+
 _T = TypeVar("_T", int, float)
 
 ArithmeticParameter = Annotated[
-    Literal["float16", "bfloat16", "float32", "float64"] | None,
+    Literal["float16", "bfloat16", "float32", "float64", "stored"] | None,
     Field(
-        description="inputs are cast to this dtype, and each operation rounds to it; null: that of the "
-        "computation"
+        description="inputs are cast to this dtype, and each operation rounds to it; `stored`: the one "
+        "that the models are stored in; null: that of the computation"
     ),
 ]
 Weight = Annotated[
@@ -44,7 +46,7 @@ def inputs_of(group: LinearGroup, arithmetic: str | None) -> tuple[Tensor, Seque
     Half-precision numbers are float32 numbers, so that a file's bits come through a group in float32.
     """
     assert group.base is not None
-    dtype = group.base.dtype if arithmetic is None else getattr(torch, arithmetic)
+    dtype = group.base.dtype if arithmetic in (None, STORED) else getattr(torch, arithmetic)
     return group.base.to(dtype), [model.to(dtype) for model in group.models]
 
 

@@ -34,6 +34,7 @@ def elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     cost=elementwise_cost,
     factored="both",
     unit="element",
+    stands_alone=True,
 )
 def average(group: LinearGroup) -> Merged:
     """Average the experts' weights.

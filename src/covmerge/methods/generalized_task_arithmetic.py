@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -19,6 +19,7 @@ from covmerge.methods.arithmetic import (
     weights_of,
     wide,
 )
+from covmerge.methods.mergekit import IN_ORDER
 from covmerge.methods.registry import Laws, Parameters, Reference, Unit, register
 from covmerge.methods.sparsify import Numbers, Sparsify, sparse
 from covmerge.registry import PerExpert
@@ -96,11 +97,12 @@ def generalized_task_arithmetic(
     scale: Annotated[float, Field(description="λ, factor of what is added")] = 1.0,
     seed: Annotated[int, Field(ge=0, description="seed of the random masks")] = 0,
     drawn: Annotated[
-        int | list[int] | None,
+        int | list[int] | Literal["in_order"] | None,
         PerExpert(),
         Field(
             description="numbers of torch's one stream of this seed that were drawn before each expert's "
-            "of this tensor; null: each tensor of each expert has a stream of its own"
+            "of this tensor; in_order: by tensors in the order of their names; null: each tensor of each "
+            "expert has a stream of its own"
         ),
     ] = None,
     arithmetic: ArithmeticParameter = None,
@@ -152,7 +154,8 @@ def generalized_task_arithmetic(
     base, models = inputs_of(group, arithmetic)
     factors = torch.tensor(weights_of(weight, group), dtype=base.dtype, device=base.device)
     shares, bands, widths = each(density, group), each(gamma, group), each(epsilon, group)
-    starts = [None] * len(models) if drawn is None else each(drawn, group)
+    alone = drawn is None or drawn == IN_ORDER
+    starts = [None] * len(models) if alone else each(drawn, group)
     added: list[Tensor] = []
     for t, model in enumerate(models):
         left = sparse(

@@ -12,13 +12,17 @@ from torch import Tensor
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.lapack import lengths
 from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of, wide
-from covmerge.methods.registry import Laws, Reference, register
+from covmerge.methods.registry import Laws, Parameters, Reference, register
 from covmerge.types import LinearGroup
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
     return Cost(100.0 * count * size, (2 * count + 6) * size * itemsize)
+
+
+def _stands_alone(parameters: Parameters) -> bool:
+    return parameters["base_place"] is None
 
 
 @register(
@@ -40,6 +44,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     cost=_cost,
     unit="tensor",
     sees="weights",
+    stands_alone=_stands_alone,
 )
 def karcher(
     group: LinearGroup,

@@ -11,7 +11,7 @@ from torch import Tensor
 from covmerge.errors import RecipeError
 from covmerge.linalg.auto import Cost
 from covmerge.methods.arithmetic import ArithmeticParameter, Weight, inputs_of, weights_of, wide
-from covmerge.methods.registry import Laws, Reference, register
+from covmerge.methods.registry import Laws, Parameters, Reference, register
 from covmerge.types import LinearGroup
 
 
@@ -19,6 +19,10 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     """One multiply-add an element and model; of inputs in another dtype copies are held."""
     size = d_out * d_in
     return Cost(2.0 * count * size, (count + 2) * size * itemsize)
+
+
+def _stands_alone(parameters: Parameters) -> bool:
+    return parameters["base_weight"] is None
 
 
 @register(
@@ -41,6 +45,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     cost=_cost,
     unit="element",
     sees="weights",
+    stands_alone=_stands_alone,
 )
 def linear(
     group: LinearGroup,

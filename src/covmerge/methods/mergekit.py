@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+IN_ORDER = "in_order"  # of `drawn`: the plan counts, tensor after tensor
+
 # mergekit 0.1.5's delta family, as settings of `generalized_task_arithmetic`.
 _CONSENSUS = {"consensus": True}
 _KEPT_LENGTH = {"rescale": True}

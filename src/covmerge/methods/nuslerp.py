@@ -11,7 +11,7 @@ from torch import Tensor
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.lapack import lengths
 from covmerge.methods.arithmetic import ArithmeticParameter, Weight, inputs_of, weights_of
-from covmerge.methods.registry import Laws, register
+from covmerge.methods.registry import Laws, Parameters, register
 from covmerge.types import LinearGroup
 
 _SHORT = 1e-7  # a length below it is not divided by
@@ -28,6 +28,10 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(40.0 * d_out * d_in, (2 * count + 6) * d_out * d_in * itemsize)
 
 
+def _stands_alone(parameters: Parameters) -> bool:
+    return parameters["around"] == "zero"
+
+
 @register(
     "nuslerp",
     equation="W̄ = sin((1 − t)θ)/sin θ W_1 + sin(tθ)/sin θ W_2,  t = w_2 / (w_1 + w_2)",
@@ -41,6 +45,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     cost=_cost,
     unit="tensor",
     sees="weights",
+    stands_alone=_stands_alone,
     experts=(2, 2),
 )
 def nuslerp(

@@ -26,6 +26,7 @@ from covmerge.types import LinearGroup
     cost=elementwise_cost,
     unit="element",
     sees="weights",
+    stands_alone=True,
     experts=(1, 1),
 )
 def passthrough(

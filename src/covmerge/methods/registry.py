@@ -137,6 +137,8 @@ class Method(Declared):
         experts: the fewest and the most experts that it merges; None: there is no most.
         base_inputs: `LinearGroup.inputs` is what was measured of the base's layer inputs, where anything
             was; it can do without.
+        stands_alone: whether the merged weights do not depend on W_0, so that there need not be one; or a
+            function of the parameters that says so.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
         family_defaults: parameters that the paper sets per model family.
     """
@@ -160,6 +162,7 @@ class Method(Declared):
     sees: Sees = "updates"
     experts: tuple[int, int | None] = (1, None)
     base_inputs: bool = False
+    stands_alone: bool | Callable[[Parameters], bool] = False
     published_tuning: str = ""
     family_defaults: Mapping[str, Mapping[str, Any]] = field(
         default_factory=dict[str, Mapping[str, Any]]
@@ -202,6 +205,11 @@ class Method(Declared):
         """Whether it merges so many experts."""
         least, most = self.experts
         return least <= count and (most is None or count <= most)
+
+    def without_base(self, parameters: Parameters) -> bool:
+        """Whether the merged weights do not depend on the base with these parameters."""
+        alone = self.stands_alone
+        return alone(parameters) if callable(alone) else alone
 
     @property
     def experts_text(self) -> str:

@@ -67,7 +67,6 @@ class Alignment:
     Attributes:
         names: base name -> name in the expert, for tensors that take part in merging.
         missing: base names the expert lacks.
-        elsewhere: base names that the recipe's slices take from others.
         resized: base names whose vocabulary rows differ: base name -> rows in the expert.
         heads: names in the expert that are its own task head.
         head_bases: base names whose shape is another one in the expert because it is a task head.
@@ -82,7 +81,6 @@ class Alignment:
     head_bases: tuple[str, ...]
     ignored: Mapping[str, str]
     tied: Mapping[str, str]
-    elsewhere: tuple[str, ...] = ()
 
 
 def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
@@ -120,7 +118,6 @@ def align(
     """
     names: dict[str, str] = {}
     missing: list[str] = []
-    elsewhere: list[str] = []
     resized: dict[str, int] = {}
     head_bases: list[str] = []
     own_heads: list[str] = []
@@ -143,11 +140,9 @@ def align(
             # What the expert ties it to is its weight, whether or not the base ties the two.
             tied = expert.description.tied.get(name)
             found = None if tied is None else _find(tied, prefixes, expert.headers)
-        if found is None and not _takes_part(expert, name):
-            elsewhere.append(name)
-        elif found is None and not _stored_elsewhere(name, base, expert, prefixes):
-            missing.append(name)
         if found is None:
+            if _takes_part(expert, name) and not _stored_elsewhere(name, base, expert, prefixes):
+                missing.append(name)
             continue
         other = expert.headers[found]
         _check_dtypes(expert_name, header, other)
@@ -179,7 +174,6 @@ def align(
         tuple(head_bases),
         ignored,
         stored_ties(expert),
-        tuple(elsewhere),
     )
 
 

@@ -13,6 +13,7 @@ from covmerge.errors import InputError, RecipeError
 from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED, choose
+from covmerge.methods.mergekit import IN_ORDER
 from covmerge.methods.registry import Unit
 from covmerge.plan.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
@@ -28,6 +29,7 @@ from covmerge.plan.forms import AdapterFactors, ModelTensor, Unwritten, head_par
 from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.rules import Rules
+from covmerge.plan.settled import settled
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe
@@ -148,10 +150,15 @@ def _draft(
         }
     alignments = aligned[key]
     head_names = _head_names(base, alignments)
-    tensors = tuple(
+    found = (
         find_statistics(recipe, tensor, statistics)
         for tensor in _plan_tensors(recipe, base, rules, models, alignments, head_names)
     )
+    tensors = settled(
+        tuple(found), lambda expert, operand: models[expert].dtype(str(operand.tensor))
+    )
+    if isinstance(base.checkpoint, Donor):
+        _check_without_base(tensors)
     wanted = registry.get(recipe.method).data
     if wanted != "none" and not any(tensor.statistics for tensor in tensors):
         held = next((file.names(wanted)[0] for file in statistics.values()), None)
@@ -170,6 +177,19 @@ def _draft(
         return draft
     adapter = plan_adapter(recipe, tensors, checkpoints)
     return replace(draft, tensors=adapter.tensors, adapter=adapter)
+
+
+def _check_without_base(tensors: Sequence[TensorPlan]) -> None:
+    """Refuse what is nothing without a base."""
+    for tensor in tensors:
+        merge = tensor.operation
+        if not isinstance(merge, Merge):
+            continue
+        if merge.before or merge.after or not merge.procedure.without_base(merge.parameters):
+            raise RecipeError(
+                f"method '{merge.method}' merges updates of a base ('{tensor.name}'), and the recipe has "
+                "none: write `base: SOURCE`, or take a method of the models themselves, such as `linear`"
+            )
 
 
 def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]:
@@ -316,11 +336,14 @@ def _plan_tensors(
             continue  # merged and written once, under the name it is tied to
         decision = rules.decide(header, info)
         action, rule, role = decision.action, decision.rule, info.role
-        weights = {expert: rules.weight(expert, name) for expert in alignments}
+        taking_part = rules.layers.experts(name, alignments)
+        weights = {expert: rules.weight(expert, name) for expert in taking_part}
         operands = {
-            expert: models[expert].operand(expert_key(expert), a.names.get(name), weights[expert])
-            for expert, a in alignments.items()
-            if weights[expert] and name not in a.elsewhere
+            expert: models[expert].operand(
+                expert_key(expert), alignments[expert].names.get(name), weight
+            )
+            for expert, weight in weights.items()
+            if weight
         }
         if name in head_names:
             action, role = Copy(), Role.HEAD
@@ -367,8 +390,8 @@ def _for_experts(
             f"({', '.join(operands)}): choose another method"
         )
     present = [expert for expert, operand in operands.items() if operand.tensor is not None]
-    if not present:
-        return Copy(), "base (no expert has it)"
+    if not present and merge.parameters.get("drawn") != IN_ORDER:
+        return Copy(), "base (no expert has it)"  # else it draws random numbers all the same
     if not skip_missing:
         present = list(operands)
     elif not method.takes(len(present)):

@@ -72,7 +72,7 @@ class Rules:
         """
         self._recipe = recipe
         self._family = family
-        self._layers = Layers(recipe.slices, names)
+        self.layers = Layers(recipe.slices, names)
         self._way = self._resolved(recipe.method, recipe)
         for rule in recipe.rules:
             self._way_of(rule)
@@ -100,7 +100,7 @@ class Rules:
 
     def weight(self, expert: str, name: str) -> float:
         """Return the weight of an expert in one tensor of the output; 0: it has no part in it."""
-        weight = value_at(self._recipe.experts[expert].weight, name, self._layers.depth(name))
+        weight = value_at(self._recipe.experts[expert].weight, name, self.layers.depth(name))
         return 1.0 if weight is UNSAID else float(weight)
 
     def matrices(self, header: TensorHeader, info: TensorInfo) -> MatrixLayout | None:
@@ -189,6 +189,6 @@ class Rules:
         """Return the parameters of a way for one tensor; only those of the recipe's differ by slice."""
         settings = way.settings
         if settings is self._way.settings:
-            given = self._layers.parameters(name, settings.given)
+            given = self.layers.parameters(name, settings.given)
             settings = replace(settings, given=given)
-        return settings.at(name, self._layers.depth(name))
+        return settings.at(name, self.layers.depth(name))

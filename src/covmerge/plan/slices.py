@@ -62,13 +62,16 @@ class Layers:
         own, place = self._places[layer.index]
         return relative_depth(place, own.length)
 
+    def experts(self, name: str, experts: Iterable[str]) -> list[str]:
+        """Return the experts that take part in a tensor, in the order of its slice."""
+        return list(self._slice(name).experts if self._slices else experts)
+
     def parameters(self, name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the parameters of the recipe's method for a tensor: its slice's over the recipe's."""
-        if not self._slices:
-            return given
+        return {**given, **self._slice(name).parameters} if self._slices else given
+
+    def _slice(self, name: str) -> Slice:
         layer = layer_name(name)
         if layer is None:
-            own = self._slices[0 if comes_before(name) else -1]
-        else:
-            own, _ = self._places[layer.index]
-        return {**given, **own.parameters}
+            return self._slices[0 if comes_before(name) else -1]
+        return self._places[layer.index][0]

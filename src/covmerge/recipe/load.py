@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from covmerge.errors import InputError, RecipeError
 from covmerge.identifiers import hub_id
 from covmerge.recipe.explain import explain, key_path
-from covmerge.recipe.mergekit import refuse_mergekit
+from covmerge.recipe.mergekit import Told, compile_mergekit, is_mergekit
 from covmerge.recipe.schema import NOTHING, RANDOM, Recipe
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_yaml
 from covmerge.stores.address import local_path
@@ -20,16 +20,43 @@ from covmerge.stores.regular_file import open_regular
 _MAX_BYTES = 1 << 20
 
 
-def load_recipe(path: str | Path) -> Recipe:
-    """Read a recipe file (YAML, of which JSON is a part).
+def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
+    """Read a recipe file (YAML, of which JSON is a part), of covmerge or of mergekit.
 
-    Relative paths in it are relative to the file's folder.
+    Relative paths in it are relative to the file's folder; in mergekit's recipes to the working directory,
+    and then to that.
+
+    Args:
+        path: the file.
+        told: how strictly a recipe of mergekit's is read, and where notes on it are put.
 
     Raises:
         RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each
             problem, with file, line, key and what is allowed.
     """
-    path = Path(path)
+    data, origin = _read(Path(path))
+    if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
+        ours = compile_mergekit(theirs, origin, told or Told(), Path(path).parent)
+        return _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
+    return _beside(_validate(data, origin), Path(path).parent, origin)
+
+
+def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:
+    """Return what a recipe file of mergekit's is in covmerge's words, with paths as seen from here.
+
+    Raises:
+        RecipeError: it is none, or what it says cannot be done; one line for each problem.
+    """
+    data, origin = _read(Path(path))
+    if not isinstance(data, dict) or not is_mergekit(theirs := cast("dict[str, Any]", data)):
+        raise RecipeError(f"{path} is no recipe of mergekit: it has no `merge_method`")
+    ours = compile_mergekit(theirs, origin, told, Path(path).parent)
+    _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
+    return ours
+
+
+def _read(path: Path) -> tuple[Any, Origin]:
+    """Read a short YAML file."""
     try:
         with open_regular(path) as file:
             content = file.read(_MAX_BYTES + 1)
@@ -41,15 +68,14 @@ def load_recipe(path: str | Path) -> Recipe:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    data, origin = parse_yaml(text, str(path))
-    return _beside(_validate(data, origin), path.parent, origin)
+    return parse_yaml(text, str(path))
 
 
 def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
     """Return the recipe that a mapping describes; sources are taken as they are.
 
     Args:
-        mapping: what a recipe file holds, as `dump_recipe` returns it.
+        mapping: what a recipe file holds, as `dump_recipe` returns it; or one of mergekit's.
         origin: a name for messages, such as "command line".
 
     Raises:
@@ -60,7 +86,10 @@ def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recip
         >>> recipe.method, recipe.experts["code"].weight
         ('', 1.0)
     """
-    return _validate(dict(mapping), Origin(origin))
+    data = dict(mapping)
+    if is_mergekit(data):
+        data = compile_mergekit(data, Origin(origin), Told())
+    return _validate(data, Origin(origin))
 
 
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -85,7 +114,6 @@ def _validate(data: Any, origin: Origin) -> Recipe:
             f"{origin.name}: {kind}; a recipe is a mapping with the keys "
             f"{', '.join(Recipe.model_fields)}"
         )
-    refuse_mergekit(cast("dict[str, Any]", data), origin.name)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:

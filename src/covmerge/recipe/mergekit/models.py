@@ -1,0 +1,111 @@
+"""References to models, as mergekit writes them, and names for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from covmerge.identifiers import EXPERT_NAME_LENGTH
+from covmerge.recipe.mergekit.reading import Part
+
+_UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A model, and an adapter of it if there is one.
+
+    Attributes:
+        model: path, or org/name@revision.
+        lora: the same of the adapter.
+    """
+
+    model: str
+    lora: str | None = None
+
+    def __str__(self) -> str:
+        """As mergekit writes it."""
+        return self.model if self.lora is None else f"{self.model}+{self.lora}"
+
+
+def reference(part: Part, key: str) -> Reference:
+    """Return the model that is named under a key: a text, or a mapping."""
+    value = part.data.get(key)
+    if isinstance(value, str) and value:
+        return _of_text(part, key, value)
+    if not isinstance(value, Mapping):
+        part.refuse(
+            f"`{key}` is {value!r}; it is a path, org/name@revision, model+adapter, or a mapping with "
+            "`model` and `lora`",
+            key,
+        )
+    own = part.part(key)
+    own.check_keys(("model", "lora", "override_architecture"))
+    if "override_architecture" in own.data:
+        own.told.notes.append(
+            f"override_architecture of {own.data.get('model')!r} is of no meaning: covmerge goes by the "
+            "names of the tensors"
+        )
+    lora = None if own.data.get("lora") is None else _path(own, "lora")
+    return Reference(_path(own, "model"), lora)
+
+
+def names_of(references: Iterable[Reference]) -> dict[Reference, str]:
+    """Return a name for each model: the last part of its path, with a number where that is taken.
+
+    Example:
+        >>> list(names_of([Reference("a/x@v1"), Reference("b/x"), Reference("m", "./lora")]).values())
+        ['x', 'x-2', 'lora']
+    """
+    found: dict[Reference, str] = {}
+    taken: set[str] = set()
+    for own in dict.fromkeys(references):
+        path = (own.lora or own.model).partition("@")[0].rstrip("/")
+        stem = _UNFIT.sub("-", path.rpartition("/")[2]).strip("-.") or "model"
+        stem = stem[: EXPERT_NAME_LENGTH - 5]
+        name, number = stem, 2
+        while name.lower() in taken:
+            name, number = f"{stem}-{number}", number + 1
+        taken.add(name.lower())
+        found[own] = name
+    return found
+
+
+def located(source: str, beside: Path | None) -> str:
+    """Return a source as covmerge reads it: a path that is there is one, and never asked for on the Hub.
+
+    Args:
+        source: as mergekit has it, which goes by the working directory.
+        beside: the recipe's folder, where it is looked for next; None: nowhere.
+    """
+    for folder in (Path(), *(() if beside is None else (beside,))):
+        path = folder / Path(source).expanduser()
+        if path.exists():
+            return str(path) if path.is_absolute() or path.parts[:1] == ("..",) else f"./{path}"
+    return source
+
+
+def _of_text(part: Part, key: str, text: str) -> Reference:
+    model, *lora = text.split("+")
+    if Path(text).expanduser().exists() or not lora:
+        return Reference(text)
+    if len(lora) > 1 or not model or not lora[0]:
+        part.refuse(f"`{key}` is {text!r}; it is a model, or model+adapter", key)
+    return Reference(model, lora[0])
+
+
+def _path(part: Part, key: str) -> str:
+    value = part.data.get(key)
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, Mapping):
+        part.refuse(f"`{key}` is {value!r}; it is a path, or org/name@revision", key)
+    own = part.part(key)
+    own.check_keys(("path", "revision"))
+    path, revision = own.data.get("path"), cast("Any", own.data.get("revision"))
+    if not isinstance(path, str) or not path or not (revision is None or isinstance(revision, str)):
+        own.refuse(f"{dict(own.data)!r} is not {{path: PATH, revision: REVISION}}")
+    return path if revision is None else f"{path}@{revision}"

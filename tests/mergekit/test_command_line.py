@@ -1,0 +1,82 @@
+"""mergekit's flags, and `covmerge import-mergekit`."""
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from covmerge.cli import app
+from covmerge.cli.theirs import translated
+from covmerge.errors import RecipeError
+
+THEIRS = "merge_method: linear\nmodels: [{model: org/a, parameters: {weight: [0, 1], wieght: 2}}]\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        (["--cuda"], ["--device", "cuda"]),
+        (["--num-threads", "2"], ["--threads", "2"]),
+        (["-j", "2"], ["--threads", "2"]),
+        (["--random-seed=7"], ["--seed", "7"]),
+        (["--out-shard-size", "500M"], ["--shard-size", "500000000"]),
+        (["--lora-merge-cache", "./cache", "--dry-run"], ["--dry-run"]),
+        (["--copy-tokenizer", "--lazy-unpickle", "--allow-crimes", "--low-cpu-memory"], []),
+        (["--unsafe-truncate-embeddings"], ["--tensors", "vocabulary=base"]),
+        (["r.yml", "OUT", "--method", "ties"], ["r.yml", "OUT", "--method", "ties"]),
+    ],
+)
+def test_flags_are_ours_or_need_nothing(given, ours):
+    assert translated(given) == ours
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--transformers-cache", "x"], "set HF_HOME"),
+        (["--multi-gpu"], "--device cuda:0"),
+        (["--no-copy-tokenizer"], "remove its files from the output"),
+        (["--out-shard-size", "5GiB"], "is not a number with K, M or B"),
+    ],
+)
+def test_flags_that_are_refused_say_what_replaces_them(given, said):
+    with pytest.raises(RecipeError, match=said):
+        translated(given)
+
+
+def test_a_flag_that_is_refused_ends_as_any_bad_input(tmp_path):
+    ran = CliRunner().invoke(app, ["merge", "r.yml", str(tmp_path / "out"), "--multi-gpu"])
+    assert ran.exit_code == 2
+    assert "--multi-gpu is mergekit's, and covmerge has none" in ran.output
+
+
+class TestImport:
+    def run(self, folder, *flags, text=THEIRS):
+        file = folder / "their.yml"
+        file.write_text(text)
+        return CliRunner().invoke(app, ["import-mergekit", str(file), *flags])
+
+    def test_what_it_prints_is_a_recipe(self, tmp_path):
+        ran = self.run(tmp_path, "--lenient")
+        assert ran.exit_code == 0
+        assert "linear has no parameter 'wieght'" in ran.stderr
+        assert yaml.safe_load(ran.stdout) == {
+            "base": None,
+            "experts": {"a": "org/a"},
+            "method": "linear",
+            "parameters": {
+                "arithmetic": "stored",
+                "normalize": True,
+                "weight": {"by_depth": [0, 1]},
+            },
+        }
+
+    def test_what_is_unknown_ends_it(self, tmp_path):
+        ran = self.run(tmp_path)
+        assert ran.exit_code == 2
+        assert "Did you mean 'weight'?" in ran.stderr
+        assert ran.stdout == ""
+
+    def test_a_recipe_of_covmerges(self, tmp_path):
+        ran = self.run(tmp_path, text="base: a\nexperts: {b: b}\n")
+        assert ran.exit_code == 2
+        assert "is no recipe of mergekit" in ran.stderr

@@ -1,0 +1,232 @@
+"""What mergekit's recipes become, what is refused, and by which words."""
+
+from pathlib import Path
+
+import pytest
+
+from covmerge.errors import RecipeError
+from covmerge.recipe import load_recipe, parse_recipe
+from covmerge.recipe.mergekit import Told, compile_mergekit
+from covmerge.recipe.mergekit.models import Reference, located, names_of
+from covmerge.recipe.strict_yaml import parse_yaml
+
+TIES = "merge_method: ties\nbase_model: org/base\n"
+MODELS = "models:\n  - {model: org/a, parameters: {weight: 1}}\n  - {model: org/b}\n"
+WEIGHT = "parameters: {weight: 0.5}\n"
+
+
+def compiled(text, told=None):
+    data, origin = parse_yaml(text, "their.yml")
+    return compile_mergekit(data, origin, told or Told())
+
+
+def refused(text):
+    with pytest.raises(RecipeError) as caught:
+        compiled(text)
+    return str(caught.value)
+
+
+class TestModels:
+    @pytest.mark.parametrize(
+        ("written", "source"),
+        [
+            ("org/a@v1", "org/a@v1"),
+            ("{model: org/a}", "org/a"),
+            ("{model: {path: org/a, revision: v1}}", "org/a@v1"),
+            ("{model: org/base, lora: org/lora}", "org/lora"),
+            ("org/base+org/lora@v2", "org/lora@v2"),
+        ],
+    )
+    def test_references(self, written, source):
+        ours = compiled(f"{TIES}models: [{{model: {written}}}]\n{WEIGHT}")
+        assert ours["base"] == "org/base"
+        assert list(ours["experts"].values()) == [source]
+
+    def test_a_path_that_is_there_is_no_hub_id(self, tmp_path, monkeypatch):
+        (tmp_path / "org" / "a+b").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        ours = compiled(f"{TIES}models: [{{model: org/a+b}}]\n{WEIGHT}")
+        assert ours["experts"] == {"a-b": "./org/a+b"}
+        monkeypatch.chdir("/")
+        assert located("org/a+b", tmp_path) == f"{tmp_path}/org/a+b"
+        assert located("org/nothing", tmp_path) == "org/nothing"
+
+    def test_names_are_told_apart(self):
+        names = names_of([Reference("a/x"), Reference("b/X"), Reference("b/x y/")])
+        assert list(names.values()) == ["x", "X-2", "x-y"]
+
+    def test_adapters_of_several_models(self):
+        text = "merge_method: linear\nmodels: [{model: a+l}, {model: b+l}]\n" + WEIGHT
+        assert "adapters are of the base, and here of several models (a, b)" in refused(text)
+
+    def test_without_a_base_adapters_bring_their_own(self):
+        ours = compiled("merge_method: linear\nmodels: [{model: m+l}, {model: m}]\n" + WEIGHT)
+        assert (ours["base"], ours["experts"]) == ("m", {"l": "l", "m": "m"})
+
+
+class TestParameters:
+    def test_the_nearest_place_decides(self):
+        ours = compiled(TIES + MODELS + "parameters: {weight: 0.5, density: 0.2, lambda: 2}\n")
+        assert ours["parameters"] == {
+            "sparsify": "magnitude",
+            "consensus": True,
+            "arithmetic": "stored",
+            "weight": [1, 0.5],
+            "density": 0.2,
+            "normalize": True,
+            "rescale": False,
+            "scale": 2,
+        }
+
+    def test_filters_fall_through_to_the_next_place(self):
+        models = "models: [{model: a, parameters: {weight: [{filter: mlp, value: [0, 1]}]}}]\n"
+        ours = compiled(
+            TIES + models + "parameters: {weight: [{filter: attn, value: 2}, {value: 3}]}"
+        )
+        assert ours["parameters"]["weight"] == {
+            "by_name": [
+                {"match": "*mlp*", "value": {"by_depth": [0, 1]}},
+                {"match": "*attn*", "value": 2},
+                {"value": 3},
+            ]
+        }
+
+    def test_a_filter_for_everything(self):
+        models = "models: [{model: a, parameters: {weight: {filter: '*', value: 2}}}]\n"
+        assert compiled(TIES + models)["parameters"]["weight"] == 2
+
+    def test_a_required_one_that_is_not_said(self):
+        assert "org/b has no `weight`" in refused(TIES + MODELS)
+        models = "models: [{model: a, parameters: {weight: [{filter: mlp, value: 1}]}}]\n"
+        assert "a has no `weight` where no filter fits" in refused(TIES + models)
+
+    @pytest.mark.parametrize(
+        ("more", "said"),
+        [
+            (
+                "parameters: {wieght: 1}",
+                "their.yml:5: ties has no parameter 'wieght'. Did you mean 'weight'?",
+            ),
+            ("parameters: {epsilon: 0.1}", "their.yml:5: ties has no parameter 'epsilon'."),
+            (
+                "paramters: {weight: 1}",
+                "their.yml:5: unknown key 'paramters'. Did you mean 'parameters'?",
+            ),
+        ],
+    )
+    def test_what_is_unknown_is_named_with_the_nearest(self, more, said):
+        text = f"{TIES}models:\n  - {{model: org/a, parameters: {{weight: 1}}}}\n{more}"
+        assert refused(text).startswith(said)
+        told = Told(lenient=True)
+        compiled(text, told)
+        assert told.warnings[0].startswith(said)
+        assert told.warnings[0].endswith("It is left out (--lenient)")
+
+    def test_of_a_model_and_one_for_all(self):
+        models = "models: [{model: a, parameters: {weight: 1, normalize: false}}]\n"
+        assert "'normalize' of a model: it is one for all" in refused(TIES + models)
+
+    def test_a_gradient_of_words(self):
+        assert "a gradient is a list of numbers" in refused(
+            TIES + "models: [{model: a, parameters: {weight: [a, b]}}]"
+        )
+
+    def test_nuslerps_two_switches_are_one_word(self):
+        text = (
+            "merge_method: nuslerp\n" + MODELS + "parameters: {weight: 1, nuslerp_flatten: false}"
+        )
+        assert compiled(text)["parameters"]["by"] == "rows"
+
+    def test_covmerges_own_method_with_its_own_parameters(self):
+        told = Told()
+        ours = compiled(
+            "merge_method: ace\nbase_model: org/base\n"
+            + MODELS
+            + "parameters: {eps: 0.01, density: 1}",
+            told,
+        )
+        assert ours["method"] == "ace"
+        assert ours["parameters"] == {"eps": 0.01}
+        assert ours["experts"] == {"a": {"source": "org/a", "weight": 1}, "b": "org/b"}
+        assert "density" in told.notes[0]
+
+
+class TestWholeRecipes:
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("merge_method: tise\nmodels: [{model: a}]", "merge_method is 'tise'"),
+            ("merge_method: ties\nmodels: [{model: a}]", "ties needs `base_model`"),
+            (TIES, "exactly one of `models` and `slices`"),
+            (f"{TIES}models: []", "`models` is []; it is a list"),
+            (f"{TIES}models: [{{model: a}}, {{model: a}}]", "a is named twice"),
+            (f"{TIES}models: [3]", "3 is not a mapping"),
+            (f"{TIES}models: [{{model: a+b+c}}]", "it is a model, or model+adapter"),
+            (f"{TIES}models: [{{model: {{modle: a}}}}]", "unknown key 'modle'"),
+            (f"{TIES}modules: {{text: 1}}", "`modules`: models of several modules"),
+            (
+                f"{TIES}{MODELS}tokenizer_source: union",
+                "`tokenizer_source`: tokenizers are not merged",
+            ),
+            (
+                f"{TIES}{MODELS}tokenizer: {{source: base}}",
+                "`tokenizer`: tokenizers are not merged",
+            ),
+            (
+                f"{TIES}{MODELS}chat_template: auto",
+                "`chat_template`: the chat template is the base's",
+            ),
+            (f"{TIES}{MODELS}{WEIGHT}dtype: int8", "dtype is 'int8'; it is one of float32"),
+            (
+                "merge_method: slerp\nbase_model: b\nmodels: [{model: a}, {model: c}]\nparameters: {t: 0}",
+                "slerp merges 1 models beside a base, and there are 2: a, c",
+            ),
+        ],
+    )
+    def test_what_is_refused(self, text, said):
+        assert said in refused(text)
+
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ("{model: a}", "layer_range is None; it is [first, end)"),
+            ("{model: a, layer_range: [0, 1, 2]}", "it is [first, end)"),
+            (
+                "{model: a, layer_range: [4, 8], parameters: {scale: [{filter: layers.5, value: 0}]}}",
+                "the filter 'layers.5' has a number",
+            ),
+        ],
+    )
+    def test_slices_that_are_refused(self, source, said):
+        assert said in refused(f"merge_method: passthrough\nslices: [{{sources: [{source}]}}]")
+
+    def test_slices(self):
+        ours = compiled(
+            "merge_method: passthrough\nslices:\n"
+            "  - sources: [{model: a, layer_range: [0, 8]}]\n"
+            "  - sources: [{model: b, layer_range: [4, 8], parameters: {scale: 0.5}}]\n"
+            "dtype: torch.float16\nout_dtype: bfloat16\n"
+        )
+        assert ours == {
+            "base": None,
+            "experts": {"a": "a", "b": "b"},
+            "method": "passthrough",
+            "parameters": {"arithmetic": "float16"},
+            "slices": [
+                {"experts": {"a": [0, 8]}, "parameters": {"scale": None}},
+                {"experts": {"b": [4, 8]}, "parameters": {"scale": 0.5}},
+            ],
+            "output": {"dtype": "bfloat16"},
+        }
+
+    def test_a_mapping_is_read_as_a_file_is(self):
+        recipe = parse_recipe(
+            {"merge_method": "linear", "models": [{"model": "org/a", "parameters": {"weight": 1}}]}
+        )
+        assert (recipe.method, recipe.base) == ("linear", None)
+
+    def test_a_second_document_is_refused(self, tmp_path: Path):
+        file = tmp_path / "their.yml"
+        file.write_text("merge_method: linear\n---\nmerge_method: ties\n")
+        with pytest.raises(RecipeError, match="a second document starts here"):
+            load_recipe(file)

@@ -1,0 +1,99 @@
+"""Recipes of mergekit, unchanged, beside what mergekit 0.1.5 made of them: tensor by tensor."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+
+import covmerge
+from covmerge.api import run_recipe
+from covmerge.cli.flags import RecipeFlags, read_recipe
+from covmerge.recipe import load_recipe
+from covmerge.recipe.load import import_recipe
+from covmerge.recipe.mergekit import Told
+from tests.mergekit.cases import LAYERS, RECIPES, SEED, flat, save_models
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "mergekit_recipes.safetensors"
+# Those that are not bit for bit, with how far they may be off: an entry is about 1.
+OFF = {"lora_dare_linear": 1e-6}
+
+# Updates of other layers than the base's are no fine-tunes, which mergekit does not look at.
+ALLOWED = {"stack_over_a_base": ("not-a-fine-tune",)}
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return load_file(GOLDEN)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+@pytest.fixture
+def here(models, monkeypatch):
+    """In the folder of the models, where mergekit looks for them."""
+    monkeypatch.chdir(models)
+    return models
+
+
+def merged(text, out, **flags):
+    file = out.with_suffix(".yml")
+    file.write_text(text)
+    run_recipe(read_recipe(file, RecipeFlags(seed=SEED, **flags)), out)
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_equals_mergekit(name, golden, here, tmp_path):
+    found = flat(merged(RECIPES[name], tmp_path / "out", allow=ALLOWED.get(name, ())))
+    wanted = golden[name]
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    if name in OFF:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=OFF[name])
+    else:
+        worst = (found.double() - wanted.double()).abs().max()
+        assert torch.equal(found, wanted), f"off by {worst:.2g}"
+    assert covmerge.verify(tmp_path / "out").ok
+
+
+@pytest.mark.parametrize("name", ["ties_with_everything", "stack_of_means", "passthrough_stack"])
+def test_the_imported_recipe_makes_the_same(name, here, tmp_path):
+    theirs = here / f"{name}.yml"
+    theirs.write_text(RECIPES[name])
+    first = merged(RECIPES[name], tmp_path / "out")
+    ours = here / f"{name}.ours.yml"
+    ours.write_text(yaml.safe_dump(import_recipe(theirs, Told()), sort_keys=False))
+    assert load_recipe(ours).slices == load_recipe(theirs).slices
+    run_recipe(load_recipe(ours), tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(first[n], again[n]) for n in first)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("passthrough_stack", 6), ("stack_over_a_base", 6)])
+def test_transformers_loads_a_stack(name, layers, here, tmp_path):
+    merged(RECIPES[name], tmp_path / "out", allow=ALLOWED.get(name, ()))
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.num_hidden_layers == layers != LAYERS
+
+
+def test_one_changed_line_and_it_is_covmerges_own(here, tmp_path):
+    text = RECIPES["ties_with_everything"].splitlines()
+    changed = "\n".join("merge_method: auto" if "merge_method" in line else line for line in text)
+    told = Told()
+    file = tmp_path / "auto.yml"
+    file.write_text(changed)
+    recipe = load_recipe(file, told)
+    assert recipe.method == "auto"
+    assert any("density, int8_mask, lambda, normalize" in note for note in told.notes)
+    assert run_recipe(recipe, None).tensors is not None
