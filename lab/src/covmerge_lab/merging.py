@@ -62,8 +62,8 @@ class Experts:
 def catalogue(kind: Kind, only: Sequence[str] | None = None) -> tuple[Merge, ...]:
     """Return every merge of the tables.
 
-    All methods at their defaults, as others released them, and on inputs that experts make themselves. Those
-    that see weights and not updates are left out: they are for mergekit's recipes, which set them.
+    All methods at their defaults, as others released them, and on inputs that experts make themselves.
+    Those that see weights and not updates are left out: they are for mergekit's recipes, which set them.
 
     Args:
         kind: of the experts.
