@@ -17,7 +17,7 @@ _SORTED = 1_000_000  # entries up to which quartiles are those of all
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
-    return Cost(60.0 * size, size * ((count + 8) * itemsize + 2 * 8))
+    return Cost(60.0 * size, size * ((count + 6) * itemsize + 8))
 
 
 @register(

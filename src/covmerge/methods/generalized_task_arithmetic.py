@@ -36,9 +36,9 @@ def _unit(parameters: Parameters) -> Unit:
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Inputs in another dtype, what each expert keeps, three sums; magnitudes and their order."""
+    """What each expert keeps and three sums; magnitudes of one expert, and their order."""
     size = d_out * d_in
-    return Cost(60.0 * count * size, size * (itemsize * (2 * count + 5) + 3 * 8))
+    return Cost(60.0 * count * size, size * (itemsize * (count + 4) + 2 * 8))
 
 
 @register(

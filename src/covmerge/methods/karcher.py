@@ -18,7 +18,7 @@ from covmerge.types import LinearGroup
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
-    return Cost(100.0 * count * size, (2 * count + 6) * size * itemsize)
+    return Cost(100.0 * count * size, (2 * count + 3) * size * itemsize)
 
 
 def _stands_alone(parameters: Parameters) -> bool:

@@ -24,7 +24,7 @@ def _unit(parameters: Parameters) -> Unit:
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
-    return Cost(4.0 * count * count * size, (2 * count + 5) * size * itemsize)
+    return Cost(4.0 * count * count * size, (2 * count + 2) * size * itemsize)
 
 
 @register(

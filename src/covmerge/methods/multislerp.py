@@ -18,7 +18,7 @@ from covmerge.types import LinearGroup
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    return Cost(30.0 * count * d_out * d_in, (4 * count + 6) * d_out * d_in * itemsize)
+    return Cost(30.0 * count * d_out * d_in, (4 * count + 3) * d_out * d_in * itemsize)
 
 
 def _stands_alone(parameters: Parameters) -> bool:

@@ -16,7 +16,7 @@ _NEAREST = 1e-6  # the least that a distance counts as
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    return Cost(10.0 * d_out * d_in, (count + 5) * d_out * d_in * itemsize)
+    return Cost(10.0 * d_out * d_in, (count + 4) * d_out * d_in * itemsize)
 
 
 @register(

@@ -25,7 +25,7 @@ Around = Annotated[
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    return Cost(40.0 * d_out * d_in, (2 * count + 6) * d_out * d_in * itemsize)
+    return Cost(40.0 * d_out * d_in, (2 * count + 4) * d_out * d_in * itemsize)
 
 
 def _stands_alone(parameters: Parameters) -> bool:

@@ -7,10 +7,14 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
+from covmerge.linalg.auto import Cost
 from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.methods.average import elementwise_cost
 from covmerge.methods.registry import Laws, register
 from covmerge.types import LinearGroup
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    return Cost(1.0 * d_out * d_in, (count + 1) * d_out * d_in * itemsize)
 
 
 @register(
@@ -23,7 +27,7 @@ from covmerge.types import LinearGroup
         replicas=lambda parameters, count: 1.0,
         replicas_text="the expert",
     ),
-    cost=elementwise_cost,
+    cost=_cost,
     unit="element",
     sees="weights",
     stands_alone=True,

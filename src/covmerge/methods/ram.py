@@ -17,7 +17,7 @@ from covmerge.types import LinearGroup
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
-    return Cost(20.0 * count * size, size * (itemsize * (3 * count + 4) + count + 8))
+    return Cost(20.0 * count * size, size * (itemsize * (3 * count + 2) + 2 * count + 2 * 8))
 
 
 def _unit(parameters: Parameters) -> Unit:
@@ -87,11 +87,11 @@ def ram(
     changed = updates.abs() > epsilon
     count = changed.sum(dim=0, keepdim=True)
     alone, shared = count == 1, count > 1
-    kept = updates * changed
+    kept = updates.mul_(changed)
     own = kept * alone
     if boost:
         together, unique = ((changed & where).sum(dim=1) for where in (shared, alone))
         ratio = (together / unique.clamp(min=epsilon)).clamp(min=0, max=most)
-        own = own * (1 + boost * ratio).unsqueeze(-1)
-    merged = (own + kept * shared / count.clamp(min=1)).sum(dim=0)
+        own = own * (1 + boost * ratio).unsqueeze(-1)  # in float32 at least, and so is what follows
+    merged = own.add_(kept.mul_(shared).div_(count.clamp_(min=1))).sum(dim=0)
     return (base + merged.view(base.shape)).to(group.models[0].dtype)

@@ -18,7 +18,7 @@ _NO_ENERGY = 1e-6  # a sum of mean squares below it: weights are uniform; the le
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
-    return Cost(40.0 * count * size, size * (itemsize * (5 * count + 5) + 2 * 8))
+    return Cost(40.0 * count * size, size * (itemsize * (3 * count + 3) + 8))
 
 
 @register(
