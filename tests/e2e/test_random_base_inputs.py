@@ -15,6 +15,7 @@ from covmerge.statistics import Generated, base_inputs
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
+from tests.e2e.test_adapters import TARGETS, save_adapter
 from tests.statistics.models import save_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -134,3 +135,18 @@ def test_only_so_much_is_kept(models, tmp_path, monkeypatch):
         monkeypatch.setattr("covmerge.statistics.of_base._KEPT_BYTES", 0)
         second = base_inputs(other, **on_cpu).path
         assert first != second and kept(tmp_path) == [second]
+
+
+def test_of_adapters_folded_or_as_an_adapter(models, tmp_path):
+    base, _ = models
+    experts = {}
+    for seed in (1, 2):
+        save_adapter(build("llama"), tmp_path / f"a{seed}", seed=seed, targets=TARGETS["llama"])
+        experts[f"a{seed}"] = tmp_path / f"a{seed}" / "adapter"
+    folded = covmerge.merge(base, experts, base_statistics="random").tensors
+    out = tmp_path / "adapter"
+    made = covmerge.merge(base, experts, out=out, form="adapter", base_statistics="random")
+    assert made.recipe.method == "auto" and made.run["base_inputs_seconds"] == 0.0
+    again = covmerge.merge(base, {"merged": out}).tensors
+    for name, value in folded.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-4, atol=1e-5)
