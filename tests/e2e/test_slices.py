@@ -205,3 +205,31 @@ def test_inspection_needs_a_base(tmp_path):
         covmerge.api.run_comparison(
             covmerge.comparison.CompareJob(recipe=stacked(tmp_path), methods=["average"])
         )
+
+
+def test_a_stack_is_resumed(tmp_path):
+    recipe = stacked(tmp_path)
+    run_recipe(recipe, tmp_path / "undisturbed")
+
+    class Interrupt:
+        done = 0
+
+        def start(self, total):
+            pass
+
+        def advance(self, what, size, *, resumed=False):
+            self.done += 1
+            if self.done > 5:
+                raise KeyboardInterrupt
+
+        def finish(self):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(recipe, tmp_path / "out", RunOptions(progress=Interrupt()))
+    assert not (tmp_path / "out").exists()
+    resumed = run_recipe(recipe, tmp_path / "out", RunOptions(resume=True))
+    assert resumed.run["resumed_items"] > 0
+    for name in ("model.safetensors", "config.json"):
+        first, again = (tmp_path / own / name for own in ("undisturbed", "out"))
+        assert first.read_bytes() == again.read_bytes()

@@ -267,7 +267,7 @@ class _Compiler:
             fixed["drawn"] = "in_order"
         if self._theirs:
             dtype = self._dtype("dtype")
-            if dtype not in ("float32", "float64"):
+            if dtype != "float32":
                 fixed["arithmetic"] = dtype or "stored"
         return fixed
 
