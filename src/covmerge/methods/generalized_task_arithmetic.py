@@ -19,7 +19,6 @@ from covmerge.methods.arithmetic import (
     weights_of,
     wide,
 )
-from covmerge.methods.mergekit import IN_ORDER
 from covmerge.methods.registry import Laws, Parameters, Reference, Unit, register
 from covmerge.methods.sparsify import Numbers, Sparsify, sparse
 from covmerge.registry import PerExpert
@@ -154,8 +153,8 @@ def generalized_task_arithmetic(
     base, models = inputs_of(group, arithmetic)
     factors = torch.tensor(weights_of(weight, group), dtype=base.dtype, device=base.device)
     shares, bands, widths = each(density, group), each(gamma, group), each(epsilon, group)
-    alone = drawn is None or drawn == IN_ORDER
-    starts = [None] * len(models) if alone else each(drawn, group)
+    nowhere: list[int | None] = [None] * len(models)
+    starts = nowhere if drawn is None or isinstance(drawn, str) else each(drawn, group)
     added: list[Tensor] = []
     for t, model in enumerate(models):
         left = sparse(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from covmerge import LinearGroup
 
 NAME = "auto_with"
 
-_eigh = torch.linalg.eigh
-_solve = torch.linalg.solve
+_linalg: Any = torch.linalg  # its annotations are partial
 
 
 @contextmanager
@@ -74,7 +73,7 @@ def auto_with(
     unlike = max(1.0, float(shares.sum()) ** 2 / alike)
     agreement = min(1.0, float(shares.square().sum()) / alike)
 
-    energy, left = _eigh(_symmetric(fused @ inputs @ fused.mT))
+    energy, left = _eigh(fused @ inputs @ fused.mT)
     energy = energy.clamp_min(0.0)
     sigma = energy.sqrt()
     floor = (faint * energy.sum() / sigma.sum()).square()
@@ -85,7 +84,7 @@ def auto_with(
     lift = (energy + floor) ** (-exponent / 2.0)
     wanted = sigma.sum()
     if length != "start":
-        wanted = _eigh(_symmetric(total @ inputs @ total.mT))[0].clamp_min(0.0).sqrt().sum()
+        wanted = _eigh(total @ inputs @ total.mT)[0].clamp_min(0.0).sqrt().sum()
     if length == "agreement":
         wanted = wanted * agreement
     merged = (left * lift) @ (left.mT @ fused) * (wanted / (sigma * lift).sum())
@@ -101,8 +100,9 @@ def _regression(updates: list[Tensor], energies: Tensor, shares: Tensor, ridge: 
         covariance.diagonal().add_(ridge / d_in)
         fused.add_(share * (update @ covariance))
         gram.add_(share * covariance)
-    return _solve(gram, fused.mT).mT
+    return cast("Tensor", _linalg.solve(gram, fused.mT)).mT
 
 
-def _symmetric(matrix: Tensor) -> Tensor:
-    return (matrix + matrix.mT) / 2.0
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a matrix that is symmetric but for rounding."""
+    return cast("tuple[Tensor, Tensor]", tuple(_linalg.eigh((matrix + matrix.mT) / 2.0)))
