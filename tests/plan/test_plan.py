@@ -287,6 +287,16 @@ class TestWork:
         ):
             plan_memory([plan], 10**6, device=CPU)
 
+    def test_memory_follows_the_parameters(self):
+        """Old: `tsv_m` without loss was planned as with it."""
+        base = {"layers.0.mlp.up_proj.weight": torch.zeros(64, 64)}
+        experts = {name: tuned(base, seed) for seed, name in enumerate("abcdefgh")}
+        plain, lossless = (
+            plan_for(base, experts, method="tsv_m", parameters={"lossless": lossless}).items
+            for lossless in (False, True)
+        )
+        assert lossless[0].workspace > 2 * plain[0].workspace
+
     def test_less_memory_means_less_in_flight(self):
         plan = plan_for(state(), {"a": state()})
         free = plan_memory([plan], None, device=CPU)

@@ -32,6 +32,7 @@ from covmerge.judgement import judge
 from covmerge.judgement.names import by_depth
 from covmerge.measures.sums import Sums, sums_from_json
 from covmerge.methods.choice import PREFERRED, UNNAMED, choose
+from covmerge.methods.registry import cost_with
 from covmerge.plan import (
     MERGED,
     Look,
@@ -242,8 +243,8 @@ class InspectJob:
         costs = [look_cost(m, n, models, itemsize, spectra=spectra) for m, n in shapes]
         attempt = item.tensor.operation.attempt if isinstance(item.tensor.operation, Look) else None
         if spectra and attempt is not None:
-            method = attempt.procedure
-            costs += [method.cost(m, n, models, itemsize) for m, n in shapes]
+            cost_of = cost_with(attempt.procedure.cost, attempt.parameters)
+            costs += [cost_of(m, n, models, itemsize) for m, n in shapes]
         held = (models + 2) * numel * itemsize
         return replace(
             item,

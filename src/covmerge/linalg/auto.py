@@ -235,8 +235,8 @@ def polar_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
     left = svd_cost(d_out, k, min(d_out, k), itemsize)
     right = svd_cost(k, d_in, min(k, d_in), itemsize)
     products = 2.0 * k * (d_out * min(d_out, k) + d_in * min(d_in, k) + d_out * d_in)
-    # The vectors, their stack, and its polar factor.
-    held = 3 * k * (d_out + d_in) * itemsize
+    # The vectors, their stack, and its polar factor, of which the solver has one more.
+    held = 4 * k * (d_out + d_in) * itemsize
     return Cost(left.flops + right.flops + products, max(left.workspace, right.workspace) + held)
 
 

@@ -31,23 +31,23 @@ from covmerge.methods.resolution import resolution
 from covmerge.types import LinearGroup, LowRank, Merged, Rounding
 
 
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # Of full models, whose factors fill both sides, and of the default inner method.
+def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, inner: str = "tsv_m") -> Cost:
+    # Of full models, whose factors fill both sides.
     side = min(d_out, d_in)
     each = svd_cost(d_out, d_in, side, itemsize)
     left = joint_cost(d_out, side, count, itemsize)
     right = joint_cost(d_in, side, count, itemsize)
-    inner = registry.get("tsv_m").cost(d_out, d_in, count, itemsize)
+    inside = registry.get(inner).cost(d_out, d_in, count, itemsize)
     products = FLOAT64 * 2.0 * d_out * d_in * (d_out + d_in) * (count + 1)
     factors = count * side * (d_out + d_in) * itemsize
     bases = (d_out**2 + d_in**2) * 8
     cores = (count * itemsize + 8 + 8) * d_out * d_in
     return Cost(
-        count * each.flops + left.flops + right.flops + products + inner.flops,
+        count * each.flops + left.flops + right.flops + products + inside.flops,
         max(
             factors + each.workspace,
             factors + bases + max(left.workspace, right.workspace),
-            bases + cores + inner.workspace,
+            bases + cores + inside.workspace,
         ),
     )
 

@@ -55,7 +55,7 @@ class DcNoticed(Noticed):
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     kept = kept_together(d_out, d_in, count)
-    triplets = triplets_cost(d_out, d_in, count, itemsize)
+    triplets = triplets_cost(d_out, d_in, count, itemsize, kept)
     products = 2.0 * kept * kept * (2 * (d_out + d_in) + kept)
     # A core and its temporaries; the blocks of all experts, which are as many entries, and theirs.
     cores = 5 * kept * kept * itemsize

@@ -18,7 +18,6 @@ from covmerge.linalg.spectral import LeadingDirections, truncated_svd, with_equa
 from covmerge.methods.iso import RankRtol
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.methods.resolution import resolution
-from covmerge.methods.triplets import kept_together
 from covmerge.methods.words import DEPENDENT, UNCHANGED
 from covmerge.noticed import Noticed, Words
 from covmerge.types import LinearGroup, Merged, Rounding
@@ -74,7 +73,8 @@ def _sides(parameters: Parameters) -> Sides:
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    side, kept = min(d_out, d_in), kept_together(d_out, d_in, count)
+    side = min(d_out, d_in)
+    kept = min(max(d_out, count), count * side)
     each = svd_cost(d_out, d_in, side, itemsize)
     energies = FLOAT64 * 2.0 * side * (d_in * d_in + d_in * side + side * (d_out + d_in))
     sides = svd_cost(d_out, kept, kept, 8), svd_cost(kept, d_in, kept, 8)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
@@ -19,7 +21,8 @@ from covmerge.registry import Declared, Parameters, Table
 from covmerge.types import LinearGroup, Merged
 
 Kernel = Callable[..., Merged | Tensor]
-CostModel = Callable[[int, int, int, int], Cost]  # d_out, d_in, experts, itemsize
+# (d_out, d_in, experts, itemsize), and by keyword the parameters that it follows, with their defaults.
+CostModel = Callable[..., Cost]
 
 # What a method must see at once. The first three take tensors of any shape, as they are stored.
 Unit = Literal["element", "row", "tensor", "matrix"]
@@ -104,6 +107,31 @@ def generous_elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) 
     return Cost(100.0 * entries, 2 * 8 * entries)
 
 
+def followed_by(cost: CostModel) -> tuple[str, ...]:
+    """Names of the parameters that a cost model follows."""
+    given = inspect.signature(cost).parameters.values()
+    return tuple(each.name for each in given if each.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def check_cost(declared: Declared, cost: CostModel) -> None:
+    """Refuse a cost model that follows parameters which there are not.
+
+    Raises:
+        ValueError: the message names one.
+    """
+    unknown = next((name for name in followed_by(cost) if not declared.has(name)), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{declared.kind} '{declared.name}': its cost follows '{unknown}', which is no parameter "
+            "of it"
+        )
+
+
+def cost_with(cost: CostModel, parameters: Parameters) -> CostModel:
+    """Return a cost model `(d_out, d_in, experts, itemsize) -> Cost` at these parameters."""
+    return partial(cost, **{name: parameters[name] for name in followed_by(cost)})
+
+
 @dataclass(frozen=True)
 class Method(Declared):
     """A registered method; all but its name and its function may be left undeclared.
@@ -114,8 +142,9 @@ class Method(Declared):
         equation: one line of mathematics, in Unicode.
         reference: the paper; None: there is none.
         laws: what the result satisfies; undeclared, it promises nothing.
-        cost: FLOPs and workspace of one matrix, for the plan; undeclared, `generous_cost`, or
-            `generous_elementwise_cost` where tensors of any shape are taken.
+        cost: FLOPs and workspace of one matrix, for the plan; where parameters change them, these are
+            its keyword arguments. Undeclared, `generous_cost`, or `generous_elementwise_cost` where
+            tensors of any shape are taken.
         unit: what it must see at once, or a function of the parameters that says so. A `matrix`
             method merges the oriented matrices of linear layers; the others take tensors of any
             shape as they are stored: by `element`, by `row` (of the first axis; a tensor with one
@@ -188,6 +217,7 @@ class Method(Declared):
                 f"method '{self.name}' needs the base and is `factored`: the base has no basis of low "
                 "rank; leave `factored` out"
             )
+        check_cost(self, self.cost)
         if self.cost is generous_cost and self.takes_any_shape:
             object.__setattr__(self, "cost", generous_elementwise_cost)
 

@@ -55,7 +55,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         factors
         + max(
             each.workspace,
-            3 * (square + short * d_in * 8),
+            4 * square + 3 * short * d_in * 8,
             4 * square + 3 * rows,
             2 * square + rows + eigh_cost(d_in).workspace,
         ),

@@ -63,9 +63,8 @@ def kept_together(d_out: int, d_in: int, count: int) -> int:
     return max(min(d_out, d_in), count)
 
 
-def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    """Cost of the triplets, and of U diag(s) V with the polar factors of their vectors side by side."""
-    kept = kept_together(d_out, d_in, count)
+def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, kept: int) -> Cost:
+    """Cost of `kept` triplets, and of U diag(s) V with the polar factors of their vectors side by side."""
     each = svd_cost(d_out, d_in, max(1, kept // count), itemsize)
     together = polar_cost(d_out, d_in, kept, itemsize)
     held = kept * (d_out + d_in) * itemsize

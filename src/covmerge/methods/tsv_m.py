@@ -8,10 +8,11 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
+from covmerge.linalg.auto import Cost
 from covmerge.linalg.polar import orthogonalized
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.resolution import resolution
-from covmerge.methods.triplets import leading_triplets, triplets_cost
+from covmerge.methods.triplets import kept_together, leading_triplets, triplets_cost
 from covmerge.methods.words import DEPENDENT, UNCHANGED
 from covmerge.noticed import Noticed, Words
 from covmerge.types import LinearGroup, Merged
@@ -36,6 +37,11 @@ class TsvNoticed(Noticed):
     dependent: int | None = None
 
 
+def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, lossless: bool = False) -> Cost:
+    kept = count * min(d_out, d_in) if lossless else kept_together(d_out, d_in, count)
+    return triplets_cost(d_out, d_in, count, itemsize, kept)
+
+
 @register(
     "tsv_m",
     equation="W̄ = W₀ + α polar([U_1 … U_T]) diag(w_1σ_1 … w_Tσ_T) polar([V_1 … V_T])ᵀ,  "
@@ -55,7 +61,7 @@ class TsvNoticed(Noticed):
         ),
         replicas_text="the expert truncated to rank ⌊r/T⌋, times α; all of it with `lossless`",
     ),
-    cost=triplets_cost,  # of the default; `lossless` keeps up to T times as many
+    cost=_cost,
     factored="both",
     noticed=TsvNoticed,
     published_tuning="α, on labelled validation data",
@@ -67,8 +73,7 @@ def tsv_m(
     lossless: Annotated[
         bool,
         Field(
-            description="keep every update at its full numerical rank; takes up to T times the "
-            "memory that the plan counts"
+            description="keep every update at its full numerical rank; takes up to T times the memory"
         ),
     ] = False,
     rank_rtol: Annotated[

@@ -14,7 +14,7 @@ from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED, choose
 from covmerge.methods.mergekit import IN_ORDER
-from covmerge.methods.registry import Unit
+from covmerge.methods.registry import Unit, cost_with
 from covmerge.plan.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
 from covmerge.plan.data import (
@@ -466,7 +466,8 @@ def _work_item(
         shapes = [(part[0] if len(part) > 1 else 1, prod(part[1:] if len(part) > 1 else part))]
     else:
         shapes = list(matrix_shapes(shape, layout))
-    costs = [method.cost(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
+    cost_of = cost_with(method.cost, tensor.operation.parameters)
+    costs = [cost_of(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     # Beside other plans a method that sees weights has the updates there too.
     twice = count if method.sees == "weights" and not alone else 0
@@ -508,7 +509,10 @@ def _thin_item(
     operands = [(e, o.tensor) for e, o in tensor.operands.items() if o.tensor is not None]
     rank = sum(models[expert].low_rank[name].rank for expert, name in operands) + 1
     d_out, d_in = tensor.stored.shape[0], prod(tensor.stored.shape[1:])
-    cost = tensor.operation.procedure.cost(rank, rank, len(tensor.operands), 8)
+    method, given = tensor.operation.procedure, tensor.operation.parameters
+    sides = method.sides_for(given)
+    core = (d_out if sides == "inputs" else rank, d_in if sides == "outputs" else rank)
+    cost = cost_with(method.cost, given)(*core, len(tensor.operands), 8)
     # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations.
     factors = (d_out + d_in) * rank
     return WorkItem(
@@ -516,7 +520,7 @@ def _thin_item(
         rows,
         read_bytes=read,
         write_bytes=write,
-        workspace=4 * factors * itemsize + cost.workspace + svd_cost(rank, rank, rank, 8).workspace,
+        workspace=4 * factors * itemsize + cost.workspace + svd_cost(*core, rank, 8).workspace,
         flops=6.0 * factors * rank + cost.flops,
         thin=True,
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covmerge.errors import RecipeError
 from covmerge.linalg.auto import Cost
-from covmerge.methods.registry import Laws, Method, Sides, Survey, Unit
+from covmerge.methods.registry import Laws, Method, Sides, Survey, Unit, cost_with
 from covmerge.registry import Parameters
 from covmerge.steps.registry import Step, When, registry
 from covmerge.types import LinearGroup, Merged
@@ -136,7 +136,7 @@ def with_steps(method: Method, before: Sequence[StepUse], after: Sequence[StepUs
         kernel=kernel,
         laws=_laws(method, (*before, *after)),
         unit=unit,
-        cost=_cost(method, [use.step for use in before], steps),
+        cost=_cost(method, before, (*before, *after)),
         survey=survey,
         factored="none" if needs_base else _factored(method, steps),
         needs_base=needs_base,
@@ -182,13 +182,14 @@ def _laws(method: Method, uses: Sequence[StepUse]) -> Laws:
     )
 
 
-def _cost(method: Method, before: Sequence[Step], steps: Sequence[Step]) -> Any:
-    def cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+def _cost(method: Method, before: Sequence[StepUse], uses: Sequence[StepUse]) -> Any:
+    @wraps(method.cost)  # it follows the same parameters
+    def cost(d_out: int, d_in: int, count: int, itemsize: int, **parameters: Any) -> Cost:
         # The updates as they came stay beside those that steps make of them.
         copies = (count if before else 0) * d_out * d_in * itemsize
-        total = method.cost(d_out, d_in, count, itemsize) + Cost(0.0, copies)
-        for step in steps:
-            total += step.cost(d_out, d_in, count, itemsize)
+        total = method.cost(d_out, d_in, count, itemsize, **parameters) + Cost(0.0, copies)
+        for use in uses:
+            total += cost_with(use.step.cost, use.parameters)(d_out, d_in, count, itemsize)
         return total
 
     return cost

@@ -26,16 +26,19 @@ _ROUNDED = 1e-4
 _NOTHING_LEFT = 4.0
 
 
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+def _cost(
+    d_out: int, d_in: int, count: int, itemsize: int, *, core: float = 0.8, own: int = 10
+) -> Cost:
     side = min(d_out, d_in)
     each = svd_cost(d_out, d_in, side, itemsize)
-    m = min(d_in, side + 10 * count)
-    own = eigh_cost(m)
-    frame = FLOAT64 * 4.0 * d_in * m * m
+    n = max(1, int(core * side)) + count * min(own, side)  # directions, dependent ones too
+    m = min(d_in, n)
+    solve = eigh_cost(m)
+    frame = FLOAT64 * 4.0 * d_in * n * m
     products = FLOAT64 * 4.0 * m * m * side + 2.0 * m * d_in * m + 4.0 * d_out * d_in * m
-    flops = (count + 1) * each.flops + frame + count * (own.flops + products)
-    held = (3 * d_in * m + (count + 4) * m * m) * 8
-    return Cost(flops, each.workspace + own.workspace + held)
+    flops = (count + 1) * each.flops + frame + count * (solve.flops + products)
+    held = (3 * d_in * n + m * n + (count + 4) * m * m) * 8
+    return Cost(flops, each.workspace + solve.workspace + held)
 
 
 @register_step(

@@ -17,6 +17,7 @@ from covmerge.methods.registry import (
     Reference,
     Sides,
     Unit,
+    check_cost,
     generous_cost,
     generous_elementwise_cost,
 )
@@ -41,7 +42,7 @@ class Step(Declared):
             that keeps the law itself. A step before a method permutes as its experts do.
         unit: what it must see at once, as of a method; one that needs a `matrix` leaves alone what
             is none.
-        cost: FLOPs and workspace beside the updates that it makes.
+        cost: FLOPs and workspace beside the updates that it makes, as of a method.
         factored: the sides on which what it gives turns with low-rank updates; elsewhere adapters
             are multiplied out for it.
         needs_base: `LinearGroup.base` is W_0.
@@ -75,6 +76,7 @@ class Step(Declared):
                 f"step '{self.name}' needs the base and is `factored`: the base has no basis of low "
                 "rank; leave `factored` out"
             )
+        check_cost(self, self.cost)
         if self.cost is generous_cost and self.unit != "matrix":
             object.__setattr__(self, "cost", generous_elementwise_cost)
 
