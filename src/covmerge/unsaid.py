@@ -13,7 +13,6 @@ from importlib.util import find_spec
 import psutil
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.checkpoints.hub import HubCheckpoint
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import NOTHING, RANDOM, Recipe, format_size
@@ -96,8 +95,10 @@ def why_not(
     if find_spec("transformers") is None:
         return "transformers is not installed, which would run the base"
     all_adapters = all(isinstance(expert, AdapterCheckpoint) for expert in experts)
-    if recipe.output.format == "adapter" and all_adapters and isinstance(base, HubCheckpoint):
-        return "the base's weights would be fetched for nothing else (--base-stats random does it)"
+    if recipe.output.format == "adapter" and all_adapters:
+        return "an adapter of adapters needs nothing of its base (--base-stats random runs it)"
+    if "quantization_config" in base.config:
+        return "the base's weights are stored quantised"
     if describe_checkpoint(base).source != "skeleton":
         return "transformers does not know the base's architecture"
     needed, limit, whose = memory_needed(base), max_memory, "--max-memory"

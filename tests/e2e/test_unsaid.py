@@ -13,9 +13,10 @@ from covmerge.unsaid import why_not
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
+from tests.e2e.test_adapters import TARGETS, save_adapter
 from tests.statistics.models import save_family
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
 
 
 @pytest.fixture
@@ -113,6 +114,17 @@ def test_a_base_that_cannot_be_run_after_all_is_said(models, monkeypatch):
     assert "could not be run (no inputs for such a model)" in not_known(result)
     with pytest.raises(InputError, match="no inputs for such a model"):
         covmerge.merge(base, experts, base_statistics="random")
+
+
+def test_an_adapter_of_adapters_needs_nothing_of_its_base(tmp_path, models, never_run):
+    base = build("llama")
+    experts = {}
+    for seed in (1, 2):
+        save_adapter(base, tmp_path / f"lora{seed}", seed=seed, targets=TARGETS["llama"])
+        experts[f"e{seed}"] = tmp_path / f"lora{seed}" / "adapter"
+    result = covmerge.merge(models[0], experts, out=tmp_path / "out", form="adapter")
+    assert result.recipe.method == "auto"
+    assert "an adapter of adapters needs nothing of its base" in not_known(result)
 
 
 def test_an_inspection_says_it(models, never_run):
