@@ -125,6 +125,10 @@ class OpenCheckpoints:
                 max_memory=options.max_memory,
                 progress=options.collecting,
             )
+        return self.having(made)
+
+    def having(self, made: BaseInputs) -> OpenCheckpoints:
+        """The same with the base's inputs, as they were made."""
         file = StatisticsFile.open(made.path, made_by=RANDOM)
         self.closing.callback(file.close)
         return replace(self, statistics={**self.statistics, OF_BASE: file}, made=made)
@@ -153,12 +157,19 @@ class OpenCheckpoints:
         """What tells these sources from others, for the digest of a plan."""
         return {
             **{key: checkpoint.identity() for key, checkpoint in self.all()},
+            **{f"statistics {name}": file.identity() for name, file in self.statistics.items()},
             **{
-                f"statistics {name}": [file.identity(), stamp_of(file.path.stat())]
-                for name, file in self.statistics.items()
+                f"stamp of statistics {name}": stamp_of(file.path.stat())
+                for name, file in self._given.items()
             },
             "companions": dict(self.companions),
         }
+
+    @property
+    def _given(self) -> dict[str, StatisticsFile]:
+        """Files that the recipe names. What is made may be made again, and other merges touch it."""
+        made = None if self.made is None else OF_BASE
+        return {name: file for name, file in self.statistics.items() if name != made}
 
     def sources(self, merged: Checkpoint | None = None) -> Sources:
         """The same for the engine, and a merged model that is looked at."""
@@ -179,8 +190,8 @@ class OpenCheckpoints:
             )
         adapted = isinstance(self.base, AdaptedBase)
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
-        files = {name: str(file.path) for name, file in self.statistics.items()}
-        described = Description(places, files, adapted, self.slices, {})
+        files = {name: str(file.path) for name, file in self._given.items()}
+        described = Description(places, files, self.made, adapted, self.slices, {})
         with described.open() as again:
             return replace(described, identity=again.identity())
 
@@ -270,6 +281,7 @@ class Description:
     Attributes:
         places: where each of them lies, by key.
         statistics: files by expert.
+        made: the base's, where `plans` made it.
         adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
         slices: of the recipe.
         identity: what tells them from others.
@@ -277,6 +289,7 @@ class Description:
 
     places: Mapping[str, str]
     statistics: Mapping[str, str]
+    made: BaseInputs | None
     adapted: bool
     slices: Sequence[Slice]
     identity: Mapping[str, Json]
@@ -305,7 +318,8 @@ class Description:
         with open_checkpoints(base, experts, self.statistics, self.slices) as opened:
             adapters = [e for e in opened.experts.values() if isinstance(e, AdapterCheckpoint)]
             start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base
-            yield replace(opened, base=start)
+            again = replace(opened, base=start)
+            yield again if self.made is None else again.having(self.made)
 
 
 def _place(checkpoint: Checkpoint) -> str:

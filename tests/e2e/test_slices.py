@@ -181,6 +181,10 @@ class TestWhatIsRefused:
             ({"slices": [{"experts": {"e1": [0, 1]}}]}, "the expert 'e2' is in no slice"),
             ({"slices": [{"experts": {"e1": [0, 1], "e2": [0, 2]}}]}, r"e1 1, e2 2"),
             ({"slices": [{"experts": {"e1": [1, 1]}}]}, "has no layers"),
+            (
+                {"slices": [*SLICES, {"experts": {"e1": [0, 10**12]}}]},
+                "the slices have 1000000000003 layers together",
+            ),
             ({"slices": [{"experts": {"e1": [0, 1]}, "base": [0, 1]}]}, "the recipe has no base"),
             ({"output": {"format": "adapter"}}, "'slices' make a model of its own"),
         ],
@@ -198,6 +202,21 @@ def test_a_mean_without_a_base(tmp_path):
         tmp_path / "base", [tmp_path / "expert1", tmp_path / "expert2"], "average"
     ).tensors
     assert all(torch.allclose(result[name], over[name], atol=1e-6) for name in over)
+
+
+def test_without_a_base_no_update_is_lost_to_rounding(tmp_path):
+    # Nearly the first model, which is no base: hardly anything but the rounding is away from it.
+    recipe = stacked(
+        tmp_path,
+        slices=[],
+        method="linear",
+        parameters={"weight": [1.0, 1e-7]},
+        output={"dtype": "bfloat16"},
+    )
+    result = run_recipe(recipe, tmp_path / "out")
+    (rounding,) = (c for c in result.verification.checks if c.name == "rounding")
+    assert rounding.ok and not rounding.made
+    assert "merged update's norm" not in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_inspection_needs_a_base(tmp_path):

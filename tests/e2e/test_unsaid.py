@@ -7,8 +7,11 @@ import pytest
 from safetensors.torch import load_file
 
 import covmerge
+from covmerge.engine import RunOptions
 from covmerge.errors import InputError
+from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
+from covmerge.sources import open_recipe
 from covmerge.unsaid import why_not
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
@@ -125,6 +128,67 @@ def test_an_adapter_of_adapters_needs_nothing_of_its_base(tmp_path, models, neve
     result = covmerge.merge(models[0], experts, out=tmp_path / "out", form="adapter")
     assert result.recipe.method == "auto"
     assert "an adapter of adapters needs nothing of its base" in not_known(result)
+
+
+@pytest.mark.parametrize("name", ["clip", "llama"])
+def test_whatever_a_strangers_model_does_is_said(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("covmerge.unsaid.why_not", why_not)
+    if name == "llama":  # one whose layers fail in a way of their own; clip fails by itself
+
+        def fail(*args, **kwargs):
+            raise AttributeError("no such thing")
+
+        monkeypatch.setattr("covmerge.statistics.of_base.collect", fail)
+    base, experts = save_family(build(name), tmp_path)
+    result = covmerge.merge(base, experts, out=tmp_path / "out")
+    assert result.recipe.method == "ace"
+    assert "cannot be run: " in not_known(result)
+    with pytest.raises(InputError, match="cannot be run: "):
+        covmerge.merge(base, experts, base_statistics="random")
+
+
+def test_a_merge_by_what_was_made_is_resumed(models, tmp_path):
+    base, experts = models
+
+    class Interrupt:
+        done = 0
+
+        def start(self, total):
+            pass
+
+        def advance(self, what, size, *, resumed=False):
+            self.done += 1
+            if self.done > 5:
+                raise KeyboardInterrupt
+
+        def finish(self):
+            pass
+
+    covmerge.merge(base, experts, out=tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        covmerge.merge(base, experts, out=tmp_path / "out", progress=Interrupt())
+    covmerge.merge(base, experts, "auto")  # another merge by the same file
+    resumed = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    assert resumed.run["resumed_items"] > 0
+    for name, tensor in load_file(tmp_path / "undisturbed" / "model.safetensors").items():
+        assert tensor.equal(load_file(tmp_path / "out" / "model.safetensors")[name])
+
+
+def test_other_processes_do_not_mind_that_others_use_the_file(models):
+    base, experts = models
+    with open_recipe(parse_recipe({"base": str(base), "experts": paths(experts)})) as opened:
+        _, checkpoints = opened.plans_to_run(
+            [parse_recipe({"base": str(base), "experts": paths(experts)})], RunOptions()
+        )
+        opener = checkpoints.opener()
+        checkpoints.made.path.touch()  # as by another merge that looks at it
+        with opener() as sources:
+            assert sources is not None
+
+
+def paths(experts):
+    return {name: str(path) for name, path in experts.items()}
 
 
 def test_an_inspection_says_it(models, never_run):

@@ -51,6 +51,12 @@ class TestModels:
         assert located("org/a+b", tmp_path) == f"{tmp_path}/org/a+b"
         assert located("org/nothing", tmp_path) == "org/nothing"
 
+    @pytest.mark.parametrize("name", ["a" * 5000, "~nobody-of-this-name/x"])
+    def test_what_can_be_no_path_is_none_that_is_there(self, name, tmp_path):
+        ours = compiled(f"merge_method: linear\nmodels: [{{model: {name}}}]\n" + WEIGHT)
+        assert list(ours["experts"].values()) == [name]
+        assert located(name, tmp_path) == name
+
     def test_names_are_told_apart(self):
         names = names_of([Reference("a/x"), Reference("b/X"), Reference("b/x y/")])
         assert list(names.values()) == ["x", "X-2", "x-y"]
@@ -156,6 +162,8 @@ class TestWholeRecipes:
         ("text", "said"),
         [
             ("merge_method: tise\nmodels: [{model: a}]", "merge_method is 'tise'"),
+            ("merge_method: [ties]\nmodels: [{model: a}]", "merge_method is ['ties']"),
+            ("merge_method: {ties: 1}\nmodels: [{model: a}]", "merge_method is {'ties': 1}"),
             ("merge_method: ties\nmodels: [{model: a}]", "ties needs `base_model`"),
             (TIES, "exactly one of `models` and `slices`"),
             (f"{TIES}models: []", "`models` is []; it is a list"),

@@ -132,7 +132,7 @@ def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -
                     f"{format_size(run['expected_peak_memory'])} expected",
                 ),
                 *result.noticed,
-                ("rounding", f"storing loses {totals['rounding_loss']:.2%} of the update's norm"),
+                *_rounding(result),
                 *_heads(stats["heads"]),
                 ("verified", ", ".join(checks)),
             ]
@@ -220,6 +220,14 @@ def _what(recipe: Recipe) -> str:
     names = list(recipe.experts)
     into = "" if recipe.base is None else f" into {recipe.base}"
     return printable(f"{some(names)}{into} by {recipe.method}")
+
+
+def _rounding(result: MergeResult) -> list[tuple[str, str]]:
+    """What storing loses of the merged update; without a base there is none."""
+    if result.recipe.base is None:
+        return []
+    loss = result.stats["totals"]["rounding_loss"]
+    return [("rounding", f"storing loses {loss:.2%} of the update's norm")]
 
 
 def _heads(heads: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:

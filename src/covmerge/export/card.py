@@ -263,10 +263,9 @@ class _Card:
                 f"rank of the adapter, and {totals['left_out_energy']:.2%} lies in tensors that it "
                 "leaves out."
             )
-        yield (
-            f"Storing the result loses {totals['rounding_loss']:.2%} of the merged update's norm. "
-            "`covmerge.json` says what became of every tensor."
-        )
+        if self.plan.recipe.base is not None:
+            yield f"Storing the result loses {totals['rounding_loss']:.2%} of the merged update's norm."
+        yield "`covmerge.json` says what became of every tensor."
 
     def _loading(self) -> Iterator[str]:
         lines = how_to_load(self.folder, self.library, self.config, self.base.hub)

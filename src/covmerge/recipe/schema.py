@@ -77,6 +77,9 @@ def _weights(form: dict[str, Any]) -> dict[str, Any]:
     return form
 
 
+_MOST_LAYERS = 10_000  # of slices together, which are held one by one
+
+
 def _check_weight(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         raise ValueError(f"the weight {value!r} is not a number of at least 0 (0: no part)")
@@ -499,6 +502,11 @@ class Recipe(_Model):
                 raise ValueError(
                     f"slices[{number}] has layers of the base, and the recipe has no base"
                 )
+        layers = sum(own.length for own in self.slices)
+        if layers > _MOST_LAYERS:
+            raise ValueError(
+                f"the slices have {layers} layers together, and no model has more than {_MOST_LAYERS}"
+            )
         unused = [name for name in self.experts if self.slices and not self._in_a_slice(name)]
         if unused:
             raise ValueError(

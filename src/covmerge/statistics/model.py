@@ -181,7 +181,7 @@ class RunningModel:
             )
             problem = "" if known else "there is no vocabulary"
         except Exception as error:  # a stranger's files can make it fail in any way
-            tokenizer, problem = None, _in_short(error)
+            tokenizer, problem = None, in_short(error)
         if problem:
             raise InputError(
                 f"{folder} has no tokenizer that transformers can load ({problem}): pass the folder "
@@ -199,7 +199,7 @@ class RunningModel:
             raise InputError(
                 f"{self.checkpoint.source} cannot run on these examples "
                 f"({', '.join(f'{n} {list(t.shape)}' for n, t in inputs.items())}): "
-                f"{_in_short(error)}"
+                f"{in_short(error)}"
             ) from error
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -237,7 +237,7 @@ def load_model(
     except SkeletonUnavailable as reason:
         raise InputError(f"{source} cannot be run: {reason}") from reason
     except Exception as error:  # a stranger's config can make it fail in any way
-        raise InputError(f"{source} cannot be loaded: {_in_short(error)}") from error
+        raise InputError(f"{source} cannot be loaded: {in_short(error)}") from error
     head = head or (writing and writes(model))
     backbone = getattr(model, skeleton.prefix or "", model)
     missing = sorted(name for name in missing if head or name not in skeleton.outside)
@@ -306,6 +306,7 @@ def require_transformers() -> Any:
         ) from None
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
+    """Return what an error of somebody else's code is, in one line."""
     first_line = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first_line[:200]}"

@@ -20,12 +20,12 @@ import torch
 from covmerge import code
 from covmerge.cache import user_cache
 from covmerge.checkpoints import Checkpoint
-from covmerge.errors import InputError, ResourceError
+from covmerge.errors import CovmergeError, InputError, ResourceError
 from covmerge.statistics.collect import Progress, collect
 from covmerge.statistics.examples import MADE
 from covmerge.statistics.file import SUFFIX, StatisticsFile, probe
 from covmerge.statistics.generated import Generated
-from covmerge.statistics.model import require_transformers
+from covmerge.statistics.model import in_short, require_transformers
 from covmerge.stores.disk import disk_errors
 from covmerge.tensors import describe_checkpoint, matrix_shapes
 from covmerge.types import Role
@@ -90,7 +90,12 @@ def base_inputs(
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-    made = collect(base, DRAWN, path, device=device, progress=progress, overwrite=True)
+    try:
+        made = collect(base, DRAWN, path, device=device, progress=progress, overwrite=True)
+    except CovmergeError:
+        raise
+    except Exception as error:  # a stranger's model and tokenizer can make it fail in any way
+        raise InputError(f"{base.source} cannot be run: {in_short(error)}") from error
     _make_room(folder, path)
     return BaseInputs(path, made.seconds, made.notes)
 

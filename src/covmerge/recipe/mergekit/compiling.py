@@ -127,8 +127,8 @@ class _Compiler:
 
     def _named_method(self) -> TheirMethod:
         name = self._part.data.get("merge_method")
-        if name in METHODS:
-            return METHODS[str(name)]
+        if isinstance(name, str) and name in METHODS:
+            return METHODS[name]
         if isinstance(name, str) and name in registry.names():
             return _own_method(name)
         known = [*METHODS, *registry.names()]

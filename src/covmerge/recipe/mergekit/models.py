@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -82,19 +83,28 @@ def located(source: str, beside: Path | None) -> str:
         beside: the recipe's folder, where it is looked for next; None: nowhere.
     """
     for folder in (Path(), *(() if beside is None else (beside,))):
-        path = folder / Path(source).expanduser()
-        if path.exists():
+        path = _existing(source, folder)
+        if path is not None:
             return str(path) if path.is_absolute() or path.parts[:1] == ("..",) else f"./{path}"
     return source
 
 
 def _of_text(part: Part, key: str, text: str) -> Reference:
     model, *lora = text.split("+")
-    if Path(text).expanduser().exists() or not lora:
+    if not lora or _existing(text, Path()) is not None:
         return Reference(text)
     if len(lora) > 1 or not model or not lora[0]:
         part.refuse(f"`{key}` is {text!r}; it is a model, or model+adapter", key)
     return Reference(model, lora[0])
+
+
+def _existing(text: str, folder: Path) -> Path | None:
+    """The path of what is there; None: nothing is."""
+    with suppress(OSError, RuntimeError, ValueError):  # too long, a home that nobody has, a NUL
+        path = folder / Path(text).expanduser()
+        if path.exists():
+            return path
+    return None
 
 
 def _path(part: Part, key: str) -> str:
