@@ -28,7 +28,8 @@ def computed(file, variant):
 
 
 def test_every_golden_file_is_accounted_for():
-    files = {path.stem for path in FOLDER.glob("*.safetensors")} - {"inputs"}
+    # mergekit's goes by models and not by updates: test_mergekit.py
+    files = {path.stem for path in FOLDER.glob("*.safetensors")} - {"inputs", "mergekit"}
     assert files == CASES.keys() | NOT_HERE.keys()
 
 
