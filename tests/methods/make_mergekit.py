@@ -1,6 +1,6 @@
 """Run mergekit 0.1.5 over `mergekit_cases.py`, in an environment of its own, and keep what it gives.
 
-    cd tests/methods && VENV_WITH_MERGEKIT/bin/python make_mergekit.py
+    VENV_WITH_MERGEKIT/bin/python -m tests.methods.make_mergekit
 
 mergekit is asked tensor by tensor in the lexicographic order of the names, after one `manual_seed`, which
 is what its command line does.
@@ -9,15 +9,17 @@ is what its command line does.
 from pathlib import Path
 
 import torch
-from mergekit.merge_methods.api import merge_tensors  # pyright: ignore
-from mergekit_cases import CASES, DTYPES, SEED, key, models  # pyright: ignore
 from safetensors.torch import save_file
+
+from tests.methods.mergekit_cases import CASES, DTYPES, SEED, key, models
 
 FILE = Path(__file__).parent.parent / "golden" / "mergekit.safetensors"
 
 
 def run(case, given, dtype):
     """The merged tensors of a case, flat and side by side."""
+    from mergekit.merge_methods.api import merge_tensors
+
     base, *experts = ({n: w.to(dtype) for n, w in model.items()} for model in given)
     torch.manual_seed(SEED)
     found = []
