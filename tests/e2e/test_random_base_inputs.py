@@ -127,6 +127,17 @@ def test_a_base_that_cannot_be_run(models, tmp_path):
     assert not kept(tmp_path)
 
 
+def test_another_tokenizer_draws_other_inputs(models):
+    base, experts = models
+    covmerge.merge(base, experts, "auto", base_statistics="random")
+    vocabulary = base / "tokenizer.json"
+    told = json.loads(vocabulary.read_text())
+    told["model"]["vocab"] = {word: 1000 + n for word, n in told["model"]["vocab"].items()}
+    vocabulary.write_text(json.dumps(told))
+    with pytest.raises(InputError, match="has no words"):
+        covmerge.merge(base, experts, "auto", base_statistics="random")
+
+
 def test_only_so_much_is_kept(models, tmp_path, monkeypatch):
     base, experts = models
     on_cpu = {"device": torch.device("cpu")}

@@ -14,7 +14,9 @@ from covmerge.cli.flags import RecipeFlags, read_recipe
 from covmerge.recipe import load_recipe
 from covmerge.recipe.load import import_recipe
 from covmerge.recipe.mergekit import Told
-from tests.mergekit.cases import LAYERS, RECIPES, SEED, flat, save_models
+from covmerge.recipe.mergekit.methods import METHODS
+from covmerge.recompute import recompute
+from tests.mergekit.cases import EXPERTS, LAYERS, RECIPES, SEED, flat, save_models
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "mergekit_recipes.safetensors"
 # Those that are not bit for bit, with how far they may be off: an entry is about 1.
@@ -75,6 +77,29 @@ def test_the_imported_recipe_makes_the_same(name, here, tmp_path):
     run_recipe(load_recipe(ours), tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(first[n], again[n]) for n in first)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_merged_in_half_precision_is_computed_again(method, here, tmp_path):
+    """Where the twins must round as mergekit does."""
+    their = METHODS[method]
+    parameters = {
+        name: value
+        for name, value in {"weight": 1.0, "density": 0.6, "t": 0.3, "epsilon": 0.05}.items()
+        if name in {**their.shared, **their.each}
+    }
+    theirs = {
+        "merge_method": method,
+        "models": [
+            {"model": f"./half/t{t}"} for t in range(min(EXPERTS, their.experts[1] or EXPERTS))
+        ],
+        "parameters": parameters,
+    }
+    if their.base == "required":
+        theirs["base_model"] = "./half/base"
+    merged(yaml.safe_dump(theirs), tmp_path / "out")
+    check = recompute(tmp_path / "out", tensors=99)
+    assert check.ok, check.detail
 
 
 @pytest.mark.parametrize(("name", "layers"), [("passthrough_stack", 6), ("stack_over_a_base", 6)])

@@ -35,6 +35,7 @@ HOW = f"{MADE} random inputs through the base"
 
 _KEPT_BYTES = 16 * 2**30  # of all files together, the latest used
 _BESIDE = 512 * 2**20  # transformers, and a batch on its way through the model
+_READ_FROM = frozenset({".json", ".model", ".txt", ".tiktoken"})
 _SUM = torch.float64.itemsize
 
 
@@ -136,6 +137,7 @@ def _key(base: Checkpoint, device: torch.device) -> str:
     known = [
         probe(base),
         base.config,
+        _beside(base.folder),
         repr(DRAWN),
         code.digest(importlib.import_module("covmerge.statistics")),
         transformers.__version__,
@@ -145,6 +147,19 @@ def _key(base: Checkpoint, device: torch.device) -> str:
     ]
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode())
     return digest.hexdigest()[:32]
+
+
+def _beside(folder: Path | None) -> dict[str, str]:
+    """Hashes of what tokenizers and preprocessors are read from, which decide what is drawn."""
+    found: dict[str, str] = {}
+    for path in () if folder is None else folder.iterdir():
+        if path.suffix in _READ_FROM and path.is_file():
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(2**20):
+                    digest.update(chunk)
+            found[path.name] = digest.hexdigest()
+    return found
 
 
 def _make_room(folder: Path, newest: Path) -> None:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from covmerge.twins.algebra import lengths, total
+from covmerge.twins.algebra import lengths
 from covmerge.twins.weights import given, shares_of
 from covmerge.types import LinearGroup
 
@@ -97,7 +97,14 @@ def karcher(
     base_place: int | None = None,
     arithmetic: str | None = None,
 ) -> Tensor:
-    """The fixed point of log and exp maps, at the mean of the lengths."""
+    """The fixed point of log and exp maps, at the mean of the lengths.
+
+    In half precision every operation rounds, and so does each number on its way to one.
+    """
+
+    def rounded(number: float) -> Tensor:
+        return torch.tensor(number, dtype=torch.float64).to(W0.dtype)
+
     W0, models = given(group, arithmetic)
     if base_place is not None:
         models.insert(base_place, W0)
@@ -107,21 +114,23 @@ def karcher(
     u = [(W / r).to(W.dtype) for W, r in zip(models, sizes, strict=True) if r > tol]
     if not u:
         return torch.zeros_like(W0).double()
-    m = total(v / len(u) for v in u)
-    m = m / lengths(m) if float(lengths(m)) >= tol else u[0]
+    m = torch.zeros_like(W0)
+    for v in u:
+        m += 1 / len(u) * v
+    m = m / lengths(m.double()) if float(lengths(m.double())) >= tol else u[0]
     for _ in range(max_iter):
-        cosines = [float((m * v).sum().clamp(-1, 1)) for v in u]
-        angles = [math.acos(c) for c in cosines]
+        cosines = [torch.dot(m.flatten(), v.flatten()).clamp(-1, 1) for v in u]
+        angles = [c.acos() for c in cosines]
         v = torch.zeros_like(m)
         for c, theta, each in zip(cosines, angles, u, strict=True):
             if theta >= tol:
-                v += theta / math.sin(theta) * (each - c * m) / len(u)
+                v += 1 / len(u) * (theta / theta.sin()) * (each - c * m)
         n = float(lengths(v.double()))
         if n < tol:
             break
-        m = math.cos(n) * m + math.sin(n) * v / n
-        m = m / lengths(m)
-    return (sum(sizes) / len(sizes) * m.double()).to(W0.dtype).double()
+        m = rounded(math.cos(n)) * m + rounded(math.sin(n)) * (v / n)
+        m = m / lengths(m.double())
+    return (rounded(sum(sizes) / len(sizes)) * m).double()
 
 
 TWINS = {"slerp": slerp, "nuslerp": nuslerp, "multislerp": multislerp, "karcher": karcher}

@@ -99,10 +99,13 @@ def ram(
     masks = [t.abs() > epsilon for t in tau]
     n = total(mask.int() for mask in masks)
     terms: list[Tensor] = []
+    # RAM+ goes on in float32 at least.
+    wide = torch.promote_types(W0.dtype, torch.float32) if boost else W0.dtype
     for t, mask in zip(tau, masks, strict=True):
         shared, unique = int((mask & (n > 1)).sum()), int((mask & (n == 1)).sum())
         rho = min(shared / max(unique, epsilon), most) if shared or unique else 0.0
-        alone = torch.where(mask & (n == 1), t * (1 + boost * rho), torch.zeros_like(t))
+        scaled = t.to(wide) * (1 + boost * rho)
+        alone = torch.where(mask & (n == 1), scaled, torch.zeros_like(scaled))
         terms.append(alone + torch.where(mask & (n > 1), t / n.clamp(min=1), torch.zeros_like(t)))
     return (W0 + torch.stack(terms).sum(0)).double()
 
