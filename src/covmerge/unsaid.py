@@ -45,8 +45,7 @@ class Settled:
             return ()
         return (
             f"what the base's layers see is not known: {self.why_not}. With it auto had 3 to 12 points of "
-            "accuracy more (docs/auto.md): `covmerge collect BASE FILE --inputs random` makes it on "
-            "another machine, for --base-stats FILE",
+            "accuracy more (docs/auto.md)",
         )
 
     def without(self, why: str) -> Settled:
@@ -108,7 +107,9 @@ def why_not(
         needed += psutil.Process().memory_info().rss
     if needed > limit:
         return (
-            f"to run the base takes {format_size(needed)}, and {whose} allows {format_size(limit)}"
+            f"to run the base takes {format_size(needed)}, and {whose} allows {format_size(limit)} "
+            "(`covmerge collect BASE FILE --inputs random` does it on another machine, "
+            "for --base-stats FILE)"
         )
     return None
 
