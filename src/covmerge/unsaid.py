@@ -96,8 +96,6 @@ def why_not(
     all_adapters = all(isinstance(expert, AdapterCheckpoint) for expert in experts)
     if recipe.output.format == "adapter" and all_adapters:
         return "an adapter of adapters needs nothing of its base (--base-stats random runs it)"
-    if "quantization_config" in base.config:
-        return "the base's weights are stored quantised"
     if describe_checkpoint(base).source != "skeleton":
         return "transformers does not know the base's architecture"
     needed, limit, whose = memory_needed(base), max_memory, "--max-memory"

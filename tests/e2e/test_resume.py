@@ -15,6 +15,7 @@ import covmerge
 from covmerge.errors import InputError, TensorError
 from tests.e2e.models import save_family
 from tests.held import held, journaled, wait_until
+from tests.interrupted import InterruptAfter
 
 PARTIAL = ".out.covmerge-partial"
 
@@ -104,25 +105,12 @@ def interrupt_after(tmp_path, base, experts, items):
 
     Which they are is not promised: small items are computed side by side.
     """
-    finished = []
-
-    class Interrupt:
-        def start(self, total):
-            pass
-
-        def advance(self, what, size, *, resumed=False):
-            finished.append(what)
-            if len(finished) == items:
-                raise KeyboardInterrupt
-
-        def finish(self):
-            pass
-
+    interrupt = InterruptAfter(items)
     with pytest.raises(KeyboardInterrupt):
-        covmerge.merge(base, experts, out=tmp_path / "out", progress=Interrupt())
+        covmerge.merge(base, experts, out=tmp_path / "out", progress=interrupt)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / PARTIAL).exists()
-    return finished
+    return interrupt.finished
 
 
 def test_unfinished_work_needs_a_decision(tmp_path):

@@ -14,6 +14,7 @@ from covmerge.errors import InputError, RecipeError
 from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
 from tests.e2e.models import run, save_family
+from tests.interrupted import InterruptAfter
 
 # Of two models of two layers each: three layers, the middle one a mean.
 SLICES = [
@@ -230,22 +231,8 @@ def test_a_stack_is_resumed(tmp_path):
     recipe = stacked(tmp_path)
     run_recipe(recipe, tmp_path / "undisturbed")
 
-    class Interrupt:
-        done = 0
-
-        def start(self, total):
-            pass
-
-        def advance(self, what, size, *, resumed=False):
-            self.done += 1
-            if self.done > 5:
-                raise KeyboardInterrupt
-
-        def finish(self):
-            pass
-
     with pytest.raises(KeyboardInterrupt):
-        run_recipe(recipe, tmp_path / "out", RunOptions(progress=Interrupt()))
+        run_recipe(recipe, tmp_path / "out", RunOptions(progress=InterruptAfter(6)))
     assert not (tmp_path / "out").exists()
     resumed = run_recipe(recipe, tmp_path / "out", RunOptions(resume=True))
     assert resumed.run["resumed_items"] > 0

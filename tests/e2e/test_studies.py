@@ -28,6 +28,7 @@ from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain, statistics_for, write_recipe
 from tests.e2e.models import build, fine_tuned, run, save_family
 from tests.held import COMMAND_LINE, held, journaled, wait_until
+from tests.interrupted import InterruptAfter
 from tests.statistics.models import classifier, write_texts
 from tests.statistics.models import save_family as save_with_tokenizers
 
@@ -141,24 +142,6 @@ def digests(folder):
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-class InterruptAfter:
-    """A progress that is interrupted, as by Ctrl-C, after some items."""
-
-    def __init__(self, items):
-        self.left = items
-
-    def start(self, total):
-        pass
-
-    def advance(self, what, size, *, resumed=False):
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-    def finish(self):
-        pass
 
 
 @pytest.fixture(params=[1 << 20, 30], ids=lambda n: f"blocks of {n}")

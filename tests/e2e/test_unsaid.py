@@ -17,6 +17,7 @@ from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
 from tests.e2e.test_adapters import TARGETS, save_adapter
+from tests.interrupted import InterruptAfter
 from tests.statistics.models import save_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
@@ -151,23 +152,9 @@ def test_whatever_a_strangers_model_does_is_said(name, tmp_path, monkeypatch):
 def test_a_merge_by_what_was_made_is_resumed(models, tmp_path):
     base, experts = models
 
-    class Interrupt:
-        done = 0
-
-        def start(self, total):
-            pass
-
-        def advance(self, what, size, *, resumed=False):
-            self.done += 1
-            if self.done > 5:
-                raise KeyboardInterrupt
-
-        def finish(self):
-            pass
-
     covmerge.merge(base, experts, out=tmp_path / "undisturbed")
     with pytest.raises(KeyboardInterrupt):
-        covmerge.merge(base, experts, out=tmp_path / "out", progress=Interrupt())
+        covmerge.merge(base, experts, out=tmp_path / "out", progress=InterruptAfter(6))
     covmerge.merge(base, experts, "auto")  # another merge by the same file
     resumed = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     assert resumed.run["resumed_items"] > 0

@@ -15,6 +15,7 @@ from covmerge.plan import Count, build, build_plan, types
 from covmerge.recipe import parse_recipe
 from covmerge.sources import open_checkpoints
 from tests.cli.runs import save_plain, statistics_for
+from tests.interrupted import InterruptAfter
 
 SHAPES = {
     "layers.0.mlp.up_proj.weight": (24, 10),
@@ -237,23 +238,9 @@ class TestEmr:
         monkeypatch.setattr(build, "BLOCK_ELEMENTS", 32)
         covmerge.merge(*states, method="emr", out=tmp_path / "whole")
 
-        class Interrupt:
-            left = 9
-
-            def start(self, total):
-                pass
-
-            def advance(self, what, size, *, resumed=False):
-                self.left -= 1
-                if self.left == 0:
-                    raise KeyboardInterrupt
-
-            def finish(self):
-                pass
-
         out = tmp_path / "resumed"
         with pytest.raises(KeyboardInterrupt):
-            covmerge.merge(*states, method="emr", out=out, progress=Interrupt())
+            covmerge.merge(*states, method="emr", out=out, progress=InterruptAfter(9))
         done = covmerge.merge(*states, method="emr", out=out, resume=True)
         assert done.run["resumed_items"] > 0
         for file in sorted((tmp_path / "whole").rglob("*")):

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 from torch import Tensor
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
 from covmerge.checkpoints.base import Checkpoint, Pace, find_header
+from covmerge.checkpoints.view import View
 from covmerge.errors import InputError
-from covmerge.stores.hub_cache import HubModel
-from covmerge.types import Json, TensorHeader
+from covmerge.types import TensorHeader
 
 _QUANTISED = "quantization_config"
 # A module with anything else is stored in packed form.
 _PLAIN = ("weight", "bias")
 
 
-class AdaptedBase:
+class AdaptedBase(View):
     """A base whose weights are of no interest, so that they are not downloaded or hashed.
 
     It may be stored quantised (bitsandbytes, GPTQ, AWQ, ...): then `headers` has what the adapters
@@ -35,8 +34,8 @@ class AdaptedBase:
     """
 
     def __init__(self, stored: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> None:
+        super().__init__(stored)
         self.decides = False
-        self._stored = stored
         self.source = stored.source
         self.notes = stored.notes
         config = stored.config
@@ -56,20 +55,6 @@ class AdaptedBase:
             )
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(headers)
         self.config = config
-
-    @property
-    def folder(self) -> Path | None:
-        """See `Checkpoint.folder`."""
-        return self._stored.folder
-
-    @property
-    def hub(self) -> HubModel | None:
-        """See `Checkpoint.hub`."""
-        return self._stored.hub
-
-    def readme(self) -> Path | None:
-        """See `Checkpoint.readme`."""
-        return self._stored.readme()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`.
@@ -91,10 +76,6 @@ class AdaptedBase:
     def materialize(self) -> None:
         """Fetch nothing yet."""
 
-    def identity(self) -> dict[str, Json]:
-        """See `Checkpoint.identity`."""
-        return self._stored.identity()
-
     def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """A hash of what is stored under which names, where the result does not depend on the weights."""
         if self.decides or self.identity()["kind"] == "hub":
@@ -103,10 +84,6 @@ class AdaptedBase:
         for name, header in self._stored.headers.items():
             digest.update(f"{name!r} {header.dtype} {header.shape}\n".encode())
         return {"headers": f"sha256:{digest.hexdigest()}"}
-
-    def close(self) -> None:
-        """See `Checkpoint.close`."""
-        self._stored.close()
 
     def _packs(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")

@@ -27,18 +27,18 @@ from covmerge.checkpoints.adapter_names import (
     wider,
 )
 from covmerge.checkpoints.adapter_parameters import find_parameters
-from covmerge.checkpoints.base import Checkpoint, Pace, find_header
+from covmerge.checkpoints.base import Checkpoint, find_header
 from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.hub import HubCheckpoint
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
+from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
-from covmerge.stores.hub_cache import HubModel
 from covmerge.stores.local import LocalFolder, local_file
 from covmerge.stores.regular_file import open_regular
 from covmerge.stores.store import child
-from covmerge.types import Json, LowRank, TensorHeader
+from covmerge.types import LowRank, TensorHeader
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -75,7 +75,7 @@ class FactorHeader:
     stacked: bool = False
 
 
-class AdapterCheckpoint:
+class AdapterCheckpoint(View):
     """An adapter: `low_rank` updates of its base, and in `headers` the tensors that it replaces.
 
     A tensor that is both replaced and updated is in `headers` alone, and is read with its update.
@@ -94,13 +94,13 @@ class AdapterCheckpoint:
         config: AdapterConfig | None,
         notes: tuple[str, ...] = (),
     ) -> None:
+        super().__init__(stored)
         self.source = stored.source
         self.notes = (*stored.notes, *notes)
         self.adapter_config: Mapping[str, Any] = MappingProxyType(
             dict(config.fields) if config else {}
         )
         self.base_model = config.base_model if config else None
-        self._stored = stored
         self._contents = contents
         self._config = config
         self._notes = notes
@@ -125,20 +125,6 @@ class AdapterCheckpoint:
     def config(self) -> Mapping[str, Any] | None:
         """See `Checkpoint.config`; few adapters come with one."""
         return self._stored.config
-
-    @property
-    def folder(self) -> Path | None:
-        """See `Checkpoint.folder`."""
-        return self._stored.folder
-
-    @property
-    def hub(self) -> HubModel | None:
-        """See `Checkpoint.hub`."""
-        return self._stored.hub
-
-    def readme(self) -> Path | None:
-        """See `Checkpoint.readme`."""
-        return self._stored.readme()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`; the new value, not what was added to the base."""
@@ -229,22 +215,6 @@ class AdapterCheckpoint:
         updates = {name: update for part in found.values() for name, update in part.items()}
         contents = Contents(updates, self._contents.replaced)
         return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
-
-    def materialize(self) -> None:
-        """See `Checkpoint.materialize`."""
-        self._stored.materialize()
-
-    def identity(self) -> dict[str, Json]:
-        """See `Checkpoint.identity`."""
-        return self._stored.identity()
-
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """See `Checkpoint.fingerprint`."""
-        return self._stored.fingerprint(pace)
-
-    def close(self) -> None:
-        """See `Checkpoint.close`."""
-        self._stored.close()
 
     def _replaced_header(self, name: str) -> TensorHeader:
         stored = self._stored.headers[self._contents.replaced[name]]

@@ -21,6 +21,7 @@ _AS: Mapping[str, Sequence[str]] = {
 # Options with a value that are ours by another name.
 _RENAMED = {"--num-threads": "--threads", "-j": "--threads", "--random-seed": "--seed"}
 _SHARD_SIZE = "--out-shard-size"
+_SAYS = "a merge always says the same; 2>/dev/null hides its progress"
 # Switches that ask for what is done anyhow, or for what does not arise: with the reason.
 _ALREADY = {
     "--copy-tokenizer": "the tokenizer is always copied",
@@ -43,9 +44,9 @@ _ALREADY = {
     "--no-multi-gpu": "",
     "--no-async-write": "",
     "--no-unsafe-truncate-embeddings": "",
-    "--quiet": "",
-    "--no-quiet": "",
-    "-v": "",
+    "--quiet": _SAYS,
+    "--no-quiet": _SAYS,
+    "-v": _SAYS,
 }
 _ALREADY_WITH_VALUE = {
     "--lora-merge-cache": "adapters are merged as they are, and no cache is written",

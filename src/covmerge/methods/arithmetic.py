@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.registry import PerExpert
+from covmerge.registry import Parameters, PerExpert
 from covmerge.types import LinearGroup
 
 STORED = "stored"  # of `arithmetic`: the plan knows of each tensor which dtype that is
@@ -28,6 +28,16 @@ Weight = Annotated[
     PerExpert(),
     Field(description="factor of each expert, which multiplies its `weight` in the recipe"),
 ]
+
+Around = Annotated[
+    Literal["zero", "base"],
+    Field(description="centre of the sphere: weights are turned, or updates"),
+]
+
+
+def around_zero(parameters: Parameters) -> bool:
+    """Whether a merge on a sphere needs no base: its centre is zero."""
+    return parameters["around"] == "zero"
 
 
 def each(value: _T | list[_T], group: LinearGroup) -> list[_T]:

@@ -11,18 +11,20 @@ from torch import Tensor
 from covmerge.errors import TensorError
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.lapack import lengths
-from covmerge.methods.arithmetic import ArithmeticParameter, Weight, inputs_of, weights_of
-from covmerge.methods.nuslerp import Around
-from covmerge.methods.registry import Laws, Parameters, register
+from covmerge.methods.arithmetic import (
+    ArithmeticParameter,
+    Around,
+    Weight,
+    around_zero,
+    inputs_of,
+    weights_of,
+)
+from covmerge.methods.registry import Laws, register
 from covmerge.types import LinearGroup
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(30.0 * count * d_out * d_in, (4 * count + 3) * d_out * d_in * itemsize)
-
-
-def _stands_alone(parameters: Parameters) -> bool:
-    return parameters["around"] == "zero"
 
 
 @register(
@@ -39,7 +41,7 @@ def _stands_alone(parameters: Parameters) -> bool:
     cost=_cost,
     unit="tensor",
     sees="weights",
-    stands_alone=_stands_alone,
+    stands_alone=around_zero,
 )
 def multislerp(
     group: LinearGroup,

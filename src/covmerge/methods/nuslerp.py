@@ -10,26 +10,24 @@ from torch import Tensor
 
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.lapack import lengths
-from covmerge.methods.arithmetic import ArithmeticParameter, Weight, inputs_of, weights_of
-from covmerge.methods.registry import Laws, Parameters, register
+from covmerge.methods.arithmetic import (
+    ArithmeticParameter,
+    Around,
+    Weight,
+    around_zero,
+    inputs_of,
+    weights_of,
+)
+from covmerge.methods.registry import Laws, register
 from covmerge.types import LinearGroup
 
 _SHORT = 1e-7  # a length below it is not divided by
 _STRAIGHT = 1e-16  # 1 − cos² up to which the way is a straight line
 _NO_SHARE = 1e-6  # weights whose sum is below it mean the middle
 
-Around = Annotated[
-    Literal["zero", "base"],
-    Field(description="centre of the sphere: weights are turned, or updates"),
-]
-
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(40.0 * d_out * d_in, (2 * count + 4) * d_out * d_in * itemsize)
-
-
-def _stands_alone(parameters: Parameters) -> bool:
-    return parameters["around"] == "zero"
 
 
 @register(
@@ -45,7 +43,7 @@ def _stands_alone(parameters: Parameters) -> bool:
     cost=_cost,
     unit="tensor",
     sees="weights",
-    stands_alone=_stands_alone,
+    stands_alone=around_zero,
     experts=(2, 2),
 )
 def nuslerp(

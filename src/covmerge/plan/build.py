@@ -26,10 +26,10 @@ from covmerge.plan.data import (
     notes_on_statistics,
 )
 from covmerge.plan.forms import AdapterFactors, ModelTensor, Unwritten, head_part
+from covmerge.plan.mergekit import as_mergekit
 from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.rules import Rules
-from covmerge.plan.settled import settled
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe
@@ -154,7 +154,7 @@ def _draft(
         find_statistics(recipe, tensor, statistics)
         for tensor in _plan_tensors(recipe, base, rules, models, alignments, head_names)
     )
-    tensors = settled(
+    tensors = as_mergekit(
         tuple(found), lambda expert, operand: models[expert].dtype(str(operand.tensor))
     )
     if isinstance(base.checkpoint, Donor):

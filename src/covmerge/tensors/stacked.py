@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.base import Checkpoint, Pace, find_header
+from covmerge.checkpoints.base import Checkpoint, find_header
 from covmerge.checkpoints.layer_count import layer_count, restacked
+from covmerge.checkpoints.view import View
 from covmerge.errors import InputError
-from covmerge.stores.hub_cache import HubModel
 from covmerge.tensors.layers import layer_name
 from covmerge.tensors.names import kind_by_name
 from covmerge.text import some
-from covmerge.types import Json, Role, TensorHeader
+from covmerge.types import Role, TensorHeader
 
 
-class Stacked:
+class Stacked(View):
     """A view of a checkpoint: its names are those of the model that is stacked.
 
     Args:
@@ -34,12 +33,12 @@ class Stacked:
     """
 
     def __init__(self, stored: Checkpoint, order: Sequence[int], given: Iterable[int]) -> None:
+        super().__init__(stored)
         self.order = tuple(order)
         self.source = stored.source
         self.notes = stored.notes
         own = stored.config
         self.config: Mapping[str, Any] | None = None if own is None else restacked(own, self.order)
-        self._stored = stored
         self._given = frozenset(given)
         stack, count = _stack_of(stored)
         beyond = [self.order[layer] for layer in self._given if self.order[layer] >= count]
@@ -63,40 +62,10 @@ class Stacked:
             return own.index in self._given
         return (0 if comes_before(name) else len(self.order) - 1) in self._given
 
-    @property
-    def folder(self) -> Path | None:
-        """See `Checkpoint.folder`."""
-        return self._stored.folder
-
-    @property
-    def hub(self) -> HubModel | None:
-        """See `Checkpoint.hub`."""
-        return self._stored.hub
-
-    def readme(self) -> Path | None:
-        """See `Checkpoint.readme`."""
-        return self._stored.readme()
-
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)
         return self._stored.read(self._names[name], rows)
-
-    def materialize(self) -> None:
-        """See `Checkpoint.materialize`."""
-        self._stored.materialize()
-
-    def identity(self) -> dict[str, Json]:
-        """See `Checkpoint.identity`."""
-        return self._stored.identity()
-
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """See `Checkpoint.fingerprint`."""
-        return self._stored.fingerprint(pace)
-
-    def close(self) -> None:
-        """See `Checkpoint.close`."""
-        self._stored.close()
 
     def _renamed(self, stack: str) -> Iterable[tuple[str, str]]:
         """Names in the stacked model with those of the checkpoint: what comes first, first."""

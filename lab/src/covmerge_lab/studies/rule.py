@@ -42,7 +42,7 @@ def auto_with(
     """W̄ = W₀ + λ (K + τ²I)^(−q/2) R of docs/auto.md, naive and in float64.
 
     Args:
-        group: updates `(d_out, d_in)`, and C₀ as `inputs`; None is I.
+        group: updates `(d_out, d_in)`, and C₀ as `inputs`; None is I. All experts weigh the same.
         start: what R is: the regression, or ΣΔ_t.
         ridge: beside ΔᵀΔ/‖Δ‖², as a share of its mean eigenvalue (0.1 I/d_in).
         small: share of the others' energy at which an expert counts half.

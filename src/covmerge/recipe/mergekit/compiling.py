@@ -29,13 +29,15 @@ _KEYS = (
     ),
     *("tokenizer_source", "tokenizer", "chat_template"),
 )
+_TOKENIZER = (
+    "tokenizers are not merged yet. If all models have one vocabulary, leave the key out: the base's "
+    "tokenizer is copied (of a recipe without one, the first model's)"
+)
 _REFUSED = {
     "modules": "models of several modules are not sliced by module here: write `models:`, which merges all "
     "of their tensors, and leave some to the base by covmerge's `rules`",
-    "tokenizer_source": "tokenizers are not merged yet. If all models have one vocabulary, leave the key "
-    "out: the base's tokenizer is copied (of a recipe without one, the first model's)",
-    "tokenizer": "tokenizers are not merged yet. If all models have one vocabulary, leave the key out: "
-    "the base's tokenizer is copied (of a recipe without one, the first model's)",
+    "tokenizer_source": _TOKENIZER,
+    "tokenizer": _TOKENIZER,
     "chat_template": "the chat template is the base's, with its tokenizer. Leave the key out, and put "
     "another into chat_template.jinja of the output",
 }

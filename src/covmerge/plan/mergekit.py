@@ -19,7 +19,7 @@ from covmerge.plan.work import TensorPlan
 DtypeOf = Callable[[str, Operand], torch.dtype]  # of an expert's operand
 
 
-def settled(tensors: Sequence[TensorPlan], dtype_of: DtypeOf) -> tuple[TensorPlan, ...]:
+def as_mergekit(tensors: Sequence[TensorPlan], dtype_of: DtypeOf) -> tuple[TensorPlan, ...]:
     """Return the tensors with `arithmetic: stored` and `drawn: in_order` as what they come to.
 
     The first is the dtype in which base and experts store a tensor, the widest where these differ; the

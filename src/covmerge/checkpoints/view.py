@@ -1,0 +1,50 @@
+"""A checkpoint seen in another way: what it does not say otherwise is as it is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from covmerge.checkpoints.base import Checkpoint, Pace
+from covmerge.stores.hub_cache import HubModel
+from covmerge.types import Json
+
+
+class View:
+    """Where a checkpoint lies and what it is known by, for those that show its tensors in another way.
+
+    Args:
+        stored: the checkpoint.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        self._stored = stored
+
+    @property
+    def folder(self) -> Path | None:
+        """See `Checkpoint.folder`."""
+        return self._stored.folder
+
+    @property
+    def hub(self) -> HubModel | None:
+        """See `Checkpoint.hub`."""
+        return self._stored.hub
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`."""
+        return self._stored.readme()
+
+    def materialize(self) -> None:
+        """See `Checkpoint.materialize`."""
+        self._stored.materialize()
+
+    def identity(self) -> dict[str, Json]:
+        """See `Checkpoint.identity`."""
+        return self._stored.identity()
+
+    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
+        """See `Checkpoint.fingerprint`."""
+        return self._stored.fingerprint(pace)
+
+    def close(self) -> None:
+        """See `Checkpoint.close`."""
+        self._stored.close()
