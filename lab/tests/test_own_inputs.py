@@ -16,7 +16,7 @@ from covmerge_lab.llm import LlmSuite, tasks
 from covmerge_lab.merging import catalogue, statistics_of
 from covmerge_lab.models import Section
 from covmerge_lab.own import DRAWN, WRITTEN
-from covmerge_lab.studies import STUDIES, rule, save
+from covmerge_lab.studies import STUDIES, altered, regimes, rule, save, tuned
 from covmerge_lab.suite import Variant
 from covmerge_lab.text import TextSuite
 from covmerge_lab.text import tasks as text_tasks
@@ -182,6 +182,73 @@ def test_the_parts_of_the_default_method(tmp_path):
     assert titles["auto"] == titles["ridge 1.0"] == Section.OWN_INPUTS.value
     assert titles["auto, weights alone"] == Section.DATA_FREE.value
     assert (tmp_path / "out" / "accuracy-lora.png").exists()
+
+
+@pytest.fixture(scope="module")
+def small_text(tmp_path_factory):
+    bench = Bench(
+        SmallText(tmp_path_factory.mktemp("text"), quick=True), Inline(), Console(quiet=True)
+    )
+    bench.prepare()
+    return bench
+
+
+def test_the_default_beside_tuned_methods(small_text, tmp_path):
+    study = STUDIES["tuned"]()
+    found = study.run(small_text, [Variant("lora", 0)])
+    save(study, small_text, found, tmp_path / "out", "covmerge study tuned")
+    (group,) = json.loads((tmp_path / "out" / "results.json").read_text())["groups"]
+    rows = {row["title"]: row for row in group["rows"]}
+    methods = tuned.grids("lora")
+    assert {f"{method}, tuned" for method in methods} < set(rows)
+    assert all(rows[f"{m}, tuned"]["parameters"][0] in grid for m, grid in methods.items())
+    assert set(group["beyond"]) == {"auto", "auto, base's inputs"}
+    assert "less the best of the tuned" in (tmp_path / "out" / "README.md").read_text()
+    assert "core_space" not in tuned.grids("full")
+
+
+def test_regimes(small_text, monkeypatch, tmp_path):
+    monkeypatch.setattr(regimes, "KNOWN", ("average", "ties"))
+    study = STUDIES["regimes"]()
+    found = study.run(small_text, [Variant("lora", 0)])
+    save(study, small_text, found, tmp_path / "out", "covmerge study regimes")
+    of = json.loads((tmp_path / "out" / "results.json").read_text())["kinds"]["lora"]
+    assert list(of) == [regime.name for regime in regimes.REGIMES]
+    for name, group in of.items():
+        titles = {row["title"] for row in group["rows"]}
+        assert {"auto", "auto, base's inputs", "average", "task_arithmetic, tuned"} < titles
+        # What merges inside the adapters' space is left out where not all are adapters.
+        assert ("core_space" in titles) == (name != "full and adapters in turns")
+    assert "| 2 experts |" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "regimes-lora.png").exists()
+    assert not list((small_text.suite.folder / "work").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_experts_that_nobody_trained(small_text, kind, tmp_path):
+    suite = small_text.suite
+    variant, task = Variant(kind, 0), next(iter(suite.tasks))
+    small_text.train(variant, [task])
+    expert = suite.expert(task, variant)
+    long = altered.lengthened(expert, suite.base, tmp_path / "long", times=5.0)
+    drawn = altered.random_like(expert, suite.base, tmp_path / "drawn")
+    found = {
+        name: covmerge.merge(
+            suite.base, {"it": folder}, method="task_arithmetic", scale=1.0
+        ).tensors
+        for name, folder in (("as it is", expert), ("long", long), ("drawn", drawn))
+    }
+    base = covmerge.open_checkpoint(suite.base)
+    changed = 0
+    for name in found["as it is"]:
+        start = base.read(name)
+        update, longer, other = ((found[of][name] - start).double() for of in found)
+        changed += bool(update.norm() > 1e-4)
+        torch.testing.assert_close(longer, 5.0 * update, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(other.norm(), update.norm(), rtol=1e-3, atol=1e-5)
+        if update.norm() > 1e-4:
+            assert abs(float((update * other).sum() / (update.norm() * other.norm()))) < 0.9
+    assert changed > 3
 
 
 def test_every_suite_has_its_ways():

@@ -134,14 +134,14 @@ class Bench:
         suite = self.suite
         jobs: dict[str, Job[list[Any]]] = {
             task: partial(_scores, suite, task, experts.folders[task], models)
-            for task in experts.folders
+            for task in experts.tasks
         }
         single = [m for m in models if len(set(m.folders.values())) == 1] if measured else []
         jobs["measures"] = partial(_measures, suite, single)
         found = self.work(f"{experts.variant}: scoring {len(models)} models", jobs)
         measures = dict(zip((m.title for m in single), found["measures"], strict=True))
         return [
-            Scored(model, {t: found[t][i] for t in experts.folders}, measures.get(model.title, {}))
+            Scored(model, {t: found[t][i] for t in experts.tasks}, measures.get(model.title, {}))
             for i, model in enumerate(models)
         ]
 

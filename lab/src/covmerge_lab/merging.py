@@ -45,7 +45,8 @@ class Experts:
     """The experts of a suite that are merged together.
 
     Attributes:
-        folders: as they were trained, by task: whole models or adapters.
+        folders: as they were trained, by task: whole models or adapters. What has another name than a
+            task is merged with them, and has no examples to be scored on.
         whole: whole models, by task.
         statistics: folder of the statistics files of the whole models.
         work: folder for merged models.
@@ -57,6 +58,11 @@ class Experts:
     whole: Mapping[str, Path]
     statistics: Path
     work: Path
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What a merge of them is scored on."""
+        return tuple(name for name in self.folders if name in self.suite.tasks)
 
 
 def catalogue(kind: Kind, only: Sequence[str] | None = None) -> tuple[Merge, ...]:
@@ -151,13 +157,28 @@ def merge_together(
 
 def tuned_task_arithmetic(experts: Experts, on_progress: OnProgress) -> list[Model]:
     """Keep Task Arithmetic at the scale of the best mean accuracy on the validation examples."""
-    suite, tasks = experts.suite, list(experts.folders)
-    scales = SCALES[2::4] if suite.quick else SCALES
-    steps = len(scales) * (1 + len(tasks))
+    scales = SCALES[2::4] if experts.suite.quick else SCALES
+    grid = [{"scale": scale} for scale in scales]
+    return [tuned(experts, "task_arithmetic", grid, on_progress)]
+
+
+def tuned(
+    experts: Experts, method: str, grid: Sequence[Mapping[str, Any]], on_progress: OnProgress
+) -> Model:
+    """Keep a method at the parameters of the best mean accuracy on the validation examples.
+
+    Args:
+        experts: what to merge.
+        method: its name.
+        grid: the parameters that are tried; of equal ones the first is kept.
+        on_progress: called with the steps done and all steps.
+    """
+    suite, tasks = experts.suite, experts.tasks
+    steps = len(grid) * (1 + len(tasks))
     done = 0
     best: tuple[float, Model] | None = None
-    merges = [Merge("task_arithmetic", {"scale": scale}, Section.TUNED) for scale in scales]
-    for model in merge_together(experts, merges, "scales"):
+    merges = [Merge(method, parameters, Section.TUNED) for parameters in grid]
+    for model in merge_together(experts, merges, f"tuned-{method}"):
         means: list[float] = []
         for task in tasks:
             done += 1
@@ -167,13 +188,13 @@ def tuned_task_arithmetic(experts: Experts, on_progress: OnProgress) -> list[Mod
         done += 1
         on_progress(done, steps)
         if best is None or fmean(means) > best[0]:
-            best, worse = (fmean(means), replace(model, title=TUNED)), best
+            best, worse = (fmean(means), replace(model, title=f"{method}, tuned")), best
         else:
             worse = (0.0, model)
         if worse is not None:
             remove(worse[1])
     assert best is not None
-    return [best[1]]
+    return best[1]
 
 
 def make_whole(suite: Suite, task: str, adapter: Path, out: Path, on_progress: OnProgress) -> Path:

@@ -146,5 +146,16 @@ def summarise(outcomes: Sequence[Outcome]) -> Group:
     return Group(first.variant.kind, variants, first.tasks, sizes, tuple(rows))
 
 
+def difference(outcomes: Sequence[Outcome], title: str, other: str) -> Interval:
+    """Return a model's mean accuracy less another's, on the same examples of every seed."""
+    by_title = [{scored.model.title: scored for scored in outcome.models} for outcome in outcomes]
+    sizes = {task: len(scores) for task, scores in by_title[0][title].scores.items()}
+    of, less = (
+        {task: [models[name].scores[task] for models in by_title] for task in sizes}
+        for name in (title, other)
+    )
+    return Resamples(sizes).difference(of, less)
+
+
 def _accuracies(scored: Scored) -> dict[str, float]:
     return {task: fmean(scores) for task, scores in scored.scores.items()}

@@ -8,9 +8,11 @@ from covmerge_lab.studies.entries import EntriesOfUpdates
 from covmerge_lab.studies.generated import OwnInputs
 from covmerge_lab.studies.heterogeneity import Heterogeneity
 from covmerge_lab.studies.interference import Interference
+from covmerge_lab.studies.regimes import Regimes
 from covmerge_lab.studies.retention import Retention
 from covmerge_lab.studies.spectra import SpectraBeforeAndAfter
 from covmerge_lab.studies.study import Findings, Study, save
+from covmerge_lab.studies.tuned import Tuned
 
 __all__ = ["STUDIES", "Findings", "Study", "save"]
 
@@ -21,6 +23,8 @@ STUDIES: dict[str, type[Study]] = {
         Sensitivity,
         Ridge,
         Default,
+        Tuned,
+        Regimes,
         CovarianceReplaced,
         OwnInputs,
         Interference,

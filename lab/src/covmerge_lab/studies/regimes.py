@@ -1,0 +1,249 @@
+"""The default beside the known methods where experts are few, many, unlike, long, short, or no experts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+
+from covmerge_lab import merging
+from covmerge_lab.bench import EXPERTS, Bench, Outcome, bounds
+from covmerge_lab.collecting import BASE
+from covmerge_lab.merging import TUNED, Experts
+from covmerge_lab.models import Merge, Section
+from covmerge_lab.studies.altered import lengthened, random_like
+from covmerge_lab.studies.study import Findings, Study
+from covmerge_lab.studies.tables import markdown
+from covmerge_lab.suite import Kind, Variant
+from covmerge_lab.summary import Group, Row, difference, summarise
+from covmerge_lab.workers import Job
+
+# Its annotations are partial.
+_plt: Any = plt
+
+LONG = 5.0  # times as long as it was trained
+AUTO = "auto, base's inputs"
+ALONE = "auto"
+AVERAGE = "average"
+KNOWN = (
+    *("average", "task_arithmetic", "ties", "cart", "tsv_m", "iso_c", "dc_merge"),
+    *("ace", "actmat", "wudi", "swudi"),
+)
+FOR_ADAPTERS = ("core_space", "knots")
+
+Folders = Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Experts of one kind, changed.
+
+    Attributes:
+        name: what the table calls it.
+        make: gives the experts by name, of the bench, those that were trained and a folder to write in;
+            those with the name of a task are scored.
+    """
+
+    name: str
+    make: Callable[[Bench, Experts, Path], Folders]
+
+
+def _first(count: int) -> Callable[[Bench, Experts, Path], Folders]:
+    return lambda bench, experts, out: dict(list(experts.folders.items())[:count])
+
+
+def _other_training(bench: Bench, experts: Experts, tasks: Sequence[str]) -> Folders:
+    variant = replace(experts.variant, seed=experts.variant.seed + 1)
+    bench.train(variant, tasks)
+    return {f"{task}-again": bench.suite.expert(task, variant) for task in tasks}
+
+
+def _one_twice(bench: Bench, experts: Experts, _: Path) -> Folders:
+    return {**experts.folders, **_other_training(bench, experts, list(experts.folders)[:1])}
+
+
+def _all_twice(bench: Bench, experts: Experts, _: Path) -> Folders:
+    return {**experts.folders, **_other_training(bench, experts, list(experts.folders))}
+
+
+def _mixed(bench: Bench, experts: Experts, _: Path) -> Folders:
+    """Every other expert is of the other kind."""
+    other: Kind = "lora" if experts.variant.kind == "full" else "full"
+    variant = replace(experts.variant, kind=other)
+    tasks = list(experts.folders)[1::2]
+    bench.train(variant, tasks)
+    return {**experts.folders, **{task: bench.suite.expert(task, variant) for task in tasks}}
+
+
+def _one_times(times: float) -> Callable[[Bench, Experts, Path], Folders]:
+    def make(bench: Bench, experts: Experts, out: Path) -> Folders:
+        task = next(iter(experts.folders))
+        changed = lengthened(experts.folders[task], bench.suite.base, out / task, times=times)
+        return {**experts.folders, task: changed}
+
+    return make
+
+
+def _one_random(bench: Bench, experts: Experts, out: Path) -> Folders:
+    like = next(iter(experts.folders.values()))
+    return {**experts.folders, "random": random_like(like, bench.suite.base, out / "random")}
+
+
+REGIMES = (
+    Regime("2 experts", _first(2)),
+    Regime("4 experts", _first(4)),
+    Regime("all experts", _first(99)),
+    Regime("one task trained twice", _one_twice),
+    Regime("all tasks trained twice", _all_twice),
+    Regime("full and adapters in turns", _mixed),
+    Regime(f"one update {LONG:g} times as long", _one_times(LONG)),
+    Regime(f"one update {1 / LONG:g} times as long", _one_times(1 / LONG)),
+    Regime("one more, its update random", _one_random),
+)
+
+
+class Regimes(Study):
+    """Where `auto` breaks, if it does."""
+
+    name = "regimes"
+    about = (
+        "Does the default keep up wherever experts come from: few and many, two of one task, adapters "
+        "among full fine-tunes, updates much longer or shorter than the others', and one that is random? "
+        "Known methods at their defaults, Task Arithmetic tuned on labels, on the same experts."
+    )
+
+    def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
+        """See `Study.run`."""
+        numbers: dict[str, Any] = {}
+        texts: list[str] = []
+        pictures: dict[str, Any] = {}
+        for kind in dict.fromkeys(variant.kind for variant in variants):
+            found: dict[str, list[Outcome]] = {}
+            for variant in (each for each in variants if each.kind == kind):
+                for name, outcome in _outcomes(bench, variant).items():
+                    found.setdefault(name, []).append(outcome)
+            groups = {name: summarise(outcomes) for name, outcomes in found.items()}
+            numbers[kind] = {name: group.as_json() for name, group in groups.items()}
+            of_kind = next(iter(groups.values())).title.split(", ", 1)[1]
+            texts.append(f"## {of_kind}\n\n{_table(groups, found)}\n\n{_all_of_them(groups)}")
+            pictures[f"regimes-{kind}"] = _draw(groups, of_kind)
+        return Findings({"kinds": numbers}, "\n\n".join([*texts, _LEGEND]), pictures)
+
+
+_LEGEND = f"""\
+- Mean accuracy in %, over the tasks that have an expert; a random expert has none, and of a task that was \
+trained twice the first training's head is used.
+- best known: of {", ".join(KNOWN)}; on adapters also {", ".join(FOR_ADAPTERS)}. It is chosen by the \
+accuracy shown, which no user has.
+- less: `{AUTO}` less the other, on the same examples, with the 95 % interval of the paired bootstrap; \
+*: it leaves 0 out."""
+
+
+def _outcomes(bench: Bench, variant: Variant) -> dict[str, Outcome]:
+    tasks = tuple(bench.suite.tasks)
+    bench.train(variant, tasks)
+    found: dict[str, Outcome] = {}
+    with bench.experts(variant, tasks, [BASE]) as experts:
+        for regime in REGIMES:
+            work = experts.work / regime.name.replace("/", "-")
+            changed = _changed(bench, experts, regime, work)
+            models = [*bounds(changed), *bench.merge(changed, _merges(changed), tuned=True)]
+            scored = bench.score(changed, models, measured=False)
+            found[regime.name] = Outcome(variant, changed.tasks, tuple(scored))
+            shutil.rmtree(work)
+    return found
+
+
+def _changed(bench: Bench, experts: Experts, regime: Regime, work: Path) -> Experts:
+    work.mkdir(parents=True)
+    folders = regime.make(bench, experts, work / "experts")
+    changed = replace(experts, folders=folders, work=work / "merged")
+    whole = {t: f for t, f in experts.whole.items() if folders.get(t) == experts.folders[t]}
+    jobs: dict[str, Job[Path]] = {}
+    for task in changed.tasks:
+        folder = folders[task]
+        if task not in whole and (folder / "adapter_config.json").exists():
+            out = work / "whole" / task
+            jobs[task] = partial(merging.make_whole, bench.suite, task, folder, out)
+        elif task not in whole:
+            whole[task] = folder
+    title = f"{experts.variant}, {regime.name}: experts made whole"
+    return replace(changed, whole={**whole, **bench.work(title, jobs)})
+
+
+def _merges(experts: Experts) -> list[Merge]:
+    adapters = all((each / "adapter_config.json").exists() for each in experts.folders.values())
+    return [
+        *(Merge(method) for method in (*KNOWN, *(FOR_ADAPTERS if adapters else ()))),
+        Merge("auto", label=ALONE),
+        Merge("auto", section=Section.OWN_INPUTS, label=AUTO, statistics=BASE),
+    ]
+
+
+def _others(group: Group) -> list[Row]:
+    """The known methods that nobody tuned, the best first."""
+    known = {*KNOWN, *FOR_ADAPTERS}
+    return sorted((row for row in group.rows if row.title in known), key=lambda row: -row.mean.mean)
+
+
+def _table(groups: Mapping[str, Group], outcomes: Mapping[str, Sequence[Outcome]]) -> str:
+    def less(name: str, other: str) -> str:
+        found = difference(outcomes[name], AUTO, other)
+        mark = "*" if found.clear else ""
+        return f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]{mark}"
+
+    columns = ["experts", "each on its task", AVERAGE, TUNED, "best known", ALONE, AUTO]
+    columns += ["less best known", "less tuned", "less average"]
+    rows: list[list[str]] = []
+    for name, group in groups.items():
+        best = _others(group)[0]
+        means = {row.title: f"{100 * row.mean.mean:.1f}" for row in group.rows}
+        rows.append(
+            [
+                name,
+                *(means[title] for title in (EXPERTS, AVERAGE, TUNED)),
+                f"{means[best.title]} ({best.title})",
+                *(means[title] for title in (ALONE, AUTO)),
+                *(less(name, title) for title in (best.title, TUNED, AVERAGE)),
+            ]
+        )
+    return markdown(columns, rows)
+
+
+def _all_of_them(groups: Mapping[str, Group]) -> str:
+    titles = list(dict.fromkeys(row.title for group in groups.values() for row in group.rows))
+    means = [{row.title: row.mean.mean for row in group.rows} for group in groups.values()]
+    rows = [[t, *(f"{100 * of[t]:.1f}" if t in of else "" for of in means)] for t in titles]
+    return markdown(["method", *groups], rows)
+
+
+def _draw(groups: Mapping[str, Group], of_kind: str) -> Any:
+    figure, axes = _plt.subplots(figsize=(7.5, 0.5 * len(groups) + 1.8), layout="constrained")
+    shown = {
+        AUTO: ("D", "#1f5fa8"),
+        ALONE: ("d", "#2a8a9a"),
+        TUNED: ("|", "#b3541e"),
+        AVERAGE: ("x", "#767676"),
+    }
+    for place, group in enumerate(reversed(list(groups.values()))):
+        bound = group.row(EXPERTS).mean.mean
+        others = [100 * row.mean.mean / bound for row in _others(group)]
+        axes.plot(others, [place] * len(others), "o", color="#bbbbbb", ms=4)
+        for title, (mark, colour) in shown.items():
+            axes.plot(100 * group.row(title).mean.mean / bound, place, mark, color=colour, ms=8)
+    axes.set_yticks(range(len(groups)), list(reversed(list(groups))))
+    axes.set_xlabel("mean accuracy, % of that of the experts themselves")
+    axes.set_title(f"auto beside the known methods, regime by regime\n{of_kind}", fontsize=10)
+    handles = [
+        _plt.Line2D([], [], marker=mark, color=colour, ls="", label=title)
+        for title, (mark, colour) in shown.items()
+    ]
+    handles.append(_plt.Line2D([], [], marker="o", color="#bbbbbb", ls="", label="known methods"))
+    figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

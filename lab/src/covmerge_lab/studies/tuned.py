@@ -1,0 +1,125 @@
+"""The default, which nobody tunes, beside every method that labels have tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from covmerge_lab import merging, report
+from covmerge_lab.bench import Bench, Outcome, bounds
+from covmerge_lab.collecting import BASE
+from covmerge_lab.merging import SCALES, Experts
+from covmerge_lab.models import Merge, Model, Section
+from covmerge_lab.studies.accuracy import bars
+from covmerge_lab.studies.study import Findings, Study
+from covmerge_lab.suite import Kind, Variant
+from covmerge_lab.summary import Group, difference, summarise
+from covmerge_lab.workers import Job
+
+Grid = Sequence[Mapping[str, Any]]
+
+
+def _over(name: str, *values: float) -> Grid:
+    return [{name: value} for value in values]
+
+
+_AROUND = (0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)  # of scales whose default is 1
+GRIDS: Mapping[str, Grid] = {
+    "task_arithmetic": _over("scale", *SCALES),
+    "ties": [{"density": d, **s} for d in (0.1, 0.2, 0.4) for s in _over("scale", *_AROUND)],
+    "cart": [
+        {"rank_ratio": share, **scale}
+        for share in (0.04, 0.12, 0.32)
+        for scale in _over("scale", 1.0, 1.5, 2.0, 2.5, 3.0)
+    ],
+    "tsv_m": _over("scale", *_AROUND),
+    "iso_c": _over("scale", *_AROUND),
+    "actmat": _over("rtol", 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
+    "ace": _over("eps", *(10.0**power for power in range(-7, 0))),
+}
+FOR_ADAPTERS: Mapping[str, Grid] = {
+    "core_space": _over("scale", *_AROUND),
+    "knots": _over("scale", *_AROUND),
+}
+AUTO = (
+    Merge("auto", section=Section.OWN_INPUTS, label="auto, base's inputs", statistics=BASE),
+    Merge("auto"),
+)
+
+
+class Tuned(Study):
+    """`auto` beside the best of every other method."""
+
+    name = "tuned"
+    about = (
+        "Does the default, with nothing tuned, keep up with methods whose parameters labels have chosen? "
+        "Each is tuned over a grid on the validation examples of all tasks."
+    )
+
+    def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
+        """See `Study.run`."""
+        numbers: list[Any] = []
+        texts: list[str] = []
+        pictures: dict[str, Any] = {}
+        for kind in dict.fromkeys(variant.kind for variant in variants):
+            outcomes = [_outcome(bench, each) for each in variants if each.kind == kind]
+            group = summarise(outcomes)
+            beyond = {
+                own.title: {
+                    row.title: difference(outcomes, own.title, row.title)
+                    for row in group.rows
+                    if row.section is Section.TUNED
+                }
+                for own in AUTO
+            }
+            numbers.append(
+                {
+                    **group.as_json(),
+                    "beyond": {
+                        own: {t: vars(i) for t, i in of.items()} for own, of in beyond.items()
+                    },
+                }
+            )
+            texts.append(f"## {group.title}\n\n{report.markdown(group)}\n\n{_said(group, beyond)}")
+            titles = [row.title for row in group.rows if row.section is not Section.BOUNDS]
+            pictures[f"accuracy-{kind}"] = bars(group, titles, "auto beside tuned methods")
+        return Findings({"groups": numbers}, "\n\n".join(texts), pictures)
+
+
+def grids(kind: Kind) -> Mapping[str, Grid]:
+    """Return what is tuned over what."""
+    return {**GRIDS, **FOR_ADAPTERS} if kind == "lora" else GRIDS
+
+
+def _outcome(bench: Bench, variant: Variant) -> Outcome:
+    tasks = tuple(bench.suite.tasks)
+    bench.train(variant, tasks)
+    with bench.experts(variant, tasks, [BASE]) as experts:
+        models = [*bounds(experts), *bench.merge(experts, AUTO), *_tuned(bench, experts)]
+        return Outcome(variant, tasks, tuple(bench.score(experts, models, measured=False)))
+
+
+def _tuned(bench: Bench, experts: Experts) -> list[Model]:
+    jobs: dict[str, Job[Model]] = {
+        method: partial(merging.tuned, experts, method, grid[::3] if bench.suite.quick else grid)
+        for method, grid in grids(experts.variant.kind).items()
+    }
+    return list(bench.work(f"{experts.variant}: tuning {len(jobs)} methods", jobs).values())
+
+
+def _said(group: Group, beyond: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = [
+        f"- {row.title}: "
+        + "; ".join(", ".join(f"{n} {v:g}" for n, v in each.items()) for each in row.parameters)
+        for row in group.rows
+        if row.section is Section.TUNED
+    ]
+    best = next(row for row in group.rows if row.section is Section.TUNED)
+    for own, of in beyond.items():
+        found = of[best.title]
+        lines.append(
+            f"- {own} less the best of the tuned, {best.title}: {100 * found.mean:+.1f} "
+            f"[{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
+        )
+    return "\n".join(lines)
