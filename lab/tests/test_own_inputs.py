@@ -207,13 +207,18 @@ def test_the_default_beside_tuned_methods(small_text, tmp_path):
     assert "core_space" not in tuned.grids("full")
 
 
+SOME = ["2 experts", "full and adapters in turns", "one more, its update random"]
+
+
 def test_regimes(small_text, monkeypatch, tmp_path):
     monkeypatch.setattr(regimes, "KNOWN", ("average", "ties"))
+    some = [regime for regime in regimes.REGIMES if regime.name in SOME]
+    monkeypatch.setattr(regimes, "REGIMES", some)
     study = STUDIES["regimes"]()
     found = study.run(small_text, [Variant("lora", 0)])
     save(study, small_text, found, tmp_path / "out", "covmerge study regimes")
     of = json.loads((tmp_path / "out" / "results.json").read_text())["kinds"]["lora"]
-    assert list(of) == [regime.name for regime in regimes.REGIMES]
+    assert list(of) == SOME
     for name, group in of.items():
         titles = {row["title"] for row in group["rows"]}
         assert {"auto", "auto, base's inputs", "average", "task_arithmetic, tuned"} < titles
@@ -222,6 +227,27 @@ def test_regimes(small_text, monkeypatch, tmp_path):
     assert "| 2 experts |" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "regimes-lora.png").exists()
     assert not list((small_text.suite.folder / "work").iterdir())
+
+
+def test_who_is_merged_in_a_regime(small_text, tmp_path):
+    variant, tasks = Variant("lora", 0), list(small_text.suite.tasks)
+    small_text.train(variant, tasks)
+    with small_text.experts(variant, tasks) as experts:
+        found = {
+            regime.name: regime.make(small_text, experts, tmp_path / str(number))
+            for number, regime in enumerate(regimes.REGIMES)
+        }
+    first, second = tasks
+    assert list(found["4 experts"]) == list(found["all experts"]) == tasks
+    assert list(found["one task trained twice"]) == [*tasks, f"{first}-again"]
+    twice = found["all tasks trained twice"]
+    assert list(twice) == [*tasks, f"{first}-again", f"{second}-again"]
+    assert len(set(twice.values())) == 4
+    mixed = found["full and adapters in turns"]
+    assert (mixed[first] / "adapter_config.json").exists()
+    assert not (mixed[second] / "adapter_config.json").exists()
+    assert found["one update 5 times as long"][first] != experts.folders[first]
+    assert found["one update 0.2 times as long"][second] == experts.folders[second]
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
