@@ -1,6 +1,7 @@
 """All suites side by side: `python -m benchmarks.overview` writes README's table.
 
-It is of the committed results: mean accuracy of every model, by suite and kind of experts.
+It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
+table of three trainings lacks are of the first one, where that was run on its own (`text/full-first`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from covmerge_lab.models import Section
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
+FIRST = "-first"  # of a folder: one training
+ONCE = "¹"
 SUITES = ("text", "vision", "llm")
 _KINDS = {"full": "full", "lora": "LoRA"}
 
@@ -37,12 +40,21 @@ def columns(results: Path = RESULTS) -> list[Column]:
     found: list[Column] = []
     for suite in SUITES:
         for kind, name in _KINDS.items():
-            path = results / suite / kind / "results.json"
-            groups = json.loads(path.read_text("utf-8"))["groups"] if path.exists() else []
-            for group in groups:
-                title = f"{suite}, {name}, {len(group['tasks'])}"
-                found.append(Column(title, {row["title"]: row for row in group["rows"]}))
+            first = {
+                len(group["tasks"]): group for group in _groups(results / suite / (kind + FIRST))
+            }
+            for group in _groups(results / suite / kind):
+                count = len(group["tasks"])
+                rows = {row["title"]: row for row in group["rows"]}
+                for row in first.get(count, {"rows": []})["rows"]:
+                    rows.setdefault(row["title"], {**row, "once": True})
+                found.append(Column(f"{suite}, {name}, {count}", rows))
     return found
+
+
+def _groups(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "results.json"
+    return json.loads(path.read_text("utf-8"))["groups"] if path.exists() else []
 
 
 def table(of: list[Column]) -> str:
@@ -78,7 +90,7 @@ def _cell(row: dict[str, Any] | None) -> str:
         return ""
     beyond = row["beyond_tuned"]
     star = "*" if beyond and beyond["low"] > 0 else ""
-    return f"{100 * row['mean']['mean']:.1f}{star}"
+    return f"{100 * row['mean']['mean']:.1f}{star}{ONCE if 'once' in row else ''}"
 
 
 def written(text: str) -> str:

@@ -56,6 +56,27 @@ def test_every_checkpoint_has_a_place_or_says_what_to_do(setting):
         assert source.hub or "--expert NAME=" in source.where
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_the_default_is_predicted_to_score(setting):
+    *published, ours = setting.rows
+    assert (ours.method, ours.published) == ("auto", {})
+    assert all(not row.predicted for row in published)
+    experts = next(_mean(row) for row in published if row.kind == "experts")
+    best = max(
+        _mean(row)
+        for row in published
+        if row.kind == "merge" and registry.get(row.method).data == "none"
+    )
+    assert best - 0.5 * (experts - best) < ours.predicted[MEAN] <= experts
+    # The vision suites' files are no models that transformers runs.
+    assert ours.base_inputs == (setting.family != "clip")
+    assert ours.base_inputs <= (ours.predicted[MEAN] >= best)
+
+
+def _mean(row):
+    return row.published.get(MEAN, fmean(row.published.values()))
+
+
 def test_nearest_names():
     with pytest.raises(InputError, match="Did you mean 'ace/table2'"):
         find_table("ace/tabel2")

@@ -165,7 +165,9 @@ def _show(
         grid.columns[0].min_width = report.LABEL_WIDTH - 1
         for line in result.lines:
             for kind in report.KINDS:
-                head = line.row.title if kind == report.KINDS[0] else f"  {kind}"
+                first = kind == report.KINDS[0]
+                kept = f" ({report.PREDICTED})" if line.row.predicted else ""
+                head = f"{line.row.title}{kept}" if first else f"  {kind}"
                 grid.add_row(head, *report.values(line, kind, columns))
         console.print(grid)
         notes = report.notes(result)

@@ -9,13 +9,14 @@ from covmerge import __version__
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.stores.disk import replace_file
 from covmerge.types import Json
-from covmerge_lab.reproduce.published import MEAN, Setting, Table
+from covmerge_lab.reproduce.published import MEAN, Row, Setting, Table
 from covmerge_lab.reproduce.run import Line, Result
 
 STAND_INS = "OWN VALUES ARE OF STAND-INS, tiny random models, and mean nothing beside the paper's"
 FILES = ("results.json", "results.md")
 LABEL_WIDTH = 14  # of a row's name on a terminal
 KINDS = ("paper", "own", "diff")
+PREDICTED = "predicted"  # in the place of the paper's, where covmerge foretold the value
 
 
 def title(table: Table, setting: Setting, *, stand_ins: bool) -> str:
@@ -37,12 +38,18 @@ def values(line: Line, kind: str, columns: Sequence[str]) -> list[str]:
     """One of the three lines of a row, as text; empty where there is no number."""
     found: list[str] = []
     for column in columns:
-        paper, own = line.row.published.get(column), line.own.get(column)
+        row = line.row
+        paper, own = {**row.predicted, **row.published}.get(column), line.own.get(column)
         both = None if paper is None or own is None else own - paper
         number = {"paper": paper, "own": own}.get(kind, both)
         sign = "+" if kind == KINDS[2] else ""
         found.append("" if number is None else f"{number:{sign}.1f}")
     return found
+
+
+def label(row: Row, kind: str) -> str:
+    """What one of the three lines of a row is called."""
+    return PREDICTED if row.predicted and kind == KINDS[0] else kind
 
 
 def as_json(table: Table, results: Sequence[Result], *, stand_ins: bool) -> dict[str, Json]:
@@ -66,10 +73,14 @@ def as_json(table: Table, results: Sequence[Result], *, stand_ins: bool) -> dict
                         "method": line.row.method or None,
                         "parameters": dict(line.row.parameters),
                         "paper": dict(line.row.published),
+                        PREDICTED: dict(line.row.predicted),
                         "own": dict(line.own),
                         "difference": {
                             column: line.own[column] - value
-                            for column, value in line.row.published.items()
+                            for column, value in {
+                                **line.row.predicted,
+                                **line.row.published,
+                            }.items()
                             if column in line.own
                         },
                         "note": line.note or None,
@@ -92,7 +103,9 @@ def as_markdown(table: Table, results: Sequence[Result], *, stand_ins: bool) -> 
         for line in result.lines:
             for kind in KINDS:
                 head = line.row.title if kind == KINDS[0] else ""
-                parts.append(f"| {head} | {kind} | {' | '.join(values(line, kind, columns))} |")
+                parts.append(
+                    f"| {head} | {label(line.row, kind)} | {' | '.join(values(line, kind, columns))} |"
+                )
         parts += ["", *(f"- {note}" for note in notes(result)), ""]
     return "\n".join([*parts, *(f"- {note}" for note in table.notes), ""])
 

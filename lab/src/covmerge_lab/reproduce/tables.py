@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from covmerge.errors import InputError, did_you_mean
 from covmerge_lab.reproduce import ace, actmat
+from covmerge_lab.reproduce.predicted import with_default
 from covmerge_lab.reproduce.published import Setting, Table
 
-TABLES = {table.name: table for table in (*ace.TABLES, *actmat.TABLES)}
+TABLES = {table.name: with_default(table) for table in (*ace.TABLES, *actmat.TABLES)}
 
 
 def find_table(name: str) -> Table:
