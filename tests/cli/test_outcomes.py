@@ -164,8 +164,7 @@ def test_ctrl_c_then_resume(tmp_path):
     arguments = ["merge", "--base", base, *named, "--threads=1", tmp_path / "out"]
     last = "layers.9.proj.weight"
     journal = tmp_path / PARTIAL / "journal.jsonl"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with held(COMMAND_LINE, *arguments, before=last, **pipes) as process:
+    with held(COMMAND_LINE, *arguments, before=last) as process:
         wait_until(partial(journaled, journal, 3), process)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate()
