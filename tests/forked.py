@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 
-_SERVER = get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "numpy", "psutil"])
+import pytest
+
+SERVER = get_context("forkserver")
+SERVER.set_forkserver_preload(["torch", "numpy", "psutil"])
 
 
 class Forked:
@@ -41,7 +43,7 @@ class Forked:
         self._streams = [said / "stdout", said / "stderr"]
         given = ["-c", *map(str, arguments)]
         variables = dict(os.environ if environment is None else environment)
-        self._process = _SERVER.Process(
+        self._process = SERVER.Process(
             target=_run,
             args=(program, given, list(map(str, path)), variables, cwd, self._streams),
         )
@@ -82,6 +84,11 @@ class Forked:
         self.wait()
         stdout, stderr = (path.read_text() if path.exists() else "" for path in self._streams)
         return stdout, stderr
+
+
+def fork_workers(patch: pytest.MonkeyPatch) -> None:
+    """Fork the workers of merges too; how they start in earnest tests/engine/test_processes.py shows."""
+    patch.setattr("covmerge.engine.processes._SPAWN", SERVER)
 
 
 def run(program: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
