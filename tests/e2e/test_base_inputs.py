@@ -106,6 +106,16 @@ def test_of_another_model(models):
         )
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("rndom", "Did you mean 'random'?"), ("base.covstat", "are a file, 'random' or 'none'.")],
+)
+def test_a_file_that_is_not_there(models, given, meant):
+    with pytest.raises(InputError, match=f"{given} cannot be opened: No such file") as refused:
+        covmerge.merge(models / "base", full(models), base_statistics=models / given)
+    assert meant in str(refused.value)
+
+
 def test_a_method_that_does_not_look_at_them(models):
     file = models / "base.covstats.safetensors"
     with pytest.raises(RecipeError, match="'ties' does not look at the base's inputs"):
