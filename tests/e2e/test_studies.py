@@ -280,7 +280,7 @@ COMPARED = {
     "gpt2": ("gpt2", KINDS, {"conv1d": "stored"}, ()),
     "gpt2 split": ("gpt2", KINDS, {"fused": "split"}, ()),
     "mixtral": ("mixtral", KINDS, {"fused": "split"}, ()),
-    "gpt_oss": ("gpt_oss", DATA_FREE, {}, ()),
+    "gpt_oss": ("gpt_oss", [*KINDS, "dare_task_arithmetic", "dare_ties"], {}, ()),
     "vit": ("vit", KINDS, {"convolutions": "method"}, ()),
     "llama": ("llama", KINDS, {"embeddings": "method", "output_head": "method"}, ()),
     "rules": (
