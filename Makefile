@@ -34,6 +34,8 @@ types: $(VENV)/.ready
 boundaries: $(VENV)/.ready
 	$(BIN)/lint-imports
 
+# Tests start processes that would otherwise compile all of covmerge each.
+unexport PYTHONDONTWRITEBYTECODE
 tests fast slow: export OMP_NUM_THREADS ?= 1
 tests: $(VENV)/.ready
 	$(PYTEST)

@@ -3,12 +3,12 @@
 A merge left to itself may be done before a test on a busy machine has seen that it began.
 """
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.forked import Forked
 
 # Ctrl-C lets go of the thread that reads. A test run in the background would pass on that it
 # ignores Ctrl-C, so the handler is set in any case.
@@ -38,9 +38,7 @@ COMMAND_LINE = "from covmerge.cli import main; main()"
 
 
 @contextmanager
-def held(
-    program: str, *arguments: object, before: str, stage: str = "run", **options: object
-) -> Iterator[subprocess.Popen]:
+def held(program: str, *arguments: object, before: str, stage: str = "run") -> Iterator[Forked]:
     """Run Python in a process whose merge waits before it reads the tensor `before`.
 
     Args:
@@ -48,17 +46,16 @@ def held(
         arguments: its `sys.argv[1:]`.
         before: the tensor; with one lane all that come before it in the plan are finished.
         stage: "run", or "survey" to hold it in a pass before the merge.
-        options: of `subprocess.Popen`.
     """
-    command = [sys.executable, "-c", _HOLD + program, stage, before, *map(str, arguments)]
-    with subprocess.Popen(command, **options) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    process = Forked(_HOLD + program, stage, before, *arguments)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
-def wait_until(reached: Callable[[], bool], process: subprocess.Popen) -> None:
+def wait_until(reached: Callable[[], bool], process: Forked) -> None:
     """Wait until a process that does not end has come so far."""
     while not reached():
         assert process.poll() is None, f"ended too early: {process.communicate()}"

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import covmerge
-from tests.apart import printed
+from tests.forked import printed
 
 
 @pytest.mark.parametrize("name", covmerge.__all__)
@@ -17,7 +17,8 @@ def test_everything_public_is_there(name):
 def test_methods_whatever_came_before():
     names = "print(covmerge.methods.names()[0], covmerge.methods.get('ace').name)"
     before = ("", "covmerge.merge", "import covmerge.methods")
-    assert printed([f"import covmerge; {first}\n{names}" for first in before]) == "ace ace\n" * 3
+    for first in before:
+        assert printed(f"import covmerge; {first}\n{names}") == "ace ace\n"
 
 
 def test_importing_covmerge_does_not_import_torch():

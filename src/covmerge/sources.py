@@ -19,10 +19,10 @@ from covmerge.checkpoints import (
     open_checkpoint,
 )
 from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threads
-from covmerge.errors import CheckpointError, InputError
+from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
-from covmerge.recipe import RANDOM, Recipe, Slice
+from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import Donor, conv1d_names, describe_checkpoint
@@ -230,8 +230,16 @@ def open_checkpoints(
             stack.callback(checkpoint.close)
             return checkpoint
 
-        def measured(path: str | Path) -> StatisticsFile:
-            file = StatisticsFile.open(path)
+        def measured(name: str, path: str | Path) -> StatisticsFile:
+            try:
+                file = StatisticsFile.open(path)
+            except CheckpointError as error:
+                if name != OF_BASE or Path(path).exists():
+                    raise
+                raise InputError(
+                    f"{error}. The statistics of the base (--base-stats) are a file, '{RANDOM}' or "
+                    f"'{NOTHING}'.{did_you_mean(Path(path).name, [RANDOM, NOTHING])}"
+                ) from error
             stack.callback(file.close)
             return file
 
@@ -252,7 +260,7 @@ def open_checkpoints(
         yield OpenCheckpoints(
             Donor(models) if start is None else start,
             models,
-            {name: measured(path) for name, path in statistics.items()},
+            {name: measured(name, path) for name, path in statistics.items()},
             slices,
             closing=stack,
         )

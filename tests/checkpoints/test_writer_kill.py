@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from covmerge.checkpoints.writer import ShardWriter
 from covmerge.errors import InputError
 from covmerge.types import TensorHeader
 from tests.checkpoints.test_writer_staging import manifest
+from tests.forked import Forked
 from tests.held import journaled, wait_until
 
 NAMES = [f"layer{i}" for i in range(8)]
@@ -73,16 +72,11 @@ def hold(tmp_path: Path) -> Path:
     return path
 
 
-def started(out: Path, hold: Path) -> subprocess.Popen[bytes]:
-    root = Path(__file__).parents[2]
-    return subprocess.Popen([sys.executable, "-c", CHILD, out, hold], cwd=root)
-
-
 def test_a_killed_merge_locks_until_it_is_dead_and_resumes_to_the_same_bytes(
     tmp_path: Path, hold: Path
 ) -> None:
     out, journal = tmp_path / "merged", tmp_path / ".merged.covmerge-partial" / "journal.jsonl"
-    child = started(out, hold)
+    child = Forked(CHILD, out, hold)
     try:
         wait_until(partial(journaled, journal, 7), child)
         for options in ({}, {"resume": True}, {"overwrite": True}):
@@ -117,7 +111,7 @@ def test_a_killed_merge_locks_until_it_is_dead_and_resumes_to_the_same_bytes(
 
 def test_the_lock_of_another_process_ends_with_it(tmp_path: Path, hold: Path) -> None:
     out, journal = tmp_path / "merged", tmp_path / ".merged.covmerge-partial" / "journal.jsonl"
-    child = started(out, hold)
+    child = Forked(CHILD, out, hold)
     try:
         wait_until(partial(journaled, journal, 0), child)
         with pytest.raises(InputError, match="another process"):

@@ -1,6 +1,5 @@
 """Commands of other packages: found by entry point, and never a traceback."""
 
-import subprocess
 import sys
 from importlib import invalidate_caches
 from importlib.metadata import entry_points
@@ -9,6 +8,7 @@ import pytest
 
 from covmerge.cli.extensions import GROUP, LAB
 from tests.cli.runs import covmerge, words
+from tests.forked import printed
 
 COMMANDS = '''
 from typing import Annotated
@@ -111,5 +111,4 @@ def test_other_packages_are_not_asked_for_a_command_of_covmerge():
         "import sys, covmerge.cli.extensions as e; e.entry_points = None\n"
         "from covmerge.cli import app; app(['schema'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed(code)

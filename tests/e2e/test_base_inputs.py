@@ -18,6 +18,7 @@ from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned
 from tests.e2e.test_adapters import TARGETS, save_adapter
+from tests.forked import fork_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 LAYER = "model.layers.0.mlp.down_proj.weight"
@@ -58,7 +59,8 @@ def adapters(folder):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_layers_are_merged_with_their_own_inputs(models, workers):
+def test_layers_are_merged_with_their_own_inputs(models, workers, monkeypatch):
+    fork_workers(monkeypatch)
     file = models / "base.covstats.safetensors"
     result = covmerge.merge(
         models / "base", full(models), out=models / "out", base_statistics=file, workers=workers
@@ -102,6 +104,16 @@ def test_of_another_model(models):
         covmerge.merge(
             models / "base", full(models), base_statistics=models / "e1.covstats.safetensors"
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("rndom", "Did you mean 'random'?"), ("base.covstat", "are a file, 'random' or 'none'.")],
+)
+def test_a_file_that_is_not_there(models, given, meant):
+    with pytest.raises(InputError, match=f"{given} cannot be opened: No such file") as refused:
+        covmerge.merge(models / "base", full(models), base_statistics=models / given)
+    assert meant in str(refused.value)
 
 
 def test_a_method_that_does_not_look_at_them(models):

@@ -2,12 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from tests.forked import run
 
 WIDE = (768, 3072)
 NARROW = (128, 12288)  # merged in a fraction of the time of as many bytes of the other
@@ -44,8 +44,7 @@ def merge(base, experts, out, **options):
             **options,
         }
     )
-    command = [sys.executable, "-c", MERGE, arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(MERGE, arguments)
     return json.loads(done.stdout) if done.returncode == 0 else done.stderr
 
 

@@ -1,12 +1,12 @@
 """The second merge of an architecture does without transformers, and writes the same bytes."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+
+from tests.forked import printed
 
 _MERGE = """
 import sys
@@ -30,10 +30,7 @@ def test_the_second_merge_does_not_import_transformers(tmp_path: Path, monkeypat
 
     def merged(out: str) -> str:
         folders = [str(tmp_path / name) for name in ("base", "a", out)]
-        done = subprocess.run(
-            [sys.executable, "-c", _MERGE, *folders], capture_output=True, text=True, check=True
-        )
-        return done.stdout.split()[-1]
+        return printed(_MERGE, *folders).split()[-1]
 
     assert (merged("first"), merged("second")) == ("True", "False")
     files = {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}

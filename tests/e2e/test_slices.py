@@ -14,6 +14,7 @@ from covmerge.errors import InputError, RecipeError
 from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
 from tests.e2e.models import run, save_family
+from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
 
 # Of two models of two layers each: three layers, the middle one a mean.
@@ -116,7 +117,8 @@ def test_depth_and_parameters_are_those_of_the_slice(tmp_path):
     assert scales["model.norm.weight"] == 3
 
 
-def test_verification_resume_workers_and_dry_run(tmp_path):
+def test_verification_resume_workers_and_dry_run(tmp_path, monkeypatch):
+    fork_workers(monkeypatch)
     recipe = stacked(tmp_path)
     plan, _ = plan_recipe(recipe)
     assert plan.summary()["tensors"] == 3 * 9 + 3

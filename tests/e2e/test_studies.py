@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -27,6 +24,7 @@ from covmerge.statistics import StatisticsFile, collect, collect_regmean_pp
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import flags, save_plain, statistics_for, write_recipe
 from tests.e2e.models import build, fine_tuned, run, save_family
+from tests.forked import printed
 from tests.held import COMMAND_LINE, held, journaled, wait_until
 from tests.interrupted import InterruptAfter
 from tests.statistics.models import classifier, write_texts
@@ -282,7 +280,7 @@ COMPARED = {
     "gpt2": ("gpt2", KINDS, {"conv1d": "stored"}, ()),
     "gpt2 split": ("gpt2", KINDS, {"fused": "split"}, ()),
     "mixtral": ("mixtral", KINDS, {"fused": "split"}, ()),
-    "gpt_oss": ("gpt_oss", DATA_FREE, {}, ()),
+    "gpt_oss": ("gpt_oss", [*KINDS, "dare_task_arithmetic", "dare_ties"], {}, ()),
     "vit": ("vit", KINDS, {"convolutions": "method"}, ()),
     "llama": ("llama", KINDS, {"embeddings": "method", "output_head": "method"}, ()),
     "rules": (
@@ -445,8 +443,6 @@ class TestCompare:
                 *arguments,
                 before="layers.9.mlp.up_proj.weight",
                 stage=stage,
-                stderr=subprocess.PIPE,
-                text=True,
             ) as process:
                 wait_until(sign.exists, process)
                 time.sleep(0.2)
@@ -818,7 +814,8 @@ class TestInputsAndOutputs:
 
 
 MEASURE = """
-import json, sys, covmerge
+import json, sys, torch, covmerge
+torch.set_num_threads(1)
 options = json.loads(sys.argv[1])
 run = covmerge.compare if "methods" in options else covmerge.merge
 done = run(options.pop("base"), options.pop("experts"), threads=1, **options)
@@ -859,12 +856,5 @@ def test_measured_memory_stays_below_the_expected(method, large, tmp_path):
     }
     if method in ("regmean", "eight"):
         options["statistics"] = files
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(printed(MEASURE, json.dumps(options)))
     assert report["peak_memory"] <= report["expected_peak_memory"]

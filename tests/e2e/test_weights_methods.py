@@ -9,6 +9,7 @@ from covmerge.linalg.random import Stream
 from covmerge.methods import registry
 from covmerge.methods.mergekit import Drawn, places
 from covmerge.types import LinearGroup
+from tests.forked import fork_workers
 
 SHAPES = {
     "b.10.weight": (40, 20),
@@ -66,7 +67,8 @@ def test_every_tensor_is_what_the_kernel_gives(states, method):
         assert torch.equal(merged[name], weights.to(start.dtype)), name
 
 
-def test_threads_and_processes_give_the_same_bytes(tmp_path):
+def test_threads_and_processes_give_the_same_bytes(tmp_path, monkeypatch):
+    fork_workers(monkeypatch)
     base, experts = make(torch.bfloat16)
     for name, tensors in {"base": base, **experts}.items():
         save_file(tensors, tmp_path / f"{name}.safetensors")

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from covmerge.checkpoints import patterns
 from covmerge.checkpoints.patterns import Patterns
 from covmerge.errors import CheckpointError
 from tests.e2e.test_resume import digests, save_plain
+from tests.forked import run
 
 # numpy, torch and psutil are those of this system, and know it, as shutil.disk_usage does (os.statvfs);
 # filelock looks what there is.
@@ -73,11 +73,6 @@ print(json.dumps([verified.ok, list(result.notes), seen]))
 
 # Of the base nothing but its weights: whether it can be run is another question.
 ALONE = {"base_statistics": "none"}
-
-
-def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 def adapters(folder: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ from covmerge.plan import build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.sources import open_checkpoints
 from tests.e2e.test_resume import digests, save_plain
+from tests.forked import fork_workers
 from tests.held import COMMAND_LINE, held, journaled, wait_until
 
 
@@ -38,7 +39,8 @@ def test_the_same_bytes_as_threads(plain, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_bytes_as_threads_of_many_methods(plain, tmp_path):
+def test_the_same_bytes_as_threads_of_many_methods(plain, tmp_path, monkeypatch):
+    fork_workers(monkeypatch)
     _, base, experts = plain
     methods = ["ace", "emr", "dare_ties"]
     for workers in (1, 3):
@@ -52,6 +54,7 @@ def test_the_same_bytes_as_threads_of_many_methods(plain, tmp_path):
 @pytest.mark.parametrize("method", ["ace", "ties"])
 def test_workers_that_are_killed_at_random(plain, tmp_path, monkeypatch, method):
     """Ten times each: with two methods, twenty kills of which every one must do no harm."""
+    fork_workers(monkeypatch)
     _, base, experts = plain
     covmerge.merge(base, experts, method, tmp_path / "whole")
     rng = random.Random(0)
@@ -111,7 +114,8 @@ def test_a_killed_merge_of_processes_is_resumed_by_threads(plain, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_in_a_worker_ends_the_merge(tmp_path):
+def test_an_error_in_a_worker_ends_the_merge(tmp_path, monkeypatch):
+    fork_workers(monkeypatch)
     tensors = {f"layers.{n}.mlp.up_proj.weight": torch.full((8, 8), 1.0) for n in range(3)}
     save_file(tensors, tmp_path / "base.safetensors")
     bad = {name: 1.1 * tensor for name, tensor in tensors.items()}
@@ -165,6 +169,7 @@ def test_a_script_without_a_guard_is_told_so(plain, tmp_path):
 @pytest.mark.slow
 def test_a_worker_that_dies_when_all_is_counted_is_counted_once(plain, tmp_path, monkeypatch):
     """One that has nothing left to do is missed only when its counters are asked for."""
+    fork_workers(monkeypatch)
     _, base, experts = plain
     covmerge.merge(base, experts, "ties", tmp_path / "whole")
     collect, killed = Processes._collect, []

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.cli.runs import save_plain as save_files
 from tests.cli.runs import statistics_for
 from tests.e2e.models import build, save_family
 from tests.e2e.test_adapters import save_adapter
+from tests.forked import printed
 
 UP = "layers.0.mlp.up_proj.weight"
 
@@ -478,10 +478,7 @@ class TestWhatItTells:
     def test_what_it_says_can_be_run(self, tmp_path):
         card, _ = merge_licensed(tmp_path, None, e=None)
         code = fence(section(card, "How to load it")) + "\nprint(sorted(weights))"
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path / "out", capture_output=True, text=True
-        )
-        assert done.stdout == f"['{UP}']\n", done.stderr
+        assert printed(code, cwd=tmp_path / "out") == f"['{UP}']\n"
 
     def test_the_client_of_the_hub_is_not_needed(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)

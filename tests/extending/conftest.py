@@ -12,6 +12,7 @@ import pytest
 from covmerge.methods import registry
 from covmerge.steps import registry as steps
 from tests.cli.runs import Ran
+from tests.forked import printed
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "covmerge-example-method"
@@ -45,12 +46,12 @@ def package(tmp_path):
     return make
 
 
-# Commands one after another in one process, as each waits for torch.
+# Commands one after another in one process.
 SERVE = """
 import json, sys
 from typer.testing import CliRunner
 from covmerge.cli import app
-results = [CliRunner().invoke(app, command, prog_name="covmerge") for command in json.load(sys.stdin)]
+results = [CliRunner().invoke(app, command, prog_name="covmerge") for command in json.loads(sys.argv[1])]
 print(json.dumps([[ran.exit_code, ran.stdout, ran.stderr] for ran in results]))
 """
 
@@ -60,12 +61,7 @@ def script():
     """Runs Python in a process that has some folders on its path; returns what it prints."""
 
     def script(folders, code, given=""):
-        path = os.pathsep.join(map(str, [*folders, ROOT / "src"]))
-        environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "80"}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return printed(code, given, path=folders, environment={**os.environ, "COLUMNS": "80"})
 
     return script
 

@@ -1,7 +1,5 @@
 """The pictures: what they draw, what their titles say, and that nothing lies on anything else."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from covmerge.errors import InputError
 from covmerge.inspection import LayerView
 from covmerge.reporting import LayerCost, Report, figures, tables
 from covmerge.reporting.grid import panels
+from tests.forked import printed
 from tests.report.merges import inspect, report
 
 OF_EXPERTS = ("cosines", "gamma", "norms", "overlaps", "sign_conflicts", "spectra")
@@ -330,8 +329,7 @@ for missing in ("matplotlib", "jinja2"):
         print(error)
     del sys.modules[missing]
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+    assert printed(code).splitlines() == [
         f"a report needs {missing}: pip install covmerge[report]"
         for missing in ("matplotlib", "jinja2")
     ]
