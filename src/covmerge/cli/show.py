@@ -62,6 +62,7 @@ def show_plan(
     console.print(
         facts(
             [
+                *_weights(plan.recipe),
                 *_heads({expert: list(kept) for expert, kept in plan.heads.items()}),
                 (
                     "work",
@@ -89,6 +90,7 @@ def plan_summary(
     """Return a dry run as plain JSON; sizes in bytes, times in seconds."""
     return {
         **plan.summary(),
+        "weights": {name: expert.weight for name, expert in plan.recipe.experts.items()},
         "memory": {
             "peak": memory.peak,
             "resident": memory.resident,
@@ -220,6 +222,18 @@ def _what(recipe: Recipe) -> str:
     names = list(recipe.experts)
     into = "" if recipe.base is None else f" into {recipe.base}"
     return printable(f"{some(names)}{into} by {recipe.method}")
+
+
+def _weights(recipe: Recipe) -> list[tuple[str, str]]:
+    """What each of several experts counts for."""
+    weights = {name: expert.weight for name, expert in recipe.experts.items()}
+    if all(weight == 1.0 for weight in weights.values()):
+        return [("weights", "1 each")] if len(weights) > 1 else []
+    shown = (
+        f"{name} {weight:.4g}" if isinstance(weight, float) else f"{name} {json.dumps(weight)}"
+        for name, weight in weights.items()
+    )
+    return [("weights", ", ".join(shown))]
 
 
 def _rounding(result: MergeResult) -> list[tuple[str, str]]:

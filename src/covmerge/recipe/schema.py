@@ -26,6 +26,7 @@ from pydantic import (
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.findings import FAULTS, fault_name
 from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
+from covmerge.recipe.run import Run
 from covmerge.recipe.sizes import parse_size
 from covmerge.recipe.varied import VARIED_SCHEMA, check_varied, is_varied
 from covmerge.types import Role
@@ -524,11 +525,28 @@ class Recipe(_Model):
         return any(expert in own.experts for own in self.slices)
 
 
+class WithRun(BaseModel):
+    """A recipe that has a `run` in place of its experts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    run: Run = Field(
+        description="In place of `experts`: the last checkpoints of one training run, averaged. Without a "
+        "`method`, full models are merged by `linear`, which needs no `base`, and adapters by `average`."
+    )
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a recipe, with a description of every key."""
+    recipe, with_run = Recipe.model_json_schema(), WithRun.model_json_schema()
+    needed = recipe.pop("required")
+    recipe["oneOf"] = [{"required": needed}, {"required": with_run["required"]}]
+    recipe["not"] = {"required": ["experts", *with_run["required"]]}
+    recipe["properties"] |= with_run["properties"]
+    recipe["$defs"] |= with_run["$defs"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         # A name, not an address: nothing is to be fetched.
         "$id": "urn:covmerge:recipe",
-        **Recipe.model_json_schema(),
+        **recipe,
     }
