@@ -15,6 +15,7 @@ from covmerge.errors import InputError, RecipeError, TensorError
 from covmerge.plan.adapter_names import Naming, naming_of
 from covmerge.plan.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.operations import Merge
+from covmerge.plan.serving import who_loads_it
 from covmerge.plan.work import TensorPlan
 from covmerge.recipe import Recipe
 from covmerge.types import Role
@@ -62,13 +63,15 @@ def plan_adapter(
     for name, own in merged.items():
         if name not in factors and (own.trained_whole or recipe.output.whole):
             whole.add(own.tensor, must=own.trained_whole)
-    dtype = _dtype(recipe, tensors, experts)
+    dtype, held_whole = _dtype(recipe, tensors, experts), whole.places()
     forms: dict[str, Form] = {
         **{name: AdapterFactors(place, dtype) for name, place in factors.items()},
-        **{name: AdapterTensor(place) for name, place in whole.places().items()},
+        **{name: AdapterTensor(place) for name, place in held_whole.items()},
     }
     held = [t for t in tensors if t.name in merged or t.name in forms]
-    notes = list(filter(None, [naming.note]))
+    vocabulary = [factors[name].module for name in factors if merged[name].of_vocabulary]
+    notes = [who_loads_it(factors.values(), held_whole.values(), vocabulary)]
+    notes += filter(None, [naming.note])
     left = [t for t in tensors if not isinstance(t.operation, Merge) and t.changed_by_experts]
     by_rule: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in left:
@@ -156,6 +159,11 @@ class _Merged:
             return False
         full = self.tensor.takes_factors and not self.tensor.ties
         return bool(self._factors) or (self._full and full)
+
+    @property
+    def of_vocabulary(self) -> bool:
+        """Whether it embeds tokens, or scores them."""
+        return self.tensor.role in (Role.EMBEDDING, Role.OUTPUT)
 
     @property
     def is_difference(self) -> bool:
