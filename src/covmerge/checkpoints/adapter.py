@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,17 +17,15 @@ from covmerge.checkpoints.adapter_config import AdapterConfig
 from covmerge.checkpoints.adapter_names import (
     Contents,
     Update,
-    component,
-    flat_name,
-    in_base,
     looks_like_adapter,
     oriented,
     read_names,
     wider,
 )
 from covmerge.checkpoints.adapter_parameters import find_parameters
+from covmerge.checkpoints.adapter_parts import updates_of_base
 from covmerge.checkpoints.base import Checkpoint, find_header
-from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
+from covmerge.checkpoints.folder import CONFIG, DIFFUSERS, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.hub import HubCheckpoint
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
@@ -45,7 +42,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of PEFT
 _SCALES = {"lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
 _MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
-_MODEL = ("model.safetensors", "pytorch_model.bin")
+_MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
 
 
 @dataclass(frozen=True)
@@ -191,28 +188,11 @@ class AdapterCheckpoint(View):
         if self._config is not None:
             named = self._unwrapped(base, self._config)
             return named if conv1d is None else named._oriented(conv1d)
-        flat: defaultdict[str, list[str]] = defaultdict(list)
-        for name in base:
-            flat[flat_name(name)].append(name)
-        found: dict[str, dict[str, Update]] = defaultdict(dict)
-        missing: dict[str, list[str]] = defaultdict(list)
-        for update in self._contents.updates.values():
-            part = component(update.name)
-            if (named := in_base(update, flat, self.source)) is None:
-                missing[part].append(update.name)
-            else:
-                found[part][named.name] = named
-        for part in missing:
-            if part in found or not found:
-                raise CheckpointError(
-                    f"{self.source} updates '{missing[part][0]}', and the base has no such tensor: "
-                    "pass the base that the adapter was trained on"
-                )
+        updates, missing = updates_of_base(self._contents.updates.values(), base, self.source)
         notes = (
-            f"{self.source}: {len(names)} updates of {part} are of another base, and were left aside"
-            for part, names in missing.items()
+            f"{self.source}: {count} updates of {part} are of another base, and were left aside"
+            for part, count in missing.items()
         )
-        updates = {name: update for part in found.values() for name, update in part.items()}
         contents = Contents(updates, self._contents.replaced)
         return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
 

@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge.api import MergeResult
+from covmerge.checkpoints.folder import read_config
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
 from covmerge.cli.units import format_flops, format_seconds
 from covmerge.engine import MemoryPlan, Room
+from covmerge.export.library import part_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
 from covmerge.text import some
@@ -290,8 +292,8 @@ def _base_inputs(run: Mapping[str, Any]) -> str:
 def _next_commands(out: Path) -> list[str]:
     commands = [f"covmerge verify {shlex.quote(str(out))}"]
     if (out / "config.json").is_file():
-        load = (
-            f"from transformers import AutoModel; AutoModel.from_pretrained({json.dumps(str(out))})"
-        )
+        part = part_class(read_config(out / "config.json"))
+        library, loader = ("diffusers", part) if part else ("transformers", "AutoModel")
+        load = f"from {library} import {loader}; {loader}.from_pretrained({json.dumps(str(out))})"
         commands.append(f"python -c {shlex.quote(load)}")
     return [printable(command) for command in commands]

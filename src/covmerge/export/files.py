@@ -28,7 +28,7 @@ def plan_parts(plan: Plan) -> dict[str, Layout]:
         elif output.format == "adapter":
             layouts[part] = Layout((plan_shard(ADAPTER_NAME, headers),))
         else:
-            layouts[part] = plan_layout(headers, output.shard_size, metadata=plan.metadata)
+            layouts[part] = plan_layout(headers, output.shard_size, plan.metadata, plan.stem)
     return layouts
 
 

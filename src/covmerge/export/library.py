@@ -11,7 +11,7 @@ from typing import Any, cast
 from covmerge.checkpoints import HubModel
 
 PEFT, TRANSFORMERS, OPEN_CLIP = "peft", "transformers", "open_clip"
-SENTENCES = "sentence-transformers"
+SENTENCES, DIFFUSERS = "sentence-transformers", "diffusers"
 
 _CLASS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FOLDER = 'folder = "."  # this folder, or the name of this repository'
@@ -33,6 +33,8 @@ def library_of(folder: Path, config: Mapping[str, Any], *, adapter: bool) -> str
         return SENTENCES
     if architecture(config):
         return TRANSFORMERS
+    if part_class(config):
+        return DIFFUSERS
     return OPEN_CLIP if (folder / "open_clip_config.json").is_file() else None
 
 
@@ -41,6 +43,12 @@ def architecture(config: Mapping[str, Any]) -> str | None:
     named: object = config.get("architectures")
     first = next(iter(cast("list[object]", named)), None) if isinstance(named, list) else None
     return first if isinstance(first, str) and _CLASS.fullmatch(first) else None
+
+
+def part_class(config: Mapping[str, Any]) -> str | None:
+    """Return the class of diffusers that the config of a pipeline's part names, if it names one."""
+    named: object = config.get("_class_name")
+    return named if isinstance(named, str) and _CLASS.fullmatch(named) else None
 
 
 def pipeline_of(config: Mapping[str, Any]) -> str | None:
@@ -77,6 +85,10 @@ def how_to_load(
     elif library == SENTENCES:
         yield from ("from sentence_transformers import SentenceTransformer", "", _FOLDER)
         yield "model = SentenceTransformer(folder)"
+    elif library == DIFFUSERS:
+        part = part_class(config)
+        yield from (f"from diffusers import {part}", "", _FOLDER)
+        yield f"model = {part}.from_pretrained(folder)"
     elif library == TRANSFORMERS:
         tokenizer = (folder / "tokenizer_config.json").is_file()
         yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{loader}"

@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints.folder import weights_stem
 from covmerge.errors import InputError, RecipeError
 from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
@@ -246,6 +247,7 @@ def _plan(
         tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
         metadata={"covmerge": __version__, "method": draft.recipe.method},
         parameters=() if draft.adapter is None else draft.adapter.parameters,
+        stem=weights_stem(base.checkpoint.config),
     )
     others = [f"{own.kind} '{own.name}' is not covmerge's own: {own}" for own in plan.origins]
     return replace(plan, notes=(*plan.notes, *others))
