@@ -11,6 +11,7 @@ import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.ldm_names import diffusers_name
 from covmerge.errors import CheckpointError
+from covmerge.reporting import ReportJob
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e import diffusion
@@ -214,3 +215,88 @@ def test_a_file_for_another_unet_is_refused(folder, tmp_path):
     given = ("merge", "--base", folder / "unet", f"--expert=o={tmp_path}/other.safetensors")
     failed = command(*given, tmp_path / "out", code=2)
     assert "no such tensor, or of another shape" in words(failed.stderr)
+
+
+def loaded_into_unet(out):
+    """The U-Net with a merged LoRA file, loaded and fused by diffusers."""
+    return diffusion.fused({"merged": out / "pytorch_lora_weights.safetensors"}, [1.0])
+
+
+@pytest.mark.parametrize(
+    ("experts", "flags", "end"),
+    [
+        (("one", "two"), [], ".alpha"),
+        (("one", "two"), ["--as=diffusers"], ".lora_B.weight"),
+        (("three",), [], ".lora_B.weight"),
+        (("one", "three"), ["--as=kohya"], ".alpha"),
+    ],
+    ids=["kohya", "kohya to diffusers", "diffusers", "mixed to kohya"],
+)
+def test_files_become_one_file_of_their_form(folder, tmp_path, experts, flags, end):
+    sources = [f"--expert={name}={folder / name}.safetensors" for name in experts]
+    given = ("--method=task_arithmetic", "--set=scale=0.5", "--as=adapter", *flags)
+    out = tmp_path / "out"
+    ran = command("merge", "--base", folder / "unet", *sources, *given, out)
+    tensors = load_file(out / "pytorch_lora_weights.safetensors")
+    assert any(name.endswith(end) for name in tensors)
+    assert not (out / "adapter_config.json").exists()
+    assert f'pipe.load_lora_weights("{out}")' in ran.stdout
+    assert "diffusers loads it" in words(ran.stdout)
+    assert_same(
+        loaded_into_unet(out), diffusion.fused(files(folder, *experts), [0.5] * len(experts))
+    )
+    written = load_file(folder / f"{experts[0]}.safetensors")
+    if not flags:
+        assert tensors.keys() == written.keys()
+    command("verify", out)
+    # It is an expert again.
+    again = covmerge.merge(folder / "unet", {"merged": out}).tensors
+    assert_same(again, diffusion.fused(files(folder, *experts), [0.5] * len(experts)))
+
+
+def test_experts_of_two_forms_need_a_word(folder, tmp_path):
+    sources = [f"--expert={name}={folder / name}.safetensors" for name in ("one", "three")]
+    command("merge", "--base", folder / "unet", *sources, "--as=adapter", tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_config.json").is_file()  # PEFT's, as ever
+    failed = command(
+        *("merge", "--base", folder / "unet", *sources, "--as=kohja", tmp_path / "no"), code=2
+    )
+    assert "output.format is 'kohja'" in failed.stderr
+
+
+def test_a_full_unet_becomes_a_file(folder, tmp_path):
+    covmerge.merge(folder / "unet", files(folder, "one"), out=tmp_path / "tuned")
+    for form in ("kohya", "diffusers"):
+        out = tmp_path / form
+        command("extract", folder / "unet", tmp_path / "tuned", out, "--rank=4", f"--as={form}")
+        assert_same(loaded_into_unet(out), diffusion.fused(files(folder, "one"), [1.0]))
+
+
+def test_a_single_file_base_has_files_of_both_parts(names, tmp_path):
+    model, text = diffusion.unet(), text_encoder(12)
+    single = {names[name]: weight for name, weight in model.state_dict().items()}
+    single |= {f"cond_stage_model.transformer.{name}": weight for name, weight in text.items()}
+    save_file(single, tmp_path / "base.safetensors")
+    for seed, name in enumerate("ab"):
+        file = diffusion.kohya(diffusion.layers(model), seed, rank=2, alpha=1.0)
+        file |= diffusion.kohya(text_layers(text), seed, rank=2, alpha=1.0, part="lora_te_")
+        save_file(file, tmp_path / f"{name}.safetensors")
+    given = [f"--expert={name}={tmp_path}/{name}.safetensors" for name in "ab"]
+    command(
+        "merge", "--base", tmp_path / "base.safetensors", *given, "--as=adapter", tmp_path / "out"
+    )
+    merged = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
+    assert merged.keys() == load_file(tmp_path / "a.safetensors").keys()
+    assert {float(value) for name, value in merged.items() if name.endswith(".alpha")} <= {
+        2.0,
+        3.0,
+        4.0,
+    }
+
+
+def test_an_output_of_this_form_is_reported_on(folder, tmp_path):
+    sources = {name: folder / f"{name}.safetensors" for name in ("one", "two")}
+    covmerge.merge(folder / "unet", sources, out=tmp_path / "out", form="kohya")
+    report = ReportJob(tmp_path / "out", spectra="none").run()
+    assert report.verification.ok
+    assert "diffusers" in (tmp_path / "out" / "README.md").read_text()

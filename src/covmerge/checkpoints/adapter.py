@@ -14,6 +14,14 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.adapter_config import AdapterConfig
+from covmerge.checkpoints.adapter_layout import (
+    ADAPTER_NAME,
+    DIFFUSERS_FORM,
+    KOHYA_FORM,
+    LORA_NAME,
+    PEFT_FORM,
+    LoraForm,
+)
 from covmerge.checkpoints.adapter_names import (
     Contents,
     Update,
@@ -39,7 +47,7 @@ from covmerge.types import LowRank, TensorHeader
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of PEFT
+_WEIGHTS = (ADAPTER_NAME, "adapter_model.bin")  # in the order of PEFT
 _SCALES = {"lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
 _MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
@@ -117,6 +125,22 @@ class AdapterCheckpoint(View):
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: self._replaced_header(name) for name in contents.replaced}
         )
+
+    @property
+    def form(self) -> LoraForm:
+        """Whose names its file has."""
+        if self._config is not None:
+            return PEFT_FORM
+        first = next(iter(self._stored.headers))
+        if first.startswith("base_model."):
+            return PEFT_FORM
+        flat = any(name.endswith(".lora_down.weight") for name in self._stored.headers)
+        return KOHYA_FORM if flat else DIFFUSERS_FORM
+
+    def written_as(self, name: str) -> str:
+        """Return what its own file calls the base's tensor that it updates."""
+        update = self._contents.updates.get(name)
+        return (update and update.written) or name
 
     @property
     def config(self) -> Mapping[str, Any] | None:
@@ -295,8 +319,8 @@ def _rows(factors: LowRank, rows: range | None) -> LowRank:
     return LowRank(factors.left[rows.start : rows.stop], factors.right)
 
 
-def open_adapter_folder(source: str, folder: Path) -> AdapterCheckpoint | None:
-    """Open the adapter that PEFT saved in a folder, or return None if there is none.
+def open_adapter_folder(source: str, folder: Path) -> Checkpoint | None:
+    """Open the adapter that PEFT or diffusers saved in a folder, or return None if there is none.
 
     A model beside the adapter has precedence.
 
@@ -312,6 +336,8 @@ def open_adapter_folder(source: str, folder: Path) -> AdapterCheckpoint | None:
     if holds_adapter(names):
         unread = f"{folder}: the adapters {', '.join(inside)} in it were not read"
         return _open(source, folder, names, (unread,) if inside else ())
+    if LORA_NAME in names and not any(name.startswith(_MODEL) for name in names):
+        return open_adapter_file(source, folder / LORA_NAME)
     if not inside or any(name.endswith((".safetensors", ".bin")) for name in names):
         return None
     raise CheckpointError(

@@ -75,6 +75,7 @@ class Update:
         alpha: a number by which the scale is multiplied.
         divisor: a number by which it is divided.
         stack: the factors are those of a stack of matrices; `rank` is that of each.
+        written: its name in the adapter's file, where the base's is another.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Update:
     alpha: str | None = None
     divisor: str | None = None
     stack: Stacked | None = None
+    written: str | None = None
 
 
 @dataclass(frozen=True)

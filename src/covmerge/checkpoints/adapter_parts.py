@@ -82,7 +82,7 @@ def updates_of_base(
                 "nothing says which is meant: remove one part from the file"
             )
         else:
-            found[name] = replace(update, name=name)
+            found[name] = replace(update, name=name, written=update.name)
             present.add(part)
     for part, those in missing.items():
         if part in present or not present:
@@ -91,6 +91,11 @@ def updates_of_base(
                 "the base that the adapter was trained on"
             )
     return found, {part: len(those) for part, those in missing.items()}
+
+
+def region_of(name: str) -> str:
+    """Return what a tensor's name begins with in a single-file checkpoint of a pipeline, or nothing."""
+    return next((region for region in _REGIONS if name.startswith(region)), "")
 
 
 class _Names:

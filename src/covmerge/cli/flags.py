@@ -15,7 +15,7 @@ from covmerge.engine import RunOptions
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
-from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe, parse_size
+from covmerge.recipe import Recipe, dump_recipe, load_recipe, output_as, parse_recipe, parse_size
 from covmerge.recipe.mergekit import Told
 from covmerge.recipe.strict_yaml import parse_yaml
 
@@ -143,10 +143,10 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         _given(
             dtype=flags.out_dtype,
             shard_size=flags.shard_size,
-            format=flags.form,
             rank=flags.rank,
             whole=flags.whole,
         )
+        | output_as(flags.form)
     )
     data.update(_given(base=flags.base, base_statistics=flags.base_statistics, dtype=flags.dtype))
     data.update({k: list(v) for k, v in (("before", flags.before), ("after", flags.after)) if v})

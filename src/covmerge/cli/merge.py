@@ -81,9 +81,9 @@ def merge(
         str | None,
         typer.Option(
             "--as",
-            metavar="model|adapter",
+            metavar="model|adapter|peft|kohya|diffusers",
             rich_help_panel=options.OUTPUT,
-            help="Write merged weights, or one adapter of the base.",
+            help="Write merged weights, or one adapter of the base, in the experts' form or the one named.",
         ),
     ] = None,
     rank: Annotated[

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge.api import MergeResult
+from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.folder import read_config
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
@@ -198,7 +199,10 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
             ]
         )
     )
-    load = f"PeftModel.from_pretrained(base, {json.dumps(str(out))})"
+    loads = "PeftModel.from_pretrained(base, {})"
+    if result.recipe.output.names != PEFT_FORM:
+        loads = "pipe.load_lora_weights({})"
+    load = loads.format(json.dumps(str(out)))
     console.print(f"\nNext:\n  {printable(load)}", soft_wrap=True)
 
 

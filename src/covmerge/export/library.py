@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.checkpoints import HubModel
+from covmerge.checkpoints.adapter_layout import LORA_NAME
 
 PEFT, TRANSFORMERS, OPEN_CLIP = "peft", "transformers", "open_clip"
 SENTENCES, DIFFUSERS = "sentence-transformers", "diffusers"
@@ -28,7 +29,7 @@ def library_of(folder: Path, config: Mapping[str, Any], *, adapter: bool) -> str
         adapter: whether the output is an adapter.
     """
     if adapter:
-        return PEFT
+        return DIFFUSERS if (folder / LORA_NAME).is_file() else PEFT
     if (folder / "modules.json").is_file():
         return SENTENCES
     if architecture(config):
@@ -86,6 +87,12 @@ def how_to_load(
         yield from ("from sentence_transformers import SentenceTransformer", "", _FOLDER)
         yield "model = SentenceTransformer(folder)"
     elif library == DIFFUSERS:
+        if (folder / LORA_NAME).is_file():
+            source = json.dumps("PIPELINE" if base is None else base.name)
+            yield from ("from diffusers import DiffusionPipeline", "", _FOLDER)
+            yield f"pipe = DiffusionPipeline.from_pretrained({source})"
+            yield "pipe.load_lora_weights(folder)"
+            return
         part = part_class(config)
         yield from (f"from diffusers import {part}", "", _FOLDER)
         yield f"model = {part}.from_pretrained(folder)"

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from covmerge.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
+from covmerge.checkpoints.adapter_layout import (
+    KOHYA_FORM,
+    PEFT_FORM,
+    AdaptedTensor,
+    LoraForm,
+    WholeTensor,
+)
 from covmerge.text import some
 
 # What vLLM's --max-lora-rank may be; its default is the second.
@@ -16,6 +22,7 @@ def who_loads_it(
     factors: Collection[AdaptedTensor],
     whole: Collection[WholeTensor],
     vocabulary: Collection[str] = (),
+    form: LoraForm = PEFT_FORM,
 ) -> str:
     """Return a note on the servers that take an adapter, and on what they must be told.
 
@@ -23,12 +30,18 @@ def who_loads_it(
         factors: the layers that it updates.
         whole: the tensors that it replaces.
         vocabulary: modules with factors that embed tokens, or score them.
+        form: of its file.
 
     Example:
         >>> layer = AdaptedTensor("model.layers.0.self_attn.q_proj.weight", (64, 64), rank=24)
         >>> print(who_loads_it([layer], []))
         PEFT loads the adapter, and vLLM with --enable-lora --max-lora-rank 32
     """
+    if form != PEFT_FORM:
+        also = ", and so do the tools that read Kohya's files" if form == KOHYA_FORM else ""
+        return (
+            f"the adapter is a file of {form}'s form: diffusers loads it (load_lora_weights){also}"
+        )
     if problems := list(_refused(factors, whole)):
         return f"PEFT loads the adapter, and vLLM does not: {'; '.join(problems)}"
     largest = max(tensor.rank for tensor in factors)
