@@ -14,7 +14,7 @@ from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
 from covmerge.output import MergeResult
 from covmerge.plan import Plan
-from covmerge.recipe import Recipe, parse_recipe, parse_size
+from covmerge.recipe import Recipe, output_as, parse_recipe, parse_size
 from covmerge.reporting import Report, ReportJob
 from covmerge.sources import Source, open_checkpoints, open_recipe, statistics_of
 from covmerge.steps import Steps
@@ -37,7 +37,7 @@ def merge(
     dtype: str = "float32",
     out_dtype: str = "base",
     shard_size: int | str = "5GB",
-    form: Literal["model", "adapter"] = "model",
+    form: Literal["model", "adapter", "peft", "kohya", "diffusers"] = "model",
     rank: int | None = None,
     whole: bool = False,
     device: str = "cpu",
@@ -71,7 +71,7 @@ def merge(
         dtype: compute dtype, `float32` or `float64`.
         out_dtype: stored dtype of the result; `base` keeps the base's.
         shard_size: largest size of one output file.
-        form: write merged weights, or one adapter of the base.
+        form: write merged weights, or one adapter of the base: in the experts' form or the one named.
         rank: largest rank of the adapter; None: exact.
         whole: have the adapter hold what full models changed outside their layers, as it is.
         device: where the mathematics runs.
@@ -113,7 +113,7 @@ def merge(
         output={
             "dtype": out_dtype,
             "shard_size": shard_size,
-            "format": form,
+            **output_as(form),
             "rank": rank,
             "whole": whole,
         },
@@ -141,6 +141,7 @@ def extract(
     out: str | Path,
     rank: int,
     *,
+    form: Literal["adapter", "kohya", "diffusers"] = "adapter",
     whole: bool = False,
     tensors: Mapping[str, str] | None = None,
     rules: Sequence[Mapping[str, Any]] = (),
@@ -163,6 +164,7 @@ def extract(
         expert: the model that was fine-tuned from it.
         out: folder to write.
         rank: of every layer's update.
+        form: for PEFT, or a LoRA file of a part of a diffusion model.
         whole: hold what the expert changed outside its layers (norms, biases, tied embeddings) too.
         tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
         rules: exceptions by tensor name or role, as under `rules:` in a recipe.
@@ -198,7 +200,7 @@ def extract(
         allow=allow,
         dtype=dtype,
         out_dtype=out_dtype,
-        form="adapter",
+        form=form,
         rank=rank,
         whole=whole,
         device=device,

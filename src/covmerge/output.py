@@ -15,6 +15,7 @@ from covmerge.checkpoints import (
     Checkpoint,
     remove_others,
 )
+from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.hashes import FileHashes
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.engine import (
@@ -207,7 +208,9 @@ class OutputFolder:
         return [path for path in (index, rescalers) if path is not None]
 
     def _write_config(self) -> list[Path]:
-        """Write what PEFT needs to know of an adapter."""
+        """Write what PEFT needs to know of an adapter; other forms say all in their file."""
+        if self._plan.recipe.output.names != PEFT_FORM:
+            return []
         forms = [tensor.form for tensor in self._plan.tensors]
         return [
             write_adapter_config(

@@ -496,10 +496,10 @@ def test_names_that_no_base_has(tmp_path: Path) -> None:
     save_file(kohya(), tmp_path / "style.safetensors")
     adapter = open_checkpoint(tmp_path / "style.safetensors")
     with pytest.raises(CheckpointError, match="the base has no such tensor"):
-        adapter.named_as(["w"])
+        adapter.named_as({"w": torch.ones(8, 6)})
     with pytest.raises(CheckpointError, match=r"resnets_0_conv1.*the base has no such tensor"):
-        adapter.named_as(["down_blocks.0.attentions.1.to_q.weight"])
-    twice = [*BASE, "down.blocks.0.attentions.1.to.q.weight"]
+        adapter.named_as({n: BASE[n] for n in ["down_blocks.0.attentions.1.to_q.weight"]})
+    twice = BASE | {"down.blocks.0.attentions.1.to.q.weight": torch.ones(8, 6)}
     with pytest.raises(CheckpointError, match=r"could be .* or .* of the base"):
         adapter.named_as(twice)
 

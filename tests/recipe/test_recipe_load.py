@@ -78,6 +78,7 @@ def test_defaults() -> None:
         "dtype": "float32",
         "allow": [],
         "output": {
+            "names": None,
             "format": "model",
             "rank": None,
             "whole": False,
@@ -145,7 +146,7 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ),
         (
             "output: {zzz: 1}",
-            "r.yml:3: unknown key 'zzz' in output. Known: dtype, format, rank, shard_size, whole.",
+            "r.yml:3: unknown key 'zzz' in output. Known: dtype, format, names, rank, shard_size, whole.",
         ),
         (
             "rules:\n  - {role: norm, use: base}\n  - {mtch: x, use: base}",
@@ -161,8 +162,8 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ),
         (
             "output: 5GB",
-            "r.yml:3: output is '5GB'; it must be a mapping with the keys format, rank, whole, dtype, "
-            "shard_size",
+            "r.yml:3: output is '5GB'; it must be a mapping with the keys format, names, rank, whole, "
+            "dtype, shard_size",
         ),
         (
             "output:\n  shard_size: 5Gb",

@@ -81,6 +81,16 @@ def test_the_schema_refuses_what_the_models_refuse(change: dict[str, Any]) -> No
         parse_recipe(data)
 
 
+def test_a_run_stands_in_place_of_experts() -> None:
+    run = {"folder": "outputs", "last": 5, "weights": "ema", "decay": 0.8}
+    assert validator().is_valid({"run": run, "method": "linear"})
+    assert validator().is_valid({"run": {"folder": "outputs"}, "base": "b"})
+    assert not validator().is_valid({"run": run, "experts": {"a": "x"}})
+    assert not validator().is_valid({"run": run, "base": "b", "experts": {"a": "x"}})
+    assert not validator().is_valid({"run": {**run, "decay": 1.0}})
+    assert not validator().is_valid({"base": "b"})
+
+
 @pytest.mark.parametrize(
     ("rule", "name", "role", "applies"),
     [

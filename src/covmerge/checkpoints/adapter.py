@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,20 +14,26 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.adapter_config import AdapterConfig
+from covmerge.checkpoints.adapter_layout import (
+    ADAPTER_NAME,
+    DIFFUSERS_FORM,
+    KOHYA_FORM,
+    LORA_NAME,
+    PEFT_FORM,
+    LoraForm,
+)
 from covmerge.checkpoints.adapter_names import (
     Contents,
     Update,
-    component,
-    flat_name,
-    in_base,
     looks_like_adapter,
     oriented,
     read_names,
     wider,
 )
 from covmerge.checkpoints.adapter_parameters import find_parameters
+from covmerge.checkpoints.adapter_parts import updates_of_base
 from covmerge.checkpoints.base import Checkpoint, find_header
-from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
+from covmerge.checkpoints.folder import CONFIG, DIFFUSERS, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.hub import HubCheckpoint
 from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
@@ -42,10 +47,10 @@ from covmerge.types import LowRank, TensorHeader
 
 ADAPTER_CONFIG = "adapter_config.json"
 
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # in the order of PEFT
+_WEIGHTS = (ADAPTER_NAME, "adapter_model.bin")  # in the order of PEFT
 _SCALES = {"lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
 _MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
-_MODEL = ("model.safetensors", "pytorch_model.bin")
+_MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,22 @@ class AdapterCheckpoint(View):
         )
 
     @property
+    def form(self) -> LoraForm:
+        """Whose names its file has."""
+        if self._config is not None:
+            return PEFT_FORM
+        first = next(iter(self._stored.headers))
+        if first.startswith("base_model."):
+            return PEFT_FORM
+        flat = any(name.endswith(".lora_down.weight") for name in self._stored.headers)
+        return KOHYA_FORM if flat else DIFFUSERS_FORM
+
+    def written_as(self, name: str) -> str:
+        """Return what its own file calls the base's tensor that it updates."""
+        update = self._contents.updates.get(name)
+        return (update and update.written) or name
+
+    @property
     def config(self) -> Mapping[str, Any] | None:
         """See `Checkpoint.config`; few adapters come with one."""
         return self._stored.config
@@ -191,28 +212,11 @@ class AdapterCheckpoint(View):
         if self._config is not None:
             named = self._unwrapped(base, self._config)
             return named if conv1d is None else named._oriented(conv1d)
-        flat: defaultdict[str, list[str]] = defaultdict(list)
-        for name in base:
-            flat[flat_name(name)].append(name)
-        found: dict[str, dict[str, Update]] = defaultdict(dict)
-        missing: dict[str, list[str]] = defaultdict(list)
-        for update in self._contents.updates.values():
-            part = component(update.name)
-            if (named := in_base(update, flat, self.source)) is None:
-                missing[part].append(update.name)
-            else:
-                found[part][named.name] = named
-        for part in missing:
-            if part in found or not found:
-                raise CheckpointError(
-                    f"{self.source} updates '{missing[part][0]}', and the base has no such tensor: "
-                    "pass the base that the adapter was trained on"
-                )
+        updates, missing = updates_of_base(self._contents.updates.values(), base, self.source)
         notes = (
-            f"{self.source}: {len(names)} updates of {part} are of another base, and were left aside"
-            for part, names in missing.items()
+            f"{self.source}: {count} updates of {part} are of another base, and were left aside"
+            for part, count in missing.items()
         )
-        updates = {name: update for part in found.values() for name, update in part.items()}
         contents = Contents(updates, self._contents.replaced)
         return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
 
@@ -315,8 +319,8 @@ def _rows(factors: LowRank, rows: range | None) -> LowRank:
     return LowRank(factors.left[rows.start : rows.stop], factors.right)
 
 
-def open_adapter_folder(source: str, folder: Path) -> AdapterCheckpoint | None:
-    """Open the adapter that PEFT saved in a folder, or return None if there is none.
+def open_adapter_folder(source: str, folder: Path) -> Checkpoint | None:
+    """Open the adapter that PEFT or diffusers saved in a folder, or return None if there is none.
 
     A model beside the adapter has precedence.
 
@@ -332,6 +336,8 @@ def open_adapter_folder(source: str, folder: Path) -> AdapterCheckpoint | None:
     if holds_adapter(names):
         unread = f"{folder}: the adapters {', '.join(inside)} in it were not read"
         return _open(source, folder, names, (unread,) if inside else ())
+    if LORA_NAME in names and not any(name.startswith(_MODEL) for name in names):
+        return open_adapter_file(source, folder / LORA_NAME)
     if not inside or any(name.endswith((".safetensors", ".bin")) for name in names):
         return None
     raise CheckpointError(

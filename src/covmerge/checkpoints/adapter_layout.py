@@ -1,9 +1,10 @@
-"""What PEFT's adapter_model.safetensors holds of a model's tensors, and by which keys."""
+"""What an adapter's file holds of a model's tensors, and by which keys: PEFT's, Kohya's, diffusers'."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,12 @@ from torch import Tensor
 from covmerge.types import LowRank, TensorHeader
 
 ADAPTER_NAME = "adapter_model.safetensors"
+LORA_NAME = "pytorch_lora_weights.safetensors"  # a file by itself, which diffusers looks for
+
+LoraForm = Literal["peft", "kohya", "diffusers"]
+PEFT_FORM: LoraForm = "peft"
+KOHYA_FORM: LoraForm = "kohya"
+DIFFUSERS_FORM: LoraForm = "diffusers"
 
 _PREFIX = "base_model.model."
 
@@ -20,11 +27,13 @@ class AdaptedTensor:
     """One tensor that the adapter updates.
 
     Attributes:
-        name: its name in the model that the adapter is loaded over.
+        name: its name in the model that the adapter is loaded over; in the other forms than PEFT's it
+            begins with the part of a pipeline.
         shape: as the base stores it.
         rank: rank of its update.
         embedding: whether it is an embedding, whose factors PEFT calls by other names.
         transposed: whether the base stores `(d_in, d_out)`, as GPT-2 does.
+        form: of the file.
     """
 
     name: str
@@ -32,6 +41,7 @@ class AdaptedTensor:
     rank: int
     embedding: bool = False
     transposed: bool = False
+    form: LoraForm = PEFT_FORM
 
     @property
     def module(self) -> str:
@@ -39,14 +49,25 @@ class AdaptedTensor:
         return self.name.removesuffix(".weight")
 
     @property
-    def keys(self) -> tuple[str, str]:
-        """Names of the two factors, the one at the inputs first."""
+    def keys(self) -> tuple[str, ...]:
+        """Names of the two factors, the one at the inputs first, and of alpha where there is one."""
+        if self.form == KOHYA_FORM:
+            ends = ("lora_down.weight", "lora_up.weight", "alpha")
+            return tuple(f"{self.module}.{end}" for end in ends)
+        prefix = _PREFIX if self.form == PEFT_FORM else ""
         kind = "lora_embedding_{}" if self.embedding else "lora_{}.weight"
-        first, second = (f"{_PREFIX}{self.module}.{kind.format(side)}" for side in "AB")
-        return first, second
+        return tuple(f"{prefix}{self.module}.{kind.format(side)}" for side in "AB")
 
-    def factors(self, update: LowRank) -> tuple[Tensor, Tensor]:
-        """Return A and B, given the update in the base's orientation."""
+    def factors(self, update: LowRank) -> tuple[Tensor, ...]:
+        """Return what lies under the keys, given the update in the base's orientation.
+
+        The scale alpha / rank is 1: it is in the factors.
+        """
+        alpha = (torch.tensor(float(self.rank)),) if self.form == KOHYA_FORM else ()
+        return *self._factors(update), *alpha
+
+    def _factors(self, update: LowRank) -> tuple[Tensor, Tensor]:
+        """A and B."""
         if self.embedding or self.transposed:
             return update.left.mT.contiguous(), update.right.mT.contiguous()
         if len(self.shape) == 4:
@@ -54,18 +75,17 @@ class AdaptedTensor:
             return update.right.reshape(window), update.left.reshape(self.shape[0], self.rank, 1, 1)
         return update.right.contiguous(), update.left.contiguous()
 
-    def headers(self, dtype: torch.dtype) -> tuple[TensorHeader, TensorHeader]:
-        """Headers of the two factors."""
+    def headers(self, dtype: torch.dtype) -> tuple[TensorHeader, ...]:
+        """Headers of what lies under the keys; alpha is float32, which has every rank."""
         rows, columns = self.shape[0], prod(self.shape[1:])
         probe = LowRank(
-            torch.empty(rows, self.rank, device="meta"),
-            torch.empty(self.rank, columns, device="meta"),
+            torch.empty(rows, self.rank, device="meta", dtype=dtype),
+            torch.empty(self.rank, columns, device="meta", dtype=dtype),
         )
-        first, second = (
-            TensorHeader(key, tuple(factor.shape), dtype)
-            for key, factor in zip(self.keys, self.factors(probe), strict=True)
+        return tuple(
+            TensorHeader(key, tuple(part.shape), part.dtype)
+            for key, part in zip(self.keys, self.factors(probe), strict=True)
         )
-        return first, second
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,6 @@ _OWN = re.compile(
     r"(^|\.)(lora_|token_adapter\.|dora_scale$|lokr_|hada_|oft_|boft_|ia3_|vera_|diff$|diff_b$)"
 )
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
-_COMPONENT = re.compile(
-    r"(?P<flat>lora_(?:unet|te\d?|transformer|prior)_|lycoris_)"
-    r"|(?:unet|transformer(?:_2)?|text_encoder(?:_\d)?|prior)\."
-)
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,7 @@ class Update:
         alpha: a number by which the scale is multiplied.
         divisor: a number by which it is divided.
         stack: the factors are those of a stack of matrices; `rank` is that of each.
+        written: its name in the adapter's file, where the base's is another.
     """
 
     name: str
@@ -94,6 +91,7 @@ class Update:
     alpha: str | None = None
     divisor: str | None = None
     stack: Stacked | None = None
+    written: str | None = None
 
 
 @dataclass(frozen=True)
@@ -203,46 +201,6 @@ def oriented(update: Update, conv1d: Container[str]) -> Update:
         return update
     rows, columns = update.shape
     return replace(update, transposed=transposed, shape=(columns, rows))
-
-
-def in_base(update: Update, names: Mapping[str, list[str]], where: str) -> Update | None:
-    """Return the update under the name of the base's tensor, or None if the base has none such.
-
-    Args:
-        update: of a file without configuration, whose names may be flattened, and may begin with
-            the part of a pipeline that they belong to.
-        names: the base's, by `flat_name`.
-        where: the adapter, for errors.
-    """
-    found = names.get(flat_name(update.name.removeprefix(component(update.name))), [])
-    exact = [name for name in found if update.name.endswith(name)]
-    if len(found) > 1 and len(exact) != 1:
-        raise CheckpointError(
-            f"{where}: '{update.name}' could be {' or '.join(found)} of the base, and nothing says "
-            "which: save the adapter with the names of its modules"
-        )
-    return replace(update, name=(exact or found)[0]) if found else None
-
-
-def flat_name(name: str) -> str:
-    """Return a name as Kohya's scripts flatten it.
-
-    Example:
-        >>> flat_name("mid_block.attentions.0.to_q.weight")
-        'mid_block_attentions_0_to_q_weight'
-    """
-    return name.replace(".", "_")
-
-
-def component(name: str) -> str:
-    """Return the part of a pipeline that a name begins with, or nothing.
-
-    Example:
-        >>> component("lora_te1_text_model_final.weight"), component("model.norm.weight")
-        ('lora_te1_', '')
-    """
-    found = _COMPONENT.match(name)
-    return found[0] if found else ""
 
 
 def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:

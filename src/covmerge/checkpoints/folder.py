@@ -32,6 +32,8 @@ from covmerge.types import Json, TensorHeader
 
 CONFIG = "config.json"
 
+DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of weights
+
 _SAFETENSORS = ".safetensors"
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
 _INDEX = ".index.json"
@@ -40,6 +42,9 @@ _PREFERRED = (  # the order in which transformers looks
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    f"{DIFFUSERS}.safetensors",
+    f"{DIFFUSERS}.safetensors.index.json",
+    f"{DIFFUSERS}.bin",
 )
 _CHUNK = 2**20  # bytes hashed at once: every source has its own, and all are hashed side by side
 
@@ -196,6 +201,11 @@ def read_config(file: StoredFile | Path) -> dict[str, Any]:
         CheckpointError: it is malformed, or far too long.
     """
     return read_object(file, values=MAX_TENSORS)  # a quantisation may list every layer
+
+
+def weights_stem(config: Mapping[str, Any] | None) -> str:
+    """Return what the names of a model's files begin with, by the library that its config is of."""
+    return DIFFUSERS if config is not None and "_diffusers_version" in config else "model"
 
 
 def read_weight_map(index: StoredFile | Path) -> dict[str, str]:

@@ -16,7 +16,6 @@ import torch
 from covmerge.errors import InputError, TensorError
 from covmerge.types import TensorHeader
 
-INDEX_NAME = "model.safetensors.index.json"
 HEADS_FOLDER = "heads"  # task heads of one expert each, beside the model
 MAX_HEADER_BYTES = 100_000_000  # readers of the format refuse more
 MAX_TENSORS = 300_000  # of one checkpoint; Kimi K2 Thinking has 210,000
@@ -93,9 +92,20 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of the output, and in which of them every tensor lies."""
+    """The files of the output, and in which of them every tensor lies.
+
+    Attributes:
+        shards: the files.
+        stem: what their names begin with.
+    """
 
     shards: tuple[Shard, ...]
+    stem: str = "model"
+
+    @property
+    def index_name(self) -> str:
+        """Name of the file that says which shard holds which tensor."""
+        return f"{self.stem}.safetensors.index.json"
 
     @property
     def data_size(self) -> int:
@@ -112,6 +122,7 @@ def plan_layout(
     headers: Sequence[TensorHeader],
     shard_size: int,
     metadata: Mapping[str, str] | None = None,
+    stem: str = "model",
 ) -> Layout:
     """Assign tensors to shards in the given order.
 
@@ -122,6 +133,7 @@ def plan_layout(
         headers: the tensors of the output; names are unique.
         shard_size: bytes of data a file, at most (see above).
         metadata: added to every file's `__metadata__`, which always says `"format": "pt"`.
+        stem: what the names of the files begin with.
 
     Raises:
         TensorError: no tensors, a name twice, or a dtype that the format cannot hold.
@@ -140,9 +152,10 @@ def plan_layout(
     groups = list(_greedy(headers, shard_size))
     return Layout(
         tuple(
-            plan_shard(_shard_name(number, len(groups)), group, metadata)
+            plan_shard(_shard_name(stem, number, len(groups)), group, metadata)
             for number, group in enumerate(groups, start=1)
-        )
+        ),
+        stem,
     )
 
 
@@ -187,8 +200,10 @@ def _greedy(headers: Iterable[TensorHeader], shard_size: int) -> Iterator[list[T
     yield group
 
 
-def _shard_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+def _shard_name(stem: str, number: int, count: int) -> str:
+    return (
+        f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+    )
 
 
 def _slots(headers: Iterable[TensorHeader], offset: int) -> Mapping[str, Slot]:

@@ -24,6 +24,15 @@ def extract(
             min=1, metavar="R", rich_help_panel=options.OUTPUT, help="Rank of the adapter."
         ),
     ],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            metavar="adapter|kohya|diffusers",
+            rich_help_panel=options.OUTPUT,
+            help="For PEFT, or a LoRA file of a part of a diffusion model.",
+        ),
+    ] = "adapter",
     tensors: options.Tensors = None,
     dtype: options.Dtype = None,
     allow: options.Allow = None,
@@ -54,7 +63,7 @@ def extract(
             dtype=dtype,
             allow=allow or (),
             out_dtype=out_dtype,
-            form="adapter",
+            form=form,
             rank=rank,
             whole=whole or None,
         ),

@@ -15,7 +15,7 @@ from covmerge.engine import RunOptions
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
-from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe, parse_size
+from covmerge.recipe import Recipe, dump_recipe, load_recipe, output_as, parse_recipe, parse_size
 from covmerge.recipe.mergekit import Told
 from covmerge.recipe.strict_yaml import parse_yaml
 
@@ -30,6 +30,10 @@ class RecipeFlags:
     base: str | None = None
     experts: Sequence[str] = ()
     weights: Sequence[str] = ()
+    run: str | None = None
+    last: int | None = None
+    run_weights: str | None = None
+    decay: float | None = None
     statistics: Sequence[str] = ()
     base_statistics: str | None = None
     method: str | None = None
@@ -56,7 +60,7 @@ def place_paths(
     Args:
         first: the first path given.
         second: the second path given.
-        experts: whether `--expert` was given.
+        experts: whether `--expert` or `--run` was given.
         dry_run: whether the output may be left out.
 
     Returns:
@@ -68,8 +72,8 @@ def place_paths(
     if second is not None:
         if experts:
             raise RecipeError(
-                f"the recipe {first} and --expert both name experts: which of the two is meant? "
-                "Leave out one of them"
+                f"the recipe {first} and the flags (--expert, --run) both name experts: which of the two "
+                "is meant? Leave out one of them"
             )
         return first, second
     if experts:
@@ -84,7 +88,7 @@ def place_paths(
         )
     raise RecipeError(
         "no experts are given: pass --base SOURCE and --expert NAME=SOURCE for each, or a recipe: "
-        "covmerge merge RECIPE.yml OUT"
+        "covmerge merge RECIPE.yml OUT; or --run DIR, to average the checkpoints of a training run"
     )
 
 
@@ -92,18 +96,30 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
     """Return the recipe in the file, if there is one, with the flags laid over it.
 
     Raises:
+        CheckpointError: the checkpoints of a run are not there, or not whole.
         RecipeError: the file or a flag is wrong.
     """
-    if file is None:
-        if flags.base is None:
-            raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
+    told = Told(flags.lenient)
+    of_run = _given(last=flags.last, weights=flags.run_weights, decay=flags.decay)
+    if file is not None:
+        data = dump_recipe(load_recipe(file, told))
+    elif flags.run is not None:
+        given = {"run": {"folder": flags.run, **of_run}}
+        data = dump_recipe(parse_recipe(given, origin="command line", told=told))
+    elif flags.base is not None:
         data: dict[str, Any] = {"experts": {}}
     else:
-        told = Told(flags.lenient)
-        data = dump_recipe(load_recipe(file, told))
-        for kind, messages in (("warning", told.warnings), ("note", told.notes)):
-            for message in messages:
-                say(kind, message)
+        raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
+    if of_run and flags.run is None:
+        raise RecipeError(
+            f"--{next(iter(of_run))} is of the checkpoints of a training run: say --run DIR, or write it "
+            "into the recipe's `run`. The weight of one expert is --weight NAME=NUMBER"
+        )
+    if flags.run is not None and flags.experts:
+        raise RecipeError("--run and --expert both name experts: leave out one of them")
+    for kind, messages in (("warning", told.warnings), ("note", told.notes)):
+        for message in messages:
+            say(kind, message)
     for name, source in pairs("--expert", flags.experts, "code=./code").items():
         data["experts"][name] = {"source": source}
     for name, weight in _values("--weight", flags.weights, "code=0.5").items():
@@ -127,10 +143,10 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         _given(
             dtype=flags.out_dtype,
             shard_size=flags.shard_size,
-            format=flags.form,
             rank=flags.rank,
             whole=flags.whole,
         )
+        | output_as(flags.form)
     )
     data.update(_given(base=flags.base, base_statistics=flags.base_statistics, dtype=flags.dtype))
     data.update({k: list(v) for k, v in (("before", flags.before), ("after", flags.after)) if v})

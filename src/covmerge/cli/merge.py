@@ -30,6 +30,10 @@ def merge(
     base: options.Base = None,
     expert: options.Experts = None,
     weight: options.Weights = None,
+    run: options.Run = None,
+    last: options.Last = None,
+    run_weights: options.RunWeights = None,
+    decay: options.Decay = None,
     stats: options.Stats = None,
     base_stats: options.BaseStats = None,
     method: Annotated[
@@ -77,9 +81,9 @@ def merge(
         str | None,
         typer.Option(
             "--as",
-            metavar="model|adapter",
+            metavar="model|adapter|peft|kohya|diffusers",
             rich_help_panel=options.OUTPUT,
-            help="Write merged weights, or one adapter of the base.",
+            help="Write merged weights, or one adapter of the base, in the experts' form or the one named.",
         ),
     ] = None,
     rank: Annotated[
@@ -133,16 +137,24 @@ def merge(
     Fold a LoRA adapter into its base:
 
     covmerge merge --base B --expert lora=./lora OUT
+
+    Average the last five checkpoints of a training run:
+
+    covmerge merge --run ./outputs --last 5 OUT
     """
     from covmerge.cli import flags, merging
 
-    file, out = flags.place_paths(first, second, experts=bool(expert), dry_run=dry_run)
+    file, out = flags.place_paths(first, second, experts=bool(expert or run), dry_run=dry_run)
     recipe = flags.read_recipe(
         file,
         flags.RecipeFlags(
             base=base,
             experts=expert or (),
             weights=weight or (),
+            run=run,
+            last=last,
+            run_weights=run_weights,
+            decay=decay,
             statistics=stats or (),
             base_statistics=base_stats,
             method=method,

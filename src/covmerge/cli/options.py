@@ -31,6 +31,37 @@ Weights = Annotated[
         metavar="NAME=NUMBER", rich_help_panel=WHAT, help="Share of an expert; 1 is neutral."
     ),
 ]
+Run = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=WHAT,
+        help="Average the checkpoints of one training run: the folder of its checkpoint-500/ and so on.",
+    ),
+]
+Last = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel=WHAT,
+        help="The run's last N checkpoints; all without it.",
+    ),
+]
+RunWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="equal|step|ema",
+        rich_help_panel=WHAT,
+        help="What a checkpoint of the run counts for: as much as any other, as its number, or --decay "
+        "times what the next one counts for.",
+    ),
+]
+Decay = Annotated[
+    float | None,
+    typer.Option(metavar="D", rich_help_panel=WHAT, help="Decay of --weights ema, such as 0.8."),
+]
 Stats = Annotated[
     list[str] | None,
     typer.Option(

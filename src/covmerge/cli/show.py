@@ -14,10 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge.api import MergeResult
+from covmerge.checkpoints.adapter_layout import PEFT_FORM
+from covmerge.checkpoints.folder import read_config
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
 from covmerge.cli.units import format_flops, format_seconds
 from covmerge.engine import MemoryPlan, Room
+from covmerge.export.library import part_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
 from covmerge.text import some
@@ -62,6 +65,7 @@ def show_plan(
     console.print(
         facts(
             [
+                *_weights(plan.recipe),
                 *_heads({expert: list(kept) for expert, kept in plan.heads.items()}),
                 (
                     "work",
@@ -89,6 +93,7 @@ def plan_summary(
     """Return a dry run as plain JSON; sizes in bytes, times in seconds."""
     return {
         **plan.summary(),
+        "weights": {name: expert.weight for name, expert in plan.recipe.experts.items()},
         "memory": {
             "peak": memory.peak,
             "resident": memory.resident,
@@ -194,7 +199,10 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
             ]
         )
     )
-    load = f"PeftModel.from_pretrained(base, {json.dumps(str(out))})"
+    loads = "PeftModel.from_pretrained(base, {})"
+    if result.recipe.output.names != PEFT_FORM:
+        loads = "pipe.load_lora_weights({})"
+    load = loads.format(json.dumps(str(out)))
     console.print(f"\nNext:\n  {printable(load)}", soft_wrap=True)
 
 
@@ -220,6 +228,18 @@ def _what(recipe: Recipe) -> str:
     names = list(recipe.experts)
     into = "" if recipe.base is None else f" into {recipe.base}"
     return printable(f"{some(names)}{into} by {recipe.method}")
+
+
+def _weights(recipe: Recipe) -> list[tuple[str, str]]:
+    """What each of several experts counts for."""
+    weights = {name: expert.weight for name, expert in recipe.experts.items()}
+    if all(weight == 1.0 for weight in weights.values()):
+        return [("weights", "1 each")] if len(weights) > 1 else []
+    shown = (
+        f"{name} {weight:.4g}" if isinstance(weight, float) else f"{name} {json.dumps(weight)}"
+        for name, weight in weights.items()
+    )
+    return [("weights", ", ".join(shown))]
 
 
 def _rounding(result: MergeResult) -> list[tuple[str, str]]:
@@ -276,8 +296,8 @@ def _base_inputs(run: Mapping[str, Any]) -> str:
 def _next_commands(out: Path) -> list[str]:
     commands = [f"covmerge verify {shlex.quote(str(out))}"]
     if (out / "config.json").is_file():
-        load = (
-            f"from transformers import AutoModel; AutoModel.from_pretrained({json.dumps(str(out))})"
-        )
+        part = part_class(read_config(out / "config.json"))
+        library, loader = ("diffusers", part) if part else ("transformers", "AutoModel")
+        load = f"from {library} import {loader}; {loader}.from_pretrained({json.dumps(str(out))})"
         commands.append(f"python -c {shlex.quote(load)}")
     return [printable(command) for command in commands]

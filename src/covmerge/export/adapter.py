@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,10 @@ def write_adapter_config(
         ResourceError: the disk is full.
     """
     ranks = {tensor.module: tensor.rank for tensor in tensors}
-    usual = Counter(ranks.values()).most_common(1)[0][0]
+    largest = max(ranks.values())  # which servers hold against their limit
     # The scale alpha / r is 1 in every layer: it is in the factors.
     special: dict[str, Json] = {
-        _pattern(module): rank for module, rank in ranks.items() if rank != usual
+        _pattern(module): rank for module, rank in ranks.items() if rank != largest
     }
     name, revision = _named(base) if not parents else (None, None)
     config: dict[str, Json] = {
@@ -53,8 +53,8 @@ def write_adapter_config(
         "revision": _agreed(parents, "revision") or revision,
         "task_type": _task_type(parents, base),
         "inference_mode": True,
-        "r": usual,
-        "lora_alpha": usual,
+        "r": largest,
+        "lora_alpha": largest,
         "rank_pattern": special,
         "alpha_pattern": special,
         "target_modules": _targets(sorted(ranks), parameters),

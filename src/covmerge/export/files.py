@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from covmerge.checkpoints import ShardWriter, plan_layout
-from covmerge.checkpoints.adapter_layout import ADAPTER_NAME
+from covmerge.checkpoints.adapter_layout import ADAPTER_NAME, LORA_NAME, PEFT_FORM
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.engine import FileOutput
 from covmerge.plan import MODEL, Plan
@@ -26,9 +26,10 @@ def plan_parts(plan: Plan) -> dict[str, Layout]:
             file_name = f"{part.rpartition('/')[2]}.safetensors"
             layouts[part] = Layout((plan_shard(file_name, headers),))
         elif output.format == "adapter":
-            layouts[part] = Layout((plan_shard(ADAPTER_NAME, headers),))
+            file_name = ADAPTER_NAME if output.names == PEFT_FORM else LORA_NAME
+            layouts[part] = Layout((plan_shard(file_name, headers),))
         else:
-            layouts[part] = plan_layout(headers, output.shard_size, metadata=plan.metadata)
+            layouts[part] = plan_layout(headers, output.shard_size, plan.metadata, plan.stem)
     return layouts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from covmerge.checkpoints.layout import INDEX_NAME, Layout
+from covmerge.checkpoints.layout import Layout
 from covmerge.stores.disk import disk_errors
 
 
@@ -27,7 +27,7 @@ def write_index(layout: Layout, folder: Path) -> Path | None:
         },
         "weight_map": {name: shard.file_name for shard in layout.shards for name in shard.entries},
     }
-    path = folder / INDEX_NAME
+    path = folder / layout.index_name
     content = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
     with disk_errors(path, len(content)):
         path.write_bytes(content)

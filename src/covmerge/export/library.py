@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.checkpoints import HubModel
+from covmerge.checkpoints.adapter_layout import LORA_NAME
 
 PEFT, TRANSFORMERS, OPEN_CLIP = "peft", "transformers", "open_clip"
-SENTENCES = "sentence-transformers"
+SENTENCES, DIFFUSERS = "sentence-transformers", "diffusers"
 
 _CLASS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FOLDER = 'folder = "."  # this folder, or the name of this repository'
@@ -28,11 +29,13 @@ def library_of(folder: Path, config: Mapping[str, Any], *, adapter: bool) -> str
         adapter: whether the output is an adapter.
     """
     if adapter:
-        return PEFT
+        return DIFFUSERS if (folder / LORA_NAME).is_file() else PEFT
     if (folder / "modules.json").is_file():
         return SENTENCES
     if architecture(config):
         return TRANSFORMERS
+    if part_class(config):
+        return DIFFUSERS
     return OPEN_CLIP if (folder / "open_clip_config.json").is_file() else None
 
 
@@ -41,6 +44,12 @@ def architecture(config: Mapping[str, Any]) -> str | None:
     named: object = config.get("architectures")
     first = next(iter(cast("list[object]", named)), None) if isinstance(named, list) else None
     return first if isinstance(first, str) and _CLASS.fullmatch(first) else None
+
+
+def part_class(config: Mapping[str, Any]) -> str | None:
+    """Return the class of diffusers that the config of a pipeline's part names, if it names one."""
+    named: object = config.get("_class_name")
+    return named if isinstance(named, str) and _CLASS.fullmatch(named) else None
 
 
 def pipeline_of(config: Mapping[str, Any]) -> str | None:
@@ -77,6 +86,16 @@ def how_to_load(
     elif library == SENTENCES:
         yield from ("from sentence_transformers import SentenceTransformer", "", _FOLDER)
         yield "model = SentenceTransformer(folder)"
+    elif library == DIFFUSERS:
+        if (folder / LORA_NAME).is_file():
+            source = json.dumps("PIPELINE" if base is None else base.name)
+            yield from ("from diffusers import DiffusionPipeline", "", _FOLDER)
+            yield f"pipe = DiffusionPipeline.from_pretrained({source})"
+            yield "pipe.load_lora_weights(folder)"
+            return
+        part = part_class(config)
+        yield from (f"from diffusers import {part}", "", _FOLDER)
+        yield f"model = {part}.from_pretrained(folder)"
     elif library == TRANSFORMERS:
         tokenizer = (folder / "tokenizer_config.json").is_file()
         yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{loader}"

@@ -6,15 +6,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
-from covmerge.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
+from covmerge.checkpoints.adapter_layout import PEFT_FORM, AdaptedTensor, LoraForm, WholeTensor
 from covmerge.errors import InputError, RecipeError, TensorError
 from covmerge.plan.adapter_names import Naming, naming_of
 from covmerge.plan.forms import AdapterFactors, AdapterTensor, Form, Unwritten
+from covmerge.plan.lora_names import LoraNames
 from covmerge.plan.operations import Merge
+from covmerge.plan.serving import who_loads_it
 from covmerge.plan.work import TensorPlan
 from covmerge.recipe import Recipe
 from covmerge.types import Role
@@ -40,18 +43,25 @@ class AdapterPlan:
 
 
 def plan_adapter(
-    recipe: Recipe, tensors: Sequence[TensorPlan], experts: Mapping[str, Checkpoint]
+    recipe: Recipe,
+    tensors: Sequence[TensorPlan],
+    experts: Mapping[str, Checkpoint],
+    config: Mapping[str, Any] | None,
 ) -> AdapterPlan:
-    """Decide what becomes of every tensor when the output is an adapter.
+    """Decide what becomes of every tensor when the output is an adapter; `config` is the base's.
 
     Raises:
         InputError: what the experts or the recipe ask for cannot be held by an adapter.
     """
-    naming = naming_of(tensors, experts)
-    merged = {t.name: _Merged(t, experts, naming) for t in tensors if _is_merged(t)}
+    form = recipe.output.names or PEFT_FORM
+    naming = naming_of(tensors, experts) if form == PEFT_FORM else Naming()
+    merged = {t.name: _Merged(t, experts, naming, form) for t in tensors if _is_merged(t)}
     factors = {
         name: own.as_factors(recipe.output.rank) for name, own in merged.items() if own.has_factors
     }
+    if form != PEFT_FORM:
+        names = LoraNames(form, experts, config)
+        factors = {n: _in_lora_file(own, merged[n].tensor, names) for n, own in factors.items()}
     if not factors:
         raise InputError(
             "none of the tensors that are merged is a layer that an adapter updates: merge to a full "
@@ -62,13 +72,20 @@ def plan_adapter(
     for name, own in merged.items():
         if name not in factors and (own.trained_whole or recipe.output.whole):
             whole.add(own.tensor, must=own.trained_whole)
-    dtype = _dtype(recipe, tensors, experts)
+    dtype, held_whole = _dtype(recipe, tensors, experts), whole.places()
+    if held_whole and form != PEFT_FORM:
+        raise RecipeError(
+            f"'{next(iter(held_whole))}' is held whole, which a file of {form}'s form has no place for: "
+            "write PEFT's (--as peft), or leave it to the base by a rule"
+        )
     forms: dict[str, Form] = {
         **{name: AdapterFactors(place, dtype) for name, place in factors.items()},
-        **{name: AdapterTensor(place) for name, place in whole.places().items()},
+        **{name: AdapterTensor(place) for name, place in held_whole.items()},
     }
     held = [t for t in tensors if t.name in merged or t.name in forms]
-    notes = list(filter(None, [naming.note]))
+    vocabulary = [factors[name].module for name in factors if merged[name].of_vocabulary]
+    notes = [who_loads_it(factors.values(), held_whole.values(), vocabulary, form)]
+    notes += filter(None, [naming.note])
     left = [t for t in tensors if not isinstance(t.operation, Merge) and t.changed_by_experts]
     by_rule: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in left:
@@ -86,6 +103,15 @@ def _with_form(tensor: TensorPlan, form: Form, own: _Merged | None) -> TensorPla
     """The base's rows are asked for where they are in the result, or updates are differences to them."""
     needed = isinstance(form, AdapterTensor) or own is None or own.needs_base
     return replace(tensor, form=form, base=tensor.base if needed else None)
+
+
+def _in_lora_file(place: AdaptedTensor, tensor: TensorPlan, names: LoraNames) -> AdaptedTensor:
+    if place.embedding or place.transposed:
+        raise RecipeError(
+            f"'{tensor.name}': a file of {names.form}'s form has linear layers and convolutions alone: "
+            "write PEFT's (--as peft), or leave it to the base by a rule"
+        )
+    return replace(place, name=names.of(tensor), form=names.form)
 
 
 def left_out(names: Sequence[str], why: str) -> str:
@@ -118,10 +144,15 @@ class _Merged:
     """One merged tensor and what the experts have of it."""
 
     def __init__(
-        self, tensor: TensorPlan, experts: Mapping[str, Checkpoint], naming: Naming
+        self,
+        tensor: TensorPlan,
+        experts: Mapping[str, Checkpoint],
+        naming: Naming,
+        form: LoraForm,
     ) -> None:
         assert isinstance(tensor.operation, Merge)
         self.tensor = tensor
+        self._form: LoraForm = form
         self._name = naming.of(tensor)
         self.module = self._name.rpartition(".")[0]
         self._merge = tensor.operation
@@ -154,8 +185,15 @@ class _Merged:
         """Whether it is to be a layer with factors; PEFT adds those of tied weights twice."""
         if self.trained_whole:
             return False
-        full = self.tensor.takes_factors and not self.tensor.ties
+        # PEFT takes those of convolutions too, but few that load its adapters do.
+        windows = self._form != PEFT_FORM and len(self.tensor.stored.shape) == 4
+        full = (self.tensor.takes_factors or windows) and not self.tensor.ties
         return bool(self._factors) or (self._full and full)
+
+    @property
+    def of_vocabulary(self) -> bool:
+        """Whether it embeds tokens, or scores them."""
+        return self.tensor.role in (Role.EMBEDDING, Role.OUTPUT)
 
     @property
     def is_difference(self) -> bool:

@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints.folder import weights_stem
 from covmerge.errors import InputError, RecipeError
 from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
@@ -26,6 +27,7 @@ from covmerge.plan.data import (
     notes_on_statistics,
 )
 from covmerge.plan.forms import AdapterFactors, ModelTensor, Unwritten, head_part
+from covmerge.plan.lora_names import form_of
 from covmerge.plan.mergekit import as_mergekit
 from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
@@ -89,7 +91,7 @@ def build_plans(
         check_same_architecture(base_model, name, model)
     aligned: dict[str, Mapping[str, Alignment]] = {}
     alone = len(recipes) == 1 and not whole
-    named = [_with_method(recipe, models) for recipe in recipes]
+    named = [_with_method(_with_names(recipe, experts), models) for recipe in recipes]
     check_base_statistics([recipe for recipe, _ in named], base, statistics or {}, named[0][1])
     drafts = _of_same_tensors(
         [
@@ -175,7 +177,7 @@ def _draft(
     draft = _Draft(recipe, chosen, rules, alignments, head_names, tensors)
     if recipe.output.format == "model":
         return draft
-    adapter = plan_adapter(recipe, tensors, checkpoints)
+    adapter = plan_adapter(recipe, tensors, checkpoints, base.checkpoint.config)
     return replace(draft, tensors=adapter.tensors, adapter=adapter)
 
 
@@ -246,6 +248,7 @@ def _plan(
         tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
         metadata={"covmerge": __version__, "method": draft.recipe.method},
         parameters=() if draft.adapter is None else draft.adapter.parameters,
+        stem=weights_stem(base.checkpoint.config),
     )
     others = [f"{own.kind} '{own.name}' is not covmerge's own: {own}" for own in plan.origins]
     return replace(plan, notes=(*plan.notes, *others))
@@ -279,6 +282,14 @@ def _with_method(recipe: Recipe, models: Mapping[str, Model]) -> tuple[Recipe, s
     of_base = recipe.base_inputs is not None
     name, why = choose(len(models), adapters, base_inputs=of_base)
     return recipe.model_copy(update={"method": name}), why
+
+
+def _with_names(recipe: Recipe, experts: Mapping[str, Checkpoint]) -> Recipe:
+    """Return the recipe with the form of a merged adapter's file, where it leaves that open."""
+    if recipe.output.format != "adapter" or recipe.output.names is not None:
+        return recipe
+    output = recipe.output.model_copy(update={"names": form_of(experts)})
+    return recipe.model_copy(update={"output": output})
 
 
 def _chosen(draft: _Draft) -> Iterator[str]:

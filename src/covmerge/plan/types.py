@@ -85,6 +85,7 @@ class Plan:
         metadata: for the header of every output file.
         chosen: why the method is what it is; None: the recipe names it.
         parameters: of an adapter, names of all tensors of the model that it is loaded over.
+        stem: what the names of a model's files begin with, so that its library finds them.
     """
 
     recipe: Recipe
@@ -100,6 +101,7 @@ class Plan:
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     chosen: str | None = None
     parameters: tuple[str, ...] = ()
+    stem: str = "model"
 
     @property
     def read_bytes(self) -> int:

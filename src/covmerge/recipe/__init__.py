@@ -11,6 +11,7 @@ from covmerge.recipe.schema import (
     Slice,
     TensorRules,
     json_schema,
+    output_as,
 )
 from covmerge.recipe.sizes import format_size, parse_size
 
@@ -27,6 +28,7 @@ __all__ = [
     "format_size",
     "json_schema",
     "load_recipe",
+    "output_as",
     "parse_recipe",
     "parse_size",
 ]

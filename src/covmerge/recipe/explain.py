@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from covmerge.errors import RecipeError, did_you_mean
+from covmerge.recipe.run import RUN, Run
 from covmerge.recipe.schema import Expert, Output, Recipe, Rule, Slice, TensorRules
 from covmerge.recipe.strict_yaml import KeyPath, Origin
 
@@ -101,6 +102,8 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
             return Rule
         case ("slices", _):
             return Slice
+        case (key,) if key == RUN:
+            return Run
         case ("output",):
             return Output
         case _:

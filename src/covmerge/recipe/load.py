@@ -12,7 +12,8 @@ from covmerge.errors import InputError, RecipeError
 from covmerge.identifiers import hub_id
 from covmerge.recipe.explain import explain, key_path
 from covmerge.recipe.mergekit import Told, compile_mergekit, is_mergekit
-from covmerge.recipe.schema import NOTHING, RANDOM, Recipe
+from covmerge.recipe.run import RUN, compile_run
+from covmerge.recipe.schema import NOTHING, RANDOM, Recipe, WithRun
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_yaml
 from covmerge.stores.address import local_path
 from covmerge.stores.regular_file import open_regular
@@ -28,9 +29,10 @@ def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
 
     Args:
         path: the file.
-        told: how strictly a recipe of mergekit's is read, and where notes on it are put.
+        told: how strictly a recipe of mergekit's is read, and where notes are put.
 
     Raises:
+        CheckpointError: the checkpoints of a `run` are not there, or not whole.
         RecipeError: the file cannot be read, is not YAML, or is not a recipe; one line for each
             problem, with file, line, key and what is allowed.
     """
@@ -38,7 +40,8 @@ def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
     if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
         ours = compile_mergekit(theirs, origin, told or Told(), Path(path).parent)
         return _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
-    return _beside(_validate(data, origin), Path(path).parent, origin)
+    folder = Path(path).parent
+    return _beside(_validate(_without_run(data, origin, folder, told), origin), folder, origin)
 
 
 def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:
@@ -71,14 +74,18 @@ def _read(path: Path) -> tuple[Any, Origin]:
     return parse_yaml(text, str(path))
 
 
-def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
+def parse_recipe(
+    mapping: Mapping[str, Any], *, origin: str = "recipe", told: Told | None = None
+) -> Recipe:
     """Return the recipe that a mapping describes; sources are taken as they are.
 
     Args:
         mapping: what a recipe file holds, as `dump_recipe` returns it; or one of mergekit's.
         origin: a name for messages, such as "command line".
+        told: how strictly a recipe of mergekit's is read, and where notes are put.
 
     Raises:
+        CheckpointError: the checkpoints of a `run` are not there, or not whole.
         RecipeError: not a recipe; one line for each problem.
 
     Example:
@@ -88,8 +95,8 @@ def parse_recipe(mapping: Mapping[str, Any], *, origin: str = "recipe") -> Recip
     """
     data = dict(mapping)
     if is_mergekit(data):
-        data = compile_mergekit(data, Origin(origin), Told())
-    return _validate(data, Origin(origin))
+        data = compile_mergekit(data, Origin(origin), told or Told())
+    return _validate(_without_run(data, Origin(origin), Path(), told), Origin(origin))
 
 
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -105,6 +112,22 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     ]
     optional = ("method", "before", "after", "base_statistics", "slices")
     return {key: value for key, value in data.items() if value or key not in optional}
+
+
+def _without_run(data: Any, origin: Origin, beside: Path, told: Told | None) -> Any:
+    """Return a recipe with the checkpoints of its run as experts; any other as it is."""
+    given = cast("dict[str, Any]", data)
+    if not isinstance(data, dict) or RUN not in given:
+        return given
+    if "experts" in given:
+        raise RecipeError(
+            f"{origin.where((RUN,))}: 'run' and 'experts' both say what is merged: leave out one of them"
+        )
+    try:
+        run = WithRun.model_validate(given).run
+    except ValidationError as error:
+        raise explain(error, origin) from None
+    return compile_run(given, run, beside, (told or Told()).notes)
 
 
 def _validate(data: Any, origin: Origin) -> Recipe:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -23,9 +23,11 @@ from pydantic import (
     model_validator,
 )
 
+from covmerge.checkpoints.adapter_layout import LoraForm
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.findings import FAULTS, fault_name
 from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
+from covmerge.recipe.run import Run
 from covmerge.recipe.sizes import parse_size
 from covmerge.recipe.varied import VARIED_SCHEMA, check_varied, is_varied
 from covmerge.types import Role
@@ -354,6 +356,12 @@ class Output(_Model):
         description="`model` writes merged weights. `adapter` writes one adapter of the base, for "
         "PEFT: of adapters exactly, of full models at a `rank`.",
     )
+    names: LoraForm | None = Field(
+        default=None,
+        description="Whose names a merged adapter has (`format: adapter`): `peft` writes a folder that "
+        "PEFT loads; `kohya` and `diffusers` one file of a part of a diffusion model, as their tools write "
+        "it. By default those of the experts, where all of them are files of one form, else PEFT's.",
+    )
     rank: int | None = Field(
         default=None,
         ge=1,
@@ -379,12 +387,24 @@ class Output(_Model):
 
     @model_validator(mode="after")
     def _of_an_adapter(self) -> Output:
-        for key in ("rank", "whole"):
+        for key in ("names", "rank", "whole"):
             if getattr(self, key) and self.format != "adapter":
                 raise ValueError(f"'{key}' belongs to 'format: adapter', and the output is a model")
         if self.format == "adapter" and self.shard_size != _SHARD_SIZE:
             raise ValueError("'shard_size' belongs to 'format: model': an adapter is one file")
         return self
+
+
+def output_as(form: str | None) -> dict[str, str]:
+    """Return the keys of an output that one word stands for, as after `--as`.
+
+    Example:
+        >>> output_as("adapter"), output_as("kohya")
+        ({'format': 'adapter'}, {'format': 'adapter', 'names': 'kohya'})
+    """
+    if form is None:
+        return {}
+    return {"format": "adapter", "names": form} if form in get_args(LoraForm) else {"format": form}
 
 
 def _short_expert_form(schema: dict[str, Any]) -> None:
@@ -524,11 +544,28 @@ class Recipe(_Model):
         return any(expert in own.experts for own in self.slices)
 
 
+class WithRun(BaseModel):
+    """A recipe that has a `run` in place of its experts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    run: Run = Field(
+        description="In place of `experts`: the last checkpoints of one training run, averaged. Without a "
+        "`method`, full models are merged by `linear`, which needs no `base`, and adapters by `average`."
+    )
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a recipe, with a description of every key."""
+    recipe, with_run = Recipe.model_json_schema(), WithRun.model_json_schema()
+    needed = recipe.pop("required")
+    recipe["oneOf"] = [{"required": needed}, {"required": with_run["required"]}]
+    recipe["not"] = {"required": ["experts", *with_run["required"]]}
+    recipe["properties"] |= with_run["properties"]
+    recipe["$defs"] |= with_run["$defs"]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         # A name, not an address: nothing is to be fetched.
         "$id": "urn:covmerge:recipe",
-        **Recipe.model_json_schema(),
+        **recipe,
     }

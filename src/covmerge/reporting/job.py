@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from covmerge.checkpoints import open_checkpoint
+from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
+from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.engine import RunOptions, seen_in
 from covmerge.inspection import InspectJob, SpectraOf
@@ -53,6 +54,8 @@ class ReportJob:
                 options=self.options,
             )
             output = open_checkpoint(self.folder)
+            if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
+                output = output.named_as(checkpoints.base.headers)
             try:
                 inspection = job.run(
                     checkpoints, merged=output, before=unrefined(recipe, manifest["family"])

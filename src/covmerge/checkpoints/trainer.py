@@ -1,0 +1,101 @@
+"""The checkpoints that transformers' Trainer leaves in its folder while it runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from covmerge.checkpoints.adapter import AdapterCheckpoint
+from covmerge.checkpoints.open import open_checkpoint
+from covmerge.errors import CheckpointError
+from covmerge.stores.address import local_path
+from covmerge.text import some
+
+_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
+_STATE = "trainer_state.json"  # the last file that the Trainer writes of a checkpoint
+_OWN = (
+    *(_STATE, "training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
+    *("global_step*", "pytorch_model_fsdp_*", "zero_to_fp32.py", "latest"),
+)
+_SHARDS = ("global_step*", "pytorch_model_fsdp_*")  # DeepSpeed's and FSDP's, which are no model
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """One checkpoint of a run.
+
+    Attributes:
+        step: of the optimizer, when it was saved.
+        folder: where it lies.
+        is_adapter: whether it is an adapter, and not a full model.
+        own: names in it that are the trainer's: its optimizer, its state.
+    """
+
+    step: int
+    folder: Path
+    is_adapter: bool
+    own: tuple[str, ...]
+
+
+def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
+    """Return a run's last checkpoints by their step numbers, the oldest first.
+
+    Args:
+        folder: of the run, with its checkpoint-500/, checkpoint-1000/ and so on.
+        count: how many; None: all.
+        beside: what a relative folder is relative to.
+
+    Raises:
+        CheckpointError: there are fewer, or one of them is incomplete.
+    """
+    run = beside / local_path(folder).expanduser()
+    try:
+        named = {path: _NAME.fullmatch(path.name) for path in run.iterdir() if path.is_dir()}
+    except OSError as error:
+        raise CheckpointError(
+            f"the run {run} cannot be listed ({error.strerror}): pass the folder that the trainer wrote "
+            "its checkpoints to (output_dir)"
+        ) from error
+    found = sorted((int(match[1]), path) for path, match in named.items() if match)
+    if len(found) < (count or 1):
+        have = f"{len(found)} checkpoints ({some((p.name for _, p in found), 5)})"
+        raise CheckpointError(
+            f"the run {run} has {have if found else 'no folders named checkpoint-NUMBER'}"
+            + (f", and the last {count} are asked for" if count and found else "")
+            + (
+                f": ask for {len(found)} or fewer (--last), or save more of them (save_total_limit)"
+                if found
+                else ": pass the folder that the trainer wrote its checkpoints to (output_dir)"
+            )
+        )
+    stateful = any((path / _STATE).is_file() for _, path in found)
+    return [_checked(step, path, stateful) for step, path in found[-(count or len(found)) :]]
+
+
+def _checked(step: int, folder: Path, stateful: bool) -> SavedStep:
+    """Open a checkpoint once; `stateful`: others of its run have a trainer's state."""
+    names = sorted(path.name for path in folder.iterdir())
+    try:
+        if stateful and _STATE not in names:
+            raise CheckpointError(f"it has no {_STATE}, which is written last")
+        with closing(open_checkpoint(str(folder))) as checkpoint:
+            is_adapter = isinstance(checkpoint, AdapterCheckpoint)
+    except CheckpointError as error:
+        if any(_matches(name, _SHARDS) for name in names):
+            raise CheckpointError(
+                f"{folder} holds the shards of DeepSpeed or FSDP and no model ({error}): gather them first "
+                "(zero_to_fp32.py of the checkpoint, or accelerate merge-weights)"
+            ) from error
+        raise CheckpointError(
+            f"{folder} is incomplete, as a checkpoint is whose run was killed while it was saved "
+            f"({error}): remove this folder, or move it elsewhere, and the last ones are those before it"
+        ) from error
+    return SavedStep(step, folder, is_adapter, tuple(n for n in names if _matches(n, _OWN)))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
