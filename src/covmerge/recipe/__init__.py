@@ -13,6 +13,7 @@ from covmerge.recipe.schema import (
     json_schema,
 )
 from covmerge.recipe.sizes import format_size, parse_size
+from covmerge.recipe.tokenizer import TokenizerRules
 
 __all__ = [
     "NOTHING",
@@ -23,6 +24,7 @@ __all__ = [
     "Rule",
     "Slice",
     "TensorRules",
+    "TokenizerRules",
     "dump_recipe",
     "format_size",
     "json_schema",

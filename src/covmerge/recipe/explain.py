@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.recipe.schema import Expert, Output, Recipe, Rule, Slice, TensorRules
 from covmerge.recipe.strict_yaml import KeyPath, Origin
+from covmerge.recipe.tokenizer import TokenizerRules, TokenRow
 
 _shown = Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
@@ -101,6 +102,10 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
             return Rule
         case ("slices", _):
             return Slice
+        case ("tokenizer",):
+            return TokenizerRules
+        case ("tokenizer", "tokens", _):
+            return TokenRow
         case ("output",):
             return Output
         case _:
