@@ -80,9 +80,8 @@ def tokenizer(words: Words) -> Tokenizer:
     return found
 
 
-def weights(arch: str, model: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def weights(arch: str, model: str, words: Words, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a model: whatever the order, a token's row is the base's and what was learnt."""
-    words = WORDS[model]
     learnt = 0.0 if model == "base" else 0.05 * (int(model[1:]) + 1)
     found: dict[str, Tensor] = {}
     for name, shape in layout(arch):
@@ -105,23 +104,24 @@ def _row(model: str, name: str, token: str, learnt: float) -> Tensor:
 def save_models(folder: Path) -> None:
     """Write llama, gpt2 (tied) and the same llama in bfloat16, each with a base and three experts."""
     for name, dtype in (("llama", "float32"), ("gpt2", "float32"), ("half", "bfloat16")):
-        arch = "gpt2" if name == "gpt2" else "llama"
         for model, words in WORDS.items():
-            path = folder / name / model
-            path.mkdir(parents=True)
-            stored = weights(arch, model, getattr(torch, dtype))
-            save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-            save_tokenizer(path, words)
-            ids = {token: number for number, token in enumerate(words.tokens)}
-            eos = [ids[token] for token in words.eos]
-            special = {
-                "bos_token_id": ids["<s>"],
-                "eos_token_id": eos if len(eos) > 1 else eos[0],
-            }
-            rows = len(words.tokens) + words.padding
-            config = {**CONFIGS[arch], "vocab_size": rows, "torch_dtype": dtype, **special}
-            (path / "config.json").write_text(json.dumps(config))
-            (path / "generation_config.json").write_text(json.dumps({**special, "top_k": 5}))
+            arch = "gpt2" if name == "gpt2" else "llama"
+            save_model(folder / name / model, arch, model, words, dtype)
+
+
+def save_model(path: Path, arch: str, model: str, words: Words, dtype: str = "float32") -> None:
+    """Write a model with its tokenizer and configs."""
+    path.mkdir(parents=True)
+    stored = weights(arch, model, words, getattr(torch, dtype))
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(path, words)
+    ids = {token: number for number, token in enumerate(words.tokens)}
+    eos = [ids[token] for token in words.eos]
+    special = {"bos_token_id": ids["<s>"], "eos_token_id": eos if len(eos) > 1 else eos[0]}
+    rows = len(words.tokens) + words.padding
+    config = {**CONFIGS[arch], "vocab_size": rows, "torch_dtype": dtype, **special}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({**special, "top_k": 5}))
 
 
 def save_tokenizer(path: Path, words: Words) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from covmerge.checkpoints.json_file import read_object
 from covmerge.errors import InputError
 from covmerge.recipe.tokenizer import BASE, UNION, TokenizerRules
 from covmerge.stores.paths import safe_child
-from covmerge.tensors import describe_checkpoint, find_name
+from covmerge.tensors import find_name
 from covmerge.types import Json
 from covmerge.vocabulary.chat import chosen_template
 from covmerge.vocabulary.files import MORE_TEMPLATES, TokenizerFiles
-from covmerge.vocabulary.retokenized import Retokenized, Tables
+from covmerge.vocabulary.retokenized import Retokenized
 from covmerge.vocabulary.rows import Source, Vocabulary, vocabulary
-from covmerge.vocabulary.tables import tables
+from covmerge.vocabulary.tables import Tables, tables_of
 from covmerge.vocabulary.tokens import Added, Reader, Tokenizer
 
 
@@ -28,11 +28,13 @@ class Text:
 
     Attributes:
         vocabulary: the rows of the sources; None: they are taken as they are.
+        tables: by source, what has these rows.
         files: of its tokenizer; None: the base's.
         notes: what a user should know.
     """
 
     vocabulary: Vocabulary | None = None
+    tables: Mapping[str | None, Tables] = field(default_factory=dict[str | None, Tables])
     files: TokenizerFiles | None = None
     notes: tuple[str, ...] = ()
 
@@ -53,14 +55,12 @@ class Text:
         """
         if self.vocabulary is None:
             return dict(sources)
-        models = {key: _tables(own) for key, own in sources.items() if _is_model(own)}
         for key, adapter in sources.items():
             if isinstance(adapter, AdapterCheckpoint):
-                _check_adapter(str(key), adapter, models[None], self.vocabulary)
-        return {
-            key: own if key not in models else Retokenized(key, models, self.vocabulary)
-            for key, own in sources.items()
-        }
+                _check_adapter(str(key), adapter, self.tables[None], self.vocabulary)
+        models = {key: sources[key] for key in self.tables}
+        views = {key: Retokenized(key, models, self.tables, self.vocabulary) for key in models}
+        return {key: views.get(key, own) for key, own in sources.items()}
 
 
 def decide(
@@ -117,11 +117,6 @@ def _called(key: str | None) -> str:
     return "the base" if key is None else f"expert '{key}'"
 
 
-def _tables(checkpoint: Checkpoint) -> Tables:
-    description = describe_checkpoint(checkpoint)
-    return Tables(checkpoint, description, frozenset(tables(checkpoint, description)))
-
-
 def _vocabulary(
     rules: TokenizerRules,
     models: Mapping[str | None, Checkpoint],
@@ -134,17 +129,17 @@ def _vocabulary(
         raise InputError(
             f"tokenizer.source: '{owner}' is an adapter, which has the base's tokenizer: name the base"
         )
-    rows = {key: _rows(key, checkpoint) for key, checkpoint in models.items()}
+    tables = {key: tables_of(checkpoint) for key, checkpoint in models.items()}
     found = {key: reader.read(folder) for key, folder in folders.items()}
     notes: list[str] = []
     sources: dict[str | None, Source] = {}
     for key, tokenizer in found.items():
         if tokenizer is None:
-            tokenizer = _of_first(key, rows, first, found[first])
+            tokenizer = _of_first(key, tables, first, found[first])
             notes.append(
                 f"{_called(key)} has no tokenizer, and is taken to have {_called(first)}'s"
             )
-        sources[key] = Source(tokenizer, rows[key])
+        sources[key] = Source(tokenizer, tables[key].rows)
     own = sources[owner].tokenizer
     more = list(_more(rules, own, sources))
     ids, extended = own.extended(more) if more else (own.ids, None)
@@ -169,30 +164,20 @@ def _vocabulary(
         special=models[owner].config if of_another else None,
         generation=_generation(folder) if of_another else None,
     )
-    return Text(decided, files, (*told, *notes))
-
-
-def _rows(key: str | None, checkpoint: Checkpoint) -> int:
-    found = tables(checkpoint, describe_checkpoint(checkpoint))
-    if not found:
-        raise InputError(
-            f"{_called(key)} ({checkpoint.source}) has no embedding of tokens, with as many rows as its "
-            "config.json has tokens: leave out `tokenizer`"
-        )
-    return next(iter(found.values()))
+    return Text(decided, tables, files, (*told, *notes))
 
 
 def _of_first(
     key: str | None,
-    rows: Mapping[str | None, int],
+    tables: Mapping[str | None, Tables],
     first: str | None,
     tokenizer: Tokenizer | None,
 ) -> Tokenizer:
     """The tokenizer of a model that comes without one: as many rows must mean the same tokens."""
-    if tokenizer is None or rows[key] != rows[first]:
+    if tokenizer is None or tables[key].rows != tables[first].rows:
         raise InputError(
-            f"{_called(key)} has no tokenizer, and {rows[key]} rows in its embedding"
-            + ("" if tokenizer is None else f" where {_called(first)} has {rows[first]}")
+            f"{_called(key)} has no tokenizer, and {tables[key].rows} rows in its embedding"
+            + ("" if tokenizer is None else f" where {_called(first)} has {tables[first].rows}")
             + ": save the model with its tokenizer, or leave out `tokenizer`"
         )
     return tokenizer
@@ -230,10 +215,10 @@ def _generation(folder: Path) -> Mapping[str, Any] | None:
 def _check_adapter(
     name: str, adapter: AdapterCheckpoint, base: Tables, decided: Vocabulary
 ) -> None:
-    prefixes = [base.description.prefix] if base.description.prefix else []
+    prefixes = [base.prefix] if base.prefix else []
     held = {*adapter.low_rank, *adapter.headers}
     touched = [own for own in sorted(base.names) if find_name(own, prefixes, held) is not None]
-    if touched and not decided.keeps(None, base.checkpoint.headers[touched[0]].shape[0]):
+    if touched and not decided.keeps(None, base.rows):
         raise InputError(
             f"expert '{name}' ({adapter.source}) is an adapter that updates '{touched[0]}', whose rows are "
             f"other tokens in the output: fold it into its base first (`covmerge merge --base BASE "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,33 +15,13 @@ from covmerge.checkpoints.base import find_header
 from covmerge.checkpoints.view import View
 from covmerge.checkpoints.vocabulary_size import with_vocabulary
 from covmerge.errors import InputError
-from covmerge.tensors import ModelDescription, find_name
 from covmerge.types import TensorHeader
 from covmerge.vocabulary.rows import NONE, PADDING, Vocabulary
+from covmerge.vocabulary.tables import Tables
 
 # Rows that are this near to each other are read as one piece.
 _NEAR = 4
 _BLOCK_ELEMENTS = 2**20
-
-
-@dataclass(frozen=True)
-class Tables:
-    """A source with the tensors of it whose rows are tokens."""
-
-    checkpoint: Checkpoint
-    description: ModelDescription
-    names: frozenset[str]
-
-    def find(self, name: str, other: Tables) -> str | None:
-        """Return what this source calls a table of another; None: it has none.
-
-        What it ties the table to stands for it.
-        """
-        prefixes = [p for p in (self.description.prefix, other.description.prefix) if p]
-        found = find_name(name, prefixes, self.names)
-        if found is None and (tied := self.description.tied.get(name)) is not None:
-            found = find_name(tied, prefixes, self.names)
-        return found
 
 
 class Retokenized(View):
@@ -54,16 +33,22 @@ class Retokenized(View):
 
     Args:
         key: of the source.
-        sources: all of them, with their tables.
+        sources: all of them that have embeddings of their own.
+        tables: of each.
         vocabulary: the rows.
     """
 
     def __init__(
-        self, key: str | None, sources: Mapping[str | None, Tables], vocabulary: Vocabulary
+        self,
+        key: str | None,
+        sources: Mapping[str | None, Checkpoint],
+        tables: Mapping[str | None, Tables],
+        vocabulary: Vocabulary,
     ) -> None:
-        self._tables = sources[key]
-        stored = self._tables.checkpoint
+        stored = sources[key]
         super().__init__(stored)
+        self._own_tables = tables[key]
+        self._tables = tables
         self.source = stored.source
         self.notes = stored.notes
         self._sources = sources
@@ -78,7 +63,7 @@ class Retokenized(View):
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {
                 name: TensorHeader(name, (vocabulary.rows, *header.shape[1:]), header.dtype)
-                if name in self._tables.names
+                if name in self._own_tables.names
                 else header
                 for name, header in stored.headers.items()
             }
@@ -87,7 +72,7 @@ class Retokenized(View):
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, self.source)
-        if name not in self._tables.names:
+        if name not in self._own_tables.names:
             return self._stored.read(name, rows)
         rows = range(header.shape[0]) if rows is None else rows
         found = self._of_tokens(name, rows)
@@ -120,16 +105,15 @@ class Retokenized(View):
             if not bool(has.any()):
                 continue
             other = self._sources[key]
-            table = other.find(name, self._tables)
-            if table is None or other.checkpoint.headers[table].shape[1:] != shape[1:]:
+            table = self._tables[key].find(name, self._own_tables)
+            if table is None or other.headers[table].shape[1:] != shape[1:]:
                 raise InputError(
-                    f"'{name}' of {self.source} needs rows of {other.checkpoint.source}, which has no such "
+                    f"'{name}' of {self.source} needs rows of {other.source}, which has no such "
                     "table of these columns: give the tokens rows of another model under "
                     "`tokenizer: {tokens: ...}`"
                 )
-            stored = other.checkpoint.headers[table].dtype
-            part = torch.zeros(total.shape, dtype=stored)
-            _gather(other.checkpoint, table, theirs, has, part)
+            part = torch.zeros(total.shape, dtype=other.headers[table].dtype)
+            _gather(other, table, theirs, has, part)
             total += part
             counts += has
         return total / counts.clamp(min=1).view(-1, *[1] * (total.ndim - 1))

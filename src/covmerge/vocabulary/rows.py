@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,11 +47,13 @@ class Vocabulary:
         given: by source, for each row of the output that some source is given the row of this source
             that it is, or that has a part in the mean; else `NONE`.
         tokens: how many rows are of tokens.
+        texts: SHA-256 of the tokens with their numbers.
     """
 
     own: Mapping[str | None, Tensor]
     given: Mapping[str | None, Tensor]
     tokens: int
+    texts: str
 
     @property
     def rows(self) -> int:
@@ -62,8 +65,8 @@ class Vocabulary:
         return rows == self.rows and torch.equal(self.own[source], torch.arange(rows))
 
     def as_json(self) -> dict[str, Json]:
-        """What covmerge.json says of it: a hash stands for the rows."""
-        digest = hashlib.sha256()
+        """What covmerge.json says of it: a hash stands for tokens and rows."""
+        digest = hashlib.sha256(self.texts.encode())
         for kind, found in (("own", self.own), ("given", self.given)):
             for source, rows in found.items():
                 digest.update(f"{kind} {source!r}\n".encode())
@@ -111,7 +114,8 @@ def vocabulary(
                 of_nobody.append(token)
         for key, row in givers.items():
             given[key][number] = row
-    decided = Vocabulary(_tensors(own), _tensors(given), len(ids))
+    texts = hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
+    decided = Vocabulary(_tensors(own), _tensors(given), len(ids), texts)
     return decided, tuple(_notes(decided, ids, of_nobody, borrowed))
 
 
