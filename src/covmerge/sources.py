@@ -95,6 +95,8 @@ class OpenCheckpoints:
             replace(plan, notes=(*self.text.notes, *plan.notes))
             for plan in build_plans(recipes, base, self.experts, self.statistics, whole=whole)
         ]
+        for plan in plans:
+            self.text.check_masks(plan.masked)
         if recipes[0].base_statistics == RANDOM and OF_BASE not in self.statistics and making:
             return self._with_base_inputs(making).plans(recipes, making, whole=whole)
         if isinstance(base, AdaptedBase):

@@ -265,6 +265,15 @@ def test_rows_that_no_model_has_are_refused(tokens, said, models):
         plan_recipe(recipe(models, tokenizer={"source": "union", "tokens": tokens}))
 
 
+def test_masks_over_other_rows_than_the_bases_are_refused(models, tmp_path):
+    with pytest.raises(InputError, match="masks are laid over the base's own rows"):
+        plan_recipe(recipe(models, method="emr"))
+    kept = {"embeddings": "base", "output_head": "base"}
+    run_recipe(recipe(models, method="emr", tensors=kept), tmp_path / "out")
+    state = covmerge.load_expert(tmp_path / "out", "t1", models / "llama" / "base")
+    assert state["lm_head.weight"].shape == (27, 8)
+
+
 def test_words_that_mean_something_else_name_no_expert(models):
     with pytest.raises(RecipeError, match="an expert is called 'base', which means something else"):
         recipe(models, ("base", "t1"), base="t0")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,22 @@ class Text:
         if self.files is not None:
             found["tokenizer"] = {**self.files.hashes, "template": self.files.template}
         return found
+
+    def check_masks(self, names: Collection[str]) -> None:
+        """Refuse masks of tensors that have other rows in the base as it is stored.
+
+        Raises:
+            InputError: one has.
+        """
+        own = self.tables.get(None)
+        if self.vocabulary is None or own is None or own.names.isdisjoint(names):
+            return
+        if not self.vocabulary.keeps(None, own.rows):
+            raise InputError(
+                "masks are laid over the base's own rows (covmerge.load_expert), and `tokenizer` gives it "
+                "others: leave embeddings and head to the base by `tensors: {embeddings: base, "
+                "output_head: base}`, or take another method"
+            )
 
     def seen(self, sources: Mapping[str | None, Checkpoint]) -> dict[str | None, Checkpoint]:
         """Return the sources as they look under its vocabulary; the base's key is None.

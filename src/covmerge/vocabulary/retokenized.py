@@ -139,10 +139,13 @@ def _gather(checkpoint: Checkpoint, name: str, rows: Tensor, wanted: Tensor, int
         return
     order = places[rows[places].argsort()]
     asked = rows[order]
-    gaps = (asked.diff() > _NEAR).nonzero()[:, 0] + 1
-    start = 0
-    for end in (*map(int, gaps), len(asked)):
-        first = int(asked[start])
-        block = checkpoint.read(name, range(first, int(asked[end - 1]) + 1))
-        into[order[start:end]] = block[asked[start:end] - first]
-        start = end
+    apart = asked.diff() > _NEAR
+    piece = torch.cat([torch.zeros(1, dtype=torch.long), apart.long().cumsum(0)])
+    firsts = asked[torch.cat([torch.ones(1, dtype=torch.bool), apart])]
+    ends = asked[torch.cat([apart, torch.ones(1, dtype=torch.bool)])] + 1
+    pieces = [
+        checkpoint.read(name, range(int(first), int(end)))
+        for first, end in zip(firsts, ends, strict=True)
+    ]
+    before = (ends - firsts).cumsum(0) - (ends - firsts)
+    into[order] = torch.cat(pieces)[before[piece] + asked - firsts[piece]]
