@@ -244,6 +244,10 @@ def test_tokens_beyond_an_embedding_have_no_row_in_it(models, tmp_path):
             "remove one of",
         ),
         ({"source": "union", "tokens": {"x": {"off": "t1"}}}, "unknown key 'off'"),
+        (
+            {"source": "union", "tokens": {"x": 3}},
+            "it must be an expert's name, base, zero or a map",
+        ),
         ({"source": "union", "pad_to_multiple_of": 0}, "pad_to_multiple_of is 0"),
         ({"sauce": "union"}, "unknown key 'sauce' in tokenizer. Did you mean 'source'"),
     ],

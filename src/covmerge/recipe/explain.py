@@ -19,6 +19,11 @@ _shown = Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
 _MARKS = ("[key]", "[number]", "[varied]")
+# What may stand in place of a mapping.
+_SHORT: Mapping[type[BaseModel], str] = {
+    Expert: "a path, org/name@revision or ",
+    TokenRow: "an expert's name, base, zero or ",
+}
 _MOST = 50  # lines that anybody reads
 _WANTED = {
     "string_type": "text",
@@ -84,7 +89,7 @@ def _wanted(detail: ErrorDetails) -> str:
     kind = detail["type"]
     if kind in ("model_type", "model_attributes_type"):
         model = _model_at(_path(detail))
-        short = "a path, org/name@revision or " if model is Expert else ""
+        short = _SHORT.get(model, "")
         return f"{short}a mapping with the keys {', '.join(model.model_fields)}"
     ctx: Mapping[str, Any] = detail.get("ctx", {})
     if "expected" in ctx:
