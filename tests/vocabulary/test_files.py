@@ -153,6 +153,15 @@ def test_added_tokens_are_in_the_config_where_the_bases_are(models):
     told = json.loads((models / "out" / "tokenizer_config.json").read_text())
     assert told["added_tokens_decoder"]["24"]["content"] == "<|im_end|>"
     assert told["mine"] == "kept"
+    theirs, ours = (
+        json.loads((models / own / "tokenizer.json").read_text()) for own in ("base", "out")
+    )
+    assert [one["content"] for one in ours.pop("added_tokens")[-2:]] == [
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
+    theirs.pop("added_tokens")
+    assert ours == theirs
     assert not (models / "out" / "added_tokens.json").exists()
     assert any("2 tokens are added to the tokenizer of the base" in note for note in result.notes)
     assert len(transformers.AutoTokenizer.from_pretrained(models / "out")) == 25

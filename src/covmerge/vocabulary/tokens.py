@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -112,8 +113,23 @@ class Tokenizer:
                 f"{self.folder}: the token {[*lost, *moved, more[0].content][0]!r} cannot be added to its "
                 "tokenizer without moving others: take another `tokenizer: {source: ...}`"
             )
-        content = json.dumps(json.loads(backend.to_str()), indent=2, ensure_ascii=False)
-        return ids, (content + "\n").encode()
+        own = self._appended(ids, more)
+        content = json.loads(backend.to_str()) if own is None else own
+        return ids, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+    def _appended(self, ids: Mapping[str, int], more: Sequence[Added]) -> dict[str, Any] | None:
+        """Its own tokenizer.json with more tokens; None: there is none, or it would not have them so.
+
+        What transformers makes of it may be another, such as that of the class which a config names.
+        """
+        if TOKENIZER not in self.files:
+            return None
+        content = parse_object(self.files[TOKENIZER], str(self.folder / TOKENIZER))
+        told = [{"id": ids[one.content], **asdict(one)} for one in more]
+        content["added_tokens"] = [*(content.get("added_tokens") or []), *told]
+        tokenizers: Any = importlib.import_module("tokenizers")  # transformers' own
+        made = tokenizers.Tokenizer.from_str(json.dumps(content))
+        return content if made.get_vocab(with_added_tokens=True) == ids else None
 
 
 class Reader:
