@@ -257,6 +257,11 @@ def open_checkpoints(
 
         sources: dict[str | None, Checkpoint] = {} if base is None else {None: opened(base)}
         sources |= {name: opened(source) for name, source in experts.items()}
+        adapter = next((n for n, m in sources.items() if isinstance(m, AdapterCheckpoint)), None)
+        if adapter is not None and base is None:
+            raise InputError(
+                f"expert '{adapter}' is an adapter, and the recipe has no base that it is of: give one"
+            )
         text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
         seen = text.seen(sources)
         start = None if base is None else stacked(slices, None, seen.pop(None))
@@ -264,11 +269,7 @@ def open_checkpoints(
         models = {name: stacked(slices, name, model) for name, model in models.items()}
         adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
         if adapters:
-            if start is None:
-                raise InputError(
-                    f"expert '{next(iter(adapters))}' is an adapter, and the recipe has no base that it "
-                    "is of: give one"
-                )
+            assert start is not None
             conv1d = conv1d_names(describe_checkpoint(start))
             models |= {
                 n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()

@@ -19,7 +19,7 @@ from covmerge.vocabulary.files import MORE_TEMPLATES, TokenizerFiles
 from covmerge.vocabulary.retokenized import Retokenized
 from covmerge.vocabulary.rows import Source, Vocabulary, vocabulary
 from covmerge.vocabulary.tables import Tables, tables_of
-from covmerge.vocabulary.tokens import Added, Reader, Tokenizer
+from covmerge.vocabulary.tokens import Added, Reader, Tokenizer, hashes_of, read_files
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,10 @@ class Text:
         """
         if self.vocabulary is None:
             return dict(sources)
+        base = self.tables.get(None)
         for key, adapter in sources.items():
-            if isinstance(adapter, AdapterCheckpoint):
-                _check_adapter(str(key), adapter, self.tables[None], self.vocabulary)
+            if isinstance(adapter, AdapterCheckpoint) and base is not None:
+                _check_adapter(str(key), adapter, base, self.vocabulary)
         models = {key: sources[key] for key in self.tables}
         views = {key: Retokenized(key, models, self.tables, self.vocabulary) for key in models}
         return {key: views.get(key, own) for key, own in sources.items()}
@@ -94,15 +95,14 @@ def decide(
     """
     if rules is None and template is None:
         return Text()
-    reader = Reader()
     models = [key for key, own in sources.items() if _is_model(own)]
     folders = {key: sources[key].companions() for key in models}
     text = Text()
     if rules is not None:
-        text = _vocabulary(rules, {key: sources[key] for key in models}, folders, reader)
+        text = _vocabulary(rules, {key: sources[key] for key in models}, folders)
     if template is None:
         return text
-    files = text.files or _as_it_is(models[0], folders[models[0]], reader)
+    files = text.files or _as_it_is(models[0], folders[models[0]])
     chosen, whose = chosen_template(template, _of_all(sources, folders))
     note = f"chat template of {whose}" if chosen is not None else f"no chat template: {whose}"
     return replace(text, files=replace(files, template=chosen), notes=(*text.notes, note))
@@ -116,17 +116,17 @@ def _is_model(checkpoint: Checkpoint) -> bool:
 def _of_all(
     sources: Mapping[str | None, Checkpoint], folders: Mapping[str | None, Path | None]
 ) -> dict[str | None, Path | None]:
-    return {key: folders[key] if key in folders else folders[None] for key in sources}
+    return {key: folders.get(key, folders.get(None)) for key in sources}
 
 
-def _as_it_is(key: str | None, folder: Path | None, reader: Reader) -> TokenizerFiles:
-    own = reader.read(folder)
-    if folder is None or own is None:
+def _as_it_is(key: str | None, folder: Path | None) -> TokenizerFiles:
+    own = {} if folder is None else read_files(folder)
+    if folder is None or not own:
         raise InputError(
             f"{_called(key)} has no tokenizer that a chat template could belong to: leave out "
             "`chat_template`, or save the model with its tokenizer"
         )
-    return TokenizerFiles(folder, own.hashes)
+    return TokenizerFiles(folder, hashes_of(own))
 
 
 def _called(key: str | None) -> str:
@@ -137,7 +137,6 @@ def _vocabulary(
     rules: TokenizerRules,
     models: Mapping[str | None, Checkpoint],
     folders: Mapping[str | None, Path | None],
-    reader: Reader,
 ) -> Text:
     first = next(iter(models))
     owner = first if rules.source in (UNION, BASE) else rules.source
@@ -146,6 +145,7 @@ def _vocabulary(
             f"tokenizer.source: '{owner}' is an adapter, which has the base's tokenizer: name the base"
         )
     tables = {key: tables_of(checkpoint) for key, checkpoint in models.items()}
+    reader = Reader()
     found = {key: reader.read(folder) for key, folder in folders.items()}
     notes: list[str] = []
     sources: dict[str | None, Source] = {}

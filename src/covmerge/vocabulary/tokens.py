@@ -145,10 +145,10 @@ class Reader:
             InputError: it cannot be read, or transformers is missing.
             CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
         """
-        if folder is None or not _has_tokenizer(folder):
+        files = {} if folder is None else read_files(folder)
+        if folder is None or not files:
             return None
-        files = dict(_read_files(folder))
-        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        hashes = hashes_of(files)
         key = tuple(sorted(hashes.items()))
         if key not in self._seen:
             self._seen[key] = _read(folder, files, hashes)
@@ -156,8 +156,20 @@ class Reader:
         return replace(known, folder=folder)
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any(_matches(path.name, _VOCABULARIES) and path.is_file() for path in folder.iterdir())
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a tokenizer with their content; none where there is no vocabulary.
+
+    Raises:
+        CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
+    """
+    paths = list(folder.iterdir())
+    known = any(_matches(path.name, _VOCABULARIES) and path.is_file() for path in paths)
+    return dict(_read_files(folder)) if known else {}
+
+
+def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the SHA-256 of each file."""
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
 def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
