@@ -126,6 +126,7 @@ class OutputFolder:
                 _config_dtype(plan),
                 stack_order(checkpoints.base),
                 known=checkpoints.companions,
+                tokens=checkpoints.text.files,
             )
         self._files += self._copied.copied
 
@@ -166,7 +167,7 @@ class OutputFolder:
             *(self._adapter_notes(stats) if self._is_adapter else ()),
             *self._parents.notes,
         )
-        record = manifest(plan, fingerprints, notes, warnings, stats)
+        record = manifest(plan, fingerprints, notes, warnings, {**self._vocabulary(), **stats})
         beside.append(write_card(folder, plan, self._parents, base.config, record))
         sealed = seal(
             folder,
@@ -199,6 +200,11 @@ class OutputFolder:
     @property
     def _adapters(self) -> list[AdapterCheckpoint]:
         return [e for e in self._checkpoints.experts.values() if isinstance(e, AdapterCheckpoint)]
+
+    def _vocabulary(self) -> dict[str, Json]:
+        """What covmerge.json says of rows that are not the base's."""
+        decided = self._checkpoints.text.vocabulary
+        return {} if decided is None else {"vocabulary": decided.as_json()}
 
     def _write_beside(self, stats: Mapping[str, Json]) -> list[Path]:
         """Write the index of a model in several files, and the factors beside masks."""

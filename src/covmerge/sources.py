@@ -22,14 +22,16 @@ from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threa
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
-from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice
+from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import Donor, conv1d_names, describe_checkpoint
 from covmerge.types import Json
 from covmerge.unsaid import Settled, settle
+from covmerge.vocabulary import Text, decide
 
 Source = str | Path | Mapping[str, Tensor]
+Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class OpenCheckpoints:
         base: what the experts were fine-tuned from.
         experts: by name.
         statistics: files by expert; the base's under `OF_BASE`.
+        slices: of the recipe.
+        text: tokens and chat template of the output, where they are not the base's.
         made: the base's file, where `plans` made it.
         closing: what is closed with them.
     """
@@ -48,6 +52,7 @@ class OpenCheckpoints:
     experts: Mapping[str, Checkpoint]
     statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
     slices: Sequence[Slice] = ()
+    text: Text = field(default_factory=Text)
     made: BaseInputs | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
@@ -86,7 +91,12 @@ class OpenCheckpoints:
         base = self.base
         if recipes[0].output.format == "adapter" and len(adapters) == len(self.experts):
             base = AdaptedBase(self.base, adapters)
-        plans = build_plans(recipes, base, self.experts, self.statistics, whole=whole)
+        plans = [
+            replace(plan, notes=(*self.text.notes, *plan.notes))
+            for plan in build_plans(recipes, base, self.experts, self.statistics, whole=whole)
+        ]
+        for plan in plans:
+            self.text.check_masks(plan.masked)
         if recipes[0].base_statistics == RANDOM and OF_BASE not in self.statistics and making:
             return self._with_base_inputs(making).plans(recipes, making, whole=whole)
         if isinstance(base, AdaptedBase):
@@ -163,6 +173,7 @@ class OpenCheckpoints:
                 for name, file in self._given.items()
             },
             "companions": dict(self.companions),
+            **self.text.identity(),
         }
 
     @property
@@ -191,7 +202,8 @@ class OpenCheckpoints:
         adapted = isinstance(self.base, AdaptedBase)
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
         files = {name: str(file.path) for name, file in self._given.items()}
-        described = Description(places, files, self.made, adapted, self.slices, {})
+        text = replace(self.text, files=None)  # which only the writer of the folder needs
+        described = Description(places, files, self.made, adapted, self.slices, text, {})
         with described.open() as again:
             return replace(described, identity=again.identity())
 
@@ -213,8 +225,16 @@ def open_checkpoints(
     experts: Mapping[str, Source],
     statistics: Mapping[str, str | Path],
     slices: Sequence[Slice] = (),
+    tokens: Tokens | Text = (None, None),
 ) -> Generator[OpenCheckpoints]:
     """Open base, experts and statistics files, and close all of them at the end.
+
+    Args:
+        base: of the recipe.
+        experts: by name.
+        statistics: files by expert; the base's under `OF_BASE`.
+        slices: of the recipe.
+        tokens: tokenizer and chat template of the recipe, or what was decided on them.
 
     Raises:
         InputError: one of them cannot be opened, or is nothing that slices can be taken of.
@@ -243,16 +263,21 @@ def open_checkpoints(
             stack.callback(file.close)
             return file
 
-        start = None if base is None else stacked(slices, None, opened(base))
-        models = {name: opened(source) for name, source in experts.items()}
+        sources: dict[str | None, Checkpoint] = {} if base is None else {None: opened(base)}
+        sources |= {name: opened(source) for name, source in experts.items()}
+        adapter = next((n for n, m in sources.items() if isinstance(m, AdapterCheckpoint)), None)
+        if adapter is not None and base is None:
+            raise InputError(
+                f"expert '{adapter}' is an adapter, and the recipe has no base that it is of: give one"
+            )
+        text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
+        seen = text.seen(sources)
+        start = None if base is None else stacked(slices, None, seen.pop(None))
+        models = {str(name): model for name, model in seen.items()}
         models = {name: stacked(slices, name, model) for name, model in models.items()}
         adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
         if adapters:
-            if start is None:
-                raise InputError(
-                    f"expert '{next(iter(adapters))}' is an adapter, and the recipe has no base that it "
-                    "is of: give one"
-                )
+            assert start is not None
             conv1d = conv1d_names(describe_checkpoint(start))
             models |= {
                 n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()
@@ -262,6 +287,7 @@ def open_checkpoints(
             models,
             {name: measured(name, path) for name, path in statistics.items()},
             slices,
+            text,
             closing=stack,
         )
 
@@ -270,7 +296,13 @@ def open_checkpoints(
 def open_recipe(recipe: Recipe) -> Generator[OpenCheckpoints]:
     """Open the sources that a recipe names."""
     experts = {name: expert.source for name, expert in recipe.experts.items()}
-    with open_checkpoints(recipe.base, experts, statistics_of(recipe), recipe.slices) as opened:
+    with open_checkpoints(
+        recipe.base,
+        experts,
+        statistics_of(recipe),
+        recipe.slices,
+        (recipe.tokenizer, recipe.chat_template),
+    ) as opened:
         yield opened
 
 
@@ -292,6 +324,7 @@ class Description:
         made: the base's, where `plans` made it.
         adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
         slices: of the recipe.
+        text: of the output.
         identity: what tells them from others.
     """
 
@@ -300,6 +333,7 @@ class Description:
     made: BaseInputs | None
     adapted: bool
     slices: Sequence[Slice]
+    text: Text
     identity: Mapping[str, Json]
 
     @contextmanager
@@ -323,7 +357,7 @@ class Description:
         prefix = expert_key("")
         experts = {k.removeprefix(prefix): place for k, place in self.places.items() if k != BASE}
         base = self.places.get(BASE)
-        with open_checkpoints(base, experts, self.statistics, self.slices) as opened:
+        with open_checkpoints(base, experts, self.statistics, self.slices, self.text) as opened:
             adapters = [e for e in opened.experts.values() if isinstance(e, AdapterCheckpoint)]
             start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base
             again = replace(opened, base=start)

@@ -114,6 +114,18 @@ def test_revisions_resolve_to_a_commit(single: None, hub: Hub, source: str) -> N
     assert open_checkpoint(source).fingerprint() == {"revision": COMMIT}
 
 
+def test_companions_are_fetched_without_weights(single: None, hub: Hub) -> None:
+    checkpoint = open_checkpoint("org/name@v1")
+    before = weights_sent(hub)
+    folder = checkpoint.companions()
+    assert folder is not None
+    assert (folder / "tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert weights_sent(hub) == before
+    assert checkpoint.folder is None
+    checkpoint.materialize()
+    assert checkpoint.companions() == checkpoint.folder
+
+
 def test_weights_left_aside_are_told(single: None, hub: Hub) -> None:
     (note,) = open_checkpoint("org/name").notes
     assert "not other.safetensors" in note

@@ -79,7 +79,7 @@ def layout(arch: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from (("model.norm.weight", (8,)), ("lm_head.weight", (24, 8)))
 
 
-def _drawn(*key: object) -> torch.Generator:
+def drawn(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
 
 
@@ -87,10 +87,10 @@ def weights(arch: str, model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of the base (`base`), or of an expert (`t0`, ...)."""
     found: dict[str, Tensor] = {}
     for name, shape in layout(arch):
-        own = torch.randn(shape, generator=_drawn(arch, name))
+        own = torch.randn(shape, generator=drawn(arch, name))
         if model != "base":
             number = int(model[1:]) + 1
-            own += 0.05 * number * torch.randn(shape, generator=_drawn(arch, model, name))
+            own += 0.05 * number * torch.randn(shape, generator=drawn(arch, model, name))
         found[name] = own.to(dtype).contiguous()
     return found
 
@@ -116,7 +116,7 @@ def _save_adapter(path: Path, number: int) -> None:
     for i in range(LAYERS):
         for module, columns in (("attn.c_attn", 24), ("mlp.c_fc", 32)):
             key = f"base_model.model.transformer.h.{i}.{module}."
-            generator = _drawn("lora", number, i, module)
+            generator = drawn("lora", number, i, module)
             tensors[f"{key}lora_A.weight"] = 0.2 * torch.randn(2, 8, generator=generator)
             tensors[f"{key}lora_B.weight"] = 0.2 * torch.randn(columns, 2, generator=generator)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -172,18 +172,6 @@ class TestWholeRecipes:
             (f"{TIES}models: [{{model: a+b+c}}]", "it is a model, or model+adapter"),
             (f"{TIES}models: [{{model: {{modle: a}}}}]", "unknown key 'modle'"),
             (f"{TIES}modules: {{text: 1}}", "`modules`: models of several modules"),
-            (
-                f"{TIES}{MODELS}tokenizer_source: union",
-                "`tokenizer_source`: tokenizers are not merged",
-            ),
-            (
-                f"{TIES}{MODELS}tokenizer: {{source: base}}",
-                "`tokenizer`: tokenizers are not merged",
-            ),
-            (
-                f"{TIES}{MODELS}chat_template: auto",
-                "`chat_template`: the chat template is the base's",
-            ),
             (f"{TIES}{MODELS}{WEIGHT}dtype: int8", "dtype is 'int8'; it is one of float32"),
             (
                 "merge_method: slerp\nbase_model: b\nmodels: [{model: a}, {model: c}]\nparameters: {t: 0}",

@@ -69,6 +69,16 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def companions(self) -> Path | None:
+        """Return the folder with its companion files; of a repository of the Hub they are fetched.
+
+        Its weights are not, and `folder` may still be unknown.
+
+        Raises:
+            CheckpointError: they cannot be fetched.
+        """
+        ...
+
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """Return one tensor, or a contiguous range of its dimension 0, in its stored dtype.
 

@@ -96,6 +96,10 @@ class FileCheckpoint:
         cards = (safe_child(folder, CARD_NAME) for folder in places if folder is not None)
         return next((card for card in cards if card.is_file()), None)
 
+    def companions(self) -> Path | None:
+        """See `Checkpoint.companions`."""
+        return self.folder
+
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)

@@ -74,6 +74,12 @@ class HubCheckpoint:
         # Offline the repository's files are not known.
         return None if self._local is None else self._local.readme()
 
+    def companions(self) -> Path | None:
+        """See `Checkpoint.companions`."""
+        if self._local is not None:
+            return self._local.folder
+        return self._repository.download(self._repository.companions())
+
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)

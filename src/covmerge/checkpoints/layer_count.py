@@ -16,7 +16,7 @@ def layer_count(config: Mapping[str, Any] | None) -> int | None:
         >>> layer_count({"n_layer": 12}), layer_count({"text_config": {"num_hidden_layers": 4}})
         (12, 4)
     """
-    for _, part in _parts(config or {}):
+    for _, part in language_parts(config or {}):
         for key in _COUNTS:
             if isinstance(part.get(key), int):
                 return int(part[key])
@@ -38,7 +38,7 @@ def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]
     """
     count = layer_count(config)
     found = dict(config)
-    for key, part in list(_parts(config)):
+    for key, part in list(language_parts(config)):
         own = dict(part)
         for name, value in part.items():
             if name in _COUNTS and value == count:
@@ -54,7 +54,8 @@ def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]
     return found
 
 
-def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def language_parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Return a config, under "", and those in it that may be of its language model, each with its key."""
     yield "", config
     for key in _NESTED:
         if isinstance(config.get(key), Mapping):

@@ -92,6 +92,10 @@ class _File(_Part):
     tensors: dict[str, _Hash] = {}
 
 
+class _Vocabulary(_Part):
+    rows: _Size
+
+
 class _Model(_Part):
     """Of one merged model or adapter; `files` is missing where an older covmerge wrote it."""
 
@@ -104,6 +108,7 @@ class _Model(_Part):
     totals: _Totals
     heads: dict[str, list[str]]
     rescalers: dict[str, float] = {}
+    vocabulary: _Vocabulary | None = None
     tensors: dict[str, _Tensor]
     files: dict[_Name, _File] = {}
 

@@ -38,6 +38,9 @@ class MemoryCheckpoint:
     def readme(self) -> Path | None:
         """There is none."""
 
+    def companions(self) -> Path | None:
+        """There are none."""
+
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)

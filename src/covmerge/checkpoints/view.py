@@ -33,6 +33,10 @@ class View:
         """See `Checkpoint.readme`."""
         return self._stored.readme()
 
+    def companions(self) -> Path | None:
+        """See `Checkpoint.companions`."""
+        return self._stored.companions()
+
     def materialize(self) -> None:
         """See `Checkpoint.materialize`."""
         self._stored.materialize()

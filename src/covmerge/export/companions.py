@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,7 @@ from covmerge.export.config import rewrite_config
 from covmerge.stores.disk import disk_errors
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import open_regular
+from covmerge.vocabulary import TOKENIZER_FILES, TokenizerFiles
 
 MAX_FILE_BYTES = 512 << 20
 _MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size
@@ -26,22 +28,7 @@ _CHUNK = 1 << 20
 _COMPANIONS = (
     "config.json",
     "generation_config.json",
-    # tokenizers
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*.json",
-    "vocab*.txt",
-    "vocab*.bpe",
-    "merges.txt",
-    "bpe.codes",
-    "tekken.json",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "chat_template*.jinja",
-    "chat_template*.json",
+    *TOKENIZER_FILES,
     # processors
     "preprocessor_config.json",
     "processor_config.json",
@@ -100,11 +87,13 @@ def copy_companions(
     layers: Sequence[int] | None = None,
     *,
     known: Mapping[str, str] | None = None,
+    tokens: TokenizerFiles | None = None,
 ) -> Companions:
     """Copy the base's companion files into the output.
 
-    All are copied byte for byte, but for the dtype and the layers that config.json states. Code is never
-    copied: it should be read before it lies where `trust_remote_code` finds it.
+    All are copied byte for byte, but for the dtype and the layers that config.json states, and for what
+    belongs to another tokenizer. Code is never copied: it should be read before it lies where
+    `trust_remote_code` finds it.
 
     Args:
         source: the base's folder; None if the base has none (a single file, a dict).
@@ -113,33 +102,50 @@ def copy_companions(
         layers: of the base, that the output is stacked of; None if it has the base's.
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
             takes them as they are.
+        tokens: the output's tokenizer; None if it is the base's.
 
     Raises:
         CheckpointError: a companion file leaves the folder, is too large, cannot be read, or is not
             what it was.
         ResourceError: the disk is full.
     """
+    written = () if tokens is None else _write_tokenizer(tokens, staging)
     if source is None:
-        return Companions((), ("the base has no folder: the output has no config or tokenizer",))
-    copied = tuple(_companion_names(source))
+        of_it = "config" if written else "config or tokenizer"
+        return Companions(written, (f"the base has no folder: the output has no {of_it}",))
+    of_base = list(_companion_names(source))
+    copied = [name for name in of_base if tokens is None or not tokens.replaces(name)]
     notes: list[str] = []
     hashes: dict[str, str] = {}
     for name in copied:
         destination = staging / name
         if name == "config.json":
-            hashes[name], told = _copy_config(_inside(source, name), destination, dtype, layers)
-            notes += told
+            own = partial(rewrite_config, dtype=dtype, layers=layers, tokens=tokens)
+            hashes[name], content = _copy_config(_inside(source, name), destination, own)
+            notes += _notes_on_code(source, content)
+        elif name == "generation_config.json":
+            own = partial(rewrite_config, tokens=tokens)
+            hashes[name], _ = _copy_config(_inside(source, name), destination, own)
         else:
             hashes[name] = _copy(_inside(source, name), destination)
     planned = hashes if known is None else known
-    for name in sorted({*planned, *hashes}):
+    for name in sorted({*planned, *hashes} - {*of_base} | {*copied}):
         if planned.get(name) != hashes.get(name):
             raise CheckpointError(
                 f"{source / name} changed while it was in use: let whatever writes it finish, and "
                 "start again"
             )
-    notes += _notes_on_the_rest(source, copied)
-    return Companions(copied, tuple(notes))
+    notes += _notes_on_the_rest(source, of_base)
+    return Companions(tuple(sorted({*copied, *written})), tuple(notes))
+
+
+def _write_tokenizer(tokens: TokenizerFiles, staging: Path) -> tuple[str, ...]:
+    names: list[str] = []
+    for name, content in tokens.write():
+        with disk_errors(staging / name, len(content)):
+            (staging / name).write_bytes(content)
+        names.append(name)
+    return tuple(names)
 
 
 def is_weights(name: str) -> bool:
@@ -159,22 +165,15 @@ def _companion_names(source: Path) -> Iterator[str]:
 
 
 def _copy_config(
-    source: Path, destination: Path, dtype: torch.dtype | None, layers: Sequence[int] | None
-) -> tuple[str, list[str]]:
-    """Copy config.json; return its hash as it was, and notes."""
+    source: Path, destination: Path, rewrite: Callable[..., bytes]
+) -> tuple[str, bytes]:
+    """Copy a config; return its hash and its content, as it was."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
-    rewritten = rewrite_config(content, dtype, str(source), layers)
-    digest = hashlib.sha256(content).hexdigest()
+    rewritten = rewrite(content, origin=str(source))
     with disk_errors(destination, len(rewritten)):
         destination.write_bytes(rewritten)
-    auto_map = parse_object(content, str(source)).get("auto_map")
-    if not auto_map:
-        return digest, []
-    return digest, [
-        f"config.json needs custom code (auto_map: {auto_map}), which is not copied: read it in "
-        f"{source.parent}, then copy it into the output yourself"
-    ]
+    return hashlib.sha256(content).hexdigest(), content
 
 
 def _copy(source: Path, destination: Path) -> str:
@@ -204,7 +203,16 @@ def _opened(path: Path, limit: int) -> BinaryIO:
     return file
 
 
-def _notes_on_the_rest(source: Path, copied: tuple[str, ...]) -> Iterator[str]:
+def _notes_on_code(source: Path, content: bytes) -> Iterator[str]:
+    auto_map = parse_object(content, str(source / "config.json")).get("auto_map")
+    if auto_map:
+        yield (
+            f"config.json needs custom code (auto_map: {auto_map}), which is not copied: read it in "
+            f"{source}, then copy it into the output yourself"
+        )
+
+
+def _notes_on_the_rest(source: Path, copied: Sequence[str]) -> Iterator[str]:
     names = [f"{path.name}/" if path.is_dir() else path.name for path in sorted(source.iterdir())]
     folders = {name.partition("/")[0] + "/" for name in copied if "/" in name}
     rest = [

@@ -1,24 +1,28 @@
-"""The output's config.json: the base's own bytes, unless dtype or layers would be wrong."""
+"""The output's configs: the base's own bytes, unless dtype, layers or vocabulary would be wrong."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import PurePath
 from typing import Any, cast
 
 import torch
 
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.layer_count import restacked
+from covmerge.vocabulary import TokenizerFiles
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
 
 
 def rewrite_config(
     content: bytes,
-    dtype: torch.dtype | None,
-    origin: str,
+    dtype: torch.dtype | None = None,
+    origin: str = "config.json",
     layers: Sequence[int] | None = None,
+    tokens: TokenizerFiles | None = None,
 ) -> bytes:
     r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
 
@@ -26,10 +30,11 @@ def rewrite_config(
     config that states none stays as it is: transformers then goes by the weights.
 
     Args:
-        content: the base's config.json.
+        content: the base's config.json, or generation_config.json.
         dtype: of the output's weights; None if they keep the base's.
         origin: the file's path, for errors.
         layers: of the base, that the output is stacked of; None if it has the base's.
+        tokens: what the configs say of the output's tokenizer; None if it is the base's.
 
     Raises:
         CheckpointError: `content` is not a JSON object.
@@ -38,19 +43,20 @@ def rewrite_config(
         >>> rewrite_config(b'{"a": 1, "dtype": "float32"}', torch.bfloat16, "config.json")
         b'{\n  "a": 1,\n  "dtype": "bfloat16"\n}\n'
     """
-    if dtype is None and layers is None:
+    if dtype is None and layers is None and tokens is None:
         return content
-    config = parse_object(content, origin)
+    stored = parse_object(content, origin)
+    config = deepcopy(stored)
     if layers is not None:
         config = restacked(config, layers)
-    changed = layers is not None
+    if tokens is not None:
+        config = tokens.configured(PurePath(origin).name, config)
     for part in () if dtype is None else _parts(config):
         for key in _DTYPE_KEYS:
             wanted = str(dtype).removeprefix("torch.")
             if isinstance(part.get(key), str) and part[key] != wanted:
                 part[key] = wanted
-                changed = True
-    return (json.dumps(config, indent=2) + "\n").encode() if changed else content
+    return content if config == stored else (json.dumps(config, indent=2) + "\n").encode()
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -92,7 +92,8 @@ class InspectJob:
         findings, fitting = check_headers(self.recipe, base, models)
         checkpoints.materialize()
         folders = {name: model.checkpoint.folder for name, model in models.items()}
-        findings += check_tokenizers(checkpoints.base.folder, folders)
+        if checkpoints.text.vocabulary is None:
+            findings += check_tokenizers(checkpoints.base.folder, folders)
         layers: tuple[LayerView, ...] = ()
         cost: dict[str, Json] = {}
         if fitting:

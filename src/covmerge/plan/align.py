@@ -7,7 +7,7 @@ kind of dtype either falls under a rule of the recipe or is a named error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -17,7 +17,7 @@ from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.errors import InputError, TensorError
 from covmerge.plan.operands import Operand
 from covmerge.recipe import TensorRules
-from covmerge.tensors import ModelDescription, Stacked
+from covmerge.tensors import ModelDescription, Stacked, find_name
 from covmerge.text import some
 from covmerge.types import Role, TensorHeader
 
@@ -127,7 +127,7 @@ def align(
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         use = chosen(name, info.role)
-        found = _find(name, prefixes, expert.headers)
+        found = find_name(name, prefixes, expert.headers)
         if use == "head" and found is not None:
             own_heads.append(found)
             head_bases.append(name)
@@ -139,7 +139,7 @@ def align(
         if found is None:
             # What the expert ties it to is its weight, whether or not the base ties the two.
             tied = expert.description.tied.get(name)
-            found = None if tied is None else _find(tied, prefixes, expert.headers)
+            found = None if tied is None else find_name(tied, prefixes, expert.headers)
         if found is None:
             if _takes_part(expert, name) and not _stored_elsewhere(name, base, expert, prefixes):
                 missing.append(name)
@@ -194,10 +194,10 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     pieces = Counter(info.parameter for info in base.description.tensors.values())
     for name, header in base.headers.items():
         info = base.description.tensors[name]
-        found = _find(name, prefixes, shapes)
+        found = find_name(name, prefixes, shapes)
         if found is None and pieces[info.parameter] == 1:
             # The model may call it otherwise than its files do, and PEFT goes by the model.
-            found = _find(info.parameter, prefixes, shapes)
+            found = find_name(info.parameter, prefixes, shapes)
         if found is None:
             continue
         shape = header.shape
@@ -250,13 +250,6 @@ def stored_ties(model: Model) -> dict[str, str]:
     }
 
 
-def _find(name: str, prefixes: list[str], stored: Collection[str]) -> str | None:
-    candidates = [name]
-    for prefix in prefixes:
-        candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
-    return next((c for c in candidates if c in stored), None)
-
-
 def _takes_part(expert: Model, name: str) -> bool:
     """Whether the recipe's slices, if there are any, take a tensor from this expert too."""
     return not isinstance(expert.checkpoint, Stacked) or expert.checkpoint.gives(name)
@@ -265,7 +258,7 @@ def _takes_part(expert: Model, name: str) -> bool:
 def _stored_elsewhere(name: str, base: Model, expert: Model, prefixes: list[str]) -> bool:
     """Whether the base ties this tensor to one that the expert stores."""
     tied = base.description.tensors[name].tied_to
-    return tied is not None and _find(tied, prefixes, expert.headers) is not None
+    return tied is not None and find_name(tied, prefixes, expert.headers) is not None
 
 
 def _is_vocabulary(base: Model, name: str, header: TensorHeader, other: TensorHeader) -> bool:
@@ -344,6 +337,7 @@ def _check_resized(
         name, rows = next(iter(resized.items()))
         raise TensorError(
             f"'{name}' has {base.headers[name].shape[0]} rows in the base and {rows} in expert "
-            f"'{expert_name}': the vocabularies differ in size. If the first rows mean the same "
-            "tokens, set `tensors: {vocabulary: base}` to merge the rows of the base."
+            f"'{expert_name}': the vocabularies differ in size. Merge them by token with `tokenizer: "
+            "{source: union}`; or, if the first rows mean the same tokens, set `tensors: {vocabulary: "
+            "base}` to merge the rows of the base."
         )

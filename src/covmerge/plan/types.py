@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from covmerge.methods import registry
-from covmerge.plan.forms import MODEL, Unwritten
+from covmerge.plan.forms import MODEL, ModelTensor, Unwritten
 from covmerge.plan.operations import Count, Merge
 from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe, dump_recipe
@@ -130,6 +130,12 @@ class Plan:
             for part, headers in tensor.form.headers(tensor.output).items():
                 found.setdefault(part, []).extend(headers)
         return found
+
+    @property
+    def masked(self) -> frozenset[str]:
+        """Names of the tensors that masks are written of."""
+        forms = ((tensor.name, tensor.form) for tensor in self.tensors)
+        return frozenset(n for n, form in forms if isinstance(form, ModelTensor) and form.masks)
 
     @property
     def flops(self) -> float:

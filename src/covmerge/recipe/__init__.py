@@ -14,6 +14,7 @@ from covmerge.recipe.schema import (
     output_as,
 )
 from covmerge.recipe.sizes import format_size, parse_size
+from covmerge.recipe.tokenizer import TokenizerRules
 
 __all__ = [
     "NOTHING",
@@ -24,6 +25,7 @@ __all__ = [
     "Rule",
     "Slice",
     "TensorRules",
+    "TokenizerRules",
     "dump_recipe",
     "format_size",
     "json_schema",

@@ -14,11 +14,17 @@ from covmerge.errors import RecipeError, did_you_mean
 from covmerge.recipe.run import RUN, Run
 from covmerge.recipe.schema import Expert, Output, Recipe, Rule, Slice, TensorRules
 from covmerge.recipe.strict_yaml import KeyPath, Origin
+from covmerge.recipe.tokenizer import TokenizerRules, TokenRow
 
 _shown = Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
 _MARKS = ("[key]", "[number]", "[varied]")
+# What may stand in place of a mapping.
+_SHORT: Mapping[type[BaseModel], str] = {
+    Expert: "a path, org/name@revision or ",
+    TokenRow: "an expert's name, base, zero or ",
+}
 _MOST = 50  # lines that anybody reads
 _WANTED = {
     "string_type": "text",
@@ -84,7 +90,7 @@ def _wanted(detail: ErrorDetails) -> str:
     kind = detail["type"]
     if kind in ("model_type", "model_attributes_type"):
         model = _model_at(_path(detail))
-        short = "a path, org/name@revision or " if model is Expert else ""
+        short = _SHORT.get(model, "")
         return f"{short}a mapping with the keys {', '.join(model.model_fields)}"
     ctx: Mapping[str, Any] = detail.get("ctx", {})
     if "expected" in ctx:
@@ -104,6 +110,10 @@ def _model_at(path: KeyPath) -> type[BaseModel]:
             return Slice
         case (key,) if key == RUN:
             return Run
+        case ("tokenizer",):
+            return TokenizerRules
+        case ("tokenizer", "tokens", _):
+            return TokenRow
         case ("output",):
             return Output
         case _:

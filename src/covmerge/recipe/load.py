@@ -102,15 +102,23 @@ def parse_recipe(
 def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as plain JSON types with every default written out, the same each time.
 
-    Only method, steps, slices and the base's statistics are left out where there are none, and what a rule
-    does not say.
+    Only method, steps, slices, tokenizer, chat template and the base's statistics are left out where there
+    are none, and what a rule does not say.
     """
     data = recipe.model_dump(mode="json")
     data["rules"] = [
         {key: value for key, value in rule.items() if value not in (None, {}, [])}
         for rule in data["rules"]
     ]
-    optional = ("method", "before", "after", "base_statistics", "slices")
+    optional = (
+        "method",
+        "before",
+        "after",
+        "base_statistics",
+        "slices",
+        "tokenizer",
+        "chat_template",
+    )
     return {key: value for key, value in data.items() if value or key not in optional}
 
 

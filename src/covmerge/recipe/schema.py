@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -29,6 +28,8 @@ from covmerge.findings import FAULTS, fault_name
 from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
 from covmerge.recipe.run import Run
 from covmerge.recipe.sizes import parse_size
+from covmerge.recipe.strict import StrictModel
+from covmerge.recipe.tokenizer import TEMPLATES, TokenizerRules, check_template
 from covmerge.recipe.varied import VARIED_SCHEMA, check_varied, is_varied
 from covmerge.types import Role
 
@@ -137,6 +138,7 @@ StepEntry = Annotated[
     ),
 ]
 Steps = Annotated[tuple[StepEntry, ...], Field(max_length=20)]
+ChatTemplate = Annotated[str, Field(min_length=1, max_length=1_000_000)]
 Size = Annotated[
     int,
     BeforeValidator(_size),
@@ -151,11 +153,7 @@ Size = Annotated[
 ]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Expert(_Model):
+class Expert(StrictModel):
     """One fine-tuned model of the base."""
 
     source: Source = Field(
@@ -184,7 +182,7 @@ LayerRange = Annotated[
 ]
 
 
-class Slice(_Model):
+class Slice(StrictModel):
     """Layers of the output that are taken, or merged, from the same places of its sources."""
 
     experts: dict[str, LayerRange] = Field(
@@ -220,7 +218,7 @@ class Slice(_Model):
         return range(*(own or next(iter(self.experts.values()))))
 
 
-class TensorRules(_Model):
+class TensorRules(StrictModel):
     """What happens to tensors by kind, unless one of the `rules` says otherwise."""
 
     embeddings: Literal["auto", "average", "method", "base"] = Field(
@@ -277,7 +275,7 @@ class TensorRules(_Model):
     )
 
 
-class Rule(_Model):
+class Rule(StrictModel):
     """An exception for some tensors: a condition (`match`, `role` or both) and one effect."""
 
     model_config = ConfigDict(
@@ -348,7 +346,7 @@ class Rule(_Model):
 _SHARD_SIZE = 5_000_000_000
 
 
-class Output(_Model):
+class Output(StrictModel):
     """The files of the merged model."""
 
     format: Literal["model", "adapter"] = Field(
@@ -422,7 +420,7 @@ def _short_expert_form(schema: dict[str, Any]) -> None:
 RANDOM, NOTHING = "random", "none"
 
 
-class Recipe(_Model):
+class Recipe(StrictModel):
     """A covmerge recipe: a base, its experts, a method, and what to do with which tensor."""
 
     base: Source | None = Field(
@@ -472,6 +470,17 @@ class Recipe(_Model):
         max_length=1000,
         description="The output's layers, slice after slice, where they are not those of its sources. "
         "What lies before the layers (embeddings) is of the first slice, what lies behind of the last.",
+    )
+    tokenizer: TokenizerRules | None = Field(
+        default=None,
+        description="The output's vocabulary, where the models have different ones: embeddings and heads "
+        "are then merged token by token. By default all have the base's.",
+    )
+    chat_template: ChatTemplate | None = Field(
+        default=None,
+        description="The output's chat template: Jinja, which covmerge never runs; a format's name "
+        f"({', '.join(f'`{name}`' for name in TEMPLATES)}); `base` or an expert's name: that model's; "
+        "`auto`: what most of the models have. By default the tokenizer's.",
     )
     tensors: TensorRules = Field(
         default_factory=TensorRules, description="What happens to tensors by kind."
@@ -538,6 +547,19 @@ class Recipe(_Model):
             )
         if self.base is None and self.output.format == "adapter":
             raise ValueError("'format: adapter' updates a base, and the recipe has none")
+        return self
+
+    @model_validator(mode="after")
+    def _text_of_its_experts(self) -> Recipe:
+        if self.tokenizer is not None:
+            self.tokenizer.check(self.experts, base=self.base is not None)
+        if self.chat_template is not None:
+            check_template(self.chat_template, self.experts, base=self.base is not None)
+        for key in ("tokenizer", "chat_template"):
+            if getattr(self, key) is not None and self.output.format == "adapter":
+                raise ValueError(
+                    f"'{key}' makes a model of its own, and 'format: adapter' updates the base"
+                )
         return self
 
     def _in_a_slice(self, expert: str) -> bool:

@@ -52,6 +52,12 @@ def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> 
     recorded: Mapping[str, Mapping[str, Any]] = manifest["sources"]
     now: dict[str, Json] = {key: dict(one.fingerprint()) for key, one in checkpoints.all()}
     now |= {f"statistics {n}": file.identity() for n, file in checkpoints.statistics.items()}
+    decided = checkpoints.text.vocabulary
+    if decided is not None and manifest.get("vocabulary") != decided.as_json():
+        raise InputError(
+            "the sources' tokenizers are not what they were when they were merged: put them back, or "
+            "verify without --deep"
+        )
     for key, content in now.items():
         if recorded.get(key, {}).get("content") != content:
             raise InputError(

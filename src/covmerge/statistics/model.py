@@ -264,7 +264,7 @@ def _under(module: Any, model: Any) -> list[str]:
 def _load(transformers: Any, skeleton: Skeleton, folder: Path) -> tuple[Any, set[str]]:
     """Return the model and the parameters that were not stored."""
     model_class = getattr(transformers, skeleton.architecture)
-    with _quiet(transformers):
+    with quiet(transformers):
         model, info = model_class.from_pretrained(
             folder,
             local_files_only=True,
@@ -278,7 +278,7 @@ def _load(transformers: Any, skeleton: Skeleton, folder: Path) -> tuple[Any, set
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Generator[None]:
+def quiet(transformers: Any) -> Generator[None]:
     """Keep transformers' bars and advice off the screen."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -292,8 +292,11 @@ def _quiet(transformers: Any) -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def require_transformers() -> Any:
+def require_transformers(why: str = "collecting runs the model") -> Any:
     """Return transformers.
+
+    Args:
+        why: what asks for it.
 
     Raises:
         InputError: it is not installed.
@@ -301,9 +304,7 @@ def require_transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError:
-        raise InputError(
-            f"collecting runs the model, which needs transformers: {INSTALL}"
-        ) from None
+        raise InputError(f"{why}, which needs transformers: {INSTALL}") from None
 
 
 def in_short(error: Exception) -> str:

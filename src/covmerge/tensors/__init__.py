@@ -10,6 +10,7 @@ from covmerge.tensors.describe import (
 )
 from covmerge.tensors.donor import Donor, stack_order
 from covmerge.tensors.layers import LayerName, layer_name, relative_depth, relative_depths
+from covmerge.tensors.names import find_name
 from covmerge.tensors.stacked import Stacked, comes_before
 from covmerge.tensors.views import (
     FusedParts,
@@ -32,6 +33,7 @@ __all__ = [
     "describe",
     "describe_checkpoint",
     "family_of",
+    "find_name",
     "layer_name",
     "matrices",
     "matrix_shapes",

@@ -56,6 +56,10 @@ class Donor:
         """See `Checkpoint.readme`."""
         return self._first.readme()
 
+    def companions(self) -> Path | None:
+        """See `Checkpoint.companions`."""
+        return self._first.companions()
+
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         return self._owners[name].read(name, rows)

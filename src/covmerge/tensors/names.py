@@ -8,7 +8,7 @@ the shapes of tensors that belong together. Whatever no rule knows is `other`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from covmerge.tensors.fused import equal_parts
@@ -185,6 +185,24 @@ def parts_by_name(header: TensorHeader, kind: Kind) -> FusedParts | None:
         return None
     d_out, d_in = reversed(header.shape) if kind.transposed else header.shape
     return equal_parts(("q", "k", "v"), d_out) if d_out == 3 * d_in else None
+
+
+def find_name(name: str, prefixes: Sequence[str], stored: Collection[str]) -> str | None:
+    """Return what another model calls a tensor of this name; None: it has none.
+
+    Args:
+        name: of the tensor.
+        prefixes: what models of this kind put before the names of their base model.
+        stored: the other model's names.
+
+    Example:
+        >>> find_name("bert.pooler.weight", ["bert"], ["pooler.weight"])
+        'pooler.weight'
+    """
+    candidates = [name]
+    for prefix in prefixes:
+        candidates += [f"{prefix}.{name}", name.removeprefix(f"{prefix}.")]
+    return next((c for c in candidates if c in stored), None)
 
 
 def is_head_by_name(name: str) -> bool:

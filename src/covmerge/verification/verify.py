@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from covmerge.linalg.finite import all_finite
 from covmerge.plan import stacked
 from covmerge.recipe import Slice
 from covmerge.text import some
-from covmerge.types import TensorHeader
+from covmerge.types import Role, TensorHeader
 from covmerge.verification.adapter import check_adapter
 from covmerge.verification.files import Found, check_files, hash_files
 from covmerge.verification.outcome import DIFFERS, Check, Verification, check_heads
@@ -86,7 +86,8 @@ def examine(
                 base = stacked(_slices_of(manifest), None, opened)
             except InputError as error:
                 base, missing = None, str(error)
-        values = _Values(entries, base, missing)
+        apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
+        values = _Values(entries, base, missing, apart)
         weights = _weights(output) if coverage.ok else ()
         found = hash_files(
             folder,
@@ -120,6 +121,17 @@ def _base_of(manifest: Mapping[str, Any]) -> str:
 
 def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:
     return [Slice.model_validate(own) for own in manifest["recipe"].get("slices", ())]
+
+
+def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
+    """Tensors whose rows are other tokens than the base's, as far as the manifest alone can tell."""
+    decided: Mapping[str, Any] = manifest.get("vocabulary") or {}
+    roles = (Role.EMBEDDING, Role.OUTPUT, Role.BIAS)
+    return frozenset(
+        name
+        for name, entry in manifest["tensors"].items()
+        if entry["shape"][:1] == [decided.get("rows")] and entry["role"] in roles
+    )
 
 
 def _masks(folder: Path, experts: list[str]) -> Check:
@@ -164,14 +176,21 @@ class _Values:
     """Sees all tensors go by: finite, copied where copied, changed where changed."""
 
     def __init__(
-        self, entries: Mapping[str, Mapping[str, Any]], base: Checkpoint | None, missing: str
+        self,
+        entries: Mapping[str, Mapping[str, Any]],
+        base: Checkpoint | None,
+        missing: str,
+        apart: Collection[str] = (),
     ) -> None:
         self._entries = entries
         self._missing = missing
+        self._apart = apart
         if base is not None:
             own = base.headers
             other = [
-                n for n, e in entries.items() if n not in own or list(own[n].shape) != e["shape"]
+                n
+                for n, e in entries.items()
+                if n not in own or (n not in apart and list(own[n].shape) != e["shape"])
             ]
             if other:
                 base = None
@@ -187,6 +206,10 @@ class _Values:
         if not all_finite(block):
             self._not_finite.add(name)
         if self._base is None or name in self._changed or self._error is not None:
+            return
+        if name in self._apart:
+            if self._entries[name].get("merged_norm"):
+                self._changed.add(name)
             return
         try:
             same = torch.equal(block, self._base.read(name, rows).to(block.dtype))
@@ -234,7 +257,8 @@ class _Values:
         if self._base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
-        detail = some(self.lost, 5) or "tensors copied from the base equal it"
+        beside = f"; {len(self._apart)} have rows of other tokens" if self._apart else ""
+        detail = some(self.lost, 5) or f"tensors copied from the base equal it{beside}"
         return [*checks, Check("copied", not self.lost, detail)]
 
 

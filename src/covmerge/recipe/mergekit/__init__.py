@@ -3,6 +3,7 @@
 reading      their keys, checked: what is unknown is named with the nearest
 models       references to models; names for them
 methods      what each of their methods is here, and which parameters it has
+tokenizers   their rules of tokens and chat templates
 settings     their precedence, filters and gradients as values by name and by depth
 compiling    a whole recipe
 """

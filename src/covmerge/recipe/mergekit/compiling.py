@@ -14,6 +14,7 @@ from covmerge.recipe.mergekit.methods import METHODS, TheirMethod
 from covmerge.recipe.mergekit.models import Reference, located, names_of, reference
 from covmerge.recipe.mergekit.reading import Part, Told
 from covmerge.recipe.mergekit.settings import filters, setting
+from covmerge.recipe.mergekit.tokenizers import KEYS, RESERVED, Named, asks_for_tokens, tokens_of
 from covmerge.recipe.strict_yaml import Origin
 
 _KEYS = (
@@ -27,19 +28,11 @@ _KEYS = (
         "dtype",
         "out_dtype",
     ),
-    *("tokenizer_source", "tokenizer", "chat_template"),
-)
-_TOKENIZER = (
-    "tokenizers are not merged yet. If all models have one vocabulary, leave the key out: the base's "
-    "tokenizer is copied (of a recipe without one, the first model's)"
+    *KEYS,
 )
 _REFUSED = {
     "modules": "models of several modules are not sliced by module here: write `models:`, which merges all "
     "of their tensors, and leave some to the base by covmerge's `rules`",
-    "tokenizer_source": _TOKENIZER,
-    "tokenizer": _TOKENIZER,
-    "chat_template": "the chat template is the base's, with its tokenizer. Leave the key out, and put "
-    "another into chat_template.jinja of the output",
 }
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -120,7 +113,11 @@ class _Compiler:
             ]
         if self._base is not None and self._base in self._models:
             found["allow"] = ["unchanged-expert"]  # the base is one of the models
-        return {**found, **self._dtypes()}
+        return {**found, **self._tokens(), **self._dtypes()}
+
+    def _tokens(self) -> dict[str, Any]:
+        """Tokenizer and chat template."""
+        return tokens_of(self._part, Named(self._models, self._start))
 
     @property
     def _theirs(self) -> bool:
@@ -210,7 +207,8 @@ class _Compiler:
     @cached_property
     def _models(self) -> dict[Reference, str]:
         """All models that are merged, with their names."""
-        return names_of(own.model for piece in self._slices for own in self._merged(piece))
+        merged = [own.model for piece in self._slices for own in self._merged(piece)]
+        return names_of(merged, RESERVED if asks_for_tokens(self._part) else ())
 
     @cached_property
     def _start(self) -> Reference | None:

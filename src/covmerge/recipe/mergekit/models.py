@@ -54,15 +54,19 @@ def reference(part: Part, key: str) -> Reference:
     return Reference(_path(own, "model"), lora)
 
 
-def names_of(references: Iterable[Reference]) -> dict[Reference, str]:
+def names_of(references: Iterable[Reference], others: Iterable[str] = ()) -> dict[Reference, str]:
     """Return a name for each model: the last part of its path, with a number where that is taken.
+
+    Args:
+        references: the models.
+        others: names that are taken.
 
     Example:
         >>> list(names_of([Reference("a/x@v1"), Reference("b/x"), Reference("m", "./lora")]).values())
         ['x', 'x-2', 'lora']
     """
     found: dict[Reference, str] = {}
-    taken: set[str] = set()
+    taken = set(others)
     for own in dict.fromkeys(references):
         path = (own.lora or own.model).partition("@")[0].rstrip("/")
         stem = _UNFIT.sub("-", path.rpartition("/")[2]).strip("-.") or "model"

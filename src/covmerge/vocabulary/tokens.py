@@ -1,0 +1,226 @@
+"""A model's tokenizer, as transformers loads it: its tokens, and which of them were added."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object
+from covmerge.errors import InputError
+from covmerge.statistics.model import in_short, quiet, require_transformers
+from covmerge.stores.paths import safe_child
+from covmerge.stores.regular_file import read_regular
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# Whatever belongs to a tokenizer, at the top of a folder.
+TOKENIZER_FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "vocab*.bpe",
+    "merges.txt",
+    "bpe.codes",
+    "tekken.json",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "chat_template*.jinja",
+    "chat_template*.json",
+)
+# By one of these transformers knows the tokens.
+_VOCABULARIES = (TOKENIZER, "vocab*", "tekken.json", "*.model", "*.spm", "*.tiktoken")
+# Tells the kind of tokenizer where nothing else does.
+_CONFIG, _KIND = "config.json", ("model_type",)
+_MOST_HOLES = 1024
+
+
+@dataclass(frozen=True)
+class Added:
+    """A token that was added to a tokenizer, and how it is found in a text."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer.
+
+    Attributes:
+        folder: where it lies.
+        files: its files, as they were read.
+        hashes: of the files.
+        ids: the number of every token.
+        added: tokens that were added to its model, by number.
+    """
+
+    folder: Path
+    files: Mapping[str, bytes] = field(repr=False)
+    hashes: Mapping[str, str]
+    ids: Mapping[str, int] = field(repr=False)
+    added: Mapping[int, Added]
+
+    @cached_property
+    def end(self) -> int:
+        """One more than the largest number of a token.
+
+        Raises:
+            InputError: so many numbers below it are of no token that no embedding has as many rows.
+        """
+        end = max(self.ids.values(), default=-1) + 1
+        if end > 2 * len(self.ids) + _MOST_HOLES:
+            raise InputError(
+                f"{self.folder}: its tokenizer has {len(self.ids)} tokens, and one of them the number "
+                f"{end - 1}: correct {TOKENIZER}"
+            )
+        return end
+
+    def extended(self, more: Sequence[Added]) -> tuple[dict[str, int], bytes]:
+        """Return the numbers of its tokens and of more, and the tokenizer.json that has them all.
+
+        Raises:
+            InputError: a token cannot be added.
+        """
+        tokenizer, transformers = _loaded(self.folder, self.files)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InputError(
+                f"{self.folder}: tokens cannot be added to a {type(tokenizer).__name__}: save the model "
+                f"with a {TOKENIZER}, or take another `tokenizer: {{source: ...}}`"
+            )
+        tokenizer.add_tokens([transformers.AddedToken(**vars(one)) for one in more])
+        ids = dict(tokenizer.get_vocab())
+        lost = [one.content for one in more if one.content not in ids]
+        moved = [token for token, number in self.ids.items() if ids.get(token) != number]
+        if lost or moved or len(set(ids.values())) < len(ids):
+            raise InputError(
+                f"{self.folder}: the token {[*lost, *moved, more[0].content][0]!r} cannot be added to its "
+                "tokenizer without moving others: take another `tokenizer: {source: ...}`"
+            )
+        own = self._appended(ids, more)
+        content = json.loads(backend.to_str()) if own is None else own
+        return ids, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+    def _appended(self, ids: Mapping[str, int], more: Sequence[Added]) -> dict[str, Any] | None:
+        """Its own tokenizer.json with more tokens; None: there is none, or it would not have them so.
+
+        What transformers makes of it may be another, such as that of the class which a config names.
+        """
+        if TOKENIZER not in self.files:
+            return None
+        content = parse_object(self.files[TOKENIZER], str(self.folder / TOKENIZER))
+        told = [{"id": ids[one.content], **asdict(one)} for one in more]
+        content["added_tokens"] = [*(content.get("added_tokens") or []), *told]
+        tokenizers: Any = importlib.import_module("tokenizers")  # transformers' own
+        made = tokenizers.Tokenizer.from_str(json.dumps(content))
+        return content if made.get_vocab(with_added_tokens=True) == ids else None
+
+
+class Reader:
+    """Reads tokenizers, each only once however many models have it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
+
+    def read(self, folder: Path | None) -> Tokenizer | None:
+        """Return the tokenizer in a folder; None: there is none.
+
+        Raises:
+            InputError: it cannot be read, or transformers is missing.
+            CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
+        """
+        files = {} if folder is None else read_files(folder)
+        if folder is None or not files:
+            return None
+        hashes = hashes_of(files)
+        key = tuple(sorted(hashes.items()))
+        if key not in self._seen:
+            self._seen[key] = _read(folder, files, hashes)
+        known = self._seen[key]
+        return replace(known, folder=folder)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a tokenizer with their content; none where there is no vocabulary.
+
+    Raises:
+        CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
+    """
+    paths = list(folder.iterdir())
+    known = any(_matches(path.name, _VOCABULARIES) and path.is_file() for path in paths)
+    return dict(_read_files(folder)) if known else {}
+
+
+def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the SHA-256 of each file."""
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    for path in sorted(folder.iterdir()):
+        own = _matches(path.name, TOKENIZER_FILES)
+        if not path.is_file() or not (own or path.name == _CONFIG):
+            continue
+        content = read_regular(safe_child(folder, path.name), MAX_JSON_BYTES)
+        # What is parsed again by others is looked at first: they are less careful.
+        value = parse_object(content, str(path)) if path.suffix == ".json" else {}
+        if not own:
+            content = json.dumps({key: value[key] for key in _KIND if key in value}).encode()
+        yield path.name, content
+
+
+def _read(folder: Path, files: Mapping[str, bytes], hashes: Mapping[str, str]) -> Tokenizer:
+    tokenizer, _ = _loaded(folder, files)
+    names = tuple(Added.__dataclass_fields__)
+    added = {
+        int(number): Added(**{name: getattr(token, name) for name in names})
+        for number, token in tokenizer.added_tokens_decoder.items()
+    }
+    return Tokenizer(folder, files, hashes, dict(tokenizer.get_vocab()), added)
+
+
+def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
+    """A tokenizer of transformers', made of bytes that were checked, and transformers."""
+    transformers = require_transformers("a merge of vocabularies reads tokenizers")
+    with TemporaryDirectory(prefix="covmerge-tokenizer-") as name:
+        for file, content in files.items():
+            (Path(name) / file).write_bytes(content)
+        try:
+            with quiet(transformers):
+                return _load(transformers, Path(name), files), transformers
+        except Exception as error:  # a stranger's files can make it fail in any way
+            raise InputError(
+                f"{folder}: transformers cannot load its tokenizer without running code of its own "
+                f"({in_short(error)}): save it with a plain {TOKENIZER}"
+            ) from error
+
+
+def _load(transformers: Any, folder: Path, files: Mapping[str, bytes]) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception:  # a class, or a kind of model, that transformers does not know
+        if TOKENIZER not in files:
+            raise
+        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
