@@ -50,6 +50,7 @@ from covmerge.plan import (
     AdapterTensor,
     Plan,
 )
+from covmerge.quantised import is_quantised
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.tensors import stack_order
@@ -124,6 +125,7 @@ class OutputFolder:
                 folder,
                 _config_dtype(plan),
                 stack_order(checkpoints.base),
+                plain=not is_quantised(checkpoints.base),
                 known=checkpoints.companions,
             )
         self._files += self._copied.copied

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threa
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
+from covmerge.quantised import dequantised
 from covmerge.recipe import RANDOM, Recipe, Slice
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
@@ -230,14 +231,24 @@ def open_checkpoints(
             stack.callback(checkpoint.close)
             return checkpoint
 
+        def plain_base(stored: Checkpoint, over: Iterable[Checkpoint]) -> Checkpoint:
+            try:
+                return dequantised(stored)
+            except CheckpointError:
+                if not any(isinstance(model, AdapterCheckpoint) for model in over):
+                    raise
+                return stored  # an adapter made of adapters may not need its weights
+
         def measured(path: str | Path) -> StatisticsFile:
             file = StatisticsFile.open(path)
             stack.callback(file.close)
             return file
 
-        start = None if base is None else stacked(slices, None, opened(base))
+        start = None if base is None else opened(base)
         models = {name: opened(source) for name, source in experts.items()}
-        models = {name: stacked(slices, name, model) for name, model in models.items()}
+        if start is not None:
+            start = stacked(slices, None, plain_base(start, models.values()))
+        models = {n: stacked(slices, n, dequantised(model)) for n, model in models.items()}
         adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
         if adapters:
             if start is None:

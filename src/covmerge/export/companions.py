@@ -99,18 +99,20 @@ def copy_companions(
     dtype: torch.dtype | None = None,
     layers: Sequence[int] | None = None,
     *,
+    plain: bool = False,
     known: Mapping[str, str] | None = None,
 ) -> Companions:
     """Copy the base's companion files into the output.
 
-    All are copied byte for byte, but for the dtype and the layers that config.json states. Code is never
-    copied: it should be read before it lies where `trust_remote_code` finds it.
+    All are copied byte for byte, but for what config.json says of dtype, layers and quantisation. Code
+    is never copied: it should be read before it lies where `trust_remote_code` finds it.
 
     Args:
         source: the base's folder; None if the base has none (a single file, a dict).
         staging: the folder of the output; files of the same names are replaced.
         dtype: of the output's weights; None if they keep the base's.
         layers: of the base, that the output is stacked of; None if it has the base's.
+        plain: the base is quantised, and the output is not.
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
             takes them as they are.
 
@@ -127,7 +129,8 @@ def copy_companions(
     for name in copied:
         destination = staging / name
         if name == "config.json":
-            hashes[name], told = _copy_config(_inside(source, name), destination, dtype, layers)
+            config = _inside(source, name)
+            hashes[name], told = _copy_config(config, destination, dtype, layers, plain=plain)
             notes += told
         else:
             hashes[name] = _copy(_inside(source, name), destination)
@@ -159,12 +162,17 @@ def _companion_names(source: Path) -> Iterator[str]:
 
 
 def _copy_config(
-    source: Path, destination: Path, dtype: torch.dtype | None, layers: Sequence[int] | None
+    source: Path,
+    destination: Path,
+    dtype: torch.dtype | None,
+    layers: Sequence[int] | None,
+    *,
+    plain: bool,
 ) -> tuple[str, list[str]]:
     """Copy config.json; return its hash as it was, and notes."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
-    rewritten = rewrite_config(content, dtype, str(source), layers)
+    rewritten = rewrite_config(content, dtype, str(source), layers, plain=plain)
     digest = hashlib.sha256(content).hexdigest()
     with disk_errors(destination, len(rewritten)):
         destination.write_bytes(rewritten)

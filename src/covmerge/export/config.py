@@ -1,4 +1,4 @@
-"""The output's config.json: the base's own bytes, unless dtype or layers would be wrong."""
+"""The output's config.json: the base's own bytes, unless it would be wrong about the weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.layer_count import restacked
+from covmerge.quantised import QUANTISATION
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
 
@@ -19,6 +20,8 @@ def rewrite_config(
     dtype: torch.dtype | None,
     origin: str,
     layers: Sequence[int] | None = None,
+    *,
+    plain: bool = False,
 ) -> bytes:
     r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
 
@@ -30,6 +33,7 @@ def rewrite_config(
         dtype: of the output's weights; None if they keep the base's.
         origin: the file's path, for errors.
         layers: of the base, that the output is stacked of; None if it has the base's.
+        plain: the base is quantised, and the output is not.
 
     Raises:
         CheckpointError: `content` is not a JSON object.
@@ -38,12 +42,14 @@ def rewrite_config(
         >>> rewrite_config(b'{"a": 1, "dtype": "float32"}', torch.bfloat16, "config.json")
         b'{\n  "a": 1,\n  "dtype": "bfloat16"\n}\n'
     """
-    if dtype is None and layers is None:
+    if dtype is None and layers is None and not plain:
         return content
     config = parse_object(content, origin)
     if layers is not None:
         config = restacked(config, layers)
     changed = layers is not None
+    if plain:
+        changed = config.pop(QUANTISATION, None) is not None or changed
     for part in () if dtype is None else _parts(config):
         for key in _DTYPE_KEYS:
             wanted = str(dtype).removeprefix("torch.")
@@ -58,5 +64,5 @@ def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield config
     for key, value in config.items():
         # A quantisation's dtypes are not those of the stored weights.
-        if key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+        if key.endswith("_config") and key != QUANTISATION and isinstance(value, dict):
             yield from _parts(cast("dict[str, Any]", value))
