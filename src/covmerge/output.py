@@ -15,6 +15,7 @@ from covmerge.checkpoints import (
     Checkpoint,
     remove_others,
 )
+from covmerge.checkpoints.folder import CONFIG
 from covmerge.checkpoints.hashes import FileHashes
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.engine import (
@@ -37,6 +38,7 @@ from covmerge.export import (
     plan_parts,
     write_adapter_config,
     write_card,
+    write_config,
     write_index,
     write_manifest,
     write_rescalers,
@@ -128,6 +130,10 @@ class OutputFolder:
                 plain=not is_quantised(checkpoints.base),
                 known=checkpoints.companions,
             )
+            config = checkpoints.base.config
+            if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file
+                write_config(folder, config, _config_dtype(plan))
+                self._copied = self._copied.with_config(CONFIG)
         self._files += self._copied.copied
 
     def finish(

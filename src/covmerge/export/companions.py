@@ -64,6 +64,7 @@ _WEIGHTS = (
     *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
     *("*.h5", "*.msgpack", "*.onnx", "*.gguf"),
 )
+_NOTHING = "the base has no folder: the output has no config or tokenizer"
 _NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # these say what the base is
 
 
@@ -73,6 +74,17 @@ class Companions:
 
     copied: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def with_config(self, name: str) -> Companions:
+        """The same where a config was written that the base has in no file of its own."""
+        return Companions(
+            (*self.copied, name),
+            (
+                *(note for note in self.notes if note != _NOTHING),
+                f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
+                "made by transformers (AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE))",
+            ),
+        )
 
 
 def hash_companions(source: Path | None) -> dict[str, str]:
@@ -122,7 +134,7 @@ def copy_companions(
         ResourceError: the disk is full.
     """
     if source is None:
-        return Companions((), ("the base has no folder: the output has no config or tokenizer",))
+        return Companions((), (_NOTHING,))
     copied = tuple(_companion_names(source))
     notes: list[str] = []
     hashes: dict[str, str] = {}

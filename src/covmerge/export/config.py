@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from covmerge.checkpoints.folder import CONFIG
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.layer_count import restacked
 from covmerge.quantised import QUANTISATION
+from covmerge.stores.disk import disk_errors
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
 
@@ -57,6 +60,24 @@ def rewrite_config(
                 part[key] = wanted
                 changed = True
     return (json.dumps(config, indent=2) + "\n").encode() if changed else content
+
+
+def write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    """Write the config of a base that has no file of it.
+
+    Args:
+        folder: of the output.
+        config: the base's.
+        dtype: of the output's weights; None if they keep the base's.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    path = folder / CONFIG
+    text = json.dumps(config, indent=2) + "\n"
+    content = rewrite_config(text.encode(), dtype, str(path))
+    with disk_errors(path, len(content)):
+        path.write_bytes(content)
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

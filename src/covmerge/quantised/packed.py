@@ -21,6 +21,7 @@ from covmerge.types import TensorHeader
 # Reads (rows of) a tensor as it is stored.
 Read = Callable[[str, range | None], Tensor]
 
+GGUF = "gguf"  # a file, whose settings are in no config.json
 PIECE = 2**18  # numbers that are unpacked at once
 
 HOW_ELSE = (
@@ -102,9 +103,9 @@ class Stored:
         Raises:
             CheckpointError: always.
         """
+        told = "" if self.method == GGUF else "; quantization_config in config.json"
         raise CheckpointError(
-            f"{self.checkpoint.source} is stored quantised ({self.method}; quantization_config in "
-            f"config.json), and {why}. {HOW_ELSE}"
+            f"{self.checkpoint.source} is stored quantised ({self.method}{told}), and {why}. {HOW_ELSE}"
         )
 
     def setting(self, key: str, *allowed: object, default: object = None) -> Any:
@@ -158,8 +159,12 @@ class Found:
         tensors: those that are stored packed.
         said: the format in words.
         unused: stored tensors that mean nothing for plain weights: scales of activations.
+        config: the model's, where it is made of what the file says; None: it is config.json's.
+        turned: whether layers lie as transformers stores them, also those it stores transposed.
     """
 
     tensors: tuple[Packed, ...]
     said: str
     unused: frozenset[str] = field(default_factory=frozenset[str])
+    config: Mapping[str, Any] | None = None
+    turned: bool = False

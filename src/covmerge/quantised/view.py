@@ -12,14 +12,13 @@ from torch import Tensor
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.base import find_header
+from covmerge.checkpoints.folder import QUANTISATION
 from covmerge.checkpoints.view import View
 from covmerge.quantised.formats import FORMATS
 from covmerge.quantised.packed import Found, Packed, Stored
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.text import some
 from covmerge.types import TensorHeader
-
-QUANTISATION = "quantization_config"
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -50,14 +49,14 @@ class Dequantised(View):
         seen = Stored(stored, _settings(config), _dtype_of(config))
         found = _find(seen)
         self.source = stored.source
-        self.config: Mapping[str, Any] | None = {
-            key: value for key, value in config.items() if key != QUANTISATION
-        }
+        plain = {key: value for key, value in config.items() if key != QUANTISATION}
+        self.config: Mapping[str, Any] | None = plain if found.config is None else found.config
         self._packed = {packed.header.name: packed for packed in found.tensors}
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {header.name: header for header in _plain_headers(seen, found)}
         )
-        for name in self._packed.keys() & (conv1d_names(describe_checkpoint(self)) or ()):
+        turned = () if found.turned else conv1d_names(describe_checkpoint(self)) or ()
+        for name in self._packed.keys() & set(turned):
             seen.refuse(f"'{name}' is of a Conv1D layer, whose weight its client stores transposed")
         dtypes = dict.fromkeys(
             str(packed.header.dtype).removeprefix("torch.") for packed in found.tensors
