@@ -16,6 +16,7 @@ from covmerge.checkpoints import (
     remove_others,
 )
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
+from covmerge.checkpoints.folder import CONFIG
 from covmerge.checkpoints.hashes import FileHashes
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.engine import (
@@ -38,6 +39,7 @@ from covmerge.export import (
     plan_parts,
     write_adapter_config,
     write_card,
+    write_config,
     write_index,
     write_manifest,
     write_rescalers,
@@ -51,6 +53,7 @@ from covmerge.plan import (
     AdapterTensor,
     Plan,
 )
+from covmerge.quantised import is_quantised
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.tensors import stack_order
@@ -125,9 +128,14 @@ class OutputFolder:
                 folder,
                 _config_dtype(plan),
                 stack_order(checkpoints.base),
+                plain=not is_quantised(checkpoints.base),
                 known=checkpoints.companions,
                 tokens=checkpoints.text.files,
             )
+            config = checkpoints.base.config
+            if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file
+                write_config(folder, config, _config_dtype(plan))
+                self._copied = self._copied.with_config(CONFIG)
         self._files += self._copied.copied
 
     def finish(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +22,7 @@ from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threa
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
+from covmerge.quantised import dequantised
 from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
@@ -250,6 +251,14 @@ def open_checkpoints(
             stack.callback(checkpoint.close)
             return checkpoint
 
+        def plain_base(stored: Checkpoint, over: Iterable[Checkpoint]) -> Checkpoint:
+            try:
+                return dequantised(stored)
+            except CheckpointError:
+                if not any(isinstance(model, AdapterCheckpoint) for model in over):
+                    raise
+                return stored  # an adapter made of adapters may not need its weights
+
         def measured(name: str, path: str | Path) -> StatisticsFile:
             try:
                 file = StatisticsFile.open(path)
@@ -263,13 +272,17 @@ def open_checkpoints(
             stack.callback(file.close)
             return file
 
-        sources: dict[str | None, Checkpoint] = {} if base is None else {None: opened(base)}
-        sources |= {name: opened(source) for name, source in experts.items()}
-        adapter = next((n for n, m in sources.items() if isinstance(m, AdapterCheckpoint)), None)
+        stored = None if base is None else opened(base)
+        given = {name: opened(source) for name, source in experts.items()}
+        adapter = next((n for n, m in given.items() if isinstance(m, AdapterCheckpoint)), None)
         if adapter is not None and base is None:
             raise InputError(
                 f"expert '{adapter}' is an adapter, and the recipe has no base that it is of: give one"
             )
+        sources: dict[str | None, Checkpoint] = (
+            {} if stored is None else {None: plain_base(stored, given.values())}
+        )
+        sources |= {name: dequantised(model) for name, model in given.items()}
         text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
         seen = text.seen(sources)
         start = None if base is None else stacked(slices, None, seen.pop(None))

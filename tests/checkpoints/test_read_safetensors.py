@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.layout import SAFETENSORS_NAMES, plan_layout
-from covmerge.checkpoints.safetensors_file import _read_into
+from covmerge.checkpoints.ranges import read_into
 from covmerge.errors import CheckpointError
 from covmerge.stores.local import local_file
 from covmerge.types import TensorHeader
@@ -125,7 +125,7 @@ def test_a_short_read_is_an_error(tmp_path: Path) -> None:
         local_file(path).open() as opened,
         pytest.raises(CheckpointError, match=r"here.*8 bytes early"),
     ):
-        _read_into(memoryview(bytearray(16)), opened, 2, "here")
+        read_into(memoryview(bytearray(16)), opened, 2, "here")
 
 
 def test_bytes_that_are_no_booleans_are_refused(tmp_path: Path, opens: Opens) -> None:

@@ -284,9 +284,9 @@ def test_an_existing_path_wins_over_the_hub(tmp_path: Path, monkeypatch) -> None
 
 
 def test_unknown_suffixes_and_names_too_long(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").touch()
-    with pytest.raises(CheckpointError, match=r"m\.gguf is not a file of weights"):
-        open_checkpoint(tmp_path / "m.gguf")
+    (tmp_path / "m.onnx").touch()
+    with pytest.raises(CheckpointError, match=r"m\.onnx is not a file of weights"):
+        open_checkpoint(tmp_path / "m.onnx")
     with pytest.raises(CheckpointError, match="pass its folder"):
         open_checkpoint(sharded(tmp_path) / INDEX)
     with pytest.raises(CheckpointError):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
 from covmerge.checkpoints.base import Checkpoint, Pace, find_header
+from covmerge.checkpoints.folder import QUANTISATION
 from covmerge.checkpoints.view import View
 from covmerge.errors import InputError
 from covmerge.types import TensorHeader
 
-_QUANTISED = "quantization_config"
 # A module with anything else is stored in packed form.
 _PLAIN = ("weight", "bias")
 
@@ -41,14 +41,14 @@ class AdaptedBase(View):
         config = stored.config
         self._packed: frozenset[str] = frozenset()
         headers = dict(stored.headers)
-        if config is not None and config.get(_QUANTISED):
+        if config is not None and config.get(QUANTISATION):
             self._packed = frozenset(_packed_modules(headers.values()))
             headers = {n: h for n, h in headers.items() if _is_plain(h) and not self._packs(n)}
             for adapter in adapters:
                 for name, factors in adapter.low_rank.items():
                     headers.setdefault(name, TensorHeader(name, factors.shape, factors.dtype))
                 headers |= {n: h for n, h in adapter.headers.items() if self._packs(n)}
-            config = {key: value for key, value in config.items() if key != _QUANTISED}
+            config = {key: value for key, value in config.items() if key != QUANTISATION}
             self.notes = (
                 *self.notes,
                 f"{self.source} is stored quantised: an adapter of it is made without its weights",

@@ -19,6 +19,7 @@ from covmerge.checkpoints.base import (
     check_unchanged,
     find_header,
 )
+from covmerge.checkpoints.gguf_file import GgufFile
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
 from covmerge.checkpoints.module_file import open_module
@@ -31,11 +32,13 @@ from covmerge.stores.store import Stamp, Store, StoredFile, child
 from covmerge.types import Json, TensorHeader
 
 CONFIG = "config.json"
+QUANTISATION = "quantization_config"
 
 DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of weights
 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
+_GGUF = ".gguf"
 _INDEX = ".index.json"
 _PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
@@ -74,6 +77,9 @@ class FileCheckpoint:
         self.config: Mapping[str, Any] | None = next(
             (read_config(file) for file in beside if file.name == CONFIG), None
         )
+        packed = [read.settings for read in weights.values() if isinstance(read, GgufFile)]
+        if packed:
+            self.config = {**(self.config or {}), QUANTISATION: packed[0]}
         self.notes = (*notes, *(note for read in weights.values() for note in read.notes))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header for read in weights.values() for name, header in read.headers.items()}
@@ -266,7 +272,9 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         names = set(store.names())
     except OSError as error:
         raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
-    choice = choose_weights(names, where)
+    packed = [name for name in names if name.endswith(_GGUF)]
+    alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
+    choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where)
     beside = [_existing(store, CONFIG)] if CONFIG in names else []
     if not choice.is_index:
         weights = _open_all([_existing(store, choice.name)])
@@ -297,10 +305,12 @@ def open_weights(file: StoredFile) -> WeightFile:
         return SafetensorsFile(file)
     if file.suffix in _TORCH:
         return _open_torch(file.path)
+    if file.suffix == _GGUF:
+        return GgufFile(file)
     hint = "its folder" if file.name.endswith(_INDEX) else "a folder or one of these"
     raise CheckpointError(
         f"{file} is not a file of weights that covmerge reads "
-        f"({', '.join((_SAFETENSORS, *_TORCH))}): pass {hint}"
+        f"({', '.join((_SAFETENSORS, *_TORCH, _GGUF))}): pass {hint}"
     )
 
 

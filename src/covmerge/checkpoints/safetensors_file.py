@@ -15,6 +15,7 @@ from torch import Tensor
 from covmerge.checkpoints.base import check_unchanged, find_header
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
+from covmerge.checkpoints.ranges import open_stored, read_into
 from covmerge.errors import CheckpointError
 from covmerge.stores.store import Opened, StoredFile
 from covmerge.types import TensorHeader
@@ -32,7 +33,7 @@ class SafetensorsFile:
     def __init__(self, file: StoredFile) -> None:
         self._file = file
         self._where = str(file)
-        with _open(file) as opened:
+        with open_stored(file) as opened:
             self._stamp = opened.stamp
             self._slots = _read_slots(opened, self._stamp[0], self._where)
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
@@ -44,9 +45,9 @@ class SafetensorsFile:
         header = find_header(self.headers, name, rows, self._where)
         offset, nbytes = self._slots[name].span(rows)
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        with _open(self._file) as opened:
+        with open_stored(self._file) as opened:
             check_unchanged(self._file, self._stamp, opened.stamp)
-            _read_into(data.numpy().data, opened, offset, f"{self._where}: tensor '{name}'")
+            read_into(data.numpy().data, opened, offset, f"{self._where}: tensor '{name}'")
         if header.dtype is torch.bool and nbytes and int(data.max()) > 1:
             raise CheckpointError(
                 f"{self._where}: tensor '{name}' is BOOL and holds bytes other than 0 and 1: "
@@ -59,33 +60,9 @@ class SafetensorsFile:
         """Nothing stays open between reads."""
 
 
-def _open(file: StoredFile) -> Opened:
-    try:
-        return file.open()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error
-
-
 def _read_slots(opened: Opened, size: int, where: str) -> Mapping[str, Slot]:
     length = bytearray(min(size, LENGTH_BYTES))
-    _read_into(memoryview(length), opened, 0, where)
+    read_into(memoryview(length), opened, 0, where)
     header = bytearray(data_start(bytes(length), size, where) - LENGTH_BYTES)
-    _read_into(memoryview(header), opened, LENGTH_BYTES, where)
+    read_into(memoryview(header), opened, LENGTH_BYTES, where)
     return parse_header(bytes(header), size, where)
-
-
-def _read_into(target: memoryview, opened: Opened, offset: int, where: str) -> None:
-    done = 0
-    while done < len(target):
-        try:
-            count = opened.read_at(target[done:], offset + done)
-        except OSError as error:
-            raise CheckpointError(
-                f"{where} cannot be read at byte {offset + done}: {error.strerror}"
-            ) from error
-        if count == 0:
-            raise CheckpointError(
-                f"{where} ends at byte {offset + done}, {len(target) - done} bytes early: "
-                "fetch the file again"
-            )
-        done += count

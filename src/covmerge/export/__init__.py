@@ -12,6 +12,7 @@ from covmerge.export.companions import (
     hash_companions,
     is_weights,
 )
+from covmerge.export.config import write_config
 from covmerge.export.expert_models import find_masks, load_expert, write_rescalers
 from covmerge.export.files import files_of, open_output, plan_parts
 from covmerge.export.front_matter import read_front_matter
@@ -36,6 +37,7 @@ __all__ = [
     "read_parents",
     "write_adapter_config",
     "write_card",
+    "write_config",
     "write_index",
     "write_manifest",
     "write_rescalers",

@@ -51,6 +51,8 @@ _WEIGHTS = (
     *("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt"),
     *("*.h5", "*.msgpack", "*.onnx", "*.gguf"),
 )
+_NO_CONFIG = "the base has no folder: the output has no config"
+_NOTHING = f"{_NO_CONFIG} or tokenizer"
 _NOT_THE_OUTPUTS = (*_WEIGHTS, "README*", ".*", MANIFEST_NAME)  # these say what the base is
 
 
@@ -60,6 +62,17 @@ class Companions:
 
     copied: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def with_config(self, name: str) -> Companions:
+        """The same where a config was written that the base has in no file of its own."""
+        return Companions(
+            (*self.copied, name),
+            (
+                *(note for note in self.notes if note not in (_NOTHING, _NO_CONFIG)),
+                f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
+                "made by transformers (AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE))",
+            ),
+        )
 
 
 def hash_companions(source: Path | None) -> dict[str, str]:
@@ -86,13 +99,14 @@ def copy_companions(
     dtype: torch.dtype | None = None,
     layers: Sequence[int] | None = None,
     *,
+    plain: bool = False,
     known: Mapping[str, str] | None = None,
     tokens: TokenizerFiles | None = None,
 ) -> Companions:
     """Copy the base's companion files into the output.
 
-    All are copied byte for byte, but for the dtype and the layers that config.json states, and for what
-    belongs to another tokenizer. Code is never copied: it should be read before it lies where
+    All are copied byte for byte, but for what config.json says of dtype, layers and quantisation, and for
+    what belongs to another tokenizer. Code is never copied: it should be read before it lies where
     `trust_remote_code` finds it.
 
     Args:
@@ -100,6 +114,7 @@ def copy_companions(
         staging: the folder of the output; files of the same names are replaced.
         dtype: of the output's weights; None if they keep the base's.
         layers: of the base, that the output is stacked of; None if it has the base's.
+        plain: the base is quantised, and the output is not.
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
             takes them as they are.
         tokens: the output's tokenizer; None if it is the base's.
@@ -111,8 +126,7 @@ def copy_companions(
     """
     written = () if tokens is None else _write_tokenizer(tokens, staging)
     if source is None:
-        of_it = "config" if written else "config or tokenizer"
-        return Companions(written, (f"the base has no folder: the output has no {of_it}",))
+        return Companions(written, (_NO_CONFIG if written else _NOTHING,))
     of_base = list(_companion_names(source))
     copied = [name for name in of_base if tokens is None or not tokens.replaces(name)]
     notes: list[str] = []
@@ -120,7 +134,7 @@ def copy_companions(
     for name in copied:
         destination = staging / name
         if name == "config.json":
-            own = partial(rewrite_config, dtype=dtype, layers=layers, tokens=tokens)
+            own = partial(rewrite_config, dtype=dtype, layers=layers, tokens=tokens, plain=plain)
             hashes[name], content = _copy_config(_inside(source, name), destination, own)
             notes += _notes_on_code(source, content)
         elif name == "generation_config.json":

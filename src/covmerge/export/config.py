@@ -1,17 +1,20 @@
-"""The output's configs: the base's own bytes, unless dtype, layers or vocabulary would be wrong."""
+"""The output's configs: the base's own bytes, unless they would be wrong about weights or vocabulary."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, cast
 
 import torch
 
+from covmerge.checkpoints.folder import CONFIG
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.layer_count import restacked
+from covmerge.quantised import QUANTISATION
+from covmerge.stores.disk import disk_errors
 from covmerge.vocabulary import TokenizerFiles
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
@@ -22,6 +25,8 @@ def rewrite_config(
     dtype: torch.dtype | None = None,
     origin: str = "config.json",
     layers: Sequence[int] | None = None,
+    *,
+    plain: bool = False,
     tokens: TokenizerFiles | None = None,
 ) -> bytes:
     r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
@@ -34,6 +39,7 @@ def rewrite_config(
         dtype: of the output's weights; None if they keep the base's.
         origin: the file's path, for errors.
         layers: of the base, that the output is stacked of; None if it has the base's.
+        plain: the base is quantised, and the output is not.
         tokens: what the configs say of the output's tokenizer; None if it is the base's.
 
     Raises:
@@ -43,7 +49,7 @@ def rewrite_config(
         >>> rewrite_config(b'{"a": 1, "dtype": "float32"}', torch.bfloat16, "config.json")
         b'{\n  "a": 1,\n  "dtype": "bfloat16"\n}\n'
     """
-    if dtype is None and layers is None and tokens is None:
+    if dtype is None and layers is None and tokens is None and not plain:
         return content
     stored = parse_object(content, origin)
     config = deepcopy(stored)
@@ -51,6 +57,8 @@ def rewrite_config(
         config = restacked(config, layers)
     if tokens is not None:
         config = tokens.configured(PurePath(origin).name, config)
+    if plain:
+        config.pop(QUANTISATION, None)
     for part in () if dtype is None else _parts(config):
         for key in _DTYPE_KEYS:
             wanted = str(dtype).removeprefix("torch.")
@@ -59,10 +67,28 @@ def rewrite_config(
     return content if config == stored else (json.dumps(config, indent=2) + "\n").encode()
 
 
+def write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    """Write the config of a base that has no file of it.
+
+    Args:
+        folder: of the output.
+        config: the base's.
+        dtype: of the output's weights; None if they keep the base's.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    path = folder / CONFIG
+    text = json.dumps(config, indent=2) + "\n"
+    content = rewrite_config(text.encode(), dtype, str(path))
+    with disk_errors(path, len(content)):
+        path.write_bytes(content)
+
+
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The config and the model configs nested in it."""
     yield config
     for key, value in config.items():
         # A quantisation's dtypes are not those of the stored weights.
-        if key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+        if key.endswith("_config") and key != QUANTISATION and isinstance(value, dict):
             yield from _parts(cast("dict[str, Any]", value))

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, open_checkpoint, safe_child, unpack
+from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, safe_child, unpack
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
+from covmerge.quantised import open_plain
 from covmerge.stores.disk import disk_errors
 from covmerge.stores.regular_file import open_regular
 from covmerge.types import Json
@@ -91,7 +92,7 @@ def load_expert(
     with ExitStack() as stack:
 
         def opened(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
-            checkpoint = open_checkpoint(source)
+            checkpoint = open_plain(source)
             stack.callback(checkpoint.close)
             checkpoint.materialize()
             return checkpoint

@@ -16,6 +16,7 @@ import torch
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.errors import InputError, TensorError
 from covmerge.plan.operands import Operand
+from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription, Stacked, find_name
 from covmerge.text import some
@@ -84,15 +85,13 @@ class Alignment:
 
 
 def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
-    """Refuse an expert of another model type, or weights that are stored quantised."""
-    for role, model in (("base", base), (f"expert '{expert_name}'", expert)):
-        config = model.checkpoint.config or {}
-        if config.get("quantization_config"):
-            raise InputError(
-                f"{role} {model.checkpoint.source} stores quantised weights (quantization_config in "
-                "config.json): their numbers mean nothing without their scales. Dequantise it first "
-                "(transformers: model.dequantize(), then save_pretrained)."
-            )
+    """Refuse an expert of another model type, or weights that are quantised and cannot be read.
+
+    Raises:
+        InputError: it is such a one.
+    """
+    for model in (base, expert):
+        dequantised(model.checkpoint)
     types = [(m.checkpoint.config or {}).get("model_type") for m in (base, expert)]
     if None not in types and types[0] != types[1]:
         raise InputError(

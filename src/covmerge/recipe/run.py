@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from covmerge.checkpoints.trainer import SavedStep, last_steps
 from covmerge.errors import RecipeError
+from covmerge.recipe.strict import StrictModel
 
 RUN = "run"
 
 
-class Run(BaseModel):
+class Run(StrictModel):
     """In place of `experts`: the last checkpoints of one training run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: Annotated[str, Field(min_length=1)] = Field(
         description="Folder that the trainer wrote its checkpoints to: checkpoint-500/, checkpoint-1000/ "

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,

@@ -18,6 +18,7 @@ from torch import nn
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import InputError
+from covmerge.quantised import Dequantised
 from covmerge.statistics.examples import (
     LABELS,
     Batch,
@@ -233,7 +234,7 @@ def load_model(
         raise InputError(f"{source} stores quantised weights: dequantise and save it first")
     try:
         skeleton = build_skeleton(checkpoint.headers, config)
-        model, missing = _load(transformers, skeleton, checkpoint.folder)
+        model, missing = _load(transformers, skeleton, checkpoint)
     except SkeletonUnavailable as reason:
         raise InputError(f"{source} cannot be run: {reason}") from reason
     except Exception as error:  # a stranger's config can make it fail in any way
@@ -261,12 +262,18 @@ def _under(module: Any, model: Any) -> list[str]:
     return sorted(name for name, value in model.named_parameters() if id(value) in own)
 
 
-def _load(transformers: Any, skeleton: Skeleton, folder: Path) -> tuple[Any, set[str]]:
+def _load(transformers: Any, skeleton: Skeleton, checkpoint: Checkpoint) -> tuple[Any, set[str]]:
     """Return the model and the parameters that were not stored."""
     model_class = getattr(transformers, skeleton.architecture)
+    source, given = checkpoint.folder, dict[str, Any]()
+    if isinstance(checkpoint, Dequantised):
+        config = model_class.config_class.from_dict(dict(checkpoint.config or {}))
+        weights = {name: checkpoint.read(name) for name in checkpoint.headers}
+        source, given = None, {"config": config, "state_dict": weights}
     with quiet(transformers):
         model, info = model_class.from_pretrained(
-            folder,
+            source,
+            **given,
             local_files_only=True,
             output_loading_info=True,
             dtype=torch.float32,

@@ -157,6 +157,17 @@ class _NotFarBeyond(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
+    """Return the model of a config on the meta device, and notes; `stored`: how many tensors it has.
+
+    Raises:
+        SkeletonUnavailable: transformers does not know the model, or fails to build it.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    with _quiet(transformers):
+        return _build(transformers, config, stored)
+
+
 def _build(transformers: Any, config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
     """Return the model on the meta device, and notes."""
     model_type = config.get("model_type")

@@ -15,6 +15,7 @@ from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.linalg.finite import all_finite
 from covmerge.plan import stacked
+from covmerge.quantised import open_plain
 from covmerge.recipe import Slice
 from covmerge.text import some
 from covmerge.types import Role, TensorHeader
@@ -81,7 +82,7 @@ def examine(
             base, missing = None, _NO_BASE
         elif base is None:
             try:
-                opened = open_checkpoint(_base_of(manifest))
+                opened = open_plain(_base_of(manifest))
                 opened.materialize()
                 base = stacked(_slices_of(manifest), None, opened)
             except InputError as error:

@@ -1,0 +1,21 @@
+"""The formats that are read, by what `quantization_config` calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from covmerge.quantised import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mxfp4
+from covmerge.quantised.packed import GGUF, Found, Stored
+
+FORMATS: Mapping[str, Callable[[Stored], Found]] = MappingProxyType(
+    {
+        "fp8": fp8.find,
+        "compressed-tensors": compressed_tensors.find,
+        "mxfp4": mxfp4.find,
+        "bitsandbytes": bitsandbytes.find,
+        "gptq": gptq.find,
+        "awq": awq.find,
+        GGUF: gguf.find,
+    }
+)

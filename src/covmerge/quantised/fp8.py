@@ -1,0 +1,153 @@
+"""FP8 with a scale for each block, each row or each tensor, as DeepSeek and transformers store it.
+
+`X.weight` is float8, and w = q · s, with s in `X.weight_scale_inv`: for each block of
+`weight_block_size` weights, the last row and column of blocks cut off where the sizes do not
+divide; or one number for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.quantised.packed import ByRows, Found, Read, Stored
+from covmerge.types import TensorHeader
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_E8M0 = getattr(torch, "float8_e8m0fnu", None)
+_SCALES = (
+    *(torch.float32, torch.bfloat16, torch.float16),
+    *(() if _E8M0 is None else (_E8M0,)),
+)
+# What a client multiplies its inputs and outputs by, beside the weights of a layer.
+_OF_ACTIVATIONS = (
+    *("activation_scale", "input_scale", "output_scale"),
+    *("input_global_scale", "k_scale", "v_scale", "q_scale"),
+)
+
+
+@dataclass(frozen=True)
+class Scaled(ByRows):
+    """Numbers of 8 bits times the scale of their block.
+
+    Attributes:
+        block: rows and columns that have one scale.
+        zeros: the name of what is subtracted before, with the scales' shape; None: nothing is.
+    """
+
+    block: tuple[int, int]
+    zeros: str | None = None
+
+    def unpacked(self, rows: range, read: Read) -> Tensor:
+        """See `ByRows.unpacked`."""
+        values = read(self.stored[0], rows).float()
+        if self.zeros is not None:
+            values -= self._spread(read(self.zeros, None), rows)
+        return values.mul_(self._spread(read(self.stored[1], None), rows))
+
+    def _spread(self, numbers: Tensor, rows: range) -> Tensor:
+        """A number for each weight of some rows, as far as it does not hold for a whole row."""
+        high, wide = self.block
+        own = numbers.float().reshape(-(-self.header.shape[0] // high), -1)
+        own = own[rows.start // high : -(-rows.stop // high)]
+        first = rows.start % high
+        own = own.repeat_interleave(high, 0)[first : first + len(rows)] if high > 1 else own
+        if own.shape[1] == 1:
+            return own
+        return own.repeat_interleave(wide, 1)[:, : self.header.shape[1]]
+
+
+def find(stored: Stored) -> Found:
+    """Find layers with `weight_scale_inv`; see `Found`.
+
+    Raises:
+        CheckpointError: sizes that contradict each other.
+    """
+    stored.setting("fmt", "e4m3", "float8_e4m3fn", None)
+    given = stored.settings.get("weight_block_size")
+    blocks = [] if given is None else [as_block(stored, given)]
+    names = [name for name in stored.checkpoint.headers if name.endswith(".weight_scale_inv")]
+    tensors = [
+        scaled(stored, name.removesuffix("_scale_inv"), name, FLOAT8, blocks) for name in names
+    ]
+    return Found(tuple(tensors), _said("FP8", tensors), of_activations(stored))
+
+
+def as_block(stored: Stored, given: object) -> tuple[int, int]:
+    """Return the size of a block, as a config states it.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    sizes = cast("list[Any]", given) if isinstance(given, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
+        stored.refuse(f"its block is {given!r}, not rows and columns")
+    return sizes[0], sizes[1]
+
+
+def scaled(
+    stored: Stored,
+    name: str,
+    scale: str,
+    dtypes: tuple[torch.dtype, ...],
+    blocks: Sequence[tuple[int, int]],
+    zeros: str | None = None,
+) -> Scaled:
+    """Return a packed weight, after its sizes were checked.
+
+    Args:
+        stored: the checkpoint.
+        name: of the packed weight, which is its plain name too.
+        scale: name of its scales.
+        dtypes: what it may be stored as.
+        blocks: the blocks that the config knows of.
+        zeros: name of its zero points, if there are any.
+
+    Raises:
+        CheckpointError: a part is missing, or of a shape that fits nothing.
+    """
+    weight = stored.part(name, dtypes)
+    if len(weight.shape) != 2 or not weight.numel:
+        stored.refuse(f"'{name}' is {list(weight.shape)}, where a matrix can be read")
+    rows, columns = weight.shape
+    forms: dict[tuple[int, ...], tuple[int, int]] = {
+        **{(): (rows, columns), (1,): (rows, columns), (1, 1): (rows, columns)},
+        **{(rows,): (1, columns), (rows, 1): (1, columns)},
+        **{(-(-rows // high), -(-columns // wide)): (high, wide) for high, wide in blocks},
+    }
+    shape = stored.part(scale, _SCALES, *forms).shape
+    parts = (name, scale)
+    if zeros is not None:
+        stored.part(zeros, (torch.int8, *FLOAT8), shape)
+        parts = (*parts, zeros)
+    return Scaled(TensorHeader(name, weight.shape, stored.dtype), parts, forms[shape], zeros)
+
+
+def of_activations(stored: Stored) -> frozenset[str]:
+    """Scales that a plain weight has no use for."""
+    return frozenset(
+        name for name in stored.checkpoint.headers if name.rpartition(".")[2] in _OF_ACTIVATIONS
+    )
+
+
+def _said(what: str, tensors: Sequence[Scaled]) -> str:
+    return f"{what}, {how_scaled(tensors)}"
+
+
+def how_scaled(tensors: Sequence[Scaled]) -> str:
+    """What the weights have scales for, in words."""
+    blocks = dict.fromkeys(_whose(tensor) for tensor in tensors)
+    return f"a scale for {', or '.join(blocks)}"
+
+
+def _whose(tensor: Scaled) -> str:
+    high, wide = tensor.block
+    if high == tensor.header.shape[0] and wide == tensor.header.shape[1]:
+        return "each tensor"
+    return (
+        "each row" if (high, wide) == (1, tensor.header.shape[1]) else f"each {high} x {wide} block"
+    )

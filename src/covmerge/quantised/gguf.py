@@ -1,0 +1,206 @@
+"""GGUF, of the language models whose tensors are one of transformers' each.
+
+What a type's blocks mean is said by `gguf.dequantize`. Names, config, and what llama.cpp's
+converter did to a tensor (rows of q and k in another order, transposed, norms plus one) are undone
+by transformers' own tables of its GGUF loader, which are no stable interface: another release may
+lack them, and is then named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from covmerge.checkpoints.folder import QUANTISATION
+from covmerge.quantised.packed import ByRows, Found, Read, Stored
+from covmerge.tensors.skeleton import SkeletonUnavailable, empty_model
+from covmerge.text import some
+from covmerge.types import Json, TensorHeader
+
+_LOADER = "transformers.modeling_gguf_pytorch_utils"
+# Those that give one tensor for one; the others put the experts of a layer together.
+_ONE_FOR_ONE = frozenset(
+    f"{name}TensorProcessor" for name in ("", "Llama", "GPT2", "Nemotron", "Gemma2")
+)
+_OF_NO_PARAMETER = ("rope_freqs.weight",)  # what the config says already
+_PLAIN = {"F32": torch.float32, "F16": torch.float16}
+
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Blocks(ByRows):
+    """A tensor of the file.
+
+    Attributes:
+        kind: what GGUF calls its type.
+        order: by row of the plain tensor, the row of the stored one; None: the same.
+    """
+
+    kind: str
+    order: NDArray[np.int64] | None
+
+    def unpacked(self, rows: range, read: Read) -> Tensor:
+        """See `ByRows.unpacked`."""
+        (name,) = self.stored
+        if self.order is None:
+            return _tensor_of(_dequantised(read(name, rows), self.kind))
+        own = self.order[rows.start : rows.stop]
+        first = int(own.min())
+        span = range(first, int(own.max()) + 1)
+        return _tensor_of(_dequantised(read(name, span), self.kind)[own - first])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the file that is not its rows in some order: it is unpacked as a whole.
+
+    Attributes:
+        kind: what GGUF calls its type.
+        undo: what llama.cpp's converter did, undone.
+    """
+
+    header: TensorHeader
+    stored: tuple[str, ...]
+    kind: str
+    undo: Callable[[Values], Values]
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """See `Packed.fill`."""
+        (name,) = self.stored
+        values = self.undo(_dequantised(read(name, None), self.kind))
+        out.copy_(_tensor_of(np.ascontiguousarray(values[rows.start : rows.stop])))
+
+
+def find(stored: Stored) -> Found:
+    """Find the tensors of a GGUF file; see `Found`.
+
+    Raises:
+        CheckpointError: an architecture, a type or a tensor that is not read, or packages are missing.
+    """
+    try:
+        loader: Any = importlib.import_module(_LOADER)
+    except ImportError as error:
+        stored.refuse(f"transformers' GGUF loader, by which it is read, is missing ({error})")
+    metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
+    types = cast("Mapping[str, str]", stored.settings["types"])
+    architecture = metadata.get("general.architecture")
+    made = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)
+    if made.__name__ not in _ONE_FOR_ONE:
+        stored.refuse(f"its architecture, {architecture!r}, is none of those that are read")
+    config = _config(stored, loader)
+    try:
+        model, _ = empty_model(config, len(types))
+        processor = made(config=config)
+        names: dict[str, str] = loader.get_gguf_hf_weights_map(model, processor)
+    except (SkeletonUnavailable, NotImplementedError) as error:
+        stored.refuse(f"transformers cannot build its model ({error})")
+    unknown = [name for name in types if name not in names and name not in _OF_NO_PARAMETER]
+    if unknown:
+        stored.refuse(f"transformers has no parameter for {some(unknown, quoted=True)}")
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    dtype = _dtype(stored, types)
+    tensors = tuple(
+        _tensor(
+            stored, name, TensorHeader(names[name], shapes[names[name]], dtype), kind, processor
+        )
+        for name, kind in types.items()
+        if name in names
+    )
+    said = f"GGUF, {some(dict.fromkeys(types.values()))}"
+    stated = str(dtype).removeprefix("torch.")
+    unused = frozenset(name for name in types if name not in names)
+    return Found(tensors, said, unused, {**config, "dtype": stated}, turned=True)
+
+
+def _config(stored: Stored, loader: Any) -> dict[str, Any]:
+    """The config beside the file, or the one that transformers makes of its metadata."""
+    transformers: Any = importlib.import_module("transformers")
+    given = stored.checkpoint.config or {}
+    config: dict[str, Any] = {key: value for key, value in given.items() if key != QUANTISATION}
+    try:
+        if not config:
+            config = loader.load_gguf_checkpoint(stored.settings["path"])["config"]
+        kind: Any = transformers.AutoConfig.for_model(**config).__class__
+    except Exception as error:  # a stranger's metadata can make it fail in any way
+        stored.refuse(f"transformers cannot make a config of its metadata ({error})")
+    model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    if model is None:
+        stored.refuse(f"{config.get('model_type')!r} is no language model that transformers knows")
+    kept = {key: value for key, value in config.items() if not key.startswith("_")}
+    return {"architectures": [model.__name__], **kept}
+
+
+def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
+    """What the config beside it states; else that of its matrices if they are plain, or bfloat16."""
+    config = stored.checkpoint.config or {}
+    if "dtype" in config or "torch_dtype" in config:
+        return stored.dtype
+    headers = stored.checkpoint.headers
+    kinds = {kind for name, kind in types.items() if len(headers[name].shape) > 1}
+    return _PLAIN.get(next(iter(kinds)), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
+
+
+def _tensor(
+    stored: Stored, name: str, header: TensorHeader, kind: str, processor: Any
+) -> Blocks | Whole:
+    """Return a tensor with what is undone to it, after its size was checked."""
+
+    def undo(values: Values) -> Values:
+        kept: dict[str, Any] = {"tensors": {}}
+        return processor.process(weights=values, name=name, parsed_parameters=kept).weights
+
+    block, size = _sizes(stored, name, kind)
+    held = stored.checkpoint.headers[name]
+    shape = (*held.shape[:-1], held.shape[-1] // size * block) if size else held.shape
+    if len(shape) == 2:
+        order = np.arange(shape[0])[:, None]
+        found: Any = undo(cast("Any", order))
+        if found.shape == order.shape and (np.sort(found, axis=0) == order).all():
+            _check_shape(stored, name, header, shape)
+            same = bool((found == order).all())
+            return Blocks(header, (name,), kind, None if same else found[:, 0])
+    one = np.broadcast_to(np.ones(1, np.float32), shape)  # a number's memory
+    _check_shape(stored, name, header, tuple(undo(one).shape))
+    return Whole(header, (name,), kind, undo)
+
+
+def _check_shape(stored: Stored, name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
+    if shape != header.shape:
+        stored.refuse(
+            f"'{name}' is {list(shape)}, where its config gives '{header.name}' {list(header.shape)}"
+        )
+
+
+def _sizes(stored: Stored, name: str, kind: str) -> tuple[int, int]:
+    """Numbers and bytes of a block; of plain numbers 1 and 0."""
+    package: Any = importlib.import_module("gguf")
+    if stored.checkpoint.headers[name].dtype is not torch.uint8:
+        return 1, 0
+    numbered = package.GGMLQuantizationType[kind]
+    block, size = package.GGML_QUANT_SIZES[numbered]
+    try:
+        package.dequantize(np.zeros((1, size), dtype=np.uint8), numbered)
+    except NotImplementedError:
+        stored.refuse(f"'{name}' is {kind}, which gguf does not dequantise")
+    return block, size
+
+
+def _tensor_of(values: Values) -> Tensor:
+    from_numpy: Callable[[Values], Tensor] = cast("Any", torch).from_numpy
+    return from_numpy(values)
+
+
+def _dequantised(rows: Tensor, kind: str) -> Values:
+    """Return rows of plain numbers, or of blocks, in float32."""
+    if rows.dtype is not torch.uint8:
+        return rows.float().numpy()
+    package: Any = importlib.import_module("gguf")
+    return package.dequantize(rows.numpy(), package.GGMLQuantizationType[kind])

@@ -1,0 +1,170 @@
+"""A tensor that is stored packed, and what a format has to say of it.
+
+Nothing larger than the tensor itself is ever made of it: whoever unpacks does so in pieces of 2¹⁸
+numbers, whatever is asked for, so that a read takes a few MB beside what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from covmerge.checkpoints import Checkpoint
+from covmerge.errors import CheckpointError
+from covmerge.types import TensorHeader
+
+# Reads (rows of) a tensor as it is stored.
+Read = Callable[[str, range | None], Tensor]
+
+GGUF = "gguf"  # a file, whose settings are in no config.json
+PIECE = 2**18  # numbers that are unpacked at once
+
+HOW_ELSE = (
+    "Dequantise it first (transformers: model.dequantize(), then save_pretrained), or pass the "
+    "model as it was before"
+)
+
+
+class Packed(Protocol):
+    """A tensor that is stored packed, together with its scales."""
+
+    @property
+    def header(self) -> TensorHeader:
+        """What it is unpacked."""
+        ...
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The stored tensors that it is made of."""
+        ...
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """Write rows of it, computed in float32, to `out`, which rounds them to its dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByRows:
+    """A packed tensor of which any rows can be unpacked by themselves."""
+
+    header: TensorHeader
+    stored: tuple[str, ...]
+
+    def fill(self, out: Tensor, rows: range, read: Read) -> None:
+        """See `Packed.fill`."""
+        for part in pieces(rows, prod(self.header.shape[1:])):
+            start = part.start - rows.start
+            out[start : start + len(part)] = self.unpacked(part, read)
+
+    def unpacked(self, rows: range, read: Read) -> Tensor:
+        """Return a few rows, in float32."""
+        raise NotImplementedError
+
+
+def pieces(rows: range, width: int) -> Iterator[range]:
+    """Divide rows of `width` numbers into ranges of about `PIECE` numbers.
+
+    Example:
+        >>> list(pieces(range(1, 6), PIECE // 2))
+        [range(1, 3), range(3, 5), range(5, 6)]
+    """
+    step = max(1, PIECE // max(1, width))
+    for start in range(rows.start, rows.stop, step):
+        yield range(start, min(start + step, rows.stop))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A quantised checkpoint, as formats look at it.
+
+    Attributes:
+        checkpoint: as it is stored.
+        settings: its `quantization_config`.
+        dtype: what its config says that it is computed in.
+    """
+
+    checkpoint: Checkpoint
+    settings: Mapping[str, Any]
+    dtype: torch.dtype
+
+    @property
+    def method(self) -> str:
+        """What its config calls the format."""
+        return str(self.settings.get("quant_method"))
+
+    def refuse(self, why: str) -> NoReturn:
+        """Say what of it is not read.
+
+        Raises:
+            CheckpointError: always.
+        """
+        told = "" if self.method == GGUF else "; quantization_config in config.json"
+        raise CheckpointError(
+            f"{self.checkpoint.source} is stored quantised ({self.method}{told}), and {why}. {HOW_ELSE}"
+        )
+
+    def setting(self, key: str, *allowed: object, default: object = None) -> Any:
+        """Return a setting, one of those that are read.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        value = self.settings.get(key, default)
+        if not any(type(value) is type(known) and value == known for known in allowed):
+            self.refuse(
+                f"its {key} is {value!r}, where {', '.join(map(repr, allowed))} can be read"
+            )
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a setting that is a size.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        value = self.settings.get(key, default)
+        if type(value) is not int or not (value == -1 or 0 < value < 2**31):
+            self.refuse(f"its {key} is {value!r}, not a size")
+        return value
+
+    def part(
+        self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]
+    ) -> TensorHeader:
+        """Return the header of a part of a packed tensor, of one of these dtypes and shapes.
+
+        Raises:
+            CheckpointError: it is not stored, or another one.
+        """
+        header = self.checkpoint.headers.get(name)
+        if header is None:
+            self.refuse(f"'{name}' is missing: fetch it again")
+        if header.dtype not in dtypes:
+            self.refuse(f"'{name}' is {header.dtype}, not {' or '.join(map(str, dtypes))}")
+        if shapes and header.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            self.refuse(f"'{name}' is {list(header.shape)}, where its layer needs {wanted}")
+        return header
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a format finds in a checkpoint.
+
+    Attributes:
+        tensors: those that are stored packed.
+        said: the format in words.
+        unused: stored tensors that mean nothing for plain weights: scales of activations.
+        config: the model's, where it is made of what the file says; None: it is config.json's.
+        turned: whether layers lie as transformers stores them, also those it stores transposed.
+    """
+
+    tensors: tuple[Packed, ...]
+    said: str
+    unused: frozenset[str] = field(default_factory=frozenset[str])
+    config: Mapping[str, Any] | None = None
+    turned: bool = False

@@ -1,0 +1,169 @@
+"""A quantised checkpoint as a plain one: plain names and shapes, dequantised as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from covmerge.checkpoints import Checkpoint, open_checkpoint
+from covmerge.checkpoints.base import find_header
+from covmerge.checkpoints.folder import QUANTISATION
+from covmerge.checkpoints.view import View
+from covmerge.quantised.formats import FORMATS
+from covmerge.quantised.packed import Found, Packed, Stored
+from covmerge.tensors import conv1d_names, describe_checkpoint
+from covmerge.text import some
+from covmerge.types import TensorHeader
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+# Names that only parts of packed tensors have.
+_PARTS = (
+    *(".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".absmax", ".quant_map"),
+    *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "_blocks"),
+)
+
+
+class Dequantised(View):
+    """A view of a quantised checkpoint in which nothing is quantised.
+
+    Rows are read packed, with their scales, and computed in float32, then rounded to the tensor's dtype:
+    nothing else is kept of them. docs/quantised.md says how, format by format.
+
+    Args:
+        stored: the checkpoint, whose weights are here.
+
+    Raises:
+        CheckpointError: its format is not read, or sizes of packed tensors, scales and config contradict
+            each other.
+    """
+
+    def __init__(self, stored: Checkpoint) -> None:
+        super().__init__(stored)
+        config = stored.config or {}
+        seen = Stored(stored, _settings(config), _dtype_of(config))
+        found = _find(seen)
+        self.source = stored.source
+        plain = {key: value for key, value in config.items() if key != QUANTISATION}
+        self.config: Mapping[str, Any] | None = plain if found.config is None else found.config
+        self._packed = {packed.header.name: packed for packed in found.tensors}
+        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+            {header.name: header for header in _plain_headers(seen, found)}
+        )
+        turned = () if found.turned else conv1d_names(describe_checkpoint(self)) or ()
+        for name in self._packed.keys() & set(turned):
+            seen.refuse(f"'{name}' is of a Conv1D layer, whose weight its client stores transposed")
+        dtypes = dict.fromkeys(
+            str(packed.header.dtype).removeprefix("torch.") for packed in found.tensors
+        )
+        self.notes = (
+            *stored.notes,
+            f"{self.source} is stored quantised ({found.said}): {len(found.tensors)} tensors are read "
+            f"as {', '.join(dtypes)} (docs/quantised.md)",
+        )
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        header = find_header(self.headers, name, rows, self.source)
+        packed = self._packed.get(name)
+        if packed is None:
+            return self._stored.read(name, rows)
+        rows = range(header.shape[0]) if rows is None else rows
+        out = torch.empty((len(rows), *header.shape[1:]), dtype=header.dtype)
+        packed.fill(out, rows, self._stored.read)
+        return out
+
+
+def is_quantised(checkpoint: Checkpoint) -> bool:
+    """Whether its tensors are packed; not those of a view that dequantises them."""
+    return bool((checkpoint.config or {}).get(QUANTISATION))
+
+
+def dequantised(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint as a plain one: itself, unless it is quantised.
+
+    Raises:
+        CheckpointError: as `Dequantised`.
+    """
+    return Dequantised(checkpoint) if is_quantised(checkpoint) else checkpoint
+
+
+def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
+    """Open a checkpoint, and see it as a plain one.
+
+    Raises:
+        CheckpointError: as `covmerge.checkpoints.open_checkpoint` and `Dequantised`.
+    """
+    checkpoint = open_checkpoint(source)
+    try:
+        return dequantised(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: object = config[QUANTISATION]
+    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a config states; bfloat16 where it states none."""
+    nested = [value for key, value in config.items() if key.endswith("text_config")]
+    parts = [
+        config,
+        *(cast("Mapping[str, Any]", part) for part in nested if isinstance(part, dict)),
+    ]
+    stated = (part.get(key) for part in parts for key in _DTYPE_KEYS)
+    return getattr(torch, next((name for name in stated if name in _DTYPES), "bfloat16"))
+
+
+def _find(stored: Stored) -> Found:
+    finder = FORMATS.get(stored.method)
+    if finder is None:
+        stored.refuse(f"formats that can be read are {', '.join(FORMATS)}")
+    found = finder(stored)
+    if not found.tensors:
+        stored.refuse("no tensor of it is packed: if it is plain, remove that from config.json")
+    return found
+
+
+def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
+    """Headers of the plain tensors, in file order.
+
+    Raises:
+        CheckpointError: a name that stands for two tensors, or parts of a packed one that are no layer's.
+    """
+    headers = stored.checkpoint.headers
+    owners = {name: packed for packed in found.tensors for name in packed.stored}
+    left = [name for name in headers if name not in owners and name not in found.unused]
+    for name in {packed.header.name for packed in found.tensors}.intersection(left):
+        stored.refuse(f"'{name}' is there both packed and plain")
+    stray = [name for name in left if _is_part(headers[name])]
+    if stray:
+        stored.refuse(
+            f"parts of it are stored as nothing that can be read: {some(stray, quoted=True)}"
+        )
+    return _in_order(headers.values(), owners, found.unused)
+
+
+def _in_order(
+    headers: Iterable[TensorHeader], owners: Mapping[str, Packed], unused: frozenset[str]
+) -> Iterator[TensorHeader]:
+    told: set[str] = set()
+    for header in headers:
+        if header.name in unused:
+            continue
+        plain = owners[header.name].header if header.name in owners else header
+        if plain.name not in told:
+            told.add(plain.name)
+            yield plain
+
+
+def _is_part(header: TensorHeader) -> bool:
+    return "float8" in str(header.dtype) or header.name.endswith(_PARTS)

@@ -1,0 +1,131 @@
+"""Tiny models as GGUF files, with names, orders and types as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from torch import Tensor
+
+LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+GPT2 = {
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+
+
+def save_llama(model: Any, path: Path, kind: str, architecture: str = "llama") -> Path:
+    """Save a Llama, or what claims to be another: matrices in one type, where its blocks divide rows."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module in OUTSIDE:
+            own = OUTSIDE[module]
+        else:
+            _, _, number, leaf = module.split(".", 3)
+            own = f"blk.{number}.{LAYER[leaf]}"
+        kept = own.rpartition(".")[2]
+        _add(
+            writer,
+            f"{own}.weight",
+            permuted(tensor, heads[kept]) if kept in heads else tensor,
+            kind,
+        )
+    return _written(writer, path)
+
+
+def save_gpt2(model: Any, path: Path, kind: str) -> Path:
+    """Save a GPT-2, whose matrices llama.cpp transposes."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_name("tiny")
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        module, _, leaf = name.rpartition(".")
+        if module in GPT2:
+            own = GPT2[module]
+        else:
+            _, _, number, inner = module.split(".", 3)
+            own = f"blk.{number}.{GPT2[inner]}"
+        turned = tensor.mT if "c_" in module and leaf == "weight" else tensor
+        _add(writer, f"{own}.{leaf}", turned, kind)
+    return _written(writer, path)
+
+
+def permuted(weight: Tensor, heads: int) -> Tensor:
+    """Rows of q and k as llama.cpp's rotary embedding wants them: both halves of a head by turns."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def _add(writer: Any, name: str, tensor: Tensor, kind: str) -> None:
+    values = tensor.detach().float().contiguous().numpy()
+    numbered = gguf.GGMLQuantizationType[kind]
+    block, _ = gguf.GGML_QUANT_SIZES[numbered]
+    if tensor.ndim < 2 or tensor.shape[-1] % block:
+        writer.add_tensor(name, values)
+        return
+    try:
+        packed = gguf.quantize(values, numbered)
+    except NotImplementedError:
+        packed = random_blocks(values.shape, numbered)
+    writer.add_tensor(name, packed, raw_dtype=numbered)
+
+
+def random_blocks(shape: tuple[int, ...], kind: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Blocks of a type that gguf cannot make: any bits that stand for finite numbers."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    generator = np.random.default_rng(0)
+    while True:
+        found = generator.integers(0, 64, (*shape[:-1], shape[-1] // block * size), dtype=np.uint8)
+        if np.isfinite(gguf.dequantize(found, kind)).all():
+            return found
+
+
+def _written(writer: Any, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -1,0 +1,190 @@
+"""Tiny models, stored quantised as their clients store them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def llama(seed: int, **changes: Any) -> Any:
+    """A Llama of one layer in bfloat16, with sizes that blocks of 32 and 64 divide, and some do not."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{
+            **SIZES,
+            "intermediate_size": 96,
+            "num_key_value_heads": 1,
+            "pad_token_id": 0,
+            **changes,
+        },
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    return moved(model, seed)
+
+
+def gpt_oss(seed: int) -> Any:
+    """A GPT-OSS of one layer with three experts."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        **SIZES,
+        intermediate_size=64,
+        num_key_value_heads=1,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        head_dim=32,
+        max_position_embeddings=32,
+        layer_types=["full_attention"],
+        pad_token_id=0,
+    )
+    return moved(transformers.GptOssForCausalLM(config).to(torch.bfloat16), seed)
+
+
+def moved(model: Any, seed: int) -> Any:
+    """A fine-tune of a model: every weight a little off; seed 0 is the base itself."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_((0.01 * (seed > 0)) * noise.to(parameter.dtype))
+    return model
+
+
+Pack = Callable[[str, Tensor], Mapping[str, Tensor]]
+
+
+def save_packed(model: Any, folder: Path, pack: Pack, settings: Mapping[str, Any]) -> Path:
+    """Save a model with its layers packed, and a config that says so."""
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    stored: dict[str, Tensor] = {}
+    for name, tensor in load_file(path).items():
+        packed = pack(name, tensor) if "_proj" in name and "bias" not in name else None
+        stored |= {name: tensor} if packed is None else packed
+    save_file(stored, path, metadata={"format": "pt"})
+    config = folder / "config.json"
+    fields = {**json.loads(config.read_text()), "quantization_config": dict(settings)}
+    config.write_text(json.dumps(fields))
+    return folder
+
+
+def fp8_blocks(name: str, weight: Tensor, block: tuple[int, int] = (32, 32)) -> dict[str, Tensor]:
+    """A weight with a scale for each block, the last ones cut off."""
+    high, wide = block
+    rows, columns = weight.shape
+    grid = (-(-rows // high), -(-columns // wide))
+    scales = torch.empty(grid)
+    packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i in range(grid[0]):
+        for j in range(grid[1]):
+            own = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
+            scales[i, j] = weight[own].float().abs().max() / 448
+            packed[own] = (weight[own].float() / scales[i, j]).to(packed.dtype)
+    return {name: packed, f"{name}_scale_inv": scales}
+
+
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32]}
+
+
+def fp8_tensor(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """A weight with one scale."""
+    return fp8_blocks(name, weight, (1 << 20, 1 << 20)) | {
+        f"{name}_scale_inv": weight.float().abs().max() / 448
+    }
+
+
+def fp8_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """A weight with a scale for each row, as compressed-tensors stores it."""
+    scale = weight.float().abs().amax(1, keepdim=True) / 448
+    module = name.removesuffix(".weight")
+    return {
+        name: (weight.float() / scale).to(torch.float8_e4m3fn),
+        f"{name}_scale": scale.to(torch.bfloat16),
+        f"{module}.input_scale": torch.ones(1),
+    }
+
+
+def bitsandbytes_8(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """A weight in int8 with a scale for each row."""
+    scale = weight.float().abs().amax(1)
+    packed = (weight.float() * 127 / scale.view(-1, 1)).round().to(torch.int8)
+    return {name: packed, name.replace(".weight", ".SCB"): scale}
+
+
+def gptq(name: str, weight: Tensor, group: int = 32) -> dict[str, Tensor]:
+    """A weight of 4 bits around 8, a scale for each group of inputs."""
+    own = weight.float().mT
+    scales = own.unflatten(0, (-1, group)).abs().amax(1) / 7
+    numbers = (own / scales.repeat_interleave(group, 0)).round().add(8).clamp(0, 15).int()
+    packed = numbers.unflatten(0, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
+    zeros = torch.full((len(scales), weight.shape[0] // 8), 0x77777777, dtype=torch.int32)
+    module = name.removesuffix(".weight")
+    return {
+        f"{module}.qweight": packed.sum(1, dtype=torch.int32),
+        f"{module}.qzeros": zeros,
+        f"{module}.scales": scales.half(),
+        f"{module}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group,
+    }
+
+
+def awq(name: str, weight: Tensor, group: int = 32) -> dict[str, Tensor]:
+    """A weight of 4 bits around 8, eight outputs a word."""
+    own = weight.float().mT
+    scales = own.unflatten(0, (-1, group)).abs().amax(1) / 7
+    numbers = (own / scales.repeat_interleave(group, 0)).round().add(8).clamp(0, 15).int()
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32)
+    packed = (numbers.unflatten(1, (-1, 8)) << (4 * order)).sum(-1, dtype=torch.int32)
+    zeros = torch.full((len(scales), weight.shape[0] // 8), 0x88888888 - 2**32).to(torch.int32)
+    module = name.removesuffix(".weight")
+    return {
+        f"{module}.qweight": packed,
+        f"{module}.qzeros": zeros,
+        f"{module}.scales": scales.half(),
+    }
+
+
+def mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Experts in 4 bits, an exponent for 32 of a row's weights; the largest of them is rounded down."""
+    if weight.ndim != 3:
+        return {name: weight}
+    own = weight.float().mT.unflatten(-1, (-1, 32))
+    exponents = own.abs().amax(-1, keepdim=True).log2().floor().sub(2).clamp(-127, 127)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = own / exponents.exp2()
+    numbers = (scaled.abs().unsqueeze(-1) - values).abs().argmin(-1) + 8 * (scaled < 0)
+    numbers = numbers.to(torch.uint8)
+    return {
+        f"{name}_blocks": numbers[..., ::2] | numbers[..., 1::2] << 4,
+        f"{name}_scales": (exponents.squeeze(-1) + 127).to(torch.uint8),
+    }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+# How a model of each format is packed, and what its config says of it.
+FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
+    "fp8 by block": (fp8_blocks, FP8_BLOCKS),
+    "fp8 by tensor": (fp8_tensor, {"quant_method": "fp8"}),
+    "compressed-tensors": (
+        fp8_rows,
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    ),
+    "bitsandbytes": (bitsandbytes_8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "gptq": (gptq, GPTQ),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "mxfp4": (mxfp4, {"quant_method": "mxfp4"}),
+}
+
+
+def build(form: str, seed: int) -> Any:
+    """A model that can be stored in a format."""
+    return gpt_oss(seed) if form == "mxfp4" else llama(seed)

@@ -1,0 +1,171 @@
+"""GGUF files as experts and as base, against transformers' own loader of the same file."""
+
+import json
+import struct
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import covmerge
+from covmerge.checkpoints import open_checkpoint
+from covmerge.errors import CheckpointError
+from covmerge.quantised import open_plain
+from tests.quantised.ggufs import save_gpt2, save_llama
+from tests.quantised.models import llama, moved
+
+
+def gpt2(seed):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2)
+    return moved(transformers.GPT2LMHeadModel(config), seed)
+
+
+def wide(seed):
+    return llama(seed, hidden_size=256, intermediate_size=256, num_attention_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("build", "save", "kind"),
+    [
+        *((llama, save_llama, kind) for kind in ("F32", "F16", "Q8_0", "Q4_1")),
+        *((wide, save_llama, kind) for kind in ("Q4_K", "Q6_K", "IQ4_XS")),
+        (gpt2, save_gpt2, "Q8_0"),
+    ],
+)
+def test_it_is_what_transformers_reads(tmp_path, build, save, kind, monkeypatch):
+    monkeypatch.setattr("covmerge.quantised.packed.PIECE", 500)
+    path = save(build(1), tmp_path / "model.gguf", kind)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    ).state_dict()
+    ours = open_plain(path)
+    plain = {"F32": torch.float32, "F16": torch.float16}.get(kind, torch.bfloat16)
+    assert ours.headers.keys() == theirs.keys() - ({"lm_head.weight"} if build is gpt2 else set())
+    for name, header in ours.headers.items():
+        assert header.dtype is plain
+        expected = theirs[name].to(plain)
+        assert torch.equal(ours.read(name), expected), name
+        for rows in (range(1, 2), range(5, 5), range(3, header.shape[0] - 1)):
+            assert torch.equal(ours.read(name, rows), expected[rows.start : rows.stop])
+    assert ours.notes[-1].partition("GGUF, ")[2]
+
+
+def test_a_gguf_expert_is_merged_as_its_twin(tmp_path):
+    llama(0).save_pretrained(tmp_path / "base")
+    packed = save_llama(llama(1), tmp_path / "expert.gguf", "Q8_0")
+    twin = llama(0)
+    plain = open_plain(packed)
+    twin.load_state_dict({name: plain.read(name) for name in plain.headers})
+    twin.save_pretrained(tmp_path / "twin")
+    for out, expert in (("a", packed), ("b", tmp_path / "twin")):
+        covmerge.merge(tmp_path / "base", {"e": expert}, "ties", tmp_path / out)
+    one, other = (load_file(tmp_path / out / "model.safetensors") for out in "ab")
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert one.keys() == other.keys()
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_a_gguf_base_gives_a_model_that_loads(tmp_path, in_folder):
+    """With a config made of the file; a tokenizer is taken from its folder."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    base = save_llama(llama(0), folder / "base-Q8_0.gguf", "Q8_0")
+    (folder / "tokenizer_config.json").write_text("{}")
+    llama(1).save_pretrained(tmp_path / "expert")
+    result = covmerge.merge(
+        folder if in_folder else base,
+        {"e": tmp_path / "expert"},
+        "task_arithmetic",
+        tmp_path / "out",
+        scale=1.0,
+    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["dtype"], config["num_key_value_heads"]) == ("bfloat16", 1)
+    assert (tmp_path / "out" / "tokenizer_config.json").exists() is in_folder
+    assert any("config.json is made of" in note for note in result.notes)
+    assert not any("no config" in note for note in result.notes)
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
+    assert covmerge.verify(tmp_path / "out").ok
+    expert = llama(1).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(tensor.float(), expert[name].float(), atol=0.02), name
+
+
+def test_a_config_beside_it_decides(tmp_path):
+    save_llama(llama(1), tmp_path / "model.gguf", "Q8_0")
+    llama(1).config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    model = open_plain(tmp_path)
+    assert {header.dtype for header in model.headers.values()} == {torch.float16}
+    assert model.config == {
+        **config,
+        "dtype": "float16",
+        "architectures": ["LlamaForCausalLM"],
+    }
+
+
+def test_another_config_is_refused(tmp_path):
+    save_llama(llama(1), tmp_path / "model.gguf", "Q8_0")
+    llama(1, intermediate_size=128).config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_.*' is .*, where its config gives"):
+        open_plain(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen35", "no_such"])
+def test_an_architecture_that_is_not_read_is_named(tmp_path, architecture):
+    path = save_llama(llama(1), tmp_path / "model.gguf", "Q8_0", architecture)
+    with pytest.raises(CheckpointError, match=rf"gguf.*{architecture}"):
+        open_plain(path)
+
+
+def test_what_it_is_stored_as_is_shown_by_its_names(tmp_path):
+    stored = open_checkpoint(save_llama(llama(1), tmp_path / "model.gguf", "Q8_0"))
+    header = stored.headers["blk.0.ffn_up.weight"]
+    assert (header.shape, header.dtype) == ((96, 2 * 34), torch.uint8)
+    assert stored.headers["output_norm.weight"].dtype == torch.float32
+
+
+def put(data, place, form, value):
+    return data[:place] + struct.pack(form, value) + data[place + struct.calcsize(form) :]
+
+
+def of_tensor(data, name):
+    """Where a tensor's number of dimensions stands in the header."""
+    return data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+
+
+NAME = "blk.0.ffn_up.weight"  # (96, 64): two dimensions, its type, its offset
+DAMAGED = {
+    "does not begin with GGUF": lambda d: b"GGUf" + d[4:],
+    "is GGUF version 1": lambda d: put(d, 4, "<I", 1),
+    "claims 1099511627776 tensors": lambda d: put(d, 8, "<Q", 2**40),
+    "claims 12 tensors and 1099511627776 entries": lambda d: put(d, 16, "<Q", 2**40),
+    "has a text of 4503599627370496 bytes": lambda d: put(d, 24, "<Q", 2**52),
+    "has a header that does not end": lambda d: d[:300],
+    "has a value of type 77": lambda d: put(d, 24 + 8 + len("general.architecture"), "<I", 77),
+    f"has '{NAME}' of 5 dimensions": lambda d: put(d, of_tensor(d, NAME), "<I", 5),
+    f"has '{NAME}' of .96, 4611686018427387904.": (
+        lambda d: put(d, of_tensor(d, NAME) + 4, "<Q", 2**62)
+    ),
+    f"has '{NAME}' of .96, 63., no whole": lambda d: put(d, of_tensor(d, NAME) + 4, "<Q", 63),
+    f"has '{NAME}' of the type 4,": lambda d: put(d, of_tensor(d, NAME) + 20, "<I", 4),
+    f"has '{NAME}' at 7, which is not": lambda d: put(d, of_tensor(d, NAME) + 24, "<Q", 7),
+    "lies over another, or past the end": lambda d: put(d, of_tensor(d, NAME) + 24, "<Q", 2**50),
+    "past the end|lies over": lambda d: put(d, of_tensor(d, NAME) + 24, "<Q", 0),
+    "lies over another, or past": lambda d: d[:-64],
+}
+
+
+@pytest.mark.parametrize("said", DAMAGED)
+def test_a_damaged_header_is_refused_before_anything_is_read(tmp_path, said):
+    path = save_llama(llama(1), tmp_path / "model.gguf", "Q8_0")
+    path.write_bytes(DAMAGED[said](path.read_bytes()))
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(path)

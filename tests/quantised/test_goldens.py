@@ -1,0 +1,180 @@
+"""Each format against what its own client reads of the same file, bit for bit (`make_goldens.py`)."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from covmerge.errors import CheckpointError
+from covmerge.quantised import Dequantised, open_plain
+from tests.quantised.make_goldens import EXPECTED, GOLDEN
+
+LAYERS: dict[str, dict[str, torch.Tensor]] = {}
+for key, tensor in load_file(GOLDEN).items():
+    case, _, name = key.partition("/")
+    LAYERS.setdefault(case, {})[name] = tensor
+
+BLOCKS = {"group_0": {"weights": {"block_structure": [32, 32]}}}
+SETTINGS = {
+    "bitsandbytes": {},
+    "gptq 4 gptq_v2": {"bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+    "gptq 4 gptq": {"bits": 4, "group_size": 32, "desc_act": True},
+    "gptq 8 gptq": {"bits": 8, "group_size": 32},
+    "awq": {"bits": 4, "group_size": 32, "version": "gemm"},
+    "compressed-tensors float": {"format": "float-quantized", "config_groups": BLOCKS},
+    "compressed-tensors int": {"format": "int-quantized"},
+}
+
+
+def settings(case):
+    found = next(values for start, values in SETTINGS.items() if case.startswith(start))
+    return {"quant_method": case.partition(" ")[0], **found}
+
+
+def save(folder, case, layer=None, **changes):
+    """A checkpoint of one packed layer and one plain tensor."""
+    layer = LAYERS[case] if layer is None else layer
+    stored = {name: tensor for name, tensor in layer.items() if name != EXPECTED}
+    stored["norm.weight"] = torch.ones(3)
+    save_file(stored, folder / "model.safetensors")
+    dtype = "float16" if case.startswith(("gptq", "awq")) else "bfloat16"
+    config = {"dtype": dtype, "quantization_config": {**settings(case), **changes}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_is_what_its_client_reads(tmp_path, case):
+    expected = LAYERS[case][EXPECTED]
+    model = open_plain(save(tmp_path, case))
+    assert isinstance(model, Dequantised)
+    assert set(model.headers) == {"fc.weight", "norm.weight"}
+    header = model.headers["fc.weight"]
+    assert (header.shape, header.dtype) == (expected.shape, expected.dtype)
+    assert model.config == {"dtype": str(expected.dtype).removeprefix("torch.")}
+    assert torch.equal(model.read("fc.weight"), expected)
+    assert torch.equal(model.read("norm.weight"), torch.ones(3))
+
+
+@pytest.mark.parametrize("piece", [1, 100, 1000])
+@pytest.mark.parametrize("case", LAYERS)
+def test_rows_are_rows_of_the_whole(tmp_path, case, piece, monkeypatch):
+    """Whatever is asked for, and in whatever pieces it is unpacked."""
+    monkeypatch.setattr("covmerge.quantised.packed.PIECE", piece)
+    expected = LAYERS[case][EXPECTED]
+    model = open_plain(save(tmp_path, case))
+    for rows in (range(0, 1), range(3, 11), range(17, 24), range(5, 5), range(len(expected))):
+        assert torch.equal(model.read("fc.weight", rows), expected[rows.start : rows.stop])
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "change", "said"),
+    [
+        ("bitsandbytes 8", "fc.SCB", lambda t: t[:-1], "needs .24."),
+        ("bitsandbytes 8", "fc.weight_format", lambda t: t + 1, "is not 0"),
+        ("bitsandbytes nf4 24", "fc.weight", lambda t: t[:-1], "where its layer needs"),
+        ("bitsandbytes nf4 24", "fc.weight.absmax", lambda t: t[:-1], "where its layer needs"),
+        ("bitsandbytes nf4 24", "fc.weight.absmax", None, "is missing"),
+        (
+            "bitsandbytes nf4 nested 24",
+            "fc.weight.nested_absmax",
+            lambda t: t.repeat(2),
+            "needs .1.",
+        ),
+        (
+            "bitsandbytes nf4 nested 24",
+            "fc.weight.nested_quant_map",
+            lambda t: t[1:],
+            "needs .256.",
+        ),
+        (
+            "compressed-tensors float block True",
+            "fc.weight_scale",
+            lambda t: t.mT.contiguous(),
+            "2, 3",
+        ),
+        (
+            "compressed-tensors float tensor True",
+            "fc.weight_scale",
+            None,
+            "stored as nothing|packed",
+        ),
+        ("compressed-tensors int channel False", "fc.weight_zero_point", lambda t: t[1:], "40, 1"),
+        ("gptq 4 gptq", "fc.qzeros", lambda t: t[1:], "where its layer needs"),
+        ("gptq 4 gptq", "fc.scales", lambda t: t.float()[:, 1:], "where its layer needs"),
+        ("gptq 4 gptq", "fc.g_idx", lambda t: t[1:], "where its layer needs"),
+        ("gptq 4 gptq", "fc.qweight", lambda t: t.float(), "float32, not torch.int32"),
+        ("awq", "fc.qzeros", lambda t: t[:, 1:], "where its layer needs"),
+        ("awq", "fc.scales", None, "is missing"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused_before_a_weight_is_read(
+    tmp_path, case, part, change, said
+):
+    layer = dict(LAYERS[case])
+    if change is None:
+        del layer[part]
+    else:
+        layer[part] = change(layer[part]).contiguous()
+    with pytest.raises(CheckpointError, match=said) as error:
+        open_plain(save(tmp_path, case, layer))
+    assert "quantization_config" in str(error.value)
+    assert "model.dequantize()" in str(error.value)
+
+
+@pytest.mark.parametrize("group", [-1, 3, 2**30])
+def test_a_group_of_inputs_that_is_not_there_is_refused(tmp_path, group):
+    layer = {**LAYERS["gptq 4 gptq"]}
+    layer["fc.g_idx"] = layer["fc.g_idx"].clone()
+    layer["fc.g_idx"][7] = group
+    model = open_plain(save(tmp_path, "gptq 4 gptq", layer))
+    with pytest.raises(CheckpointError, match=r"'fc.weight' has inputs in group .* of 3"):
+        model.read("fc.weight")
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "said"),
+    [
+        ("gptq 4 gptq", {"quant_method": "hqq"}, "formats that can be read are fp8, "),
+        ("gptq 4 gptq", {"bits": 3}, "its bits is 3, where 2, 4, 8 can be read"),
+        ("gptq 4 gptq", {"bits": True}, "its bits is True"),
+        ("gptq 4 gptq", {"bits": 8}, "where its layer needs"),
+        ("gptq 4 gptq", {"group_size": 0}, "its group_size is 0, not a size"),
+        ("gptq 4 gptq", {"group_size": "32"}, "its group_size is '32', not a size"),
+        ("gptq 4 gptq", {"checkpoint_format": "marlin"}, "its checkpoint_format is 'marlin'"),
+        ("awq", {"version": "gemv"}, "its version is 'gemv'"),
+        ("compressed-tensors float block True", {"format": "nvfp4-pack-quantized"}, "its format"),
+        ("compressed-tensors float block True", {"config_groups": {}}, "where its layer needs"),
+        (
+            "compressed-tensors float block True",
+            {"config_groups": {"a": {"weights": {"block_structure": [0, 32]}}}},
+            "its block is .0, 32., not rows and columns",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(tmp_path, case, changes, said):
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(save(tmp_path, case, **changes))
+
+
+def test_a_layer_that_is_there_twice_is_refused(tmp_path):
+    layer = {**LAYERS["awq"], "fc.weight": torch.ones(24, 96)}
+    with pytest.raises(CheckpointError, match=r"'fc.weight' is there both packed and plain"):
+        open_plain(save(tmp_path, "awq", layer))
+
+
+def test_a_state_of_bitsandbytes_is_not_trusted(tmp_path):
+    name = "fc.weight.quant_state.bitsandbytes__nf4"
+    for text, said in (
+        (b"\x00" * 78, "not valid JSON"),
+        (b'{"shape": [24, 96]}', "says shape"),
+        (b'{"shape": [-1, 96], "blocksize": 128, "dtype": "bfloat16"}', "says shape"),
+        (b'{"shape": [2147483647, 2147483647], "blocksize": 128, "dtype": "float16"}', "needs"),
+        (b'{"shape": [24, 96], "blocksize": 0, "dtype": "bfloat16"}', "blocks of 0"),
+        (b"{" + b" " * 2**16 + b"}", "at most 65536 bytes"),
+    ):
+        state = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        layer = {**LAYERS["bitsandbytes nf4 24"], name: state}
+        with pytest.raises(CheckpointError, match=said):
+            open_plain(save(tmp_path, "bitsandbytes nf4 24", layer))
