@@ -31,10 +31,10 @@ from covmerge.checkpoints.base import Checkpoint, find_header
 from covmerge.checkpoints.folder import CONFIG, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.hub import HubCheckpoint
-from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
 from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.stores.local import LocalFolder, local_file
 from covmerge.stores.regular_file import open_regular
 from covmerge.stores.store import child
@@ -370,16 +370,16 @@ def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterChe
     """
     if is_offline(source):
         folder = cached_snapshot(source, name, revision)
-        repository = Repository(source, name, folder.name, {})
+        store = HubStore(source, name, folder.name, {})
         names: Collection[str] = {path.name for path in folder.iterdir()}
-        return _downloaded(source, repository, folder, names) if holds_adapter(names) else None
-    repository = Repository.find(source, name, revision)
-    names = repository.top_level()
+        return _downloaded(store, folder, names) if holds_adapter(names) else None
+    store = HubStore.find(source, name, revision)
+    names = store.names()
     if not holds_adapter(names):
         return None
     weights = [file for file in _WEIGHTS if file in names][:1]
-    folder = repository.download((*repository.companions(), *weights))
-    return _downloaded(source, repository, folder, names)
+    folder = store.download((*store.companions(), *weights))
+    return _downloaded(store, folder, names)
 
 
 def holds_adapter(names: Collection[str]) -> bool:
@@ -395,15 +395,11 @@ def holds_adapter(names: Collection[str]) -> bool:
     return not model and any(name in names for name in (ADAPTER_CONFIG, *_WEIGHTS))
 
 
-def _downloaded(
-    source: str, repository: Repository, folder: Path, names: Collection[str]
-) -> AdapterCheckpoint:
+def _downloaded(store: HubStore, folder: Path, names: Collection[str]) -> AdapterCheckpoint:
     def of_hub(local: FileCheckpoint) -> Checkpoint:
-        return HubCheckpoint(
-            source, repository, headers=local.headers, config=local.config, local=local
-        )
+        return HubCheckpoint(store, local, local=local)
 
-    return _open(source, folder, names, stored_as=of_hub)
+    return _open(store.source, folder, names, stored_as=of_hub)
 
 
 def _open(

@@ -29,14 +29,15 @@ def read_object(file: StoredFile | Path, values: int = MAX_VALUES) -> dict[str, 
         CheckpointError: the file cannot be read, is larger than 100 MB, or is not a JSON object.
     """
     try:
-        data = local_file(file).read(MAX_JSON_BYTES + 1)
+        size, *_ = local_file(file).stamp()
+        if size > MAX_JSON_BYTES:  # before anything is fetched, where it is far away
+            raise CheckpointError(
+                f"{file} has {size} bytes, and no such file needs more than {MAX_JSON_BYTES}: is it "
+                "the right file?"
+            )
+        data = local_file(file).read(MAX_JSON_BYTES)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{file} is larger than {MAX_JSON_BYTES} bytes, which no such file needs to be: "
-            "is it the right file?"
-        )
     return parse_object(data, str(file), values)
 
 

@@ -7,18 +7,26 @@ import os
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
 from covmerge.stores.descriptor import opened, read_at, reserve, write_at
 from covmerge.stores.disk import disk_errors, fsync_path
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import open_raw
-from covmerge.stores.store import Stamp, Store, StoredFile, stamp_of
+from covmerge.stores.store import Stamp, Store, StoredFile, WritableFile, stamp_of
+
+AnyStore = TypeVar("AnyStore", bound=Store)
+AnyFile = TypeVar("AnyFile", bound=StoredFile)
 
 
 class LocalFolder:
     r"""Files of a folder. None stays open between calls, so that it may be sent to another process.
 
     What is read may be a link; nothing is written through one.
+
+    Args:
+        folder: it is there, unless it is an inner one.
+        inner: it lies in another store, and is made when something is put into it.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -29,8 +37,9 @@ class LocalFolder:
         b'1\x00\x002'
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, inner: bool = False) -> None:
         self._folder = folder
+        self._inner = inner
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -66,10 +75,7 @@ class LocalFolder:
 
     def inside(self, folder: str) -> LocalFolder:
         """See `Store.inside`."""
-        path = self._folder / folder
-        with disk_errors(path):
-            path.mkdir(exist_ok=True)
-        return LocalFolder(path)
+        return LocalFolder(self._folder / folder, inner=True) if folder else self
 
     def exists(self, name: str) -> bool:
         """See `Store.exists`."""
@@ -81,6 +87,8 @@ class LocalFolder:
         unfinished = path.with_name(f".{name}.new")  # under its own name it is never half-made
         with disk_errors(path, needed):
             try:
+                if self._inner:
+                    self._folder.mkdir(exist_ok=True)
                 with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
                     reserve(fd, size)
                     write_at(fd, memoryview(start), 0)
@@ -144,11 +152,11 @@ class OpenedFile:
         return read_at(self._file, target, offset)
 
 
-def local_store(given: Path | Store) -> Store:
+def local_store(given: Path | AnyStore) -> AnyStore | LocalFolder:
     """Return a folder that is given by its path as a store."""
     return LocalFolder(given) if isinstance(given, Path) else given
 
 
-def local_file(given: Path | StoredFile) -> StoredFile:
+def local_file(given: Path | AnyFile) -> AnyFile | WritableFile:
     """Return a file that is given by its path as one of a store."""
-    return StoredFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given
+    return WritableFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given

@@ -39,10 +39,7 @@ class Opened(Protocol):
 
 
 class Store(Protocol):
-    """Files by name, in one place. Any thread may read, and write, also over what another has written.
-
-    What cannot be written is an InputError, and what there is no room for a ResourceError.
-    """
+    """Files by name, in one place. Any thread may read."""
 
     @property
     def folder(self) -> Path | None:
@@ -90,7 +87,18 @@ class Store(Protocol):
         ...
 
     def inside(self, folder: str) -> Store:
-        """Return the store of a folder in it, which is made if it is not there; "": itself."""
+        """Return the store of a folder in it; "": itself."""
+        ...
+
+
+class WritableStore(Store, Protocol):
+    """A store that can be written to, by any thread, also over what another has written.
+
+    What cannot be written is an InputError, and what there is no room for a ResourceError.
+    """
+
+    def inside(self, folder: str) -> WritableStore:
+        """Return the store of a folder in it, which is there once there is something in it."""
         ...
 
     def exists(self, name: str) -> bool:
@@ -99,6 +107,8 @@ class Store(Protocol):
 
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
         """Make a file of `size` bytes that begins with `start`, whole or not at all.
+
+        It takes the place of one that is there.
 
         Args:
             name: its name.
@@ -177,6 +187,17 @@ class StoredFile:
             while done < len(data) and (count := opened.read_at(data[done:], done)):
                 done += count
         return bytes(data[:done])
+
+
+@dataclass(frozen=True)
+class WritableFile(StoredFile):
+    """A file of a store that can be written to; it need not be there."""
+
+    store: WritableStore
+
+    def put(self, content: bytes) -> None:
+        """Make it this content, whole or not at all, in the place of whatever has the name."""
+        self.store.create(self.name, len(content), content, needed=len(content))
 
 
 def child(store: Store, name: str) -> StoredFile:
