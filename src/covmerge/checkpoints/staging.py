@@ -11,7 +11,6 @@ Only `output/` is ever renamed into place, so a finished output holds no trace o
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
@@ -122,16 +121,8 @@ class Staging:
         if self._lock is None:
             return
         with disk_errors(self._partial):
-            _remove_children(self._partial, keep=LOCK_NAME)
-            # The lock goes last: until then nobody else can begin to work here.
-            self._lock.remove()
+            self._lock.remove_folder()
             self._lock = None
-            try:
-                self._partial.rmdir()
-            except OSError as error:
-                # Another merge began between the two lines above: the folder is now its own.
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                    raise
 
     def _refuse_output(self) -> None:
         out = self.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ class TakenError(Exception):
 
 
 class Lock:
-    """The file `lock` of a folder, held; `release` or `remove` ends that, and so does any kill.
+    """The file `lock` of a folder, held; `release` or a removal ends that, and so does any kill.
 
     The system's lock on an open file is filelock's; here is what it is of: a file in a folder that is made
     with it and goes with it, which may happen at any moment while another process waits to have it.
@@ -72,6 +73,27 @@ class Lock:
         else:
             self._path.unlink()
             self.release()
+
+    def remove_folder(self) -> None:
+        """Remove all that the folder holds, the lock, and the folder.
+
+        Raises:
+            OSError: something cannot be removed.
+        """
+        folder = self._path.parent
+        for child in folder.iterdir():
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            elif child != self._path:
+                child.unlink()
+        # The lock goes last: until then nobody else can begin to work here.
+        self.remove()
+        try:
+            folder.rmdir()
+        except OSError as error:
+            # Another process began between the two lines above: the folder is now its own.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
 
     def _lock(self) -> None:
         try:
