@@ -37,7 +37,7 @@ from covmerge.errors import CheckpointError
 from covmerge.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.stores.local import LocalFolder, local_file
 from covmerge.stores.regular_file import open_regular
-from covmerge.stores.store import child
+from covmerge.stores.store import Store, child
 from covmerge.types import LowRank, TensorHeader
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -315,7 +315,7 @@ def _rows(factors: LowRank, rows: range | None) -> LowRank:
     return LowRank(factors.left[rows.start : rows.stop], factors.right)
 
 
-def open_adapter_folder(source: str, folder: Path) -> AdapterCheckpoint | None:
+def open_adapter_folder(source: str, store: Store) -> AdapterCheckpoint | None:
     """Open the adapter that PEFT saved in a folder, or return None if there is none.
 
     A model beside the adapter has precedence.
@@ -324,19 +324,18 @@ def open_adapter_folder(source: str, folder: Path) -> AdapterCheckpoint | None:
         CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
     """
     try:
-        entries = {path.name: path for path in folder.iterdir()}
+        names, folders = set(store.names()), store.folders()
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
-    inside = sorted(name for name, path in entries.items() if (path / ADAPTER_CONFIG).is_file())
-    names = {name for name, path in entries.items() if not path.is_dir()}
+        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
+    inside = sorted(name for name in folders if store.inside(name).is_file(ADAPTER_CONFIG))
     if holds_adapter(names):
-        unread = f"{folder}: the adapters {', '.join(inside)} in it were not read"
-        return _open(source, folder, names, (unread,) if inside else ())
+        unread = f"{store}: the adapters {', '.join(inside)} in it were not read"
+        return _open(source, store, names, (unread,) if inside else ())
     if not inside or any(name.endswith((".safetensors", ".bin")) for name in names):
         return None
     raise CheckpointError(
-        f"{folder} holds adapters in folders of their own: {', '.join(inside)}. Pass one of them, "
-        f"such as {folder / inside[0]}"
+        f"{store} holds adapters in folders of their own: {', '.join(inside)}. Pass one of them, "
+        f"such as {store.inside(inside[0])}"
     )
 
 
@@ -350,7 +349,7 @@ def open_adapter_file(source: str, path: Path) -> Checkpoint:
     """
     if path.name in _WEIGHTS:
         beside = (ADAPTER_CONFIG,) if (path.parent / ADAPTER_CONFIG).is_file() else ()
-        return _open(source, path.parent, (path.name, *beside))
+        return _open(source, LocalFolder(path.parent), (path.name, *beside))
     stored = open_file(source, local_file(path))
     if not looks_like_adapter(stored.headers):
         return stored
@@ -399,35 +398,34 @@ def _downloaded(store: HubStore, folder: Path, names: Collection[str]) -> Adapte
     def of_hub(local: FileCheckpoint) -> Checkpoint:
         return HubCheckpoint(store, local, local=local)
 
-    return _open(store.source, folder, names, stored_as=of_hub)
+    return _open(store.source, LocalFolder(folder), names, stored_as=of_hub)
 
 
 def _open(
     source: str,
-    folder: Path,
+    store: Store,
     names: Collection[str],
     notes: tuple[str, ...] = (),
     stored_as: Callable[[FileCheckpoint], Checkpoint] = lambda local: local,
 ) -> AdapterCheckpoint:
     """Open the adapter of a folder; its configuration says first whether it can be read at all."""
-    store = LocalFolder(folder)
     file = child(store, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
     config = None if file is None else AdapterConfig(source, read_object(file, _MAX_VALUES))
     weights = next((name for name in _WEIGHTS if name in names), None)
     if weights is None:
         raise CheckpointError(
-            f"{folder} has {ADAPTER_CONFIG} and neither {' nor '.join(_WEIGHTS)}: the download was "
+            f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_WEIGHTS)}: the download was "
             "probably cut short, fetch it again"
         )
     beside = [child(store, name) for name in (ADAPTER_CONFIG, CONFIG) if name in names]
     file = child(store, weights)
     read = {file: open_weights(file)}
     stored = stored_as(FileCheckpoint(source, read, store=store, beside=beside))
-    more = (_without_scale(folder),) if config is None else config.notes
+    more = (_without_scale(store),) if config is None else config.notes
     contents = read_names(stored.headers, config, source)
     if not contents.updates and not contents.wrapped:
         raise CheckpointError(
-            f"{folder} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
+            f"{store} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"
         )
     return AdapterCheckpoint(stored, contents, config, (*notes, *more))
@@ -458,5 +456,7 @@ def _metadata(path: Path) -> dict[str, str]:
     return header.get("__metadata__", {})
 
 
-def _without_scale(path: Path) -> str:
-    return f"{path} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1"
+def _without_scale(where: object) -> str:
+    return (
+        f"{where} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1"
+    )

@@ -53,6 +53,11 @@ class ShardWriter:
         self._files = [shard.file_name for shard in layout.shards]
         _create_missing(self._store, layout)
 
+    @property
+    def in_files(self) -> bool:
+        """Whether they are files of this machine, which any process can write to."""
+        return self._store.folder is not None
+
     def write(self, name: str, tensor: Tensor, rows: range | None = None) -> str:
         """Write a tensor, or `rows` of its dimension 0, and return the checksum of the bytes.
 

@@ -15,9 +15,9 @@ from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.errors import CheckpointError
 from covmerge.export.config import rewrite_config
-from covmerge.stores.disk import disk_errors
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import open_regular
+from covmerge.stores.store import WritableFile, WritableStore
 
 MAX_FILE_BYTES = 512 << 20
 _MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size
@@ -95,7 +95,7 @@ def hash_companions(source: Path | None) -> dict[str, str]:
 
 def copy_companions(
     source: Path | None,
-    staging: Path,
+    output: WritableStore,
     dtype: torch.dtype | None = None,
     layers: Sequence[int] | None = None,
     *,
@@ -108,7 +108,7 @@ def copy_companions(
 
     Args:
         source: the base's folder; None if the base has none (a single file, a dict).
-        staging: the folder of the output; files of the same names are replaced.
+        output: where the output is written; files of the same names are replaced.
         dtype: of the output's weights; None if they keep the base's.
         layers: of the base, that the output is stacked of; None if it has the base's.
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
@@ -125,12 +125,13 @@ def copy_companions(
     notes: list[str] = []
     hashes: dict[str, str] = {}
     for name in copied:
-        destination = staging / name
+        folder, _, own = name.rpartition("/")
+        copy = WritableFile(output.inside(folder), own)
         if name == "config.json":
-            hashes[name], told = _copy_config(_inside(source, name), destination, dtype, layers)
+            hashes[name], told = _copy_config(_inside(source, name), copy, dtype, layers)
             notes += told
         else:
-            hashes[name] = _copy(_inside(source, name), destination)
+            hashes[name] = _copy(_inside(source, name), copy)
     planned = hashes if known is None else known
     for name in sorted({*planned, *hashes}):
         if planned.get(name) != hashes.get(name):
@@ -159,15 +160,13 @@ def _companion_names(source: Path) -> Iterator[str]:
 
 
 def _copy_config(
-    source: Path, destination: Path, dtype: torch.dtype | None, layers: Sequence[int] | None
+    source: Path, copy: WritableFile, dtype: torch.dtype | None, layers: Sequence[int] | None
 ) -> tuple[str, list[str]]:
     """Copy config.json; return its hash as it was, and notes."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
-    rewritten = rewrite_config(content, dtype, str(source), layers)
+    copy.put(rewrite_config(content, dtype, str(source), layers))
     digest = hashlib.sha256(content).hexdigest()
-    with disk_errors(destination, len(rewritten)):
-        destination.write_bytes(rewritten)
     auto_map = parse_object(content, str(source)).get("auto_map")
     if not auto_map:
         return digest, []
@@ -177,15 +176,16 @@ def _copy_config(
     ]
 
 
-def _copy(source: Path, destination: Path) -> str:
+def _copy(source: Path, copy: WritableFile) -> str:
     """Copy a file; return the hash of what was copied."""
-    digest = hashlib.sha256()
-    with _opened(source, MAX_FILE_BYTES) as file, disk_errors(destination, source.stat().st_size):
-        destination.parent.mkdir(exist_ok=True)
-        with destination.open("wb") as copy:
-            while chunk := file.read(_CHUNK):
-                copy.write(chunk)
-                digest.update(chunk)
+    digest, done = hashlib.sha256(), 0
+    with _opened(source, MAX_FILE_BYTES) as file:
+        size = source.stat().st_size
+        copy.store.create(copy.name, size, b"", needed=size)
+        while chunk := file.read(_CHUNK):
+            copy.store.write(copy.name, memoryview(chunk), done)
+            digest.update(chunk)
+            done += len(chunk)
     return digest.hexdigest()
 
 

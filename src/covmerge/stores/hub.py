@@ -110,6 +110,10 @@ class HubStore:
         """See `Store.names`."""
         return [name for name in self.sizes if "/" not in name]
 
+    def folders(self) -> list[str]:
+        """See `Store.folders`."""
+        return list(dict.fromkeys(name.partition("/")[0] for name in self.sizes if "/" in name))
+
     def check(self, name: str) -> None:
         """See `Store.check`."""
         if name not in self.names():
@@ -118,8 +122,9 @@ class HubStore:
                 "incomplete"
             )
 
-    def is_file(self, name: str) -> bool:
+    def is_file(self, name: str, *, follow: bool = True) -> bool:
         """See `Store.is_file`."""
+        del follow  # there are no links
         return name in self.sizes
 
     def stamp(self, name: str) -> Stamp:

@@ -55,15 +55,20 @@ class LocalFolder:
 
     def names(self) -> list[str]:
         """See `Store.names`."""
-        return [path.name for path in self._folder.iterdir() if not path.is_dir()]
+        return [name for name, is_folder in self._entries() if not is_folder]
+
+    def folders(self) -> list[str]:
+        """See `Store.folders`."""
+        return [name for name, is_folder in self._entries() if is_folder]
 
     def check(self, name: str) -> None:
         """See `Store.check`."""
         safe_child(self._folder, name)
 
-    def is_file(self, name: str) -> bool:
+    def is_file(self, name: str, *, follow: bool = True) -> bool:
         """See `Store.is_file`."""
-        return (self._folder / name).is_file()
+        path = self._folder / name
+        return path.is_file() and (follow or not path.is_symlink())
 
     def stamp(self, name: str) -> Stamp:
         """See `Store.stamp`."""
@@ -88,7 +93,7 @@ class LocalFolder:
         with disk_errors(path, needed):
             try:
                 if self._inner:
-                    self._folder.mkdir(exist_ok=True)
+                    self._folder.mkdir(parents=True, exist_ok=True)
                 with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
                     reserve(fd, size)
                     write_at(fd, memoryview(start), 0)
@@ -120,14 +125,25 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         """See `Store.remove`."""
-        with disk_errors(self._folder / name):
-            (self._folder / name).unlink()
+        path = self._folder / name
+        with disk_errors(path):
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink()
 
     def flush(self, names: Sequence[str]) -> None:
         """See `Store.flush`."""
         for path in (*(self._folder / name for name in names), self._folder):
             with disk_errors(path):
                 fsync_path(path)
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        """The name of each thing in it, and whether it is a folder."""
+        if self._inner and not self._folder.exists():
+            return []
+        with os.scandir(self._folder) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
 class OpenedFile:

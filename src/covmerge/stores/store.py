@@ -51,7 +51,15 @@ class Store(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """Everything in it that is no folder.
+        """Everything in it that is no folder; a link to one is none.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+        ...
+
+    def folders(self) -> list[str]:
+        """The folders in it.
 
         Raises:
             OSError: it cannot be listed.
@@ -66,8 +74,8 @@ class Store(Protocol):
         """
         ...
 
-    def is_file(self, name: str) -> bool:
-        """Whether there is a file of that name which can be read."""
+    def is_file(self, name: str, *, follow: bool = True) -> bool:
+        """Whether there is a file of that name which can be read; `follow` is as for `open`."""
         ...
 
     def stamp(self, name: str) -> Stamp:
@@ -131,7 +139,7 @@ class WritableStore(Store, Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file, or an empty folder."""
         ...
 
     def flush(self, names: Sequence[str]) -> None:
@@ -194,6 +202,10 @@ class WritableFile(StoredFile):
     """A file of a store that can be written to; it need not be there."""
 
     store: WritableStore
+
+    def exists(self) -> bool:
+        """See `WritableStore.exists`."""
+        return self.store.exists(self.name)
 
     def put(self, content: bytes) -> None:
         """Make it this content, whole or not at all, in the place of whatever has the name."""
