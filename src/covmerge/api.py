@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
 from covmerge.engine import MemoryPlan, Progress, RunOptions
 from covmerge.errors import RecipeError, did_you_mean
@@ -120,7 +121,7 @@ def merge(
     )
     job = Job(
         recipe=recipe,
-        out=None if out is None else Path(out),
+        out=None if out is None else destination_of(Path(out)),
         options=_options(
             device,
             threads,
@@ -410,7 +411,8 @@ def run_inspection(job: InspectJob) -> Inspection:
 
 def run_recipe(recipe: Recipe, out: Path | None, options: RunOptions | None = None) -> MergeResult:
     """Carry out a recipe; see `merge`."""
-    job = Job(recipe, out, options or RunOptions())
+    target = None if out is None else destination_of(out)
+    job = Job(recipe, target, options or RunOptions())
     with open_recipe(recipe) as checkpoints:
         return job.run(checkpoints)
 

@@ -29,7 +29,7 @@ from covmerge.export import write_manifest
 from covmerge.judgement import check_fit
 from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
-from covmerge.output import OutputFolder
+from covmerge.output import OutputFiles
 from covmerge.plan import OF_BASE, Plan, Settings
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
@@ -285,11 +285,9 @@ class CompareJob:
         # Without a journal a comparison that is interrupted leaves nothing.
         with Staging(out, overwrite=self.options.overwrite) as staging:
             checkpoints.materialize()
-            models: list[OutputFolder] = []
+            models: list[OutputFiles] = []
             for label, plan in zip(labels, plans, strict=True):
-                folder = staging.folder / label
-                folder.mkdir()
-                models.append(OutputFolder(folder, plan, checkpoints))
+                models.append(OutputFiles(staging.store.inside(label), plan, checkpoints))
             with Fingerprints(checkpoints) as fingerprints:
                 outputs = [model.output for model in models]
                 done = self._execute(plans, outputs, checkpoints, memory, fingerprints.follow)
@@ -301,7 +299,7 @@ class CompareJob:
                         own,
                         fingerprints,
                         memory,
-                        out / name,
+                        staging.out.output.inside(name),
                         warnings=warnings,
                         may_equal_base=True,
                     )
@@ -313,7 +311,7 @@ class CompareJob:
             )
             comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(
-                staging.folder,
+                staging.store,
                 {
                     "covmerge": __version__,
                     "recipe": dump_recipe(self.recipe),

@@ -1,11 +1,10 @@
-"""One merge from open checkpoints to a verified result: in memory, or as a folder."""
+"""One merge from open checkpoints to a verified result: tensors in memory, or files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from covmerge.checkpoints import Journal, Staging, check_not_input, unpack
 from covmerge.engine import (
@@ -21,22 +20,23 @@ from covmerge.engine import (
 )
 from covmerge.errors import InputError
 from covmerge.judgement import check_fit
-from covmerge.output import MergeResult, OutputFolder, merge_stats, run_figures
+from covmerge.output import MergeResult, OutputFiles, merge_stats, run_figures
 from covmerge.plan import MODEL, Plan, head_part, mask_part
 from covmerge.recipe import Recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
+from covmerge.stores.destination import Destination
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe, the folder that its output becomes (None: a merge in memory), and the options."""
+    """A recipe, where its output appears (None: as tensors in memory), and the options."""
 
     recipe: Recipe
-    out: Path | None
+    out: Destination | None
     options: RunOptions = field(default_factory=RunOptions)
 
     def run(self, checkpoints: OpenCheckpoints) -> MergeResult:
-        """Plan, then merge to memory or to `out`.
+        """Plan, then merge to tensors in memory or to `out`.
 
         Raises:
             InputError: anything wrong with the inputs; nothing is left behind.
@@ -49,9 +49,10 @@ class Job:
             Staging(self.out, overwrite=self.options.overwrite).check()
         (plan,), checkpoints = checkpoints.plans_to_run([self.recipe], self.options)
         # A merge in memory holds its whole output beside the work.
-        memory = self.options.memory([plan], held=plan.write_bytes if self.out is None else 0)
+        in_memory = self.out is None or self.out.work.folder is None
+        memory = self.options.memory([plan], held=plan.write_bytes if in_memory else 0)
         work = _Work(plan, checkpoints, memory)
-        return self._to_memory(work) if self.out is None else self._to_disk(work, self.out)
+        return self._to_memory(work) if self.out is None else self._to_files(work, self.out)
 
     def _to_memory(self, work: _Work) -> MergeResult:
         plan = work.plan
@@ -80,12 +81,12 @@ class Job:
             },
         )
 
-    def _to_disk(self, work: _Work, out: Path) -> MergeResult:
-        options = self.options
-        if not (options.resume or options.overwrite):
+    def _to_files(self, work: _Work, out: Destination) -> MergeResult:
+        options, folder = self.options, out.work.folder
+        if folder is not None and not (options.resume or options.overwrite):
             # Before anything is downloaded. What an earlier merge holds may be the space that this
             # one will use; the writer reserves its space in any case.
-            room_for([work.plan], out).check()
+            room_for([work.plan], folder).check()
         with Staging(out, overwrite=options.overwrite, resume=options.resume) as staging:
             work.checkpoints.materialize()
             digest = work.plan.digest(work.checkpoints.identity())
@@ -94,11 +95,13 @@ class Job:
             begin = Journal.resume if staging.resuming else Journal.create
             journal = begin(staging.journal, digest)
             try:
-                folder = OutputFolder(staging.folder, work.plan, work.checkpoints)
+                files = OutputFiles(staging.store, work.plan, work.checkpoints)
                 with Fingerprints(work.checkpoints) as fingerprints:
-                    done = self._execute(work, folder.output, journal, fingerprints.follow)
+                    done = self._execute(work, files.output, journal, fingerprints.follow)
                     warnings = check_fit(work.plan, done.items, work.checkpoints)
-                    result = folder.finish(done, fingerprints, work.memory, out, warnings=warnings)
+                    result = files.finish(
+                        done, fingerprints, work.memory, out.output, warnings=warnings
+                    )
             except Exception:  # whatever it was; Ctrl-C is none, and keeps the work
                 staging.discard()
                 raise

@@ -1,4 +1,4 @@
-"""The folder that one merged model becomes, or an adapter."""
+"""The files that one merged model becomes, or an adapter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import (
-    AdapterCheckpoint,
-    Checkpoint,
-    remove_others,
-)
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.folder import CONFIG
 from covmerge.checkpoints.hashes import FileHashes
@@ -56,6 +52,8 @@ from covmerge.plan import (
 from covmerge.quantised import is_quantised
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
+from covmerge.stores.store import Store, WritableStore
+from covmerge.stores.walk import remove_others
 from covmerge.tensors import stack_order
 from covmerge.text import some
 from covmerge.types import Json
@@ -68,7 +66,7 @@ class MergeResult:
     """What a merge gave.
 
     Attributes:
-        path: the output folder; None for a merge in memory.
+        path: the output folder; None for an output in memory, of tensors or of files.
         tensors: merged weights by name; None for a merge to disk.
         masks: per expert, what EMR-Merging masks; empty for every other method and for a merge to
             disk, which has them as files. The factors are `stats["rescalers"]`.
@@ -101,10 +99,10 @@ class MergeResult:
     )
 
 
-class OutputFolder:
-    """A folder that becomes one merged model, or an adapter, written while the engine runs."""
+class OutputFiles:
+    """The files of one merged model, or of an adapter, written while the engine runs."""
 
-    def __init__(self, folder: Path, plan: Plan, checkpoints: OpenCheckpoints) -> None:
+    def __init__(self, store: WritableStore, plan: Plan, checkpoints: OpenCheckpoints) -> None:
         """Reserve the space of all files of weights, and copy what is not merged.
 
         Of an earlier run only the files of weights are kept.
@@ -113,19 +111,19 @@ class OutputFolder:
             ResourceError: the disk is full.
             CheckpointError: a companion file of the base changed since the merge was planned.
         """
-        self._folder = folder
+        self._store = store
         self._plan = plan
         self._checkpoints = checkpoints
         self._parents = checkpoints.parents  # before the work, while the Hub is there
         self._layouts = plan_parts(plan)
         self._files = files_of(self._layouts)
-        self._removed = remove_others(folder, self._files)
-        self.output = open_output(folder, self._layouts)
+        self._removed = remove_others(store, self._files)
+        self.output = open_output(store, self._layouts)
         self._copied = Companions()
         if not self._is_adapter:  # which is loaded over a base that has them
             self._copied = copy_companions(
                 checkpoints.base.folder,
-                folder,
+                store,
                 _config_dtype(plan),
                 stack_order(checkpoints.base),
                 plain=not is_quantised(checkpoints.base),
@@ -134,7 +132,7 @@ class OutputFolder:
             )
             config = checkpoints.base.config
             if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file
-                write_config(folder, config, _config_dtype(plan))
+                write_config(store, config, _config_dtype(plan))
                 self._copied = self._copied.with_config(CONFIG)
         self._files += self._copied.copied
 
@@ -143,7 +141,7 @@ class OutputFolder:
         done: RunResult,
         fingerprints: Fingerprints,
         memory: MemoryPlan,
-        out: Path,
+        out: Store,
         *,
         warnings: Sequence[str] = (),
         may_equal_base: bool = False,
@@ -154,17 +152,17 @@ class OutputFolder:
             done: what the engine did.
             fingerprints: hashes of the sources.
             memory: what was expected of it.
-            out: the folder that the output becomes.
+            out: where the output appears.
             warnings: what the fit of the experts gave.
             may_equal_base: a model that equals the base is no failure.
 
         Raises:
             CheckFailed: the output failed its verification.
         """
-        plan, base, folder = self._plan, self._checkpoints.base, self._folder
+        plan, base, store = self._plan, self._checkpoints.base, self._store
         self.output.flush()
         # What was laid in meanwhile may be a link, through which something else would be written.
-        self._removed += remove_others(folder, self._files)
+        self._removed += remove_others(store, self._files)
         stats, account = merge_stats(plan, done.items)
         beside = self._write_config() if self._is_adapter else self._write_beside(stats)
         warnings = (*warnings, *account.warnings)
@@ -176,18 +174,18 @@ class OutputFolder:
             *self._parents.notes,
         )
         record = manifest(plan, fingerprints, notes, warnings, {**self._vocabulary(), **stats})
-        beside.append(write_card(folder, plan, self._parents, base.config, record))
+        beside.append(write_card(store, plan, self._parents, base.config, record))
         sealed = seal(
-            folder,
+            store,
             record,
-            [*self._files, *(path.relative_to(folder).as_posix() for path in beside)],
+            [*self._files, *beside],
             out=out,
             base=None if self._is_adapter else base,
             may_equal_base=may_equal_base,
             removed=self._removed,
         )
         return MergeResult(
-            out,
+            out.folder,
             None,
             {},
             plan.recipe,
@@ -214,21 +212,21 @@ class OutputFolder:
         decided = self._checkpoints.text.vocabulary
         return {} if decided is None else {"vocabulary": decided.as_json()}
 
-    def _write_beside(self, stats: Mapping[str, Json]) -> list[Path]:
+    def _write_beside(self, stats: Mapping[str, Json]) -> list[str]:
         """Write the index of a model in several files, and the factors beside masks."""
         factors = cast("Mapping[str, float] | None", stats.get("rescalers"))
-        index = write_index(self._layouts[MODEL], self._folder)
-        rescalers = None if factors is None else write_rescalers(self._folder, factors)
-        return [path for path in (index, rescalers) if path is not None]
+        index = write_index(self._layouts[MODEL], self._store)
+        rescalers = None if factors is None else write_rescalers(self._store, factors)
+        return [name for name in (index, rescalers) if name is not None]
 
-    def _write_config(self) -> list[Path]:
+    def _write_config(self) -> list[str]:
         """Write what PEFT needs to know of an adapter; other forms say all in their file."""
         if self._plan.recipe.output.names != PEFT_FORM:
             return []
         forms = [tensor.form for tensor in self._plan.tensors]
         return [
             write_adapter_config(
-                self._folder,
+                self._store,
                 [form.place for form in forms if isinstance(form, AdapterFactors)],
                 [form.place for form in forms if isinstance(form, AdapterTensor)],
                 self._plan.parameters,
@@ -279,11 +277,11 @@ class Sealed:
 
 
 def seal(
-    folder: Path,
+    store: WritableStore,
     record: Mapping[str, Json],
     files: Sequence[str],
     *,
-    out: Path,
+    out: Store,
     base: Checkpoint | None = None,
     may_equal_base: bool = False,
     removed: Sequence[str] = (),
@@ -291,10 +289,10 @@ def seal(
     """Check what was written, in one reading, and write covmerge.json with the hashes of all of it.
 
     Args:
-        folder: where the output was written.
+        store: where the output was written.
         record: what covmerge.json says beside the hashes.
-        files: what was written, as paths in the folder; what else lies there is removed.
-        out: the folder that the output becomes, for the report.
+        files: what was written, as paths in the store; what else lies there is removed.
+        out: where the output appears, for the report.
         base: what the output is compared with.
         may_equal_base: an output that equals the base is no failure.
         removed: what was removed already, for the notes.
@@ -302,16 +300,16 @@ def seal(
     Raises:
         CheckFailed: the output failed its verification.
     """
-    removed = [*removed, *remove_others(folder, files)]
-    checks, found = examine(folder, record, sorted(files), base=base)
+    removed = [*removed, *remove_others(store, files)]
+    checks, found = examine(store, record, sorted(files), base=base)
     lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
     if lost:
         checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
-    report = Verification(out, checks)
+    report = Verification(out.folder or out, checks)
     if not (may_equal_base and report.failed == (DIFFERS,)):
         report.raise_if_failed()
     hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
-    write_manifest(folder, {**record, "files": hashes})
+    write_manifest(store, {**record, "files": hashes})
     return Sealed(report, _strays(removed, files))
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.checkpoints import CARD_NAME, find_unfinished
-from covmerge.checkpoints.hub_client import commit_files
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.errors import InputError
 from covmerge.export import read_front_matter
 from covmerge.identifiers import hub_id
+from covmerge.stores.hub_commit import commit_files
 from covmerge.types import Json
 from covmerge.verification import verify
 from covmerge.version import __version__

@@ -39,6 +39,7 @@ class Hub:
     Attributes:
         files: content by file name.
         ranges: whether Range headers are honoured.
+        shifted: bytes by which what is sent lies behind what was asked for.
         gated: whether everything is refused as for a gated repository.
         sent: bytes of content sent, by file name.
         listed: sizes that the API announces where they are not the true ones.
@@ -53,6 +54,7 @@ class Hub:
 
     files: dict[str, bytes]
     ranges: bool = True
+    shifted: int = 0
     gated: bool = False
     sent: dict[str, int] = field(default_factory=dict)
     listed: dict[str, int] = field(default_factory=dict)
@@ -135,7 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range")
         if wanted and self.hub.ranges:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
-            begin, end = int(first), min(int(last) if last else len(data), len(data) - 1)
+            begin = int(first) + self.hub.shifted
+            end = min(int(last) if last else len(data), len(data) - 1)
             extra = {"Content-Range": f"bytes {begin}-{end}/{len(data)}"}
             data, status = data[begin : end + 1], 206
         head = {"ETag": f'"{_etag(self.hub.files[name])}"', "X-Repo-Commit": COMMIT, **extra}

@@ -1,6 +1,7 @@
 """The real client of the Hub against a Hub of one repository on this machine."""
 
 import json
+import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,10 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from covmerge.checkpoints import HubModel, open_checkpoint
+from covmerge.checkpoints.folder import open_folder
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub import HubStore
+from covmerge.stores.store import StoredFile, child
 from tests.checkpoints.hub_server import COMMIT, Hub, connect, serve
 
 ROWS = 4000
@@ -180,7 +184,7 @@ def test_a_config_of_impossible_size_is_not_downloaded(single: None, hub: Hub) -
     hub.listed["config.json"] = 10**9
     with pytest.raises(CheckpointError, match="1000000000 bytes"):
         open_checkpoint("org/name")
-    assert hub.sent == {}
+    assert "config.json" not in hub.sent
 
 
 def test_a_push_between_planning_and_download_is_noticed(single: None, hub: Hub) -> None:
@@ -260,6 +264,61 @@ def test_the_model_card_is_fetched_when_it_is_asked_for(
     assert open_checkpoint("org/name").readme() is None
 
 
+def test_a_repository_is_read_by_ranges(single: None, hub: Hub, upload: Path) -> None:
+    store = HubStore.find("org/name", "org/name", None)
+    whole = (upload / "model.safetensors").read_bytes()
+    assert store.names() == [name for name in hub.files if "/" not in name]
+    assert store.inside("1_Pooling").names() == ["config.json"]
+    assert StoredFile(store.inside("1_Pooling"), "config.json").read(10) == b"{}"
+    size, _, _ = store.stamp("model.safetensors")
+    assert size == len(whole) and "model.safetensors" not in hub.sent
+    target = bytearray(500_000)
+    with store.open("model.safetensors") as opened:
+        assert opened.read_at(memoryview(target), 300_000) == len(target)
+        assert target == whole[300_000:800_000]
+        assert hub.sent["model.safetensors"] <= len(target)  # no more than was asked for
+        for _ in range(3):  # a small one reads ahead, and what was read is not asked for again
+            assert opened.read_at(memoryview(target)[:8], 40) == 8 and target[:8] == whole[40:48]
+            assert hub.sent["model.safetensors"] <= len(target) + 100_000
+        assert opened.read_at(memoryview(target), size - 3) == 3 and target[:3] == whole[-3:]
+        assert opened.read_at(memoryview(target), size) == 0
+
+
+@pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "whole files"])
+def test_tensors_are_read_where_they_lie(sharded: None, hub: Hub, ranges: bool) -> None:
+    hub.ranges = ranges
+    checkpoint = open_folder("org/name", HubStore.find("org/name", "org/name", None))
+    assert torch.equal(checkpoint.read("a", range(17, 30)), TENSORS["a"][17:30])
+    assert torch.equal(checkpoint.read("b", range(3999, 4000)), TENSORS["b"][3999:])
+    assert torch.equal(checkpoint.read("c"), TENSORS["c"])
+    assert checkpoint.folder is None
+
+
+def test_another_range_than_was_asked_for_is_refused(single: None, hub: Hub) -> None:
+    store = HubStore.find("org/name", "org/name", None)
+    hub.shifted = 1
+    with pytest.raises(CheckpointError, match=r"asked for bytes from 40, sent .*'bytes 41-"):
+        store.fetch("model.safetensors", 40, 8)
+    hub.shifted = 0
+    hub.files["model.safetensors"] = hub.files["model.safetensors"][:44]
+    with pytest.raises(CheckpointError, match=r"sent 4 bytes of model\.safetensors where 8"):
+        store.fetch("model.safetensors", 40, 8)
+
+
+@pytest.mark.parametrize("name", ["../config.json", "1_Pooling/config.json", "/etc/passwd", "gone"])
+def test_a_strangers_name_stays_inside_the_repository(single: None, hub: Hub, name: str) -> None:
+    store = HubStore.find("org/name", "org/name", None)
+    with pytest.raises(CheckpointError, match=f"org/name has no file '{name}'"):
+        child(store, name)
+    assert hub.sent == {}
+
+
+def test_where_a_repository_is_may_be_sent_to_another_process(single: None, hub: Hub) -> None:
+    store = pickle.loads(pickle.dumps(HubStore.find("org/name", "org/name", "v1")))
+    assert store.commit == COMMIT
+    assert StoredFile(store, "config.json").read(100) == hub.files["config.json"]
+
+
 def test_unknown_names_and_refusals_are_told_apart(single: None, hub: Hub, monkeypatch) -> None:
     with pytest.raises(CheckpointError, match="has no model org/gone"):
         open_checkpoint("org/gone")
@@ -281,7 +340,12 @@ def test_an_endpoint_out_of_reach_is_named(single: None, hub: Hub, monkeypatch) 
 def test_a_download_that_breaks_off_is_told(single: None, hub: Hub) -> None:
     checkpoint = open_checkpoint("org/name")
     hub.gated = True
-    with pytest.raises(CheckpointError, match=r"org/name: the Hub did not give 4 of 5 files"):
+    with pytest.raises(CheckpointError, match="org/name is gated"):
+        checkpoint.materialize()
+    hub.gated = False
+    checkpoint.readme()
+    hub.gated = True  # the client now returns without a word what its cache has
+    with pytest.raises(CheckpointError, match=r"org/name: the Hub did not give 5 of 5 files"):
         checkpoint.materialize()
     assert checkpoint.folder is None
 

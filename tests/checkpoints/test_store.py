@@ -13,7 +13,8 @@ from covmerge.errors import CheckpointError, InputError
 from covmerge.stores import descriptor
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.memory import MemoryStore
-from covmerge.stores.store import Store, StoredFile, child
+from covmerge.stores.store import Store, StoredFile, WritableFile, child
+from covmerge.stores.walk import file_at, remove_others, tree
 
 
 def read(store: Store, name: str) -> bytes:
@@ -81,7 +82,49 @@ def test_a_folder_inside(store: Store) -> None:
     heads.create("a", 1, b"1", needed=1)
     assert heads.names() == ["a"] and store.names() == []
     assert read(store, "heads/a") == b"1"
-    assert store.inside("").where("heads/a") == heads.where("a")
+    assert store.inside("").where("heads/a") == heads.where("a") == f"{heads}/a"
+    assert store.folders() == ["heads"] and store.exists("heads") and not store.is_file("heads")
+
+
+def test_a_folder_is_there_once_there_is_something_in_it(store: Store) -> None:
+    inner = store.inside("a").inside("b")
+    assert inner.names() == inner.folders() == store.folders() == []
+    assert not inner.exists("c") and not inner.is_file("c")
+    WritableFile(inner, "c").put(b"1")
+    assert store.folders() == ["a"] and list(tree(store)) == ["a/b/c"]
+    assert file_at(store, "a/b/c").read(10) == b"1"
+
+
+def test_what_is_put_takes_the_place_of_what_is_there(store: Store) -> None:
+    file = WritableFile(store, "a")
+    assert not file.exists()
+    for content in (b"123", b"", b"4"):
+        file.put(content)
+        assert file.exists() and read(store, "a") == content
+
+
+def test_all_but_some_files_are_removed(store: Store) -> None:
+    for folder, name in (("", "a"), ("", "b"), ("c", "a"), ("c", "d"), ("e/f", "a")):
+        WritableFile(store.inside(folder), name).put(b"1")
+    assert sorted(remove_others(store, ["b", "c/d"])) == ["a", "c/a", "e/f/a"]
+    assert list(tree(store)) == ["b", "c/d"]
+
+
+def test_links_and_folders_of_this_machine(tmp_path: Path) -> None:
+    store, elsewhere = LocalFolder(tmp_path / "store"), tmp_path / "elsewhere"
+    (tmp_path / "store" / "empty" / "too").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "a").write_text("precious")
+    (tmp_path / "store" / "folder").symlink_to(elsewhere)
+    (tmp_path / "store" / "file").symlink_to(elsewhere / "a")
+    assert store.folders() == ["empty"] and sorted(store.names()) == ["file", "folder"]
+    assert store.is_file("file") and not store.is_file("file", follow=False)
+    assert list(tree(store)) == ["empty/too", "file", "folder"]
+    for path in ("folder/a", "file"):
+        with pytest.raises(CheckpointError, match="is a link to"):
+            file_at(store, path)
+    assert sorted(remove_others(store, ["file"])) == ["file", "folder"]
+    assert list(tree(store)) == [] and (elsewhere / "a").read_text() == "precious"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "a/b", "a\\b", "a\0b"])

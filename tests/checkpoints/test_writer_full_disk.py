@@ -18,6 +18,7 @@ from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.writer import ShardWriter
 from covmerge.errors import ResourceError
 from covmerge.export.manifest import write_manifest
+from covmerge.stores.local import LocalFolder
 from covmerge.types import TensorHeader
 
 folder = Path(sys.argv[1])
@@ -63,7 +64,7 @@ assert "journal" in refused(fill)
 assert lines > 0
 content = (folder / "journal").read_bytes()
 assert content.endswith(b"}\\n") and content.count(b"\\n") == lines + 1
-assert "covmerge.json" in refused(lambda: write_manifest(folder, {"note": "x" * 9000}))
+assert "covmerge.json" in refused(lambda: write_manifest(LocalFolder(folder), {"note": "x" * 9000}))
 (folder / "filler").unlink()
 journal.append(entry)
 assert len(Journal.resume(folder / "journal", "plan").finished) == lines + 1

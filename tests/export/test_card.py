@@ -21,6 +21,7 @@ from covmerge.export.library import library_of, pipeline_of
 from covmerge.export.licences import Licence, licence_notes, read_licence, shared_licence
 from covmerge.recipe import parse_recipe
 from covmerge.recipe.strict_yaml import parse_yaml
+from covmerge.stores.local import LocalFolder
 from tests.checkpoints.hub_server import COMMIT, connect, serve
 from tests.cli.runs import save_plain as save_files
 from tests.cli.runs import statistics_for
@@ -193,7 +194,7 @@ class TestWhatTheHubReads:
     def test_the_library_where_it_is_certain(self, tmp_path, files, config, expected):
         for name in files:
             (tmp_path / name).write_text("{}")
-        assert library_of(tmp_path, config, adapter=False) == expected
+        assert library_of(LocalFolder(tmp_path), config, adapter=False) == expected
 
     def test_the_pipeline_where_it_is_certain(self):
         causal = {"architectures": ["LlamaForCausalLM"]}

@@ -7,6 +7,7 @@ import torch
 
 from covmerge.errors import CheckpointError
 from covmerge.export import copy_companions
+from covmerge.stores.local import LocalFolder
 
 COMPANIONS = [
     "1_Pooling/config.json",
@@ -64,15 +65,15 @@ def found(folder: Path) -> dict[str, bytes]:
 
 
 def test_companions_are_copied_byte_for_byte_and_nothing_else(base: Path, out: Path) -> None:
-    copied = copy_companions(base, out)
+    copied = copy_companions(base, LocalFolder(out))
     assert sorted(copied.copied) == COMPANIONS
     assert copied.notes == ()
     assert found(out) == {name: (base / name).read_bytes() for name in COMPANIONS}
-    assert copy_companions(base, out) == copied  # a resumed merge does it again
+    assert copy_companions(base, LocalFolder(out)) == copied  # a resumed merge does it again
 
 
 def test_a_base_without_a_folder_is_said(out: Path) -> None:
-    copied = copy_companions(None, out)
+    copied = copy_companions(None, LocalFolder(out))
     assert copied.copied == () and "no config or tokenizer" in copied.notes[0]
     assert found(out) == {}
 
@@ -83,7 +84,7 @@ def test_code_is_named_and_not_copied(base: Path, out: Path) -> None:
     (base / "modeling_x.py").write_text("raise SystemExit")
     (base / "handler.txt").write_text("")
     (base / "onnx").mkdir()
-    copied = copy_companions(base, out)
+    copied = copy_companions(base, LocalFolder(out))
     assert sorted(found(out)) == COMPANIONS
     needs, code, other = copied.notes
     assert "AutoModel" in needs and "modeling_x.XModel" in needs
@@ -95,7 +96,7 @@ def test_weights_of_extra_modules_are_named(base: Path, out: Path) -> None:
     (base / "2_Dense").mkdir()
     (base / "2_Dense" / "config.json").write_text("{}")
     (base / "2_Dense" / "model.safetensors").write_text("")
-    copied = copy_companions(base, out)
+    copied = copy_companions(base, LocalFolder(out))
     assert "2_Dense/config.json" in copied.copied
     assert "neither merged nor copied: 2_Dense/model.safetensors" in copied.notes[0]
 
@@ -111,7 +112,7 @@ CONFIG = """{
 
 def test_config_states_the_outputs_dtype(base: Path, out: Path) -> None:
     (base / "config.json").write_text(CONFIG)
-    copy_companions(base, out, torch.bfloat16)
+    copy_companions(base, LocalFolder(out), torch.bfloat16)
     expected = json.loads(CONFIG)
     expected["dtype"] = expected["torch_dtype"] = "bfloat16"
     expected["text_config"] = {"dtype": "bfloat16", "inner_config": {"torch_dtype": "bfloat16"}}
@@ -133,7 +134,7 @@ def test_config_keeps_its_bytes_where_nothing_is_wrong(
     base: Path, out: Path, config: str, dtype: torch.dtype | None
 ) -> None:
     (base / "config.json").write_text(config)
-    copy_companions(base, out, dtype)
+    copy_companions(base, LocalFolder(out), dtype)
     assert (out / "config.json").read_text() == config
 
 
@@ -141,7 +142,7 @@ def test_config_keeps_its_bytes_where_nothing_is_wrong(
 def test_a_config_that_is_no_object_is_refused(base: Path, out: Path, config: str) -> None:
     (base / "config.json").write_text(config, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        copy_companions(base, out, torch.float16)
+        copy_companions(base, LocalFolder(out), torch.float16)
 
 
 @pytest.mark.parametrize("link", ["tokenizer.json", "config.json", "1_Pooling"])
@@ -160,7 +161,7 @@ def test_a_link_that_leaves_the_folder_is_refused(
         target.unlink()
         target.symlink_to(secret / "config.json")
     with pytest.raises(CheckpointError, match=f"{link} is a link to {secret}"):
-        copy_companions(base, out)
+        copy_companions(base, LocalFolder(out))
     assert not any(b"secret" in content for content in found(out).values())
 
 
@@ -174,7 +175,7 @@ def test_the_hubs_cache_is_followed(base: Path, out: Path, tmp_path: Path) -> No
         (snapshot / name).parent.mkdir(exist_ok=True)
         up = "../" * (2 + name.count("/"))
         (snapshot / name).symlink_to(f"{up}blobs/{i}")
-    copy_companions(snapshot, out)
+    copy_companions(snapshot, LocalFolder(out))
     assert found(out) == {name: (base / name).read_bytes() for name in COMPANIONS}
     assert not any(path.is_symlink() for path in out.rglob("*"))
 
@@ -184,11 +185,13 @@ def test_what_is_too_large_is_refused_unread(base: Path, out: Path) -> None:
         content = (base / name).read_bytes()
         os.truncate(base / name, size)
         with pytest.raises(CheckpointError, match=f"{name} has {size} bytes"):
-            copy_companions(base, out)
+            copy_companions(base, LocalFolder(out))
         (base / name).write_bytes(content)
 
 
 def test_a_pipe_is_not_waited_for(base: Path, out: Path) -> None:
     (base / "tokenizer.json").unlink()
     os.mkfifo(base / "tokenizer.json")
-    assert copy_companions(base, out).notes == (f"not copied from {base}: tokenizer.json",)
+    assert copy_companions(base, LocalFolder(out)).notes == (
+        f"not copied from {base}: tokenizer.json",
+    )

@@ -9,6 +9,7 @@ import covmerge
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.errors import InputError
 from covmerge.export import write_index, write_manifest
+from covmerge.stores.local import LocalFolder
 from covmerge.types import TensorHeader
 
 
@@ -56,34 +57,29 @@ def test_expert_names_that_are_no_file_names_are_refused(tmp_path: Path, name: s
 
 def test_the_index_says_where_every_tensor_lies(tmp_path: Path) -> None:
     layout = plan_layout([TensorHeader(n, (2, 3), torch.float16) for n in "cab"], 24)
-    path = write_index(layout, tmp_path)
-    assert path == tmp_path / "model.safetensors.index.json"
-    assert (
-        path.read_text()
-        == json.dumps(
-            {
-                "metadata": {"total_parameters": 18, "total_size": 36},
-                "weight_map": {
-                    "a": "model-00001-of-00002.safetensors",
-                    "b": "model-00002-of-00002.safetensors",
-                    "c": "model-00001-of-00002.safetensors",
-                },
+    assert write_index(layout, LocalFolder(tmp_path)) == "model.safetensors.index.json"
+    assert (tmp_path / "model.safetensors.index.json").read_text() == json.dumps(
+        {
+            "metadata": {"total_parameters": 18, "total_size": 36},
+            "weight_map": {
+                "a": "model-00001-of-00002.safetensors",
+                "b": "model-00002-of-00002.safetensors",
+                "c": "model-00001-of-00002.safetensors",
             },
-            indent=2,
-        )
-        + "\n"
-    )
+        },
+        indent=2,
+    ) + "\n"
 
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
-    assert write_index(plan_layout([TensorHeader("a", (1,), torch.int8)], 8), tmp_path) is None
+    layout = plan_layout([TensorHeader("a", (1,), torch.int8)], 8)
+    assert write_index(layout, LocalFolder(tmp_path)) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_manifest_keeps_the_order_of_its_keys(tmp_path: Path) -> None:
-    path = write_manifest(tmp_path, {"b": (1, 2.5), "a": {"z": None, "y": "\udcff"}})
-    assert path.name == "covmerge.json"
-    assert path.read_bytes() == (
+    write_manifest(LocalFolder(tmp_path), {"b": (1, 2.5), "a": {"z": None, "y": "\udcff"}})
+    assert (tmp_path / "covmerge.json").read_bytes() == (
         b'{\n "b": [\n  1,\n  2.5\n ],\n "a": {\n  "z": null,\n  "y": "\\udcff"\n }\n}\n'
     )
 
@@ -91,5 +87,5 @@ def test_the_manifest_keeps_the_order_of_its_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.tensor(1.0)])
 def test_a_manifest_holds_finite_json_only(tmp_path: Path, value: object) -> None:
     with pytest.raises(InputError, match=r"manifest\.layers\[1\]\.loss is"):
-        write_manifest(tmp_path, {"layers": [{}, {"loss": value}]})  # type: ignore[dict-item]
+        write_manifest(LocalFolder(tmp_path), {"layers": [{}, {"loss": value}]})  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []

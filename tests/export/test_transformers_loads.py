@@ -8,6 +8,7 @@ import torch
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.writer import ShardWriter
 from covmerge.export import copy_companions, write_index
+from covmerge.stores.local import LocalFolder
 from covmerge.types import TensorHeader
 
 transformers = pytest.importorskip("transformers")
@@ -40,8 +41,8 @@ def test_a_written_model_loads(tmp_path: Path, shard_size: int, dtype: torch.dty
     writer = ShardWriter(out, layout)
     for name, tensor in reversed(state.items()):
         writer.write(name, tensor)
-    write_index(layout, out)
-    copied = copy_companions(base, out, None if dtype is torch.float32 else dtype)
+    write_index(layout, LocalFolder(out))
+    copied = copy_companions(base, LocalFolder(out), None if dtype is torch.float32 else dtype)
     assert copied.notes == ()
 
     loaded, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)

@@ -1,4 +1,4 @@
-"""Checkpoints: read lazily and by rows from wherever they are, written crash-safe to a folder.
+"""Checkpoints: read lazily and by rows from wherever they are, written crash-safe to a destination.
 
 To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoint`). To write,
 `plan_layout`, `ShardWriter` and `Journal` inside a `Staging`.
@@ -11,12 +11,12 @@ from covmerge.checkpoints.folder import FileCheckpoint
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.masks import MASKS_FOLDER, unpack
-from covmerge.checkpoints.open import open_checkpoint
+from covmerge.checkpoints.open import open_checkpoint, open_store
 from covmerge.checkpoints.staging import (
     Staging,
     check_not_input,
+    destination_of,
     find_unfinished,
-    remove_others,
 )
 from covmerge.checkpoints.writer import ShardWriter
 from covmerge.stores.hub_cache import HubModel
@@ -36,10 +36,11 @@ __all__ = [
     "ShardWriter",
     "Staging",
     "check_not_input",
+    "destination_of",
     "find_unfinished",
     "open_checkpoint",
+    "open_store",
     "plan_layout",
-    "remove_others",
     "safe_child",
     "unpack",
 ]

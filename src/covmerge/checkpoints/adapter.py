@@ -36,13 +36,12 @@ from covmerge.checkpoints.base import Checkpoint, find_header
 from covmerge.checkpoints.folder import CONFIG, DIFFUSERS, FileCheckpoint, open_file, open_weights
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start
 from covmerge.checkpoints.hub import HubCheckpoint
-from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
 from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.stores.local import LocalFolder, local_file
-from covmerge.stores.regular_file import open_regular
-from covmerge.stores.store import child
+from covmerge.stores.store import Store, StoredFile, child
 from covmerge.types import LowRank, TensorHeader
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -319,7 +318,7 @@ def _rows(factors: LowRank, rows: range | None) -> LowRank:
     return LowRank(factors.left[rows.start : rows.stop], factors.right)
 
 
-def open_adapter_folder(source: str, folder: Path) -> Checkpoint | None:
+def open_adapter_folder(source: str, store: Store) -> Checkpoint | None:
     """Open the adapter that PEFT or diffusers saved in a folder, or return None if there is none.
 
     A model beside the adapter has precedence.
@@ -328,25 +327,24 @@ def open_adapter_folder(source: str, folder: Path) -> Checkpoint | None:
         CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
     """
     try:
-        entries = {path.name: path for path in folder.iterdir()}
+        names, folders = set(store.names()), store.folders()
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be listed: {error.strerror}") from error
-    inside = sorted(name for name, path in entries.items() if (path / ADAPTER_CONFIG).is_file())
-    names = {name for name, path in entries.items() if not path.is_dir()}
+        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
+    inside = sorted(name for name in folders if store.inside(name).is_file(ADAPTER_CONFIG))
     if holds_adapter(names):
-        unread = f"{folder}: the adapters {', '.join(inside)} in it were not read"
-        return _open(source, folder, names, (unread,) if inside else ())
+        unread = f"{store}: the adapters {', '.join(inside)} in it were not read"
+        return _open(source, store, names, (unread,) if inside else ())
     if LORA_NAME in names and not any(name.startswith(_MODEL) for name in names):
-        return open_adapter_file(source, folder / LORA_NAME)
+        return open_adapter_file(source, child(store, LORA_NAME))
     if not inside or any(name.endswith((".safetensors", ".bin")) for name in names):
         return None
     raise CheckpointError(
-        f"{folder} holds adapters in folders of their own: {', '.join(inside)}. Pass one of them, "
-        f"such as {folder / inside[0]}"
+        f"{store} holds adapters in folders of their own: {', '.join(inside)}. Pass one of them, "
+        f"such as {store.inside(inside[0])}"
     )
 
 
-def open_adapter_file(source: str, path: Path) -> Checkpoint:
+def open_adapter_file(source: str, given: Path | StoredFile) -> Checkpoint:
     """Open one file of weights, as an adapter where its names are those of one.
 
     They are PEFT's, diffusers' or those of Kohya's scripts.
@@ -354,15 +352,16 @@ def open_adapter_file(source: str, path: Path) -> Checkpoint:
     Raises:
         CheckpointError: the file is malformed, or an adapter of a kind that is not read.
     """
-    if path.name in _WEIGHTS:
-        beside = (ADAPTER_CONFIG,) if (path.parent / ADAPTER_CONFIG).is_file() else ()
-        return _open(source, path.parent, (path.name, *beside))
-    stored = open_file(source, local_file(path))
+    file = local_file(given)
+    if file.name in _WEIGHTS:
+        beside = (ADAPTER_CONFIG,) if file.store.is_file(ADAPTER_CONFIG) else ()
+        return _open(source, file.store, (file.name, *beside))
+    stored = open_file(source, file)
     if not looks_like_adapter(stored.headers):
         return stored
-    _check_scale(path)
+    _check_scale(file)
     scaled = any(name.endswith(".alpha") for name in stored.headers)
-    notes = () if scaled else (_without_scale(path),)
+    notes = () if scaled else (_without_scale(file),)
     return AdapterCheckpoint(stored, read_names(stored.headers, None, source), None, notes)
 
 
@@ -376,16 +375,16 @@ def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterChe
     """
     if is_offline(source):
         folder = cached_snapshot(source, name, revision)
-        repository = Repository(source, name, folder.name, {})
+        store = HubStore(source, name, folder.name, {})
         names: Collection[str] = {path.name for path in folder.iterdir()}
-        return _downloaded(source, repository, folder, names) if holds_adapter(names) else None
-    repository = Repository.find(source, name, revision)
-    names = repository.top_level()
+        return _downloaded(store, folder, names) if holds_adapter(names) else None
+    store = HubStore.find(source, name, revision)
+    names = store.names()
     if not holds_adapter(names):
         return None
     weights = [file for file in _WEIGHTS if file in names][:1]
-    folder = repository.download((*repository.companions(), *weights))
-    return _downloaded(source, repository, folder, names)
+    folder = store.download((*store.companions(), *weights))
+    return _downloaded(store, folder, names)
 
 
 def holds_adapter(names: Collection[str]) -> bool:
@@ -401,72 +400,68 @@ def holds_adapter(names: Collection[str]) -> bool:
     return not model and any(name in names for name in (ADAPTER_CONFIG, *_WEIGHTS))
 
 
-def _downloaded(
-    source: str, repository: Repository, folder: Path, names: Collection[str]
-) -> AdapterCheckpoint:
+def _downloaded(store: HubStore, folder: Path, names: Collection[str]) -> AdapterCheckpoint:
     def of_hub(local: FileCheckpoint) -> Checkpoint:
-        return HubCheckpoint(
-            source, repository, headers=local.headers, config=local.config, local=local
-        )
+        return HubCheckpoint(store, local, local=local)
 
-    return _open(source, folder, names, stored_as=of_hub)
+    return _open(store.source, LocalFolder(folder), names, stored_as=of_hub)
 
 
 def _open(
     source: str,
-    folder: Path,
+    store: Store,
     names: Collection[str],
     notes: tuple[str, ...] = (),
     stored_as: Callable[[FileCheckpoint], Checkpoint] = lambda local: local,
 ) -> AdapterCheckpoint:
     """Open the adapter of a folder; its configuration says first whether it can be read at all."""
-    store = LocalFolder(folder)
     file = child(store, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
     config = None if file is None else AdapterConfig(source, read_object(file, _MAX_VALUES))
     weights = next((name for name in _WEIGHTS if name in names), None)
     if weights is None:
         raise CheckpointError(
-            f"{folder} has {ADAPTER_CONFIG} and neither {' nor '.join(_WEIGHTS)}: the download was "
+            f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_WEIGHTS)}: the download was "
             "probably cut short, fetch it again"
         )
     beside = [child(store, name) for name in (ADAPTER_CONFIG, CONFIG) if name in names]
     file = child(store, weights)
     read = {file: open_weights(file)}
     stored = stored_as(FileCheckpoint(source, read, store=store, beside=beside))
-    more = (_without_scale(folder),) if config is None else config.notes
+    more = (_without_scale(store),) if config is None else config.notes
     contents = read_names(stored.headers, config, source)
     if not contents.updates and not contents.wrapped:
         raise CheckpointError(
-            f"{folder} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
+            f"{store} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"
         )
     return AdapterCheckpoint(stored, contents, config, (*notes, *more))
 
 
-def _check_scale(path: Path) -> None:
+def _check_scale(file: StoredFile) -> None:
     """Refuse what diffusers writes of the scale into a header, unless it is 1."""
     text = (
-        _metadata(path).get("lora_adapter_metadata", "{}")
-        if path.suffix == ".safetensors"
+        _metadata(file).get("lora_adapter_metadata", "{}")
+        if file.suffix == ".safetensors"
         else "{}"
     )
-    fields = parse_object(text.encode(), f"lora_adapter_metadata of {path}")
+    fields = parse_object(text.encode(), f"lora_adapter_metadata of {file}")
     for name, value in fields.items():
         part, _, field = name.rpartition(".")
         plain = value in (None, False, {}, []) or field not in _SCALES
         if not plain and not (field == "lora_alpha" and value == fields.get(f"{part}.r")):
             raise CheckpointError(
-                f"{path} has {name} = {shorten(value)} in its metadata, which is not read: fuse it "
+                f"{file} has {name} = {shorten(value)} in its metadata, which is not read: fuse it "
                 "into its base with diffusers (pipe.fuse_lora()), save that, and merge full models"
             )
 
 
-def _metadata(path: Path) -> dict[str, str]:
-    with open_regular(path) as file:
-        start = data_start(file.read(LENGTH_BYTES), path.stat().st_size, str(path))
-        header = parse_object(file.read(start - LENGTH_BYTES), f"the header of {path}")
+def _metadata(file: StoredFile) -> dict[str, str]:
+    start = data_start(file.read(LENGTH_BYTES), file.stamp()[0], str(file))
+    header = parse_object(file.read(start)[LENGTH_BYTES:], f"the header of {file}")
     return header.get("__metadata__", {})
 
 
-def _without_scale(path: Path) -> str:
-    return f"{path} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1"
+def _without_scale(where: object) -> str:
+    return (
+        f"{where} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1"
+    )

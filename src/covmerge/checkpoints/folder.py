@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ _PREFERRED = (  # the order in which transformers looks
     f"{DIFFUSERS}.safetensors.index.json",
     f"{DIFFUSERS}.bin",
 )
+_AT_ONCE = 8
 _CHUNK = 2**20  # bytes hashed at once: every source has its own, and all are hashed side by side
 
 
@@ -315,7 +317,9 @@ def open_weights(file: StoredFile) -> WeightFile:
 
 
 def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:
-    return {file: open_weights(file) for file in files}
+    found = list(files)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # far away, each is a wait
+        return dict(zip(found, pool.map(open_weights, found), strict=True))
 
 
 def _open_torch(path: Path) -> WeightFile:

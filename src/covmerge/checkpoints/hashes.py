@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -16,8 +14,10 @@ from torch import Tensor
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
 from covmerge.errors import CheckpointError
-from covmerge.stores.paths import safe_child
-from covmerge.stores.regular_file import open_regular, reading
+from covmerge.stores.local import local_store
+from covmerge.stores.regular_file import reading
+from covmerge.stores.store import Store, StoredFile
+from covmerge.stores.walk import file_at
 from covmerge.types import Json, TensorHeader
 
 # Is shown rows of a tensor that are being hashed; None: the whole of one that has no rows.
@@ -40,11 +40,11 @@ class FileHashes:
         return {"sha256": self.sha256, **({"tensors": dict(self.tensors)} if self.tensors else {})}
 
 
-def hash_file(folder: Path, name: str, look: Look | None = None) -> FileHashes:
+def hash_file(folder: Path | Store, name: str, look: Look | None = None) -> FileHashes:
     """Read a file of a folder once, from its first byte to its last.
 
     Args:
-        folder: the folder.
+        folder: the folder, or another store.
         name: path of the file in it.
         look: is shown all tensors, block by block, in the order of the file.
 
@@ -52,22 +52,19 @@ def hash_file(folder: Path, name: str, look: Look | None = None) -> FileHashes:
         CheckpointError: it is no regular file, or a link that leads out of the folder.
         FileNotFoundError: there is none.
     """
-    path = folder
-    for part in name.split("/"):
-        path = safe_child(path, part)
     with (
-        reading(path),
-        open_regular(path) as file,
+        _Reader(file_at(local_store(folder), name)) as file,
         ThreadPoolExecutor(2, "covmerge-hash") as pool,
     ):
-        slots, header = _slots(file, path)
+        slots, header = _slots(file)
         whole = hashlib.sha256(header)
         tensors: dict[str, str] = {}
         for slot in slots.values():
             own = hashlib.sha256()
             for rows in slot.header.row_blocks(_BLOCK_ELEMENTS):
-                data = _read(file, slot.span(rows)[1], path)
+                data = torch.empty(slot.span(rows)[1], dtype=torch.uint8)
                 content = data.numpy().data
+                file.fill(content)
                 if len(content) < _WORTH_A_THREAD:
                     hashing = []
                     whole.update(content)
@@ -82,30 +79,76 @@ def hash_file(folder: Path, name: str, look: Look | None = None) -> FileHashes:
                 for future in hashing:
                     future.result()
             tensors[slot.header.name] = own.hexdigest()
-        while chunk := file.read(_CHUNK):
+        for chunk in file.rest():
             whole.update(chunk)
     return FileHashes(whole.hexdigest(), tensors)
 
 
-def _slots(file: BufferedReader, path: Path) -> tuple[Mapping[str, Slot], bytes]:
+def sha256_of(file: StoredFile) -> str:
+    """Return the SHA-256 of a whole file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        FileNotFoundError: there is none.
+    """
+    with _Reader(file) as reader:
+        digest = hashlib.sha256()
+        for chunk in reader.rest():
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _Reader:
+    """A file that is read from its first byte to its last; it names the file in its errors."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self.file = file
+        self._position = 0
+
+    def __enter__(self) -> _Reader:
+        with reading(self.file):
+            self._opened = self.file.open()
+        self.size, *_ = self._opened.stamp
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def some(self, target: memoryview) -> int:
+        """Read some of the next bytes; 0: there are none."""
+        with reading(self.file):
+            count = self._opened.read_at(target, self._position)
+        self._position += count
+        return count
+
+    def fill(self, target: memoryview) -> None:
+        """Read the next bytes."""
+        done = 0
+        while done < len(target):
+            count = self.some(target[done:])
+            if not count:
+                raise CheckpointError(
+                    f"{self.file} was cut short while it was read: verify it again"
+                )
+            done += count
+
+    def rest(self) -> Iterator[memoryview]:
+        """Read what is left, piece by piece; a piece holds until the next one is asked for."""
+        buffer = memoryview(bytearray(_CHUNK))
+        while count := self.some(buffer):
+            yield buffer[:count]
+
+
+def _slots(file: _Reader) -> tuple[Mapping[str, Slot], bytes]:
     """The tensors of a safetensors file, and the bytes before them; nothing of any other."""
-    if path.suffix != ".safetensors":
+    if file.file.suffix != ".safetensors":
         return {}, b""
-    size = os.fstat(file.fileno()).st_size
-    start = file.read(LENGTH_BYTES)
+    where, start = str(file.file), bytearray(min(file.size, LENGTH_BYTES))
+    file.fill(memoryview(start))
     try:
-        start += file.read(data_start(start, size, str(path)) - LENGTH_BYTES)
-        return parse_header(start[LENGTH_BYTES:], size, str(path)), start
+        header = bytearray(data_start(bytes(start), file.size, where) - LENGTH_BYTES)
+        file.fill(memoryview(header))
+        start += header
+        return parse_header(bytes(header), file.size, where), bytes(start)
     except CheckpointError:  # damaged: its hash will say so
-        return {}, start
-
-
-def _read(file: BufferedReader, size: int, path: Path) -> Tensor:
-    data = torch.empty(size, dtype=torch.uint8)
-    view, done = memoryview(data.numpy().data), 0
-    while done < size:
-        count = file.readinto(view[done:])
-        if not count:
-            raise CheckpointError(f"{path} was cut short while it was read: verify it again")
-        done += count
-    return data
+        return {}, bytes(start)

@@ -1,38 +1,30 @@
-"""Repositories of the Hugging Face Hub: headers for planning, weights only for the merge."""
+"""Repositories of the Hugging Face Hub: headers for planning, weights only for the merge.
+
+Index, config and headers are read where they lie, by the readers of a folder over a `HubStore`. What
+a merge reads is downloaded into the cache of the client first (`materialize`): it is read more than once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from torch import Tensor
 
 from covmerge.checkpoints.base import CARD_NAME, Checkpoint, Pace, find_header
-from covmerge.checkpoints.folder import (
-    CONFIG,
-    check_weight_map,
-    choose_weights,
-    open_folder,
-    read_config,
-    read_weight_map,
-)
-from covmerge.checkpoints.hub_client import Repository, cached_snapshot, is_offline
+from covmerge.checkpoints.folder import choose_weights, open_folder
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.stores.hub_cache import HubModel
 from covmerge.stores.local import LocalFolder
-from covmerge.types import Json, TensorHeader
+from covmerge.types import Json
 
 
 class HubCheckpoint:
     """A repository at one commit.
 
     Args:
-        source: as the user wrote it.
-        repository: it, at that commit.
-        headers: of every tensor.
-        config: parsed `config.json`.
+        store: it, at that commit.
+        planned: the checkpoint as it lies there, or `local`.
         files: names of the files to download.
         notes: what is particular about how it was opened.
         local: the downloaded checkpoint, if it is there already.
@@ -40,20 +32,18 @@ class HubCheckpoint:
 
     def __init__(
         self,
-        source: str,
-        repository: Repository,
+        store: HubStore,
+        planned: Checkpoint,
         *,
-        headers: Mapping[str, TensorHeader],
-        config: Mapping[str, Any] | None,
         files: tuple[str, ...] = (),
         notes: tuple[str, ...] = (),
         local: Checkpoint | None = None,
     ) -> None:
-        self.source = source
-        self.headers = MappingProxyType(headers)
-        self.config = config
+        self.source = store.source
+        self.headers = planned.headers
+        self.config = planned.config
         self.notes = notes
-        self._repository = repository
+        self._store = store
         self._files = files
         self._local = local
 
@@ -65,12 +55,12 @@ class HubCheckpoint:
     @property
     def hub(self) -> HubModel:
         """See `Checkpoint.hub`."""
-        return HubModel(self._repository.name, self._repository.commit)
+        return HubModel(self._store.name, self._store.commit)
 
     def readme(self) -> Path | None:
         """See `Checkpoint.readme`."""
-        if CARD_NAME in self._repository.sizes:
-            return self._repository.file(CARD_NAME)
+        if self._store.is_file(CARD_NAME):
+            return self._store.card(CARD_NAME)
         # Offline the repository's files are not known.
         return None if self._local is None else self._local.readme()
 
@@ -78,7 +68,7 @@ class HubCheckpoint:
         """See `Checkpoint.companions`."""
         if self._local is not None:
             return self._local.folder
-        return self._repository.download(self._repository.companions())
+        return self._store.download(self._store.companions())
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
@@ -95,7 +85,7 @@ class HubCheckpoint:
         """
         if self._local is not None:
             return
-        local = open_folder(self.source, LocalFolder(self._repository.download(self._files)))
+        local = open_folder(self.source, LocalFolder(self._store.download(self._files)))
         if dict(local.headers) != dict(self.headers):
             local.close()
             raise CheckpointError(
@@ -106,11 +96,11 @@ class HubCheckpoint:
 
     def identity(self) -> dict[str, Json]:
         """Repository and commit."""
-        return {"kind": "hub", "repo": self._repository.name, **self.fingerprint()}
+        return {"kind": "hub", "repo": self._store.name, **self.fingerprint()}
 
     def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
         """The commit, which fixes every byte."""
-        return {"revision": self._repository.commit}
+        return {"revision": self._store.commit}
 
     def close(self) -> None:
         """See `Checkpoint.close`."""
@@ -134,52 +124,31 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
     """
     if is_offline(source):
         return _open_cached(source, name, revision)
-    repository = Repository.find(source, name, revision)
-    choice = choose_weights(repository.top_level(), source)
+    store = HubStore.find(source, name, revision)
+    choice = choose_weights(store.names(), source)
     if not choice.name.endswith((".safetensors", ".safetensors.index.json")):
-        return _open_pickled(source, repository, choice.name)
-    config = read_config(repository.file(CONFIG)) if CONFIG in repository.sizes else None
-    if choice.is_index:
-        weight_map = read_weight_map(repository.file(choice.name))
-        headers_of = repository.headers(sorted(set(weight_map.values())))
-        check_weight_map(f"{source}: {choice.name}", weight_map, headers_of)
-    else:
-        headers_of = repository.headers([choice.name])
-    return HubCheckpoint(
-        source,
-        repository,
-        headers={
-            name: header for headers in headers_of.values() for name, header in headers.items()
-        },
-        config=config,
-        files=(*repository.companions(), *headers_of),
-        notes=choice.notes(source, headers_of),
-    )
+        return _open_pickled(store, choice.name)
+    planned = open_folder(source, store)
+    files = (*store.companions(), *planned.weight_names)
+    return HubCheckpoint(store, planned, files=files, notes=planned.notes)
 
 
-def _open_pickled(source: str, repository: Repository, chosen: str) -> HubCheckpoint:
+def _open_pickled(store: HubStore, chosen: str) -> HubCheckpoint:
     """Open a repository without safetensors, whose headers are inside the pickled weights."""
     stem = chosen.removesuffix(".index.json").removesuffix(".bin")
-    weights = [name for name in repository.top_level() if name.startswith(stem)]
-    folder = repository.download((*repository.companions(), *weights))
-    local = open_folder(source, LocalFolder(folder))
-    note = f"{source} has no safetensors: its weights were downloaded to read their headers"
-    return _downloaded(source, repository, local, note)
+    weights = [name for name in store.names() if name.startswith(stem)]
+    folder = store.download((*store.companions(), *weights))
+    local = open_folder(store.source, LocalFolder(folder))
+    note = f"{store.source} has no safetensors: its weights were downloaded to read their headers"
+    return _downloaded(store, local, note)
 
 
 def _open_cached(source: str, name: str, revision: str | None) -> HubCheckpoint:
     folder = cached_snapshot(source, name, revision)
-    repository = Repository(source, name, folder.name, {})
     note = f"{source}: HF_HUB_OFFLINE is set, commit {folder.name} was taken from the cache"
-    return _downloaded(source, repository, open_folder(source, LocalFolder(folder)), note)
+    local = open_folder(source, LocalFolder(folder))
+    return _downloaded(HubStore(source, name, folder.name, {}), local, note)
 
 
-def _downloaded(source: str, repository: Repository, local: Checkpoint, note: str) -> HubCheckpoint:
-    return HubCheckpoint(
-        source,
-        repository,
-        headers=local.headers,
-        config=local.config,
-        notes=(note, *local.notes),
-        local=local,
-    )
+def _downloaded(store: HubStore, local: Checkpoint, note: str) -> HubCheckpoint:
+    return HubCheckpoint(store, local, notes=(note, *local.notes), local=local)

@@ -22,7 +22,7 @@ from typing import Any, cast
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores.local import local_file
-from covmerge.stores.store import StoredFile
+from covmerge.stores.store import StoredFile, WritableFile
 from covmerge.types import Json
 
 FORMAT = 2
@@ -67,12 +67,12 @@ class Journal:
         'c0ffee'
     """
 
-    def __init__(self, file: StoredFile, finished: dict[Key, Entry]) -> None:
+    def __init__(self, file: WritableFile, finished: dict[Key, Entry]) -> None:
         self._file = file
         self._finished = finished
 
     @classmethod
-    def create(cls, path: Path | StoredFile, plan_hash: str) -> Journal:
+    def create(cls, path: Path | WritableFile, plan_hash: str) -> Journal:
         """Start an empty journal for the plan; a journal that exists is an error.
 
         Raises:
@@ -86,7 +86,7 @@ class Journal:
         return cls(file, {})
 
     @classmethod
-    def resume(cls, path: Path | StoredFile, plan_hash: str) -> Journal:
+    def resume(cls, path: Path | WritableFile, plan_hash: str) -> Journal:
         """Read a journal and go on with it; a torn last line is cut off.
 
         Of two lines for the same rows (recomputed after a failed check) the later one counts.

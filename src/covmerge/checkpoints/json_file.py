@@ -18,25 +18,29 @@ MAX_VALUES = 3_000_000
 _MAX_DEPTH = 64
 
 
-def read_object(file: StoredFile | Path, values: int = MAX_VALUES) -> dict[str, Any]:
+def read_object(
+    file: StoredFile | Path, values: int = MAX_VALUES, *, size: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
     """Read the JSON object that is a whole file.
 
     Args:
         file: the file.
         values: see `parse_object`.
+        size: bytes that it may have.
 
     Raises:
-        CheckpointError: the file cannot be read, is larger than 100 MB, or is not a JSON object.
+        CheckpointError: the file cannot be read, is larger, or is not a JSON object.
     """
     try:
-        data = local_file(file).read(MAX_JSON_BYTES + 1)
+        found, *_ = local_file(file).stamp()
+        if found > size:  # before anything is fetched, where it is far away
+            raise CheckpointError(
+                f"{file} has {found} bytes, and no such file needs more than {size}: is it the right "
+                "file?"
+            )
+        data = local_file(file).read(size)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{file} is larger than {MAX_JSON_BYTES} bytes, which no such file needs to be: "
-            "is it the right file?"
-        )
     return parse_object(data, str(file), values)
 
 

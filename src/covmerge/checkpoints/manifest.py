@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from covmerge.checkpoints.json_file import parse_object, shorten
+from covmerge.checkpoints.json_file import read_object, shorten
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores.regular_file import read_regular
+from covmerge.stores.local import local_store
+from covmerge.stores.store import Store, StoredFile
+from covmerge.stores.walk import tree
 
 MANIFEST_NAME = "covmerge.json"  # by it an output of covmerge is known
 
@@ -127,71 +128,61 @@ class _Comparison(_Part):
     comparison: _Rows
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path | Store) -> dict[str, Any]:
     """Read covmerge.json of a merged model or adapter; what readers use of it is there and typed.
 
     Raises:
         InputError: there is none, or it is of something else, such as a comparison.
     """
-    manifest = _read(folder)
+    manifest = _read(local_store(folder))
     if "comparison" in manifest:
         first = manifest["comparison"]["methods"][0]["method"]
         raise InputError(
-            f"{folder} holds a comparison: verify one of its models, such as {folder / first}"
+            f"{folder} holds a comparison: verify one of its models, such as {folder}/{first}"
         )
     return manifest
 
 
-def unknown_files(folder: Path) -> list[str]:
+def unknown_files(store: Store) -> list[str]:
     """Return what an output of covmerge holds that covmerge did not write, as paths in it.
 
     Raises:
         InputError: it is no output of covmerge, or one that does not say what belongs to it.
     """
-    manifest = _read(folder)
+    manifest = _read(store)
     if "comparison" in manifest:
         models = [row["method"] for row in manifest["comparison"]["methods"]]
-        strange = [
-            n for n in children(folder) if n.partition("/")[0] not in (*models, MANIFEST_NAME)
-        ]
-        for model in models:
-            if (folder / model).is_dir() and not (folder / model).is_symlink():
-                strange += [f"{model}/{name}" for name in unknown_files(folder / model)]
+        strange = [n for n in tree(store) if n.partition("/")[0] not in (*models, MANIFEST_NAME)]
+        for model in sorted({*models} & {*store.folders()}):
+            strange += [f"{model}/{name}" for name in unknown_files(store.inside(model))]
         return strange
     if "files" not in manifest:
         raise InputError(
-            f"{folder / MANIFEST_NAME} does not list the files of the output, as an older covmerge "
+            f"{store.where(MANIFEST_NAME)} does not list the files of the output, as an older covmerge "
             "wrote it"
         )
     known = {*manifest["files"], *ADDED_LATER, MANIFEST_NAME}
-    return [name for name in children(folder) if name not in known]
+    return [name for name in tree(store) if name not in known]
 
 
-def children(folder: Path, inside: str = "") -> Iterator[str]:
-    """Return all that a folder holds, as sorted paths in it; links and empty folders as they are."""
-    for path in sorted(folder.iterdir()):
-        name = f"{inside}{path.name}"
-        within = [] if path.is_symlink() or not path.is_dir() else list(children(path, f"{name}/"))
-        yield from within or [name]
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST_NAME
+def _read(store: Store) -> dict[str, Any]:
+    file = StoredFile(store, MANIFEST_NAME)
     try:
-        manifest = parse_object(read_regular(path, MAX_BYTES), str(path))
+        file.stamp()
+        manifest = read_object(file, size=MAX_BYTES)
         (_Comparison if "comparison" in manifest else _Model).model_validate(manifest)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
-            f"{folder} has no {MANIFEST_NAME}: it is not a finished output of covmerge. Name the "
+            f"{store} has no {MANIFEST_NAME}: it is not a finished output of covmerge. Name the "
             "folder that `covmerge merge` wrote."
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = shorten(".".join(map(str, first["loc"])))
         raise InputError(
-            f"{path} cannot be read as a covmerge manifest: {where}: {first['msg']}; merge again, or "
+            f"{file} cannot be read as a covmerge manifest: {where}: {first['msg']}; merge again, or "
             "take the file from where the output came from"
         ) from error
     except CheckpointError as error:
-        raise InputError(f"{path} cannot be read as a covmerge manifest: {error}") from error
+        raise InputError(f"{file} cannot be read as a covmerge manifest: {error}") from error
     return manifest

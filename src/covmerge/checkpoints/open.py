@@ -20,6 +20,7 @@ from covmerge.errors import CheckpointError
 from covmerge.identifiers import hub_id
 from covmerge.stores.address import local_path
 from covmerge.stores.local import LocalFolder
+from covmerge.stores.store import Store
 
 
 def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -48,9 +49,7 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
     try:
         path = local_path(source).expanduser()
         if path.is_dir():
-            return open_adapter_folder(str(source), path) or open_folder(
-                str(source), LocalFolder(path)
-            )
+            return open_store(str(source), LocalFolder(path))
         if path.is_file():
             return open_adapter_file(str(source), path)
         exists = path.exists()
@@ -67,3 +66,12 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
             "is written org/name or org/name@revision"
         )
     return open_adapter_hub(source, *named) or open_hub(source, *named)
+
+
+def open_store(source: str, store: Store) -> Checkpoint:
+    """Open the checkpoint that a store holds, a model or an adapter.
+
+    Raises:
+        CheckpointError: as `open_checkpoint`.
+    """
+    return open_adapter_folder(source, store) or open_folder(source, store)

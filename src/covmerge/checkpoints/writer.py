@@ -15,7 +15,7 @@ from torch import Tensor
 from covmerge.checkpoints.layout import Layout, Shard, Slot
 from covmerge.errors import CheckpointError, TensorError
 from covmerge.stores.local import local_store
-from covmerge.stores.store import Store, StoredFile
+from covmerge.stores.store import StoredFile, WritableStore
 
 _CHUNK = 8 << 20  # bytes read back at a time
 
@@ -47,11 +47,16 @@ class ShardWriter:
         True
     """
 
-    def __init__(self, folder: Path | Store, layout: Layout) -> None:
+    def __init__(self, folder: Path | WritableStore, layout: Layout) -> None:
         self._store = local_store(folder)
         self._shards = {name: shard for shard in layout.shards for name in shard.entries}
         self._files = [shard.file_name for shard in layout.shards]
         _create_missing(self._store, layout)
+
+    @property
+    def in_files(self) -> bool:
+        """Whether they are files of this machine, which any process can write to."""
+        return self._store.folder is not None
 
     def write(self, name: str, tensor: Tensor, rows: range | None = None) -> str:
         """Write a tensor, or `rows` of its dimension 0, and return the checksum of the bytes.
@@ -108,7 +113,7 @@ class ShardWriter:
         return shard.file_name, shard.entries[name]
 
 
-def _create_missing(store: Store, layout: Layout) -> None:
+def _create_missing(store: WritableStore, layout: Layout) -> None:
     missing: list[Shard] = []
     for shard in layout.shards:
         if store.exists(shard.file_name):

@@ -58,10 +58,13 @@ class MemoryOutput:
 class FileOutput:
     """Rows at their places in the files of each part."""
 
-    in_files = True
-
     def __init__(self, writers: Mapping[str, ShardWriter]) -> None:
         self._writers = writers
+
+    @property
+    def in_files(self) -> bool:
+        """See `Output.in_files`."""
+        return all(writer.in_files for writer in self._writers.values())
 
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
         """See `Output.write`."""

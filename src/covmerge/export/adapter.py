@@ -5,32 +5,32 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints.adapter import ADAPTER_CONFIG
 from covmerge.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.plan import Plan, Unwritten
 from covmerge.plan.adapter import left_out
-from covmerge.stores.disk import disk_errors
+from covmerge.stores.store import WritableFile, WritableStore
 from covmerge.types import Json
 
 _WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
 
 
 def write_adapter_config(
-    folder: Path,
+    store: WritableStore,
     tensors: Sequence[AdaptedTensor],
     whole: Sequence[WholeTensor],
     parameters: Sequence[str],
     parents: Sequence[Mapping[str, Any]],
     base: Checkpoint,
-) -> Path:
-    """Write the configuration: what all parents agree on; without parents, of the base.
+) -> str:
+    """Write the configuration: what all parents agree on; without parents, of the base; return its name.
 
     Args:
-        folder: the folder of the adapter.
+        store: where the adapter lies.
         tensors: what the adapter updates.
         whole: what it replaces.
         parameters: names of all tensors of the model.
@@ -63,11 +63,9 @@ def write_adapter_config(
         "modules_to_save": sorted({module for t in whole for module in t.modules}) or None,
         "lora_dropout": 0.0,
     }
-    path = folder / "adapter_config.json"
     content = dumps(config, what="adapter_config", indent=2).encode() + b"\n"
-    with disk_errors(path, len(content)):
-        path.write_bytes(content)
-    return path
+    WritableFile(store, ADAPTER_CONFIG).put(content)
+    return ADAPTER_CONFIG
 
 
 def bases_that_differ(adapters: Sequence[AdapterCheckpoint]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from covmerge.methods.registry import Reference
 from covmerge.plan import Plan, Settings
 from covmerge.recipe import RANDOM
 from covmerge.steps import StepUse, resolve_steps
-from covmerge.stores.disk import disk_errors
+from covmerge.stores.store import Store, WritableFile, WritableStore
 from covmerge.text import some
 from covmerge.types import Json
 from covmerge.version import __version__
@@ -33,16 +33,16 @@ _HASH = 12  # digits of a hash that tell enough
 
 
 def write_card(
-    folder: Path,
+    store: WritableStore,
     plan: Plan,
     parents: Parents,
     config: Mapping[str, Any] | None,
     manifest: Mapping[str, Json],
-) -> Path:
-    """Write README.md into a finished output and return its path: of one merge always the same.
+) -> str:
+    """Write README.md into a finished output and return its name: of one merge always the same.
 
     Args:
-        folder: the output.
+        store: the output.
         plan: of the merge.
         parents: who was merged.
         config: config.json of the base, if it has one.
@@ -51,19 +51,17 @@ def write_card(
     Raises:
         ResourceError: the disk is full.
     """
-    card = _Card(folder, plan, parents, config or {}, manifest)
-    path = folder / CARD_NAME
+    card = _Card(store, plan, parents, config or {}, manifest)
     content = f"---\n{_yaml(card.metadata())}---\n\n{card.text()}".encode()
-    with disk_errors(path, len(content)):
-        path.write_bytes(content)
-    return path
+    WritableFile(store, CARD_NAME).put(content)
+    return CARD_NAME
 
 
 @dataclass(frozen=True)
 class _Card:
     """What `write_card` was given, and the parts of the card that follow from it."""
 
-    folder: Path
+    output: Store
     plan: Plan
     parents: Parents
     config: Mapping[str, Any]
@@ -75,7 +73,7 @@ class _Card:
 
     @property
     def library(self) -> str | None:
-        return library_of(self.folder, self.config, adapter=self.adapter)
+        return library_of(self.output, self.config, adapter=self.adapter)
 
     @property
     def base(self) -> Parent:
@@ -268,7 +266,7 @@ class _Card:
         yield "`covmerge.json` says what became of every tensor."
 
     def _loading(self) -> Iterator[str]:
-        lines = how_to_load(self.folder, self.library, self.config, self.base.hub)
+        lines = how_to_load(self.output, self.library, self.config, self.base.hub)
         yield fenced("\n".join(lines), "python")
         if self.config.get("auto_map"):
             yield from (

@@ -16,9 +16,9 @@ from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.errors import CheckpointError
 from covmerge.export.config import rewrite_config
-from covmerge.stores.disk import disk_errors
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import open_regular
+from covmerge.stores.store import WritableFile, WritableStore
 from covmerge.vocabulary import TOKENIZER_FILES, TokenizerFiles
 
 MAX_FILE_BYTES = 512 << 20
@@ -95,7 +95,7 @@ def hash_companions(source: Path | None) -> dict[str, str]:
 
 def copy_companions(
     source: Path | None,
-    staging: Path,
+    output: WritableStore,
     dtype: torch.dtype | None = None,
     layers: Sequence[int] | None = None,
     *,
@@ -111,7 +111,7 @@ def copy_companions(
 
     Args:
         source: the base's folder; None if the base has none (a single file, a dict).
-        staging: the folder of the output; files of the same names are replaced.
+        output: where the output is written; files of the same names are replaced.
         dtype: of the output's weights; None if they keep the base's.
         layers: of the base, that the output is stacked of; None if it has the base's.
         plain: the base is quantised, and the output is not.
@@ -124,7 +124,7 @@ def copy_companions(
             what it was.
         ResourceError: the disk is full.
     """
-    written = () if tokens is None else _write_tokenizer(tokens, staging)
+    written = () if tokens is None else _write_tokenizer(tokens, output)
     if source is None:
         return Companions(written, (_NO_CONFIG if written else _NOTHING,))
     of_base = list(_companion_names(source))
@@ -132,16 +132,19 @@ def copy_companions(
     notes: list[str] = []
     hashes: dict[str, str] = {}
     for name in copied:
-        destination = staging / name
+        folder, _, own = name.rpartition("/")
+        copy = WritableFile(output.inside(folder), own)
         if name == "config.json":
-            own = partial(rewrite_config, dtype=dtype, layers=layers, tokens=tokens, plain=plain)
-            hashes[name], content = _copy_config(_inside(source, name), destination, own)
+            rewrite = partial(
+                rewrite_config, dtype=dtype, layers=layers, tokens=tokens, plain=plain
+            )
+            hashes[name], content = _copy_config(_inside(source, name), copy, rewrite)
             notes += _notes_on_code(source, content)
         elif name == "generation_config.json":
-            own = partial(rewrite_config, tokens=tokens)
-            hashes[name], _ = _copy_config(_inside(source, name), destination, own)
+            rewrite = partial(rewrite_config, tokens=tokens)
+            hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
         else:
-            hashes[name] = _copy(_inside(source, name), destination)
+            hashes[name] = _copy(_inside(source, name), copy)
     planned = hashes if known is None else known
     for name in sorted({*planned, *hashes} - {*of_base} | {*copied}):
         if planned.get(name) != hashes.get(name):
@@ -153,11 +156,10 @@ def copy_companions(
     return Companions(tuple(sorted({*copied, *written})), tuple(notes))
 
 
-def _write_tokenizer(tokens: TokenizerFiles, staging: Path) -> tuple[str, ...]:
+def _write_tokenizer(tokens: TokenizerFiles, output: WritableStore) -> tuple[str, ...]:
     names: list[str] = []
     for name, content in tokens.write():
-        with disk_errors(staging / name, len(content)):
-            (staging / name).write_bytes(content)
+        WritableFile(output, name).put(content)
         names.append(name)
     return tuple(names)
 
@@ -179,26 +181,25 @@ def _companion_names(source: Path) -> Iterator[str]:
 
 
 def _copy_config(
-    source: Path, destination: Path, rewrite: Callable[..., bytes]
+    source: Path, copy: WritableFile, rewrite: Callable[..., bytes]
 ) -> tuple[str, bytes]:
     """Copy a config; return its hash and its content, as it was."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
-    rewritten = rewrite(content, origin=str(source))
-    with disk_errors(destination, len(rewritten)):
-        destination.write_bytes(rewritten)
+    copy.put(rewrite(content, origin=str(source)))
     return hashlib.sha256(content).hexdigest(), content
 
 
-def _copy(source: Path, destination: Path) -> str:
+def _copy(source: Path, copy: WritableFile) -> str:
     """Copy a file; return the hash of what was copied."""
-    digest = hashlib.sha256()
-    with _opened(source, MAX_FILE_BYTES) as file, disk_errors(destination, source.stat().st_size):
-        destination.parent.mkdir(exist_ok=True)
-        with destination.open("wb") as copy:
-            while chunk := file.read(_CHUNK):
-                copy.write(chunk)
-                digest.update(chunk)
+    digest, done = hashlib.sha256(), 0
+    with _opened(source, MAX_FILE_BYTES) as file:
+        size = source.stat().st_size
+        copy.store.create(copy.name, size, b"", needed=size)
+        while chunk := file.read(_CHUNK):
+            copy.store.write(copy.name, memoryview(chunk), done)
+            digest.update(chunk)
+            done += len(chunk)
     return digest.hexdigest()
 
 

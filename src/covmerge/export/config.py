@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from covmerge.checkpoints.folder import CONFIG
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.layer_count import restacked
 from covmerge.quantised import QUANTISATION
-from covmerge.stores.disk import disk_errors
+from covmerge.stores.store import WritableFile, WritableStore
 from covmerge.vocabulary import TokenizerFiles
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
@@ -67,22 +67,21 @@ def rewrite_config(
     return content if config == stored else (json.dumps(config, indent=2) + "\n").encode()
 
 
-def write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+def write_config(
+    store: WritableStore, config: Mapping[str, Any], dtype: torch.dtype | None
+) -> None:
     """Write the config of a base that has no file of it.
 
     Args:
-        folder: of the output.
+        store: of the output.
         config: the base's.
         dtype: of the output's weights; None if they keep the base's.
 
     Raises:
         ResourceError: the disk is full.
     """
-    path = folder / CONFIG
     text = json.dumps(config, indent=2) + "\n"
-    content = rewrite_config(text.encode(), dtype, str(path))
-    with disk_errors(path, len(content)):
-        path.write_bytes(content)
+    WritableFile(store, CONFIG).put(rewrite_config(text.encode(), dtype, store.where(CONFIG)))
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from math import inf
@@ -12,44 +11,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, safe_child, unpack
+from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, unpack
+from covmerge.checkpoints.folder import open_file
+from covmerge.checkpoints.hashes import sha256_of
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.quantised import open_plain
-from covmerge.stores.disk import disk_errors
-from covmerge.stores.regular_file import open_regular
+from covmerge.stores.local import LocalFolder
+from covmerge.stores.store import Store, StoredFile, WritableFile, WritableStore
+from covmerge.stores.walk import file_at
 from covmerge.types import Json
 
 _FILE = "rescalers.json"
-_CHUNK = 4 << 20  # bytes hashed at a time
 
 
-def write_rescalers(folder: Path, factors: Mapping[str, float]) -> Path:
+def write_rescalers(store: WritableStore, factors: Mapping[str, float]) -> str:
     """Write masks/rescalers.json, each expert's factor and the hash of its masks; return its path.
 
     Raises:
         ResourceError: the disk is full.
     """
-    target = folder / MASKS_FOLDER
+    masks = store.inside(MASKS_FOLDER)
     records: dict[str, Json] = {
-        expert: {"rescaler": factor, "sha256": _sha256(target / f"{expert}.safetensors")}
+        expert: {"rescaler": factor, "sha256": sha256_of(StoredFile(masks, _masks_of(expert)))}
         for expert, factor in factors.items()
     }
     content = dumps(records, what="rescalers", indent=1).encode() + b"\n"
-    with disk_errors(target / _FILE, len(content)):
-        (target / _FILE).write_bytes(content)
-    return target / _FILE
+    WritableFile(masks, _FILE).put(content)
+    return f"{MASKS_FOLDER}/{_FILE}"
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _masks_of(expert: str) -> str:
+    return f"{expert}.safetensors"
 
 
 def load_expert(
@@ -88,7 +84,7 @@ def load_expert(
         [[4.0, 0.0]]
     """
     folder = Path(folder)
-    factor, path = find_masks(folder, expert)
+    factor, file = find_masks(LocalFolder(folder), expert)
     with ExitStack() as stack:
 
         def opened(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -97,7 +93,8 @@ def load_expert(
             checkpoint.materialize()
             return checkpoint
 
-        unified, start, masks = opened(folder), opened(base), opened(path)
+        unified, start, masks = opened(folder), opened(base), open_file(str(file), file)
+        stack.callback(masks.close)
         _check_base(folder, start)
         weights = {name: unified.read(name) for name in unified.headers}
         for name in masks.headers:
@@ -114,22 +111,22 @@ def load_expert(
     return weights
 
 
-def find_masks(folder: Path, expert: str) -> tuple[float, Path]:
+def find_masks(store: Store, expert: str) -> tuple[float, StoredFile]:
     """Return an expert's factor and the file of its masks, which are those of the merge.
 
     Raises:
         InputError: no masks there, or none of this expert.
         CheckpointError: masks or factors are not those of the merge.
     """
-    path = folder / MASKS_FOLDER / _FILE
-    if not path.is_file():
+    path = file_at(store, f"{MASKS_FOLDER}/{_FILE}")
+    if not path.store.is_file(_FILE):
         raise InputError(
-            f"{folder} has no {MASKS_FOLDER}/{_FILE}: it is no output of a method that writes masks "
+            f"{store} has no {MASKS_FOLDER}/{_FILE}: it is no output of a method that writes masks "
             "(emr)"
         )
     records = read_object(path)
     if expert not in records:
-        raise InputError(f"{folder} has no expert '{expert}'." + did_you_mean(expert, records))
+        raise InputError(f"{store} has no expert '{expert}'." + did_you_mean(expert, records))
     record: Any = records[expert]
     try:
         factor, digest = record["rescaler"], record["sha256"]
@@ -137,8 +134,8 @@ def find_masks(folder: Path, expert: str) -> tuple[float, Path]:
         raise CheckpointError(f"{path} has no rescaler of '{expert}': merge again") from error
     if not isinstance(factor, float) or not 0.0 < factor < inf:
         raise CheckpointError(f"{path}: the rescaler of '{expert}' is {factor!r}: merge again")
-    masks = safe_child(folder / MASKS_FOLDER, f"{expert}.safetensors")
-    if not masks.is_file() or _sha256(masks) != digest:
+    masks = file_at(store, f"{MASKS_FOLDER}/{_masks_of(expert)}")
+    if not masks.store.is_file(masks.name) or sha256_of(masks) != digest:
         raise CheckpointError(f"{masks} is not the file that the merge wrote: merge again")
     return factor, masks
 

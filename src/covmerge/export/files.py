@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from covmerge.checkpoints import ShardWriter, plan_layout
 from covmerge.checkpoints.adapter_layout import ADAPTER_NAME, LORA_NAME, PEFT_FORM
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.engine import FileOutput
 from covmerge.plan import MODEL, Plan
-from covmerge.stores.local import LocalFolder
+from covmerge.stores.store import WritableStore
 
 
 def plan_parts(plan: Plan) -> dict[str, Layout]:
@@ -42,13 +42,12 @@ def files_of(layouts: Mapping[str, Layout]) -> list[str]:
     ]
 
 
-def open_output(folder: Path, layouts: Mapping[str, Layout]) -> FileOutput:
+def open_output(store: WritableStore, layouts: Mapping[str, Layout]) -> FileOutput:
     """Reserve the space of all files; those of an earlier run are kept.
 
     Raises:
         ResourceError: the disk is full.
     """
-    store = LocalFolder(folder)
     writers = {
         part: ShardWriter(store.inside(folder_of(part)), layout) for part, layout in layouts.items()
     }

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from covmerge.checkpoints.layout import Layout
-from covmerge.stores.disk import disk_errors
+from covmerge.stores.store import WritableFile, WritableStore
 
 
-def write_index(layout: Layout, folder: Path) -> Path | None:
-    """Write the index of a sharded model as transformers does; return its path.
+def write_index(layout: Layout, store: WritableStore) -> str | None:
+    """Write the index of a sharded model as transformers does; return its name.
 
     A model of one file needs no index: nothing is written and None returned.
 
@@ -27,8 +26,6 @@ def write_index(layout: Layout, folder: Path) -> Path | None:
         },
         "weight_map": {name: shard.file_name for shard in layout.shards for name in shard.entries},
     }
-    path = folder / layout.index_name
     content = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    with disk_errors(path, len(content)):
-        path.write_bytes(content)
-    return path
+    WritableFile(store, layout.index_name).put(content)
+    return layout.index_name

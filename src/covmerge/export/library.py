@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from covmerge.checkpoints import HubModel
 from covmerge.checkpoints.adapter_layout import LORA_NAME
+from covmerge.stores.store import Store
 
 PEFT, TRANSFORMERS, OPEN_CLIP = "peft", "transformers", "open_clip"
 SENTENCES, DIFFUSERS = "sentence-transformers", "diffusers"
@@ -20,23 +20,23 @@ _FOLDER = 'folder = "."  # this folder, or the name of this repository'
 _MORE_THAN_TEXT = ("vision_config", "audio_config", "auto_map")
 
 
-def library_of(folder: Path, config: Mapping[str, Any], *, adapter: bool) -> str | None:
+def library_of(output: Store, config: Mapping[str, Any], *, adapter: bool) -> str | None:
     """Return what the Hub calls the library of an output, where it is certain.
 
     Args:
-        folder: the output.
+        output: the output.
         config: config.json of the base; empty if it has none.
         adapter: whether the output is an adapter.
     """
     if adapter:
-        return DIFFUSERS if (folder / LORA_NAME).is_file() else PEFT
-    if (folder / "modules.json").is_file():
+        return DIFFUSERS if output.is_file(LORA_NAME) else PEFT
+    if output.is_file("modules.json"):
         return SENTENCES
     if architecture(config):
         return TRANSFORMERS
     if part_class(config):
         return DIFFUSERS
-    return OPEN_CLIP if (folder / "open_clip_config.json").is_file() else None
+    return OPEN_CLIP if output.is_file("open_clip_config.json") else None
 
 
 def architecture(config: Mapping[str, Any]) -> str | None:
@@ -65,12 +65,12 @@ def pipeline_of(config: Mapping[str, Any]) -> str | None:
 
 
 def how_to_load(
-    folder: Path, library: str | None, config: Mapping[str, Any], base: HubModel | None
+    output: Store, library: str | None, config: Mapping[str, Any], base: HubModel | None
 ) -> Iterator[str]:
     """The lines of a program that loads an output.
 
     Args:
-        folder: the output.
+        output: the output.
         library: what `library_of` returns for it.
         config: config.json of the base; empty if it has none.
         base: the base, if it is known on the Hub.
@@ -87,7 +87,7 @@ def how_to_load(
         yield from ("from sentence_transformers import SentenceTransformer", "", _FOLDER)
         yield "model = SentenceTransformer(folder)"
     elif library == DIFFUSERS:
-        if (folder / LORA_NAME).is_file():
+        if output.is_file(LORA_NAME):
             source = json.dumps("PIPELINE" if base is None else base.name)
             yield from ("from diffusers import DiffusionPipeline", "", _FOLDER)
             yield f"pipe = DiffusionPipeline.from_pretrained({source})"
@@ -97,7 +97,7 @@ def how_to_load(
         yield from (f"from diffusers import {part}", "", _FOLDER)
         yield f"model = {part}.from_pretrained(folder)"
     elif library == TRANSFORMERS:
-        tokenizer = (folder / "tokenizer_config.json").is_file()
+        tokenizer = output.is_file("tokenizer_config.json")
         yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{loader}"
         yield from ("", _FOLDER, f"model = {loader}.from_pretrained(folder)")
         if tokenizer:

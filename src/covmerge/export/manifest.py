@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.strict_json import dumps
-from covmerge.stores.disk import disk_errors
+from covmerge.stores.store import WritableFile, WritableStore
 from covmerge.types import Json
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Json]) -> Path:
-    """Write covmerge.json into `folder` and return its path; keys keep their order.
+def write_manifest(store: WritableStore, manifest: Mapping[str, Json]) -> None:
+    """Write covmerge.json, whole or not at all; keys keep their order.
 
     Raises:
         InputError: the manifest holds a number that is not finite, or what JSON cannot hold.
         ResourceError: the disk is full.
     """
-    path = folder / MANIFEST_NAME
     content = dumps(manifest, what="manifest", indent=1).encode() + b"\n"
-    with disk_errors(path, len(content)):
-        path.write_bytes(content)
-    return path
+    WritableFile(store, MANIFEST_NAME).put(content)

@@ -8,7 +8,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from covmerge.statistics.file import (
     probe,
 )
 from covmerge.stores.disk import disk_errors, fsync_path
+from covmerge.stores.scratch import scratch_folder
 from covmerge.types import TensorHeader
 from covmerge.version import __version__
 
@@ -104,15 +104,15 @@ def write_statistics(files: Mapping[Path, Contents], *, overwrite: bool) -> None
     folder = next(iter(files)).parent
     with (
         disk_errors(folder),
-        TemporaryDirectory(prefix=".covstats-", dir=folder) as unfinished,
+        scratch_folder(folder, ".covstats-") as unfinished,
     ):
         for out, contents in files.items():
-            _write(Path(unfinished), out.name, contents)
+            _write(unfinished, out.name, contents)
         for out in files:
             check_output(out, overwrite=overwrite)
         with _all_or_none(files):
             for out in files:
-                (Path(unfinished) / out.name).replace(out)
+                (unfinished / out.name).replace(out)
         fsync_path(folder)
 
 

@@ -1,7 +1,8 @@
 """Where a user says that something lies: on this machine, so far.
 
 This is the one place that an address elsewhere comes to. A library of file systems, as fsspec, would be
-asked here, and what it has would be read through a `Store` (`store.py`) as local folders are.
+asked here; what it has would be read through a `Store` (`store.py`) as local folders are, and an output
+would appear there by a `Destination` (`destination.py`).
 """
 
 from __future__ import annotations

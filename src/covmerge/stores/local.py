@@ -7,18 +7,26 @@ import os
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
 from covmerge.stores.descriptor import opened, read_at, reserve, write_at
 from covmerge.stores.disk import disk_errors, fsync_path
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import open_raw
-from covmerge.stores.store import Stamp, Store, StoredFile, stamp_of
+from covmerge.stores.store import Stamp, Store, StoredFile, WritableFile, stamp_of
+
+AnyStore = TypeVar("AnyStore", bound=Store)
+AnyFile = TypeVar("AnyFile", bound=StoredFile)
 
 
 class LocalFolder:
     r"""Files of a folder. None stays open between calls, so that it may be sent to another process.
 
     What is read may be a link; nothing is written through one.
+
+    Args:
+        folder: it is there, unless it is an inner one.
+        inner: it lies in another store, and is made when something is put into it.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -29,8 +37,9 @@ class LocalFolder:
         b'1\x00\x002'
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, inner: bool = False) -> None:
         self._folder = folder
+        self._inner = inner
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -46,15 +55,20 @@ class LocalFolder:
 
     def names(self) -> list[str]:
         """See `Store.names`."""
-        return [path.name for path in self._folder.iterdir() if not path.is_dir()]
+        return [name for name, is_folder in self._entries() if not is_folder]
+
+    def folders(self) -> list[str]:
+        """See `Store.folders`."""
+        return [name for name, is_folder in self._entries() if is_folder]
 
     def check(self, name: str) -> None:
         """See `Store.check`."""
         safe_child(self._folder, name)
 
-    def is_file(self, name: str) -> bool:
+    def is_file(self, name: str, *, follow: bool = True) -> bool:
         """See `Store.is_file`."""
-        return (self._folder / name).is_file()
+        path = self._folder / name
+        return path.is_file() and (follow or not path.is_symlink())
 
     def stamp(self, name: str) -> Stamp:
         """See `Store.stamp`."""
@@ -66,10 +80,7 @@ class LocalFolder:
 
     def inside(self, folder: str) -> LocalFolder:
         """See `Store.inside`."""
-        path = self._folder / folder
-        with disk_errors(path):
-            path.mkdir(exist_ok=True)
-        return LocalFolder(path)
+        return LocalFolder(self._folder / folder, inner=True) if folder else self
 
     def exists(self, name: str) -> bool:
         """See `Store.exists`."""
@@ -81,6 +92,8 @@ class LocalFolder:
         unfinished = path.with_name(f".{name}.new")  # under its own name it is never half-made
         with disk_errors(path, needed):
             try:
+                if self._inner:
+                    self._folder.mkdir(parents=True, exist_ok=True)
                 with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
                     reserve(fd, size)
                     write_at(fd, memoryview(start), 0)
@@ -112,14 +125,25 @@ class LocalFolder:
 
     def remove(self, name: str) -> None:
         """See `Store.remove`."""
-        with disk_errors(self._folder / name):
-            (self._folder / name).unlink()
+        path = self._folder / name
+        with disk_errors(path):
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink()
 
     def flush(self, names: Sequence[str]) -> None:
         """See `Store.flush`."""
         for path in (*(self._folder / name for name in names), self._folder):
             with disk_errors(path):
                 fsync_path(path)
+
+    def _entries(self) -> list[tuple[str, bool]]:
+        """The name of each thing in it, and whether it is a folder."""
+        if self._inner and not self._folder.exists():
+            return []
+        with os.scandir(self._folder) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
 class OpenedFile:
@@ -144,11 +168,11 @@ class OpenedFile:
         return read_at(self._file, target, offset)
 
 
-def local_store(given: Path | Store) -> Store:
+def local_store(given: Path | AnyStore) -> AnyStore | LocalFolder:
     """Return a folder that is given by its path as a store."""
     return LocalFolder(given) if isinstance(given, Path) else given
 
 
-def local_file(given: Path | StoredFile) -> StoredFile:
+def local_file(given: Path | AnyFile) -> AnyFile | WritableFile:
     """Return a file that is given by its path as one of a store."""
-    return StoredFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given
+    return WritableFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given

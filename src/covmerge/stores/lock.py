@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from filelock import lock_descriptor
 
 from covmerge.stores.descriptor import open_descriptor
 
-LOCK_NAME = "lock"
+_NAME = "lock"
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 
@@ -22,7 +23,7 @@ class TakenError(Exception):
 
 
 class Lock:
-    """The file `lock` of a folder, held; `release` or `remove` ends that, and so does any kill.
+    """The file `lock` of a folder, held; `release` or `remove_folder` ends that, and so does any kill.
 
     The system's lock on an open file is filelock's; here is what it is of: a file in a folder that is made
     with it and goes with it, which may happen at any moment while another process waits to have it.
@@ -39,7 +40,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_NAME
+        self._path = folder / _NAME
         self.works = True
         while True:
             try:
@@ -62,7 +63,7 @@ class Lock:
         """Let another process have it."""
         os.close(self._fd)
 
-    def remove(self) -> None:
+    def _remove(self) -> None:
         """Remove the file as the last of its folder, and release it."""
         if os.name == "nt":
             # No open file is removed there: neither this one, nor that of who has it meanwhile.
@@ -72,6 +73,34 @@ class Lock:
         else:
             self._path.unlink()
             self.release()
+
+    def clear_folder(self) -> None:
+        """Remove all that the folder holds but the lock.
+
+        Raises:
+            OSError: something cannot be removed.
+        """
+        for child in self._path.parent.iterdir():
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            elif child != self._path:
+                child.unlink()
+
+    def remove_folder(self) -> None:
+        """Remove all that the folder holds, the lock, and the folder.
+
+        Raises:
+            OSError: something cannot be removed.
+        """
+        self.clear_folder()
+        # The lock goes last: until then nobody else can begin to work here.
+        self._remove()
+        try:
+            self._path.parent.rmdir()
+        except OSError as error:
+            # Another process began between the two lines above: the folder is now its own.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
 
     def _lock(self) -> None:
         try:

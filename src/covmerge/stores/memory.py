@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from covmerge.errors import InputError
+from covmerge.stores.lock import TakenError
 from covmerge.stores.paths import check_bare
 from covmerge.stores.store import Stamp
 
@@ -37,6 +38,7 @@ class MemoryStore:
         self._name = name
         self._prefix = ""
         self._lock = threading.Lock()
+        self._taken: set[str] = set()
         self._changes = itertools.count()
         self._files = {
             key: _File(bytearray(value), next(self._changes), self._lock)
@@ -44,7 +46,7 @@ class MemoryStore:
         }
 
     def __str__(self) -> str:
-        return self._name
+        return self.where("").removesuffix("/")
 
     def contents(self) -> dict[str, bytes]:
         """Return a copy of everything."""
@@ -57,15 +59,19 @@ class MemoryStore:
 
     def names(self) -> list[str]:
         """See `Store.names`."""
-        inside = [n.removeprefix(self._prefix) for n in self._files if n.startswith(self._prefix)]
-        return [name for name in inside if "/" not in name]
+        return [name for name in self._inside() if "/" not in name]
+
+    def folders(self) -> list[str]:
+        """See `Store.folders`."""
+        return list(dict.fromkeys(n.partition("/")[0] for n in self._inside() if "/" in n))
 
     def check(self, name: str) -> None:
         """See `Store.check`."""
         check_bare(name, self._name)
 
-    def is_file(self, name: str) -> bool:
+    def is_file(self, name: str, *, follow: bool = True) -> bool:
         """See `Store.is_file`."""
+        del follow  # there are no links
         return self._prefix + name in self._files
 
     def stamp(self, name: str) -> Stamp:
@@ -74,7 +80,7 @@ class MemoryStore:
 
     def open(self, name: str, *, follow: bool = True) -> _File:
         """See `Store.open`."""
-        del follow  # there are no links
+        del follow
         return self._find(name)
 
     def inside(self, folder: str) -> MemoryStore:
@@ -85,14 +91,16 @@ class MemoryStore:
 
     def exists(self, name: str) -> bool:
         """See `Store.exists`."""
-        return self.is_file(name)
+        inside = f"{self._prefix}{name}/"
+        return self.is_file(name) or any(key.startswith(inside) for key in list(self._files))
 
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
         """See `Store.create`."""
         del needed  # memory is not reserved
         file = _File(bytearray(size), next(self._changes), self._lock)
         file.data[: len(start)] = start
-        self._files[self._prefix + name] = file
+        with self._lock:
+            self._files[self._prefix + name] = file
 
     def write(self, name: str, data: memoryview, offset: int) -> None:
         """See `Store.write`."""
@@ -117,11 +125,42 @@ class MemoryStore:
     def flush(self, names: Sequence[str]) -> None:
         """Nothing survives the process."""
 
+    def move(self, folder: str, to: str) -> None:
+        """Put a folder in the place of another, in one step."""
+        old, new = (f"{self._prefix}{name}/" for name in (folder, to))
+        with self._lock:
+            moved = {k: v for k, v in self._files.items() if k.startswith(old)}
+            for name in [n for n in self._files if n.startswith((old, new))]:
+                del self._files[name]
+            self._files.update({new + k.removeprefix(old): v for k, v in moved.items()})
+
+    def take(self, folder: str) -> None:
+        """Lock a folder against other threads.
+
+        Raises:
+            TakenError: another has it.
+        """
+        with self._lock:
+            if self._prefix + folder in self._taken:
+                raise TakenError
+            self._taken.add(self._prefix + folder)
+
+    def release(self, folder: str) -> None:
+        """Let another have it."""
+        with self._lock:
+            self._taken.discard(self._prefix + folder)
+
+    def _inside(self) -> list[str]:
+        with self._lock:
+            every = list(self._files)
+        return [n.removeprefix(self._prefix) for n in every if n.startswith(self._prefix)]
+
     def _find(self, name: str) -> _File:
-        try:
-            return self._files[self._prefix + name]
-        except KeyError:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
+        with self._lock:
+            found = self._files.get(self._prefix + name)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return found
 
     @contextmanager
     def _changed(self, name: str) -> Generator[_File]:

@@ -61,7 +61,7 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 @contextmanager
-def reading(path: Path) -> Generator[None]:
+def reading(path: object) -> Generator[None]:
     """Tell what keeps a file from being read as a CheckpointError with its name.
 
     Raises:

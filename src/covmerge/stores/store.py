@@ -39,10 +39,7 @@ class Opened(Protocol):
 
 
 class Store(Protocol):
-    """Files by name, in one place. Any thread may read, and write, also over what another has written.
-
-    What cannot be written is an InputError, and what there is no room for a ResourceError.
-    """
+    """Files by name, in one place. Any thread may read."""
 
     @property
     def folder(self) -> Path | None:
@@ -54,7 +51,15 @@ class Store(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """Everything in it that is no folder.
+        """Everything in it that is no folder; a link to one is none.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+        ...
+
+    def folders(self) -> list[str]:
+        """The folders in it.
 
         Raises:
             OSError: it cannot be listed.
@@ -69,8 +74,8 @@ class Store(Protocol):
         """
         ...
 
-    def is_file(self, name: str) -> bool:
-        """Whether there is a file of that name which can be read."""
+    def is_file(self, name: str, *, follow: bool = True) -> bool:
+        """Whether there is a file of that name which can be read; `follow` is as for `open`."""
         ...
 
     def stamp(self, name: str) -> Stamp:
@@ -90,7 +95,18 @@ class Store(Protocol):
         ...
 
     def inside(self, folder: str) -> Store:
-        """Return the store of a folder in it, which is made if it is not there; "": itself."""
+        """Return the store of a folder in it; "": itself."""
+        ...
+
+
+class WritableStore(Store, Protocol):
+    """A store that can be written to, by any thread, also over what another has written.
+
+    What cannot be written is an InputError, and what there is no room for a ResourceError.
+    """
+
+    def inside(self, folder: str) -> WritableStore:
+        """Return the store of a folder in it, which is there once there is something in it."""
         ...
 
     def exists(self, name: str) -> bool:
@@ -99,6 +115,8 @@ class Store(Protocol):
 
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
         """Make a file of `size` bytes that begins with `start`, whole or not at all.
+
+        It takes the place of one that is there.
 
         Args:
             name: its name.
@@ -121,7 +139,7 @@ class Store(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove a file, or an empty folder."""
         ...
 
     def flush(self, names: Sequence[str]) -> None:
@@ -177,6 +195,21 @@ class StoredFile:
             while done < len(data) and (count := opened.read_at(data[done:], done)):
                 done += count
         return bytes(data[:done])
+
+
+@dataclass(frozen=True)
+class WritableFile(StoredFile):
+    """A file of a store that can be written to; it need not be there."""
+
+    store: WritableStore
+
+    def exists(self) -> bool:
+        """See `WritableStore.exists`."""
+        return self.store.exists(self.name)
+
+    def put(self, content: bytes) -> None:
+        """Make it this content, whole or not at all, in the place of whatever has the name."""
+        self.store.create(self.name, len(content), content, needed=len(content))
 
 
 def child(store: Store, name: str) -> StoredFile:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.linalg.lapack import norm
+from covmerge.stores.store import Store
 from covmerge.text import some
 from covmerge.verification.outcome import DIFFERS, Check, check_heads
 
 
 def check_adapter(
-    folder: Path, manifest: Mapping[str, Any], written: Checkpoint
+    store: Store, manifest: Mapping[str, Any], written: Checkpoint
 ) -> tuple[Check, ...]:
     """Check an adapter that covmerge merged, which was just opened.
 
@@ -57,5 +57,5 @@ def check_adapter(
             changed,
             "the updates are not all zero" if changed else "every update is zero",
         ),
-        check_heads(folder, manifest),
+        check_heads(store, manifest),
     )

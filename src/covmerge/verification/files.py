@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
+from covmerge.checkpoints.adapter import ADAPTER_CONFIG
 from covmerge.checkpoints.hashes import FileHashes, Look, hash_file
 from covmerge.checkpoints.layout import HEADS_FOLDER
-from covmerge.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME, children
+from covmerge.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME
 from covmerge.errors import CheckpointError
 from covmerge.export import is_weights
+from covmerge.stores.store import Store
+from covmerge.stores.walk import tree
 from covmerge.text import some
 from covmerge.verification.outcome import Check
 
 # By file: its hashes, or why it has none.
 Found = Mapping[str, FileHashes | str]
 
-_ADAPTER = "adapter_config.json"  # where it lies, it is loaded with or in place of a model
-
 
 def hash_files(
-    folder: Path, names: Iterable[str], look: Callable[[str], Look | None] = lambda name: None
+    store: Store, names: Iterable[str], look: Callable[[str], Look | None] = lambda name: None
 ) -> dict[str, FileHashes | str]:
-    """Read files of a folder once, and return the hashes of each, or what is wrong with it.
+    """Read files of an output once, and return the hashes of each, or what is wrong with it.
 
     Args:
-        folder: the folder.
+        store: the output.
         names: paths in it.
         look: by file, who is shown its tensors as they are read.
     """
     found: dict[str, FileHashes | str] = {}
     for name in names:
         try:
-            found[name] = hash_file(folder, name, look(name))
+            found[name] = hash_file(store, name, look(name))
         except FileNotFoundError:
             found[name] = "is missing"
         except CheckpointError as error:
@@ -42,7 +42,7 @@ def hash_files(
     return found
 
 
-def check_files(folder: Path, manifest: Mapping[str, Any], found: Found) -> Check:
+def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Check:
     """Check that the files of an output are those that the merge wrote.
 
     The model card is for people, who may edit or remove it. Files that were laid beside are named, and a
@@ -66,7 +66,7 @@ def check_files(folder: Path, manifest: Mapping[str, Any], found: Found) -> Chec
             else:
                 gone = isinstance(found[name], str)
                 said.append(f"{name} {problem}" if gone else f"{name} was edited since")
-    for name in children(folder):
+    for name in tree(store):
         if name not in recorded and name not in ADDED_LATER and name != MANIFEST_NAME:
             if _is_loaded(name):
                 wrong.append(f"{name} is not of this merge, and could be loaded in its place")
@@ -100,4 +100,4 @@ def _problems(record: Mapping[str, Any], found: FileHashes | str) -> Iterator[st
 def _is_loaded(name: str) -> bool:
     """Whether a loader may take a file for a part of the output."""
     place, _, own = name.rpartition("/")
-    return place in ("", HEADS_FOLDER, MASKS_FOLDER) and (is_weights(own) or own == _ADAPTER)
+    return place in ("", HEADS_FOLDER, MASKS_FOLDER) and (is_weights(own) or own == ADAPTER_CONFIG)

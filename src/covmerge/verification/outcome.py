@@ -7,8 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from covmerge.checkpoints import open_checkpoint
+from covmerge.checkpoints.folder import open_file
+from covmerge.checkpoints.layout import HEADS_FOLDER
 from covmerge.errors import CheckFailed, CheckpointError
+from covmerge.stores.store import Store
+from covmerge.stores.walk import file_at
 from covmerge.types import Json
 
 DIFFERS = "differs from base"  # the check that a merge changed anything
@@ -35,9 +38,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """Outcome of all checks on one output."""
+    """Outcome of all checks on one output.
 
-    folder: Path
+    Attributes:
+        folder: where it is, or another store.
+        checks: in the order in which they were made.
+    """
+
+    folder: Path | Store
     checks: tuple[Check, ...]
 
     @property
@@ -65,13 +73,14 @@ class Verification:
         }
 
 
-def check_heads(folder: Path, manifest: Mapping[str, Any]) -> Check:
+def check_heads(store: Store, manifest: Mapping[str, Any]) -> Check:
     """Check that every task head of the manifest is there and can be read."""
     wrong: list[str] = []
     heads: Mapping[str, list[str]] = manifest["heads"]
     for expert, names in heads.items():
         try:
-            head = open_checkpoint(folder / "heads" / f"{expert}.safetensors")
+            file = file_at(store, f"{HEADS_FOLDER}/{expert}.safetensors")
+            head = open_file(str(file), file)
         except CheckpointError as error:
             wrong.append(str(error))
             continue

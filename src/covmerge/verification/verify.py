@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import Checkpoint, FileCheckpoint, open_checkpoint
+from covmerge.checkpoints import Checkpoint, FileCheckpoint, open_store
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
@@ -17,6 +17,8 @@ from covmerge.linalg.finite import all_finite
 from covmerge.plan import stacked
 from covmerge.quantised import open_plain
 from covmerge.recipe import Slice
+from covmerge.stores.local import local_store
+from covmerge.stores.store import Store
 from covmerge.text import some
 from covmerge.types import Role, TensorHeader
 from covmerge.verification.adapter import check_adapter
@@ -26,7 +28,7 @@ from covmerge.verification.outcome import DIFFERS, Check, Verification, check_he
 _NO_BASE = "the recipe has no base"
 
 
-def verify(folder: str | Path, *, base: Checkpoint | None = None) -> Verification:
+def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Verification:
     """Re-read an output of covmerge and check it.
 
     Every file against its recorded hash, and no other weights beside them; coverage (each tensor of
@@ -35,7 +37,7 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> Verificatio
     adapter its updates with their ranks.
 
     Args:
-        folder: the output.
+        folder: the output, or the store that holds it.
         base: the base checkpoint; None opens the source that the manifest names, and fetches it if
             it is on the Hub. Where that is not to be had, the comparison falls back on the recorded
             norms and says so.
@@ -43,14 +45,15 @@ def verify(folder: str | Path, *, base: Checkpoint | None = None) -> Verificatio
     Raises:
         InputError: the folder is not an output of covmerge.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    checks, found = examine(folder, manifest, manifest.get("files", ()), base=base)
-    return Verification(folder, (check_files(folder, manifest, found), *checks))
+    where = Path(folder) if isinstance(folder, str) else folder
+    store = local_store(where)
+    manifest = read_manifest(store)
+    checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
+    return Verification(where, (check_files(store, manifest, found), *checks))
 
 
 def examine(
-    folder: Path,
+    store: Store,
     manifest: Mapping[str, Any],
     names: Iterable[str],
     *,
@@ -59,7 +62,7 @@ def examine(
     """Read an output once, for all checks but that of its files, and for the hashes of these.
 
     Args:
-        folder: the output.
+        store: the output.
         manifest: what is known of it.
         names: the files to hash, as paths in it; weights are read in any case.
         base: see `verify`.
@@ -68,13 +71,13 @@ def examine(
         The checks, and by file its hashes.
     """
     try:
-        output = open_checkpoint(folder)
+        output = open_store(str(store), store)
     except InputError as error:
-        return (Check("coverage", ok=False, detail=str(error)),), hash_files(folder, names)
+        return (Check("coverage", ok=False, detail=str(error)),), hash_files(store, names)
     opened: Checkpoint | None = None
     try:
         if manifest["recipe"]["output"].get("format") == "adapter":
-            return check_adapter(folder, manifest, output), hash_files(folder, names)
+            return check_adapter(store, manifest, output), hash_files(store, names)
         entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
         coverage = _coverage(entries, output)
         missing = ""
@@ -91,7 +94,7 @@ def examine(
         values = _Values(entries, base, missing, apart)
         weights = _weights(output) if coverage.ok else ()
         found = hash_files(
-            folder,
+            store,
             dict.fromkeys([*names, *weights]),
             lambda name: values.look if name in weights else None,
         )
@@ -101,9 +104,9 @@ def examine(
             if recorded is not None and dict(base.fingerprint()) != recorded:
                 values.leave_out(f"the base at {base.source} is another than was merged")
         checks = [coverage, *(values.checks() if coverage.ok else ())]
-        checks += [_rounding(manifest), check_heads(folder, manifest)]
+        checks += [_rounding(manifest), check_heads(store, manifest)]
         if "rescalers" in manifest:
-            checks.append(_masks(folder, list(manifest["rescalers"])))
+            checks.append(_masks(store, list(manifest["rescalers"])))
         return tuple(checks), found
     finally:
         output.close()
@@ -135,11 +138,11 @@ def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
     )
 
 
-def _masks(folder: Path, experts: list[str]) -> Check:
+def _masks(store: Store, experts: list[str]) -> Check:
     wrong: list[str] = []
     for expert in experts:
         try:
-            find_masks(folder, expert)
+            find_masks(store, expert)
         except (InputError, CheckpointError) as error:
             wrong.append(str(error))
     good = f"those of {len(experts)} experts are as they were written"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.checkpoints.folder import choose_weights
-from covmerge.checkpoints.hub_client import Repository, is_offline
 from covmerge.errors import CheckpointError
 from covmerge.stores.disk import replace_file
+from covmerge.stores.hub import HubStore, is_offline
 from covmerge_lab.reproduce.published import Source
 
 
@@ -29,58 +29,50 @@ def fetch(source: Source, cache: Path) -> Path:
     folder = _fetched_before(receipt)
     if folder is None:
         is_offline(label)  # says how to install the client where it is missing
-        prefix = f"{source.folder}/" if source.folder else ""
-        repository = Repository.find(label, name, revision or None)
-        sizes = {prefix + file: size for file, size in _wanted(repository, prefix, label).items()}
-        folder = _download(repository, sizes, cache) / source.folder
-        _write_receipt(receipt, folder, {file.removeprefix(prefix): n for file, n in sizes.items()})
+        store = HubStore.find(label, name, revision or None).inside(source.folder)
+        sizes = _wanted(store)
+        folder = _download(store, sizes, cache)
+        _write_receipt(receipt, folder, sizes)
     return folder
 
 
-def _wanted(repository: Repository, prefix: str, label: str) -> dict[str, int]:
-    """Return the files of a checkpoint, by their names in its folder."""
-    inside = {
-        file.removeprefix(prefix): size
-        for file, size in repository.sizes.items()
-        if file.startswith(prefix)
-    }
-    part = Repository(label, repository.name, repository.commit, inside)
-    where = f"{label}/{prefix}" if prefix else label
-    chosen = choose_weights(part.top_level(), where)
+def _wanted(store: HubStore) -> dict[str, int]:
+    """Return the files of a checkpoint with their sizes."""
+    names = store.names()
+    chosen = choose_weights(names, str(store))
     stem, kind = chosen.name.split(".")[:2]
     weights = [
         file
-        for file in part.top_level()
+        for file in names
         if file == chosen.name
         or (chosen.is_index and file.startswith(stem) and file.endswith(f".{kind}"))
     ]
-    beside = [file for file in part.companions() if "/" not in file]
-    return {file: inside[file] for file in dict.fromkeys([*beside, *weights])}
+    beside = [file for file in store.companions() if "/" not in file]
+    return {file: store.sizes[file] for file in dict.fromkeys([*beside, *weights])}
 
 
-def _download(repository: Repository, sizes: dict[str, int], cache: Path) -> Path:
+def _download(store: HubStore, sizes: dict[str, int], cache: Path) -> Path:
     hub: Any = importlib.import_module("huggingface_hub")
     try:
-        folder = Path(
-            hub.snapshot_download(
-                repository.name,
-                revision=repository.commit,
-                allow_patterns=[glob.escape(file) for file in sizes],
-                cache_dir=cache / "hub",
-            )
+        snapshot = hub.snapshot_download(
+            store.name,
+            revision=store.commit,
+            allow_patterns=[glob.escape(f"{store.prefix}{file}") for file in sizes],
+            cache_dir=cache / "hub",
         )
     except Exception as error:  # the client's transport, and with it its errors, changes by version
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
-            f"{repository.source} could not be fetched ({type(error).__name__}: {reason}): check the "
+            f"{store.source} could not be fetched ({type(error).__name__}: {reason}): check the "
             "connection and start again, what is complete is kept"
         ) from error
+    folder = Path(snapshot) / store.prefix
     # Where the Hub refuses or is gone, the client returns what its cache has without a word.
     for file, size in sizes.items():
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
             raise CheckpointError(
-                f"{repository.source}: the Hub did not give all of {file}: check the connection and "
+                f"{store.source}: the Hub did not give all of {file}: check the connection and "
                 "start again, what is complete is kept"
             )
     return folder
