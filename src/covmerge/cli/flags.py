@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import Recipe, dump_recipe, load_recipe, parse_recipe, parse_size
+from covmerge.recipe.load import load_stages
 from covmerge.recipe.mergekit import Told
 from covmerge.recipe.strict_yaml import parse_yaml
 
@@ -97,13 +98,46 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
     if file is None:
         if flags.base is None:
             raise RecipeError("no base is given: pass --base SOURCE, or a recipe with `base:`")
-        data: dict[str, Any] = {"experts": {}}
-    else:
-        told = Told(flags.lenient)
-        data = dump_recipe(load_recipe(file, told))
-        for kind, messages in (("warning", told.warnings), ("note", told.notes)):
-            for message in messages:
-                say(kind, message)
+        return _laid_over({"experts": {}}, flags, None)
+    told = Told(flags.lenient)
+    recipe = load_recipe(file, told)
+    _say(told)
+    return _laid_over(dump_recipe(recipe), flags, file)
+
+
+def read_stages(file: Path | None, flags: RecipeFlags, out: Path) -> list[tuple[Path, Recipe]]:
+    """Return the recipes that make an output, in order, with the folder of each.
+
+    Only mergekit's recipes have stages before the last. Flags on what is written are for the last.
+
+    Raises:
+        RecipeError: a file or a flag is wrong.
+    """
+    if file is None:
+        return [(out, read_recipe(None, flags))]
+    told = Told(flags.lenient)
+    *stages, (_, last) = load_stages(file, out, told)
+    _say(told)
+    if stages and (flags.base or flags.weights or flags.statistics or flags.base_statistics):
+        raise RecipeError(
+            f"{file} has several recipes: --base, --weight, --stats and --base-stats are of one, "
+            "and written there"
+        )
+    of_stages = replace(flags, out_dtype=None, form=None, rank=None, whole=None)
+    return [
+        *((folder, _laid_over(dump_recipe(own), of_stages, file)) for folder, own in stages),
+        (out, _laid_over(dump_recipe(last), flags, file)),
+    ]
+
+
+def _say(told: Told) -> None:
+    for kind, messages in (("warning", told.warnings), ("note", told.notes)):
+        for message in messages:
+            say(kind, message)
+
+
+def _laid_over(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> Recipe:
+    """Return a recipe with the flags over what it says."""
     for name, source in pairs("--expert", flags.experts, "code=./code").items():
         data["experts"][name] = {"source": source}
     for name, weight in _values("--weight", flags.weights, "code=0.5").items():
