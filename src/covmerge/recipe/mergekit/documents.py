@@ -35,10 +35,10 @@ class Document:
     @cached_property
     def recipe(self) -> dict[str, Any]:
         """The recipe, without its name."""
-        if not isinstance(self.data, dict):
+        data = self.data
+        if not isinstance(data, dict):
             self.refuse("a document is no mapping; each is a recipe of mergekit's")
-        data = cast("dict[str, Any]", self.data)
-        return {key: value for key, value in data.items() if key != "name"}
+        return {k: v for k, v in cast("dict[str, Any]", data).items() if k != "name"}
 
     @cached_property
     def name(self) -> str | None:
