@@ -96,8 +96,9 @@ def why_not(
     all_adapters = all(isinstance(expert, AdapterCheckpoint) for expert in experts)
     if recipe.output.format == "adapter" and all_adapters:
         return "an adapter of adapters needs nothing of its base (--base-stats random runs it)"
-    if describe_checkpoint(base).source != "skeleton":
-        return "transformers does not know the base's architecture"
+    described = describe_checkpoint(base)
+    if described.source != "skeleton":
+        return f"transformers does not build the base ({described.notes[0]})"
     needed, limit, whose = memory_needed(base), max_memory, "--max-memory"
     if limit is None:
         limit, whose = int(_SHARE * psutil.virtual_memory().total), "the machine's memory"

@@ -99,12 +99,21 @@ def test_no_config_is_said(models, never_run):
     assert "no config.json" in not_known(covmerge.merge(base, experts))
 
 
-def test_an_unknown_architecture_is_said(models, never_run):
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"model_type": "strange"}, "model_type 'strange' is unknown to transformers"),
+        ({"num_attention_heads": "many"}, "from this config.json ("),
+    ],
+)
+def test_a_base_that_transformers_does_not_build_is_said_with_the_reason(
+    own, said, models, never_run
+):
     base, experts = models
     for folder in (base, *experts.values()):
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "model_type": "strange"}))
-    assert "does not know the base's architecture" in not_known(covmerge.merge(base, experts))
+        (folder / "config.json").write_text(json.dumps({**config, **own}))
+    assert said in not_known(covmerge.merge(base, experts))
 
 
 def test_a_base_that_cannot_be_run_after_all_is_said(models, monkeypatch):

@@ -132,6 +132,30 @@ class TestParameters:
         models = "models: [{model: a, parameters: {weight: 1, normalize: false}}]\n"
         assert "'normalize' of a model: it is one for all" in refused(TIES + models)
 
+    @pytest.mark.parametrize("method", ["slerp", "sce", "nearswap"])
+    def test_a_weight_that_a_method_has_not_is_no_error(self, method):
+        told = Told()
+        text = f"merge_method: {method}\nbase_model: b\nmodels: [{{model: a, parameters: {{weight: 1}}}}]\n"
+        ours = compiled(text + "parameters: {weight: 2%s}" % (", t: 0.5" * (method != "sce")), told)
+        assert "weight" not in ours["parameters"]
+        assert told.notes == [f"a model's `weight` changes nothing: {method} has none"]
+
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [
+            ("banana", "`int8_mask` is 'banana'; it is true or false"),
+            ("[{filter: mlp, value: 0.5}, {value: true}]", "`int8_mask` is 0.5; it is true or"),
+            ("[true, 0]", "a gradient is a list of numbers"),
+        ],
+    )
+    def test_int8_mask_is_a_truth_value(self, value, said):
+        assert said in refused(TIES + MODELS + f"parameters: {{weight: 1, int8_mask: {value}}}")
+
+    def test_int8_mask_by_filters(self):
+        plain = TIES + MODELS + "parameters: {weight: 1%s}"
+        switch = ", int8_mask: [{filter: mlp, value: true}, {value: false}]"
+        assert compiled(plain % switch) == compiled(plain % "")
+
     def test_a_gradient_of_words(self):
         assert "a gradient is a list of numbers" in refused(
             TIES + "models: [{model: a, parameters: {weight: [a, b]}}]"
@@ -195,6 +219,24 @@ class TestWholeRecipes:
     )
     def test_slices_that_are_refused(self, source, said):
         assert said in refused(f"merge_method: passthrough\nslices: [{{sources: [{source}]}}]")
+
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_a_filter_by_the_number_of_a_layer_that_gets_another(self, place):
+        """It would be for another layer: mergekit means the source's."""
+        filtered = "[{filter: layers.5, value: 2}, {value: 1}]"
+        source, own, recipe = [filtered if place == at else "1" for at in range(3)]
+        text = f"""
+merge_method: linear
+slices:
+  - sources: [{{model: a, layer_range: [0, 4]}}]
+    parameters: {{weight: 1}}
+  - sources: [{{model: b, layer_range: [5, 8], parameters: {{weight: {source}}}}}]
+    parameters: {{weight: {own}}}
+parameters: {{weight: {recipe}}}
+"""
+        assert "the filter 'layers.5' has a number" in refused(text)
+        compiled(text.replace("[5, 8]", "[4, 8]"))  # layer 5 is layer 5
+        compiled(text.replace("layers.5", "ln_1"))  # no number of a layer
 
     def test_slices(self):
         ours = compiled(

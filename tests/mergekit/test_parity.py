@@ -16,7 +16,8 @@ from covmerge.recipe.load import import_recipe
 from covmerge.recipe.mergekit import Told
 from covmerge.recipe.mergekit.methods import METHODS
 from covmerge.recompute import recompute
-from tests.mergekit.cases import EXPERTS, LAYERS, RECIPES, SEED, flat, save_models
+from tests.mergekit.cases import RECIPES, SEED
+from tests.mergekit.models import EXPERTS, LAYERS, flat, save_models
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "mergekit_recipes.safetensors"
 # Those that are not bit for bit, with how far they may be off: an entry is about 1.

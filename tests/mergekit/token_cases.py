@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from tests.mergekit.cases import CONFIGS, drawn, flat, layout
+from tests.mergekit.models import CONFIGS, drawn, flat, layout
 
 LETTERS = "abcdefghijklmnop"
 SPECIAL = ("<unk>", "<s>", "</s>")

@@ -53,6 +53,8 @@ class TestWhatIsRefused:
             ({"by_depth": [0, True]}, "it is a list of numbers"),
             ({"by_depth": [0], "by_name": []}, "has the keys by_depth, by_name"),
             ({"by_name": []}, r"a list of \{match: PATTERN"),
+            ({"by_name": [{"value": 1}] * 2000}, "by_name has 2000 entries, and may have 1000"),
+            ({"by_depth": ["a"] * 2000}, r"by_depth is \['a', 'a', 'a', 'a' and 1996 more\]"),
             ({"by_name": [{"filter": "x", "value": 1}]}, r"by_name\[0\] is"),
             ({"by_name": [{"match": "", "value": 1}]}, "it is a pattern of names"),
             ({"by_name": [{"value": {"by_name": [{"value": 1}]}}]}, "write its entries into this"),

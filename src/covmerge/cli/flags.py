@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import Recipe, dump_recipe, load_recipe, output_as, parse_recipe, parse_size
+from covmerge.recipe.load import load_stages
 from covmerge.recipe.mergekit import Told
 from covmerge.recipe.strict_yaml import parse_yaml
 
@@ -117,9 +118,45 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         )
     if flags.run is not None and flags.experts:
         raise RecipeError("--run and --expert both name experts: leave out one of them")
+    _say(told)
+    return _laid_over(data, flags, file)
+
+
+def read_stages(file: Path | None, flags: RecipeFlags, out: Path) -> list[tuple[Path, Recipe]]:
+    """Return the recipes that make an output, in order, with the folder of each.
+
+    Only mergekit's recipes have stages before the last. Flags on what is written are for the last.
+
+    Raises:
+        CheckpointError: the checkpoints of a run are not there, or not whole.
+        RecipeError: a file or a flag is wrong.
+    """
+    told = Told(flags.lenient)
+    stages = [] if file is None else load_stages(file, out, told)
+    if len(stages) < 2:
+        return [(out, read_recipe(file, flags))]
+    _say(told)
+    if flags.base or flags.weights or flags.statistics or flags.base_statistics:
+        raise RecipeError(
+            f"{file} has several recipes: --base, --weight, --stats and --base-stats are of one, "
+            "and written there"
+        )
+    *before, (_, last) = stages
+    of_stages = replace(flags, out_dtype=None, form=None, rank=None, whole=None)
+    return [
+        *((folder, _laid_over(dump_recipe(own), of_stages, file)) for folder, own in before),
+        (out, _laid_over(dump_recipe(last), flags, file)),
+    ]
+
+
+def _say(told: Told) -> None:
     for kind, messages in (("warning", told.warnings), ("note", told.notes)):
         for message in messages:
             say(kind, message)
+
+
+def _laid_over(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> Recipe:
+    """Return a recipe with the flags over what it says."""
     for name, source in pairs("--expert", flags.experts, "code=./code").items():
         data["experts"][name] = {"source": source}
     for name, weight in _values("--weight", flags.weights, "code=0.5").items():

@@ -142,41 +142,40 @@ def merge(
 
     covmerge merge --run ./outputs --last 5 OUT
     """
-    from covmerge.cli import flags, merging
+    from covmerge.cli import flags, merging, stages
 
     file, out = flags.place_paths(first, second, experts=bool(expert or run), dry_run=dry_run)
-    recipe = flags.read_recipe(
-        file,
-        flags.RecipeFlags(
-            base=base,
-            experts=expert or (),
-            weights=weight or (),
-            run=run,
-            last=last,
-            run_weights=run_weights,
-            decay=decay,
-            statistics=stats or (),
-            base_statistics=base_stats,
-            method=method,
-            parameters=parameter or (),
-            before=before or (),
-            after=after or (),
-            tensors=tensors or (),
-            dtype=dtype,
-            allow=allow or (),
-            out_dtype=out_dtype,
-            shard_size=shard_size,
-            form=form,
-            rank=rank,
-            whole=whole or None,
-            seed=seed,
-            lenient=lenient,
-        ),
+    said = flags.RecipeFlags(
+        base=base,
+        experts=expert or (),
+        weights=weight or (),
+        run=run,
+        last=last,
+        run_weights=run_weights,
+        decay=decay,
+        statistics=stats or (),
+        base_statistics=base_stats,
+        method=method,
+        parameters=parameter or (),
+        before=before or (),
+        after=after or (),
+        tensors=tensors or (),
+        dtype=dtype,
+        allow=allow or (),
+        out_dtype=out_dtype,
+        shard_size=shard_size,
+        form=form,
+        rank=rank,
+        whole=whole or None,
+        seed=seed,
+        lenient=lenient,
     )
     how = flags.run_options(
         device, threads, max_memory, workers=workers, resume=resume, overwrite=overwrite
     )
     if out is None or dry_run:
-        merging.dry_run(recipe, out, how, as_json=as_json)
+        merging.dry_run(flags.read_recipe(file, said), out, how, as_json=as_json)
     else:
+        *before_it, (_, recipe) = flags.read_stages(file, said, out)
+        stages.merge_stages(before_it, out, how)
         merging.merge_to(recipe, out, how, report=report, as_json=as_json)

@@ -11,10 +11,17 @@ from pydantic import ValidationError
 from covmerge.errors import InputError, RecipeError
 from covmerge.identifiers import hub_id
 from covmerge.recipe.explain import explain, key_path
-from covmerge.recipe.mergekit import Told, compile_mergekit, is_mergekit
+from covmerge.recipe.mergekit import (
+    Document,
+    Places,
+    Told,
+    compile_mergekit,
+    in_order,
+    is_mergekit,
+)
 from covmerge.recipe.run import RUN, compile_run
 from covmerge.recipe.schema import NOTHING, RANDOM, Recipe, WithRun
-from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_yaml
+from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_documents, parse_yaml
 from covmerge.stores.address import local_path
 from covmerge.stores.regular_file import open_regular
 
@@ -38,10 +45,43 @@ def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
     """
     data, origin = _read(Path(path))
     if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
-        ours = compile_mergekit(theirs, origin, told or Told(), Path(path).parent)
+        ours = compile_mergekit(theirs, origin, told or Told(), Places(Path(path).parent))
         return _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
     folder = Path(path).parent
     return _beside(_validate(_without_run(data, origin, folder, told), origin), folder, origin)
+
+
+def load_stages(path: str | Path, out: Path, told: Told | None = None) -> list[tuple[Path, Recipe]]:
+    """Read a recipe file of one or several documents: folders to be written, in order, with their recipes.
+
+    Several documents are mergekit's stages. Each that is named becomes a folder of that name in
+    `OUT.stages`, where the others find it, and the one without a name is `out`.
+
+    Raises:
+        RecipeError: as `load_recipe`; a name that is none or taken, stages that need each other, or none
+            or several without a name.
+    """
+    documents = _documents(Path(path))
+    if len(documents) == 1:
+        return [(out, load_recipe(path, told))]
+    told = told or Told()
+    stages = in_order([Document(data, origin, told) for data, origin in documents])
+    folders = {
+        own.name: str(out.with_name(f"{out.name}.stages") / own.name) for own in stages if own.name
+    }
+    places = Places(Path(path).parent, folders)
+    return [
+        (
+            Path(folders[own.name]) if own.name else out,
+            _validate(
+                compile_mergekit(own.recipe, own.origin, told, places),
+                Origin(
+                    f"{own.origin.name}, {own.name or 'the last stage'} as a recipe of covmerge"
+                ),
+            ),
+        )
+        for own in stages
+    ]
 
 
 def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:
@@ -53,13 +93,21 @@ def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:
     data, origin = _read(Path(path))
     if not isinstance(data, dict) or not is_mergekit(theirs := cast("dict[str, Any]", data)):
         raise RecipeError(f"{path} is no recipe of mergekit: it has no `merge_method`")
-    ours = compile_mergekit(theirs, origin, told, Path(path).parent)
+    ours = compile_mergekit(theirs, origin, told, Places(Path(path).parent))
     _validate(ours, Origin(f"{path}, as a recipe of covmerge"))
     return ours
 
 
 def _read(path: Path) -> tuple[Any, Origin]:
-    """Read a short YAML file."""
+    """Read a short YAML file of one document."""
+    return parse_yaml(_text(path), str(path))
+
+
+def _documents(path: Path) -> list[tuple[Any, Origin]]:
+    return parse_documents(_text(path), str(path))
+
+
+def _text(path: Path) -> str:
     try:
         with open_regular(path) as file:
             content = file.read(_MAX_BYTES + 1)
@@ -68,10 +116,9 @@ def _read(path: Path) -> tuple[Any, Origin]:
     if len(content) > _MAX_BYTES:
         raise RecipeError(f"{path}: larger than {_MAX_BYTES} bytes; a recipe is a short YAML file")
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    return parse_yaml(text, str(path))
 
 
 def parse_recipe(

@@ -22,7 +22,6 @@ from yaml.events import (
     MappingStartEvent,
     ScalarEvent,
     SequenceStartEvent,
-    StreamEndEvent,
 )
 
 from covmerge.errors import RecipeError
@@ -48,14 +47,17 @@ _LONGEST_INTEGER = 40
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a recipe came from: a name for messages, and the line of each key path."""
+    """Where a recipe came from: a name for messages, and the line of each key path.
+
+    The empty path is that of a document after the first, and has the line where it starts.
+    """
 
     name: str
     lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
 
     def line(self, path: KeyPath) -> int:
         """Return the line of the key path or of its nearest parent; 0 where none is known."""
-        for length in range(len(path), 0, -1):
+        for length in range(len(path), -1, -1):
             if path[:length] in self.lines:
                 return self.lines[path[:length]]
         return 0
@@ -77,8 +79,24 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
         RecipeError: not YAML, or YAML that covmerge refuses: a duplicate key, a key that is not
             text, a tag, too many values or aliases, too deep a nesting, a second document.
     """
+    documents = parse_documents(text, name)
+    if len(documents) > 1:
+        _, second = documents[1]
+        raise RecipeError(
+            f"{second.where(())}: a second document starts here; a recipe is one document, and "
+            "`covmerge merge FILE OUT` takes several that are stages of mergekit's"
+        )
+    return documents[0]
+
+
+def parse_documents(text: str, name: str) -> list[tuple[Any, Origin]]:
+    """Return the value of each document, one at least, as `parse_yaml` does.
+
+    Raises:
+        RecipeError: as `parse_yaml`.
+    """
     try:
-        return _Builder(text, name).document()
+        return _Builder(text, name).documents()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -101,16 +119,16 @@ class _Builder:
         self._values = 0
         self._inside_anchor = False
 
-    def document(self) -> tuple[Any, Origin]:
+    def documents(self) -> list[tuple[Any, Origin]]:
         next(self._events)  # the start of the stream
-        if not isinstance(next(self._events), DocumentStartEvent):
-            return None, self._origin
-        value = self._value(next(self._events), ())
-        next(self._events)  # the end of the document
-        following = next(self._events)
-        if not isinstance(following, StreamEndEvent):
-            self._refuse(following, "a second document starts here; a recipe is one document")
-        return value, self._origin
+        found: list[tuple[Any, Origin]] = []
+        while isinstance(start := next(self._events), DocumentStartEvent):
+            self._anchors, self._origin = {}, Origin(self._origin.name)
+            if found:
+                self._origin.lines[()] = _line(start)
+            found.append((self._value(next(self._events), ()), self._origin))
+            next(self._events)  # the end of the document
+        return found or [(None, self._origin)]
 
     def _value(self, event: Event, path: KeyPath) -> Any:
         self._values += 1

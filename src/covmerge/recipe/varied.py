@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
+from covmerge.text import some
+
 BY_DEPTH, BY_NAME = "by_depth", "by_name"
 _MAX_ENTRIES = 1000
 _SPECIAL, _QUOTED = re.compile(r"[*?[]"), r"[\g<0>]"
@@ -152,18 +154,21 @@ def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> Non
             or not all(_is_number(point) for point in cast("Sequence[object]", points))
         ):
             raise ValueError(
-                f"{BY_DEPTH} is {points!r}; it is a list of numbers, from the first layer to the last"
+                f"{BY_DEPTH} is {_shown(form[BY_DEPTH])}; it is a list of numbers, from the first layer to "
+                "the last"
             )
         for point in cast("Sequence[object]", points):
             check(point)
         return
     entries: object = form[BY_NAME]
-    if (
-        not isinstance(entries, list | tuple)
-        or not 0 < len(cast("Sequence[object]", entries)) <= _MAX_ENTRIES
-    ):
+    if not isinstance(entries, list | tuple) or not entries:
         raise ValueError(
-            f"{BY_NAME} is {entries!r}; it is a list of {{match: PATTERN, value: VALUE}}"
+            f"{BY_NAME} is {_shown(form[BY_NAME])}; it is a list of {{match: PATTERN, value: VALUE}}"
+        )
+    count = len(cast("Sequence[object]", entries))
+    if count > _MAX_ENTRIES:
+        raise ValueError(
+            f"{BY_NAME} has {count} entries, and may have {_MAX_ENTRIES}: one pattern may be for many names"
         )
     for number, entry in enumerate(cast("Sequence[object]", entries)):
         _check_entry(entry, f"{BY_NAME}[{number}]", check)
@@ -182,6 +187,13 @@ def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> 
     if is_varied(own["value"]) and BY_NAME in cast("Mapping[str, object]", own["value"]):
         raise ValueError(f"{where}.value is `{BY_NAME}` again; write its entries into this list")
     check_varied(own["value"], check)
+
+
+def _shown(value: object) -> str:
+    """A value for a message; of a long list the first few."""
+    if not isinstance(value, list | tuple):
+        return repr(value)
+    return f"[{some(map(repr, cast('Sequence[object]', value)))}]"
 
 
 def _one_form() -> str:

@@ -3,12 +3,24 @@
 reading      their keys, checked: what is unknown is named with the nearest
 models       references to models; names for them
 methods      what each of their methods is here, and which parameters it has
-tokenizers   their rules of tokens and chat templates
-settings     their precedence, filters and gradients as values by name and by depth
+pieces       models and slices, each with its sources
+tokenizers   rules of tokens and chat templates
+settings     precedence, filters and gradients as values by name and by depth
+parameters   all parameters of a method
 compiling    a whole recipe
+documents    several recipes in a file, which name each other's outputs
 """
 
 from covmerge.recipe.mergekit.compiling import compile_mergekit
+from covmerge.recipe.mergekit.documents import Document, in_order
+from covmerge.recipe.mergekit.models import Places
 from covmerge.recipe.mergekit.reading import Told, is_mergekit
 
-__all__ = ["Told", "compile_mergekit", "is_mergekit"]
+__all__ = [
+    "Document",
+    "Places",
+    "Told",
+    "compile_mergekit",
+    "in_order",
+    "is_mergekit",
+]

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from covmerge.errors import did_you_mean
+from covmerge.methods import registry
 from covmerge.methods.mergekit import SETTINGS
+from covmerge.recipe.mergekit.reading import Part
 
 DELTA = "generalized_task_arithmetic"
 
@@ -126,3 +129,24 @@ METHODS: Mapping[str, TheirMethod] = {
         around=True,
     ),
 }
+
+
+def named(part: Part) -> TheirMethod:
+    """Return the method that a recipe names: mergekit's, or one of covmerge's with its own parameters.
+
+    Raises:
+        RecipeError: there is no such method; the message has the nearest name.
+    """
+    name = part.data.get("merge_method")
+    if isinstance(name, str) and name in METHODS:
+        return METHODS[name]
+    if isinstance(name, str) and name in registry.names():
+        ours = registry.get(name)
+        alone = ours.without_base(ours.resolve({}))
+        return TheirMethod(name, "optional" if alone else "required", experts=ours.experts)
+    hint = did_you_mean(str(name), [*METHODS, *registry.names()])
+    part.refuse(
+        f"merge_method is {name!r}; it is one of mergekit's ({', '.join(sorted(METHODS))}) or of "
+        f"covmerge's (`covmerge methods`).{hint}",
+        "merge_method",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,6 +91,23 @@ def located(source: str, beside: Path | None) -> str:
         if path is not None:
             return str(path) if path.is_absolute() or path.parts[:1] == ("..",) else f"./{path}"
     return source
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where models are looked for.
+
+    Attributes:
+        beside: the recipe's folder, for paths that the working directory does not have; None: nowhere.
+        stages: what the file's other recipes make, by their names.
+    """
+
+    beside: Path | None = None
+    stages: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def located(self, source: str) -> str:
+        """Return a source as covmerge reads it; a stage before a path of the same name."""
+        return self.stages.get(source) or located(source, self.beside)
 
 
 def _of_text(part: Part, key: str, text: str) -> Reference:

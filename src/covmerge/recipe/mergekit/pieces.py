@@ -1,0 +1,202 @@
+"""What a mergekit recipe merges: its models, or its slices, each with its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+from covmerge.recipe.mergekit.methods import METHODS, TheirMethod
+from covmerge.recipe.mergekit.models import Places, Reference, names_of, reference
+from covmerge.recipe.mergekit.reading import Part
+from covmerge.recipe.mergekit.tokenizers import RESERVED, asks_for_tokens
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model in a slice, or in all of the output: its layers are then None."""
+
+    model: Reference
+    part: Part
+    layers: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is merged from the same models; `part` is the recipe's, where it has no slices.
+
+    Attributes:
+        part: the slice.
+        sources: its models.
+        start: the first of its layers in the output.
+    """
+
+    part: Part
+    sources: Sequence[Source]
+    start: int = 0
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether a layer has another number in its model than in the output."""
+        return any(own.layers is not None and own.layers[0] != self.start for own in self.sources)
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A recipe of mergekit's, read: its method, its base and its pieces.
+
+    Attributes:
+        part: all of it.
+        method: what its method is here.
+        places: where models are looked for.
+        base: `base_model`.
+        pieces: the slices; of a recipe with `models`, one without layers.
+    """
+
+    part: Part
+    method: TheirMethod
+    places: Places
+    base: Reference | None
+    pieces: Sequence[Piece]
+
+    @property
+    def name(self) -> str:
+        """What mergekit calls the method."""
+        return str(self.part.data["merge_method"])
+
+    @property
+    def is_theirs(self) -> bool:
+        """Whether the method is one of mergekit's."""
+        return self.name in METHODS
+
+    @property
+    def sliced(self) -> bool:
+        """Whether it has slices."""
+        return self.pieces[0].sources[0].layers is not None
+
+    def merged(self, piece: Piece) -> list[Source]:
+        """The models that are merged: without the base, where that is what they are differences to."""
+        one_more = self.method.base == "one_more"
+        return [own for own in piece.sources if one_more or own.model != self.base]
+
+    @cached_property
+    def models(self) -> dict[Reference, str]:
+        """All models that are merged, with their names."""
+        merged = [own.model for piece in self.pieces for own in self.merged(piece)]
+        return names_of(merged, RESERVED if asks_for_tokens(self.part) else ())
+
+    @cached_property
+    def start(self) -> Reference | None:
+        """The base of ours: theirs, or what adapters are of.
+
+        Raises:
+            RecipeError: adapters of several models, or a base with one.
+        """
+        adapted = {model.model for model in self.models if model.lora is not None}
+        if self.base is not None:
+            adapted.add(self.base.model)
+        if len(adapted) > 1:
+            self.part.refuse(
+                f"adapters are of the base, and here of several models ({', '.join(sorted(adapted))}): "
+                "fold each into its own first (`covmerge merge --base MODEL --expert lora=ADAPTER OUT`), "
+                "and name OUT"
+            )
+        if self.base is not None and self.base.lora is not None:
+            self.part.refuse(
+                f"base_model {self.base} has an adapter: fold it into the model first (`covmerge merge "
+                f"--base {self.base.model} --expert lora={self.base.lora} OUT`), and name OUT",
+                "base_model",
+            )
+        return Reference(adapted.pop()) if adapted else None
+
+    @property
+    def base_path(self) -> str | None:
+        """Where the base of ours is."""
+        return None if self.start is None else self.places.located(self.start.model)
+
+
+def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
+    """Read models or slices, and check how many there are of what the method needs.
+
+    Raises:
+        RecipeError: neither, both, or not what the method merges.
+    """
+    base = None if part.data.get("base_model") is None else reference(part, "base_model")
+    ways = [key for key in ("models", "slices") if part.data.get(key) is not None]
+    if len(ways) != 1:
+        part.refuse(
+            f"exactly one of `models` and `slices` is needed, and there are {ways or 'none'}"
+        )
+    pieces = _slices(part, base) if ways == ["slices"] else [_models(part, base)]
+    theirs = Theirs(part, method, places, base, pieces)
+    for piece in pieces:
+        _check(theirs, piece)
+    return theirs
+
+
+def _models(part: Part, base: Reference | None) -> Piece:
+    nothing = Part({}, (), part.origin, part.told)
+    sources: list[Source] = []
+    for own in part.parts("models"):
+        own.check_keys(("model", "parameters"))
+        sources.append(Source(reference(own, "model"), own, None))
+    if base is not None and base not in [source.model for source in sources]:
+        sources.append(Source(base, nothing, None))
+    return Piece(nothing, sources)
+
+
+def _slices(part: Part, base: Reference | None) -> list[Piece]:
+    found: list[Piece] = []
+    start = 0
+    for own in part.parts("slices"):
+        own.check_keys(("sources", "base_model", "parameters", "residual_weight"))
+        if "residual_weight" in own.data:
+            own.told.notes.append(
+                "`residual_weight` changes nothing: mergekit reads it and never uses it"
+            )
+        if own.data.get("base_model") is not None and reference(own, "base_model") != base:
+            own.refuse(
+                "a slice with a base of its own: make the recipe's `base_model` that of all slices",
+                "base_model",
+            )
+        sources = [_source(source) for source in own.parts("sources")]
+        found.append(Piece(own, sources, start))
+        first, end = sources[0].layers or (0, 0)
+        start += end - first
+    return found
+
+
+def _source(part: Part) -> Source:
+    part.check_keys(("model", "layer_range", "parameters"))
+    layers: object = part.data.get("layer_range")
+    if not _is_range(layers):
+        part.refuse(f"layer_range is {layers!r}; it is [first, end), such as [0, 8]", "layer_range")
+    first, end = cast("Sequence[int]", layers)
+    return Source(reference(part, "model"), part, (first, end))
+
+
+def _check(theirs: Theirs, piece: Piece) -> None:
+    models = [source.model for source in piece.sources]
+    twice = next((model for model in models if models.count(model) > 1), None)
+    if twice is not None:
+        piece.part.refuse(f"{twice} is named twice: a model is one input of a merge")
+    if theirs.method.base == "required" and theirs.base not in models:
+        what = (
+            "`base_model`" if theirs.base is None else f"the base {theirs.base} among its sources"
+        )
+        piece.part.refuse(f"{theirs.name} needs {what}")
+    least, most = theirs.method.experts
+    merged = theirs.merged(piece)
+    if len(merged) < least or (most is not None and len(merged) > most):
+        number = str(least) if least == most else f"{least} or more"
+        piece.part.refuse(
+            f"{theirs.name} merges {number} models beside a base, and there are {len(merged)}: "
+            f"{', '.join(str(source.model) for source in merged)}"
+        )
+
+
+def _is_range(value: Any) -> bool:
+    if not isinstance(value, list) or len(cast("list[object]", value)) != 2:
+        return False
+    return all(isinstance(n, int) and not isinstance(n, bool) for n in cast("list[object]", value))

@@ -1,0 +1,131 @@
+"""Recipes drawn at random, merged by mergekit 0.1.5 and by covmerge, and held against each other.
+
+    python -m tests.mergekit.campaign --mergekit VENV/bin/python --count 300 --seed 0
+
+mergekit runs in a process of its own that is kept. What is not equal bit for bit must be a row of
+docs/mergekit.md; anything else is a fault, and ends with exit code 1. With `--keep` the first recipes of
+each method that are equal become what `test_generated.py` holds covmerge to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from safetensors.torch import load_file
+
+from tests.mergekit.differences import EQUAL, FAULT, Merged, Outcome, compared
+from tests.mergekit.generator import drawn
+from tests.mergekit.kept import Kept
+from tests.mergekit.models import save_models
+from tests.mergekit.ours import merge
+
+HOME = Path(__file__).parent.parent.parent
+
+
+class Theirs:
+    """A mergekit that is kept running in a folder of models."""
+
+    def __init__(self, python: str, models: Path) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOME)}
+        self._process = subprocess.Popen(
+            [python, "-m", "tests.mergekit.theirs"],
+            cwd=models,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._answer()
+
+    def merge(self, recipe: dict[str, Any], out: Path, seed: int) -> Merged:
+        """Merge a recipe into a folder that is removed afterwards."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"recipe": recipe, "out": str(out), "seed": seed}))
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        error = self._answer()
+        stored = {} if error else load_file(out / "model.safetensors")
+        shutil.rmtree(out, ignore_errors=True)
+        return Merged(error, stored)
+
+    def end(self) -> None:
+        """Let it go."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> str | None:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("mergekit's process has ended: run it by itself to see why")
+        return json.loads(line)
+
+
+@contextmanager
+def _beside(python: str) -> Iterator[tuple[Theirs, Path]]:
+    """Both in one folder of models, which is the working directory."""
+    before = Path.cwd()
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        save_models(folder)
+        os.chdir(folder)
+        theirs = Theirs(python, folder)
+        try:
+            yield theirs, folder
+        finally:
+            theirs.end()
+            os.chdir(before)
+
+
+def run(python: str, seeds: Sequence[int]) -> Iterator[tuple[int, dict[str, Any], Merged, Outcome]]:
+    """Merge the recipes of some seeds by both: seed, recipe, what mergekit made, and how they compare."""
+    with _beside(python) as (theirs, folder):
+        for seed in seeds:
+            recipe = drawn(Random(seed))
+            wanted = theirs.merge(recipe, folder / "theirs", seed)
+            yield seed, recipe, wanted, compared(recipe, wanted, merge(recipe, folder, seed))
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--mergekit", required=True, help="a Python that has mergekit")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", action="store_true")
+    asked = parser.parse_args()
+    counts: Counter[tuple[str, str]] = Counter()
+    kept = Kept()
+    seeds = range(asked.seed, asked.seed + asked.count)
+    for seed, recipe, wanted, outcome in run(asked.mergekit, seeds):
+        counts[outcome.kind, outcome.row] += 1
+        if outcome.kind == FAULT:
+            print(f"{seed}: {outcome}\n  {json.dumps(recipe)}", flush=True)
+        if outcome.kind == EQUAL:
+            kept.add(seed, recipe, wanted.tensors)
+    print("| outcome | row of docs/mergekit.md | recipes |\n|---|---|---|")
+    for (kind, row), number in sorted(counts.items()):
+        print(f"| {kind} | {row} | {number} |")
+    if asked.keep:
+        kept.save()
+    return 1 if any(kind == FAULT for kind, _ in counts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

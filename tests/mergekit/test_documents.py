@@ -1,0 +1,157 @@
+"""Several recipes in a file: stages that name each other's outputs."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from covmerge import verify
+from covmerge.cli import app
+from covmerge.errors import RecipeError
+from covmerge.recipe import load_recipe
+from covmerge.recipe.load import load_stages
+from tests.mergekit.models import save_models
+
+MEAN = """
+name: mean
+merge_method: linear
+models:
+  - {model: ./llama/t0, parameters: {weight: 0.5}}
+  - {model: soup, parameters: {weight: 0.5}}
+"""
+LAST = """
+merge_method: task_arithmetic
+base_model: ./llama/base
+models:
+  - {model: mean, parameters: {weight: 0.7}}
+  - {model: ./llama/t2, parameters: {weight: 0.2}}
+"""
+SOUP = """
+name: soup
+merge_method: slerp
+base_model: ./llama/t1
+models: [{model: ./llama/t2}]
+parameters: {t: 0.3}
+"""
+
+
+def file_of(folder, *documents):
+    file = folder / "their.yml"
+    file.write_text("---".join(documents))
+    return file
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    save_models(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["merge", *map(str, arguments)])
+
+
+class TestMerging:
+    def test_each_is_merged_after_what_it_names(self, here):
+        ran = run(file_of(here, MEAN, LAST, SOUP), "out")
+        assert ran.exit_code == 0, ran.output
+        stages = here / "out.stages"
+        assert sorted(path.name for path in stages.iterdir()) == ["mean", "soup"]
+        assert all(verify(path).ok for path in (here / "out", *stages.iterdir()))
+        for text, name in ((SOUP, "soup"), (MEAN, "mean"), (LAST, "out")):
+            alone = text.replace(f"name: {name}\n", "").replace(
+                "model: mean", "model: out.stages/mean"
+            )
+            alone = alone.replace("model: soup", "model: ./out.stages/soup")
+            assert run(file_of(here, alone), f"alone-{name}").exit_code == 0
+            made = load_file(
+                (here / "out" if name == "out" else stages / name) / "model.safetensors"
+            )
+            wanted = load_file(here / f"alone-{name}" / "model.safetensors")
+            assert all(torch.equal(made[n], wanted[n]) for n in wanted)
+
+    def test_a_stage_that_fails_leaves_no_output(self, here):
+        broken = load_file(here / "llama" / "t0" / "model.safetensors")
+        broken["model.norm.weight"][0] = torch.nan
+        save_file(broken, here / "llama" / "t0" / "model.safetensors")
+        file = file_of(here, MEAN, LAST, SOUP)
+        ran = run(file, "out")
+        assert ran.exit_code == 2
+        assert "model.norm.weight" in ran.output
+        assert [path.name for path in (here / "out.stages").iterdir()] == ["soup"]
+        assert not (here / "out").exists()
+
+    def test_resumed_it_takes_what_is_finished_and_the_same(self, here):
+        file = file_of(here, MEAN, LAST, SOUP)
+        (here / "out").mkdir()
+        (here / "out" / "mine").touch()
+        assert run(file, "out").exit_code == 2  # before any of the work
+        assert not (here / "out.stages").exists()
+        assert run(file, "other").exit_code == 0
+        (here / "other").rename(here / "away")
+        before = (here / "other.stages" / "mean" / "covmerge.json").stat().st_mtime_ns
+        ran = run(file, "other", "--resume")
+        assert ran.exit_code == 0
+        assert "stage mean is finished" in ran.output
+        assert (here / "other.stages" / "mean" / "covmerge.json").stat().st_mtime_ns == before
+
+    def test_resumed_it_refuses_what_is_finished_and_another(self, here):
+        file = file_of(here, LAST, MEAN, SOUP)
+        assert run(file, "out").exit_code == 0
+        (here / "out").rename(here / "away")
+        assert "--overwrite" in run(file, "out").output  # without a word, nothing is taken
+        file_of(here, LAST, MEAN, SOUP.replace("0.3", "0.4"))
+        ran = run(file, "out", "--resume")
+        assert ran.exit_code == 2
+        assert "is a finished stage of another recipe (parameters)" in " ".join(ran.output.split())
+        file_of(here, LAST, MEAN, SOUP)
+        changed = load_file(here / "llama" / "t1" / "model.safetensors")
+        save_file(
+            {n: 2 * w for n, w in changed.items()}, here / "llama" / "t1" / "model.safetensors"
+        )
+        ran = run(file, "out", "--resume")
+        assert ran.exit_code == 2
+        assert "is a finished stage of other sources" in " ".join(ran.output.split())
+        assert run(file, "out", "--overwrite").exit_code == 0
+
+
+class TestReading:
+    @pytest.mark.parametrize(
+        ("documents", "said"),
+        [
+            ((LAST, LAST), r"their.yml:7: 2 of the 2 documents has no `name`"),
+            ((MEAN, SOUP), "none of the 2 documents has no `name`"),
+            ((MEAN, MEAN, LAST), r"their.yml:8: the name 'mean' is taken"),
+            ((MEAN.replace("name: mean", "name: ../x"), LAST), r"their.yml:2: `name` is '../x'"),
+            (
+                (MEAN.replace("name: mean", "name: 3"), LAST),
+                "`name` is 3, and a folder is called so",
+            ),
+            ((SOUP.replace("./llama/t2", "mean"), MEAN, LAST), "need each other's output: .*mean"),
+            ((LAST, "\n"), "a document is no mapping"),
+            ((SOUP, "\nmerge_method: linear\n"), "their.yml:7: exactly one of"),
+            ((SOUP, LAST + "wieght: 1\n"), "their.yml:13: unknown key 'wieght'"),
+        ],
+    )
+    def test_what_is_refused(self, documents, said, tmp_path):
+        with pytest.raises(RecipeError, match=said):
+            load_stages(file_of(tmp_path, *documents), tmp_path / "out")
+
+    def test_one_document_is_one_recipe(self, tmp_path):
+        file = file_of(tmp_path, SOUP.replace("name: soup", ""))
+        assert load_stages(file, tmp_path / "out") == [(tmp_path / "out", load_recipe(file))]
+
+    def test_flags_for_one_recipe(self, tmp_path):
+        ran = run(file_of(tmp_path, SOUP, LAST), tmp_path / "out", "--base", "x")
+        assert ran.exit_code == 2
+        assert "has several recipes" in ran.output
+        assert not list(tmp_path.glob("out*"))
+
+    def test_where_a_stage_lies_is_recorded(self, here):
+        file = file_of(here, SOUP, LAST.replace("mean", "soup"))
+        assert run(file, "out", "--seed", "3").exit_code == 0
+        recorded = json.loads((here / "out" / "covmerge.json").read_text())
+        assert recorded["recipe"]["experts"]["soup"]["source"] == "out.stages/soup"

@@ -1,0 +1,99 @@
+"""Recipes that are drawn: beside what mergekit made of some, and what must hold of all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covmerge.engine import RunOptions
+from covmerge.errors import CovmergeError
+from covmerge.recipe import load_recipe
+from covmerge.recipe.load import import_recipe
+from covmerge.recipe.mergekit import Told
+from tests.mergekit import differences
+from tests.mergekit.generator import drawn
+from tests.mergekit.kept import digest, goldens, made_on, sampled
+from tests.mergekit.models import save_models
+from tests.mergekit.ours import merge, merge_in_memory
+
+GOLDENS = list(goldens())
+DOCS = Path(__file__).parents[2] / "docs" / "mergekit.md"
+recipes = st.randoms(use_true_random=False).map(drawn)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here(tmp_path_factory):
+    """In a folder of the models, where mergekit looks for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("models")
+        save_models(folder)
+        patch.chdir(folder)
+        yield folder
+
+
+@pytest.mark.parametrize(
+    "golden", GOLDENS, ids=[f"{seed}-{recipe['merge_method']}" for seed, recipe, *_ in GOLDENS]
+)
+def test_equals_mergekit(golden, here):
+    """Bit for bit where torch adds and sorts as it did for mergekit; else nearly all, to rounding."""
+    seed, recipe, sha256, wanted = golden
+    tensors = merge_in_memory(recipe, here, seed)
+    if torch.backends.cpu.get_cpu_capability() == made_on():
+        assert digest(tensors) == sha256
+    found = sampled(tensors)
+    assert found.dtype == wanted.dtype
+    off = (found.double() - wanted.double()).abs() > 0.02 * (1 + wanted.double().abs())
+    assert off.double().mean() < 0.02
+
+
+def test_all_methods_are_among_them():
+    kinds = {(recipe["merge_method"], "slices" in recipe) for _, recipe, *_ in GOLDENS}
+    assert kinds == {(method, sliced) for method, _ in kinds for sliced in (False, True)}
+    assert len(kinds) == 2 * 20
+
+
+@settings(max_examples=40)
+@given(recipe=recipes)
+def test_what_import_prints_is_the_same_recipe(recipe):
+    theirs = Path("their.yml")
+    theirs.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    try:
+        ours = import_recipe(theirs, Told())
+    except CovmergeError as error:
+        assert str(error).startswith("their.yml")
+        return
+    printed = Path("ours.yml")
+    printed.write_text(yaml.safe_dump(ours, sort_keys=False, allow_unicode=True))
+    assert load_recipe(printed) == load_recipe(theirs)
+
+
+@settings(max_examples=15)
+@given(recipe=recipes, seed=st.integers(0, 1000))
+def test_a_recipe_is_merged_or_refused_by_name(recipe, seed, here):
+    try:
+        tensors = merge_in_memory(recipe, here, seed)
+    except CovmergeError as error:
+        assert len(str(error).split()) > 5
+        return
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_processes_make_the_same_bytes(here):
+    """Of a stack and of random numbers."""
+    seed, recipe = next(
+        (seed, recipe)
+        for seed, recipe, *_ in GOLDENS
+        if recipe["merge_method"] == "dare_ties" and "slices" in recipe
+    )
+    alone = merge(recipe, here, seed, RunOptions(threads=1))
+    among = merge(recipe, here, seed, RunOptions(threads=1, workers=2))
+    assert among.error is None
+    assert digest(alone.tensors) == digest(among.tensors)
+
+
+def test_rows_of_the_campaign_are_rows_of_the_documentation():
+    cells = {line.split(" | ")[0].removeprefix("| ") for line in DOCS.read_text().splitlines()}
+    assert set(differences.ROWS) <= cells
