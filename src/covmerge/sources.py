@@ -22,7 +22,7 @@ from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threa
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
-from covmerge.quantised import dequantised
+from covmerge.quantised import dequantised, is_quantised
 from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
@@ -255,7 +255,8 @@ def open_checkpoints(
             try:
                 return dequantised(stored)
             except CheckpointError:
-                if not any(isinstance(model, AdapterCheckpoint) for model in over):
+                adapted = any(isinstance(model, AdapterCheckpoint) for model in over)
+                if not (adapted and is_quantised(stored)):
                     raise
                 return stored  # an adapter made of adapters may not need its weights
 

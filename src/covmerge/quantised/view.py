@@ -14,8 +14,10 @@ from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.base import find_header
 from covmerge.checkpoints.folder import QUANTISATION
 from covmerge.checkpoints.view import View
+from covmerge.errors import CheckpointError
 from covmerge.quantised.formats import FORMATS
-from covmerge.quantised.packed import Found, Packed, Stored
+from covmerge.quantised.packed import HOW_ELSE, Found, Packed, Stored
+from covmerge.quantised.undeclared import packed_pair
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.text import some
 from covmerge.types import TensorHeader
@@ -88,9 +90,24 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint as a plain one: itself, unless it is quantised.
 
     Raises:
-        CheckpointError: as `Dequantised`.
+        CheckpointError: as `Dequantised`, or it is quantised and does not say how.
     """
-    return Dequantised(checkpoint) if is_quantised(checkpoint) else checkpoint
+    if is_quantised(checkpoint):
+        return Dequantised(checkpoint)
+    pair = packed_pair(checkpoint.headers)
+    if pair is None:
+        return checkpoint
+    packed, scale = pair
+    told = (
+        "there is no config.json that"
+        if checkpoint.config is None
+        else "nothing in its config.json"
+    )
+    raise CheckpointError(
+        f"{checkpoint.source} stores quantised weights (tensor '{packed}' beside '{scale}'), and "
+        f"{told} says how: if it is one of {', '.join(FORMATS)}, state its {QUANTISATION} at the top "
+        f"of a config.json beside it, and pass the folder. {HOW_ELSE}"
+    )
 
 
 def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:

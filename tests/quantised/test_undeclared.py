@@ -1,0 +1,76 @@
+"""Packed weights that no config declares, and plain ones that look a little like them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import covmerge
+from covmerge.errors import CheckpointError
+from covmerge.quantised import open_plain
+from tests.quantised.models import FORMATS, build, llama, save_packed
+from tests.quantised.test_goldens import LAYERS, save
+
+ELSEWHERE = {
+    "nowhere": lambda stated: {},
+    "an empty object": lambda stated: {"quantization_config": {}},
+    "an empty list": lambda stated: {"quantization_config": []},
+    "nested": lambda stated: {"text_config": {"quantization_config": stated}},
+    "another key": lambda stated: {"compression_config": stated},
+}
+
+
+def moved_config(folder, where):
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config |= ELSEWHERE[where](config.pop("quantization_config"))
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_each_format_is_seen_without_its_config(tmp_path, form):
+    packed = save_packed(build(form, 1), tmp_path / "q", *FORMATS[form])
+    with pytest.raises(CheckpointError, match=r"stores quantised weights \(tensor '.*' beside '"):
+        open_plain(moved_config(packed, "nowhere"))
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_each_layer_of_a_client_is_seen_without_its_config(tmp_path, case):
+    with pytest.raises(CheckpointError, match=r"\(tensor 'fc.* beside 'fc"):
+        open_plain(moved_config(save(tmp_path, case), "nowhere"))
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_codes_are_not_merged_as_weights(tmp_path, where):
+    """Base and expert alike, so that no name or dtype differs."""
+    pack, settings = FORMATS["fp8 by block"]
+    for seed, name in enumerate(("base", "expert")):
+        moved_config(save_packed(llama(seed), tmp_path / name, pack, settings), where)
+    with pytest.raises(CheckpointError, match=r"nothing in its config.json says how: if .* state"):
+        covmerge.merge(tmp_path / "base", {"a": tmp_path / "expert"}, "average", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_neither_are_those_of_a_file_or_of_memory(tmp_path):
+    packed = save_packed(llama(1), tmp_path / "q", *FORMATS["fp8 by block"])
+    file = packed / "model.safetensors"
+    for source in (file, load_file(file)):
+        with pytest.raises(CheckpointError, match=r"and there is no config\.json"):
+            open_plain(source)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.bias": torch.ones(2)},
+        {"a.weight": torch.ones(2, 2), "a.scales": torch.ones(2), "a.scale": torch.ones(2)},
+        {"a.index": torch.ones(2, 2).int(), "a.scale": torch.ones(2)},
+        {"a.mask": torch.ones(2, 2).to(torch.uint8), "b.weight_scale": torch.ones(2)},
+        {"a.weight": torch.ones(2, 2).to(torch.int8)},
+        {"x_blocks": torch.ones(2, 2), "x_scales": torch.ones(2)},
+    ],
+)
+def test_a_plain_model_is_not_taken_for_one(stored):
+    assert open_plain(stored).headers.keys() == stored.keys()
