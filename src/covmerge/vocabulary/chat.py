@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object
-from covmerge.errors import InputError
+from covmerge.errors import CheckpointError, InputError
 from covmerge.recipe.tokenizer import AUTO, BASE
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import read_regular
@@ -29,7 +29,10 @@ def template_of(folder: Path | None) -> str | None:
         return None
     file = safe_child(folder, TEMPLATE)
     if file.is_file():
-        text = read_regular(file, MAX_JSON_BYTES).decode("utf-8", errors="strict")
+        try:
+            text = read_regular(file, MAX_JSON_BYTES).decode("utf-8", errors="strict")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file} is not UTF-8 ({error}): fetch it again") from error
         return text or None
     for name in _IN_CONFIGS:
         file = safe_child(folder, name)
