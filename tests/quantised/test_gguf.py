@@ -1,12 +1,13 @@
 """GGUF files as experts and as base, against transformers' own loader of the same file."""
 
 import json
+import os
 import struct
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.checkpoints import open_checkpoint
@@ -168,4 +169,66 @@ def test_a_damaged_header_is_refused_before_anything_is_read(tmp_path, said):
     path = save_llama(llama(1), tmp_path / "model.gguf", "Q8_0")
     path.write_bytes(DAMAGED[said](path.read_bytes()))
     with pytest.raises(CheckpointError, match=said):
+        open_plain(path)
+
+
+@pytest.mark.parametrize("stated", [{}, {"path": "pipe", "metadata": [], "types": {"a": "Q8_0"}}])
+def test_a_config_cannot_claim_to_be_a_gguf_file(tmp_path, stated):
+    """Its settings are what a file says of itself: a stranger's `path` is not opened, here a pipe."""
+    settings = {"quant_method": "gguf", **stated}
+    if stated:
+        os.mkfifo(tmp_path / "pipe")
+        settings["path"] = str(tmp_path / "pipe")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(
+        CheckpointError, match=r"'gguf'; quantization_config .* can be read are fp8"
+    ):
+        open_plain(tmp_path)
+
+
+def test_a_gguf_file_is_no_shard(tmp_path):
+    """Of the tensors that lie in others, its header says nothing."""
+    save_llama(llama(1), tmp_path / "a.gguf", "Q8_0")
+    save_file({"more": torch.ones(2)}, tmp_path / "b.safetensors")
+    held = {name: "a.gguf" for name in open_checkpoint(tmp_path / "a.gguf").headers}
+    index = {"weight_map": {**held, "more": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="has a GGUF file among 2 files of weights"):
+        open_plain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 1}, r"its llama.attention.head_count is 2, .* gives 1"),
+        ({"num_key_value_heads": 2, "head_dim": 16}, r"head_count_kv is 1, .* gives 2"),
+        ({"num_hidden_layers": 2}, r"its llama.block_count is 1, .* gives 2"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            r"its llama.rope.freq_base is 10000.0, .* gives 500000.0",
+        ),
+        ({"num_key_value_heads": 0}, "transformers cannot build its model .ZeroDivisionError"),
+        ({"num_attention_heads": 0}, "transformers cannot .*ZeroDivisionError"),
+    ],
+)
+def test_a_config_that_contradicts_the_file_is_refused(tmp_path, changes, said):
+    """By other heads the rows of q and k would lie in another order."""
+    save_llama(llama(1), tmp_path / "model.gguf", "Q8_0")
+    llama(1).config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(tmp_path)
+
+
+def test_rows_that_no_head_has_are_named(tmp_path):
+    model = llama(1).float()
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.weight = torch.nn.Parameter(attention.k_proj.weight[:31])
+    path = tmp_path / "model.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.quantised.ggufs.permuted", lambda weight, heads: weight)
+        save_llama(model, path, "Q8_0")
+    with pytest.raises(CheckpointError, match=r"'blk.0.attn_k.weight' is \[31, 1\], of which"):
         open_plain(path)

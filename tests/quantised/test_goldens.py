@@ -129,8 +129,16 @@ def test_a_group_of_inputs_that_is_not_there_is_refused(tmp_path, group):
     layer["fc.g_idx"] = layer["fc.g_idx"].clone()
     layer["fc.g_idx"][7] = group
     model = open_plain(save(tmp_path, "gptq 4 gptq", layer))
-    with pytest.raises(CheckpointError, match=r"'fc.weight' has inputs in group .* of 3"):
+    with pytest.raises(CheckpointError, match=r"'fc.weight' has inputs in group .* of 3") as error:
         model.read("fc.weight")
+    assert str(error.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("case", ["gptq 4 gptq", "gptq 4 gptq_v2"])
+def test_format_is_another_name_of_checkpoint_format(tmp_path, case):
+    changes = {"checkpoint_format": None, "format": case.rpartition(" ")[2]}
+    model = open_plain(save(tmp_path, case, **changes))
+    assert torch.equal(model.read("fc.weight"), LAYERS[case][EXPECTED])
 
 
 @pytest.mark.parametrize(
@@ -144,6 +152,16 @@ def test_a_group_of_inputs_that_is_not_there_is_refused(tmp_path, group):
         ("gptq 4 gptq", {"group_size": "32"}, "its group_size is '32', not a size"),
         ("gptq 4 gptq", {"checkpoint_format": "marlin"}, "its checkpoint_format is 'marlin'"),
         ("awq", {"version": "gemv"}, "its version is 'gemv'"),
+        ("awq", {"checkpoint_format": "gemv"}, "its checkpoint_format is 'gemv'"),
+        ("awq", {"format": "gemv_fast"}, "its format is 'gemv_fast'"),
+        ("gptq 4 gptq", {"format": "marlin"}, "its format is 'marlin'"),
+        (
+            "gptq 4 gptq",
+            {"checkpoint_format": "gptq_v2", "format": "gptq"},
+            "its checkpoint_format is 'gptq_v2', and its format 'gptq'",
+        ),
+        ("awq", {"quant_method": "x" * 9999}, r"\('x{199}\.\.\.; quantization_config"),
+        ("awq", {"group_size": "x" * 9999}, r"its group_size is 'x{199}\.\.\., not"),
         ("compressed-tensors float block True", {"format": "nvfp4-pack-quantized"}, "its format"),
         ("compressed-tensors float block True", {"config_groups": {}}, "where its layer needs"),
         (
@@ -172,9 +190,25 @@ def test_a_state_of_bitsandbytes_is_not_trusted(tmp_path):
         (b'{"shape": [-1, 96], "blocksize": 128, "dtype": "bfloat16"}', "says shape"),
         (b'{"shape": [2147483647, 2147483647], "blocksize": 128, "dtype": "float16"}', "needs"),
         (b'{"shape": [24, 96], "blocksize": 0, "dtype": "bfloat16"}', "blocks of 0"),
+        (b'{"shape": [24, 96], "blocksize": 128, "dtype": ["bfloat16"]}', "dtype ."),
+        (b'{"shape": [24, 96], "blocksize": [128], "dtype": "bfloat16"}', "blocks of ."),
+        (b'{"shape": [24, 96, 1, 1, 1], "blocksize": 128, "dtype": "bfloat16"}', "says shape"),
         (b"{" + b" " * 2**16 + b"}", "at most 65536 bytes"),
     ):
         state = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         layer = {**LAYERS["bitsandbytes nf4 24"], name: state}
         with pytest.raises(CheckpointError, match=said):
             open_plain(save(tmp_path, "bitsandbytes nf4 24", layer))
+
+
+@pytest.mark.parametrize("offset", ["1" + "0" * 400, "1e300", "1e999", "NaN", "null", "[1]"])
+def test_an_offset_that_float32_cannot_hold_is_refused(tmp_path, offset):
+    layer = dict(LAYERS["bitsandbytes nf4 nested 24"])
+    (name,) = (name for name in layer if ".quant_state." in name)
+    state = json.loads(layer[name].numpy().tobytes())
+    text = json.dumps({**state, "nested_offset": 0}).replace(
+        '"nested_offset": 0', f'"nested_offset": {offset}'
+    )
+    layer[name] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"'fc.weight' has scales in blocks|valid"):
+        open_plain(save(tmp_path, "bitsandbytes nf4 nested 24", layer))

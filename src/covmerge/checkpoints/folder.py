@@ -80,6 +80,10 @@ class FileCheckpoint:
             (read_config(file) for file in beside if file.name == CONFIG), None
         )
         packed = [read.settings for read in weights.values() if isinstance(read, GgufFile)]
+        if packed and len(weights) > 1:
+            raise CheckpointError(
+                f"{source} has a GGUF file among {len(weights)} files of weights: pass the one to merge"
+            )
         if packed:
             self.config = {**(self.config or {}), QUANTISATION: packed[0]}
         self.notes = (*notes, *(note for read in weights.values() for note in read.notes))

@@ -44,13 +44,20 @@ _TEXT, _ARRAY = 8, 9
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class GgufSettings(dict[str, Json]):
+    """What a file of GGUF says of itself, in the place of a config's quantisation.
+
+    Of a type of its own, which no config.json can state: `types` by tensor, the numbers and texts of its
+    `metadata`, and its `path`.
+    """
+
+
 class GgufFile:
     """A GGUF file whose header has been checked.
 
     Attributes:
         headers: by the names of the file; a tensor of blocks has its rows' bytes.
-        settings: what a config would say of it: `types` by tensor, the numbers and texts of its `metadata`,
-            and its `path`.
+        settings: see `GgufSettings`.
     """
 
     notes: tuple[str, ...] = ()
@@ -67,12 +74,8 @@ class GgufFile:
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: slot.header for name, slot in self._slots.items()}
         )
-        self.settings: Mapping[str, Json] = {
-            "quant_method": "gguf",
-            "path": str(file.path),
-            "metadata": metadata,
-            "types": {entry.slot.header.name: entry.kind for entry in entries},
-        }
+        types: Json = {entry.slot.header.name: entry.kind for entry in entries}
+        self.settings = GgufSettings(path=str(file.path), metadata=metadata, types=types)
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
@@ -110,7 +113,7 @@ class _Header:
             self._refuse("does not begin with GGUF: is it such a file?")
         version, self._tensors, self._entries = (self._number(f) for f in ("<I", "<Q", "<Q"))
         if version not in _VERSIONS:
-            self._refuse(f"is GGUF version {version}, and {_VERSIONS} can be read: convert it anew")
+            self._refuse(f"is GGUF version {version}, and {_VERSIONS} can be read")
         if not 0 < self._tensors <= MAX_TENSORS or self._entries > _MAX_ENTRIES:
             self._refuse(f"claims {self._tensors} tensors and {self._entries} entries")
         self._alignment = _ALIGNMENT
@@ -129,7 +132,7 @@ class _Header:
         self._alignment = alignment
         parts = found.get("split.count", 0)
         if isinstance(parts, int) and parts > 1:
-            self._refuse(f"is one of {parts} parts: join them (llama.cpp: gguf-split --merge)")
+            self._refuse(f"is one of {parts} parts, which llama.cpp's gguf-split --merge joins")
         return found
 
     def entries(self) -> list[_Entry]:

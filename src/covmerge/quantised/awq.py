@@ -51,7 +51,8 @@ def find(stored: Stored) -> Found:
         CheckpointError: another version of AWQ, or sizes that contradict each other.
     """
     stored.setting("bits", _BITS)
-    stored.setting("version", "gemm", "GEMM", default="gemm")
+    stored.setting("version", "gemm", "GEMM", None)
+    stored.version("gemm", "GEMM")
     group = stored.count("group_size", 128)
     names = [name for name in stored.checkpoint.headers if name.endswith(".qweight")]
     tensors = tuple(_weight(stored, name.removesuffix(".qweight"), group) for name in names)
@@ -69,4 +70,4 @@ def _weight(stored: Stored, module: str, group: int) -> Weight:
     stored.part(parts[1], _INT32, (count, shape[1]))
     stored.part(parts[2], _SCALES, (count, d_out))
     header = TensorHeader(f"{module}.weight", (d_out, d_in), stored.dtype)
-    return Weight(header, parts, _BITS, group)
+    return Weight(header, parts, _BITS, group, stored.checkpoint.source)

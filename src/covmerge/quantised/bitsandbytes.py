@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints.json_file import parse_object
+from covmerge.checkpoints.json_file import parse_object, shorten
 from covmerge.errors import CheckpointError
 from covmerge.quantised.packed import ByRows, Found, Read, Stored
 from covmerge.types import TensorHeader
@@ -29,6 +29,8 @@ from covmerge.types import TensorHeader
 _OF_127 = 7.874015718698502e-3
 _STATES = tuple(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 _MAX_STATE = 2**16
+_MAX_DIMENSIONS = 4
+_LARGEST = torch.finfo(torch.float32).max
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _STORAGE = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32)
@@ -142,9 +144,15 @@ def _four_bit(stored: Stored, name: str, end: str) -> FourBit:
     state = _state(stored, f"{name}{end}")
     shape, block, dtype = state.get("shape"), state.get("blocksize"), state.get("dtype")
     sizes = cast("list[Any]", shape) if isinstance(shape, list) else []
-    known = block in _BLOCKS and type(block) is int and dtype in _DTYPES
-    if not known or not sizes or not all(type(n) is int and 0 < n < 2**31 for n in sizes):
-        stored.refuse(f"'{name}{end}' says shape {shape!r}, blocks of {block!r}, dtype {dtype!r}")
+    known = type(block) is int and block in _BLOCKS and isinstance(dtype, str) and dtype in _DTYPES
+    if (
+        not known
+        or not 0 < len(sizes) <= _MAX_DIMENSIONS
+        or not all(type(n) is int and 0 < n < 2**31 for n in sizes)
+    ):
+        stored.refuse(
+            f"'{name}{end}' says shape {shorten(shape)}, blocks of {shorten(block)}, dtype {shorten(dtype)}"
+        )
     header = TensorHeader(name, tuple(sizes), _DTYPES[str(dtype)])
     assert isinstance(block, int)
     blocks = -(-header.numel // block)
@@ -165,8 +173,9 @@ def _nested(stored: Stored, name: str, state: dict[str, Any], blocks: int) -> Ne
     if scales not in stored.checkpoint.headers:
         return None
     block, offset = state.get("nested_blocksize"), state.get("nested_offset")
-    if type(block) is not int or not 0 < block < 2**31 or type(offset) not in (int, float):
-        stored.refuse(f"'{name}' has scales in blocks of {block!r} beside {offset!r}")
+    known = type(block) is int and 0 < block < 2**31
+    if not known or type(offset) not in (int, float) or not abs(offset) <= _LARGEST:
+        stored.refuse(f"'{name}' has scales in blocks of {shorten(block)} beside {shorten(offset)}")
     stored.part(scales, (torch.float32,), (-(-blocks // block),))
     stored.part(values, (torch.float32,), (256,))
     return Nested(scales, values, block, float(cast("float", offset)))

@@ -1,12 +1,12 @@
-"""The formats that are read, by what `quantization_config` calls them."""
+"""The formats that are read, by what `quantization_config` calls them. GGUF is a file, and none of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from covmerge.quantised import awq, bitsandbytes, compressed_tensors, fp8, gguf, gptq, mxfp4
-from covmerge.quantised.packed import GGUF, Found, Stored
+from covmerge.quantised import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from covmerge.quantised.packed import Found, Stored
 
 FORMATS: Mapping[str, Callable[[Stored], Found]] = MappingProxyType(
     {
@@ -16,6 +16,5 @@ FORMATS: Mapping[str, Callable[[Stored], Found]] = MappingProxyType(
         "bitsandbytes": bitsandbytes.find,
         "gptq": gptq.find,
         "awq": awq.find,
-        GGUF: gguf.find,
     }
 )

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from covmerge.checkpoints.json_file import shorten
 from covmerge.quantised.packed import ByRows, Found, Read, Stored
 from covmerge.types import TensorHeader
 
@@ -85,7 +86,7 @@ def as_block(stored: Stored, given: object) -> tuple[int, int]:
     """
     sizes = cast("list[Any]", given) if isinstance(given, list) else []
     if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
-        stored.refuse(f"its block is {given!r}, not rows and columns")
+        stored.refuse(f"its block is {shorten(given)}, not rows and columns")
     return sizes[0], sizes[1]
 
 

@@ -9,6 +9,7 @@ lack them, and is then named.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from covmerge.checkpoints.folder import QUANTISATION
+from covmerge.checkpoints.json_file import shorten
 from covmerge.quantised.packed import ByRows, Found, Read, Stored
-from covmerge.tensors.skeleton import SkeletonUnavailable, empty_model
+from covmerge.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
 from covmerge.text import some
 from covmerge.types import Json, TensorHeader
 
@@ -30,6 +32,13 @@ _ONE_FOR_ONE = frozenset(
     f"{name}TensorProcessor" for name in ("", "Llama", "GPT2", "Nemotron", "Gemma2")
 )
 _OF_NO_PARAMETER = ("rope_freqs.weight",)  # what the config says already
+# What a config has of the metadata, by the keys after the architecture's name.
+_STATED = {
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+_ROPE = "rope.freq_base"
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
 
 Values = NDArray[np.float32]
@@ -92,16 +101,19 @@ def find(stored: Stored) -> Found:
     metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
     types = cast("Mapping[str, str]", stored.settings["types"])
     architecture = metadata.get("general.architecture")
-    made = loader.TENSOR_PROCESSORS.get(architecture, loader.TensorProcessor)
+    made = loader.TENSOR_PROCESSORS.get(str(architecture), loader.TensorProcessor)
     if made.__name__ not in _ONE_FOR_ONE:
-        stored.refuse(f"its architecture, {architecture!r}, is none of those that are read")
+        stored.refuse(f"its architecture, {shorten(architecture)}, is none of those that are read")
     config = _config(stored, loader)
     try:
         model, _ = empty_model(config, len(types))
         processor = made(config=config)
         names: dict[str, str] = loader.get_gguf_hf_weights_map(model, processor)
-    except (SkeletonUnavailable, NotImplementedError) as error:
+    except SkeletonUnavailable as error:
         stored.refuse(f"transformers cannot build its model ({error})")
+    except Exception as error:  # a stranger's config can make it fail in any way
+        stored.refuse(f"transformers cannot build its model ({in_short(error)})")
+    _check_config(stored, metadata, model.config)
     unknown = [name for name in types if name not in names and name not in _OF_NO_PARAMETER]
     if unknown:
         stored.refuse(f"transformers has no parameter for {some(unknown, quoted=True)}")
@@ -130,12 +142,39 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
             config = loader.load_gguf_checkpoint(stored.settings["path"])["config"]
         kind: Any = transformers.AutoConfig.for_model(**config).__class__
     except Exception as error:  # a stranger's metadata can make it fail in any way
-        stored.refuse(f"transformers cannot make a config of its metadata ({error})")
+        stored.refuse(f"transformers cannot make a config of its metadata ({in_short(error)})")
     model = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     if model is None:
-        stored.refuse(f"{config.get('model_type')!r} is no language model that transformers knows")
+        stored.refuse(
+            f"{shorten(config.get('model_type'))} is no language model that transformers knows"
+        )
     kept = {key: value for key, value in config.items() if not key.startswith("_")}
     return {"architectures": [model.__name__], **kept}
+
+
+def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> None:
+    """Refuse a config beside the file by which q's and k's rows, or what runs, would be others."""
+    if not stored.checkpoint.config or set(stored.checkpoint.config) == {QUANTISATION}:
+        return
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    theta = cast("dict[str, Any]", rope).get("rope_theta") if isinstance(rope, dict) else None
+    held = {key: getattr(config, name, None) for key, name in _STATED.items()} | {_ROPE: theta}
+    for key, value in held.items():
+        full = f"{metadata.get('general.architecture')}.{key}"
+        own = metadata.get(full)
+        if own is None or value is None or _same(own, value):
+            continue
+        stored.refuse(
+            f"its {full} is {shorten(own)}, where its config gives {shorten(value)}: "
+            "remove or correct the config.json beside it"
+        )
+
+
+def _same(own: object, value: object) -> bool:
+    """Whether two numbers are the same, of which one may have been rounded to float32."""
+    numbers = isinstance(own, int | float) and isinstance(value, int | float)
+    return numbers and math.isclose(own, value, rel_tol=1e-6)
 
 
 def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
@@ -155,7 +194,13 @@ def _tensor(
 
     def undo(values: Values) -> Values:
         kept: dict[str, Any] = {"tensors": {}}
-        return processor.process(weights=values, name=name, parsed_parameters=kept).weights
+        try:
+            return processor.process(weights=values, name=name, parsed_parameters=kept).weights
+        except Exception as error:  # its sizes, and those of the config, are a stranger's
+            stored.refuse(
+                f"'{name}' is {list(values.shape)}, of which transformers cannot undo what "
+                f"llama.cpp's converter did ({in_short(error)})"
+            )
 
     block, size = _sizes(stored, name, kind)
     held = stored.checkpoint.headers[name]

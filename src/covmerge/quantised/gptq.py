@@ -67,7 +67,7 @@ def find(stored: Stored) -> Found:
         CheckpointError: a format of GPTQ that is not read, or sizes that contradict each other.
     """
     bits = stored.setting("bits", 2, 4, 8)
-    version = stored.setting("checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    version = stored.version("gptq", "gptq_v2")
     stored.setting("is_marlin_format", False, None)
     stored.setting("pack_dtype", "int32", None)
     group = stored.count("group_size", -1)
@@ -101,4 +101,5 @@ def _weight(stored: Stored, module: str, bits: int, group: int, less_one: bool) 
         stored.part(mixed, _INT32, (d_in,))
         parts = (*parts, mixed)
     header = TensorHeader(f"{module}.weight", (d_out, d_in), stored.dtype)
-    return Weight(header, parts, bits, group, less_one, mixed if len(parts) > 3 else None)
+    groups = mixed if len(parts) > 3 else None
+    return Weight(header, parts, bits, group, stored.checkpoint.source, less_one, groups)

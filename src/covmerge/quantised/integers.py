@@ -26,12 +26,14 @@ class Grouped:
     Attributes:
         bits: of a weight.
         group: inputs that have one scale.
+        source: the checkpoint, for errors.
     """
 
     header: TensorHeader
     stored: tuple[str, ...]
     bits: int
     group: int
+    source: str
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
         """See `Packed.fill`."""
@@ -42,7 +44,7 @@ class Grouped:
         groups = self.groups(read)
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
             raise CheckpointError(
-                f"'{self.header.name}' has inputs in group {int(groups.max())} or "
+                f"{self.source}: '{self.header.name}' has inputs in group {int(groups.max())} or "
                 f"{int(groups.min())} of {len(scales)}: fetch it again"
             )
         held = self.inputs_of_a_row

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import Checkpoint
+from covmerge.checkpoints.gguf_file import GgufSettings
+from covmerge.checkpoints.json_file import shorten
 from covmerge.errors import CheckpointError
 from covmerge.types import TensorHeader
 
 # Reads (rows of) a tensor as it is stored.
 Read = Callable[[str, range | None], Tensor]
 
-GGUF = "gguf"  # a file, whose settings are in no config.json
 PIECE = 2**18  # numbers that are unpacked at once
 
 HOW_ELSE = (
@@ -93,9 +94,9 @@ class Stored:
     dtype: torch.dtype
 
     @property
-    def method(self) -> str:
+    def method(self) -> object:
         """What its config calls the format."""
-        return str(self.settings.get("quant_method"))
+        return self.settings.get("quant_method")
 
     def refuse(self, why: str) -> NoReturn:
         """Say what of it is not read.
@@ -103,9 +104,13 @@ class Stored:
         Raises:
             CheckpointError: always.
         """
-        told = "" if self.method == GGUF else "; quantization_config in config.json"
+        told = (
+            "gguf"
+            if isinstance(self.settings, GgufSettings)
+            else f"{shorten(self.method)}; quantization_config in config.json"
+        )
         raise CheckpointError(
-            f"{self.checkpoint.source} is stored quantised ({self.method}{told}), and {why}. {HOW_ELSE}"
+            f"{self.checkpoint.source} is stored quantised ({told}), and {why}. {HOW_ELSE}"
         )
 
     def setting(self, key: str, *allowed: object, default: object = None) -> Any:
@@ -117,9 +122,21 @@ class Stored:
         value = self.settings.get(key, default)
         if not any(type(value) is type(known) and value == known for known in allowed):
             self.refuse(
-                f"its {key} is {value!r}, where {', '.join(map(repr, allowed))} can be read"
+                f"its {key} is {shorten(value)}, where {', '.join(map(repr, allowed))} can be read"
             )
         return value
+
+    def version(self, usual: str, *others: str) -> str:
+        """Return which of a format's orders it is in, of which a config may have two names.
+
+        Raises:
+            CheckpointError: it is another one, or the names contradict each other.
+        """
+        keys = ("checkpoint_format", "format")
+        first, second = (self.setting(key, usual, *others, None) for key in keys)
+        if None not in (first, second) and first != second:
+            self.refuse(f"its {keys[0]} is {first!r}, and its {keys[1]} {second!r}")
+        return first or second or usual
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a setting that is a size.
@@ -129,7 +146,7 @@ class Stored:
         """
         value = self.settings.get(key, default)
         if type(value) is not int or not (value == -1 or 0 < value < 2**31):
-            self.refuse(f"its {key} is {value!r}, not a size")
+            self.refuse(f"its {key} is {shorten(value)}, not a size")
         return value
 
     def part(
@@ -142,7 +159,7 @@ class Stored:
         """
         header = self.checkpoint.headers.get(name)
         if header is None:
-            self.refuse(f"'{name}' is missing: fetch it again")
+            self.refuse(f"'{name}' is missing")
         if header.dtype not in dtypes:
             self.refuse(f"'{name}' is {header.dtype}, not {' or '.join(map(str, dtypes))}")
         if shapes and header.shape not in shapes:

@@ -13,8 +13,10 @@ from torch import Tensor
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.base import find_header
 from covmerge.checkpoints.folder import QUANTISATION
+from covmerge.checkpoints.gguf_file import GgufSettings
 from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
+from covmerge.quantised import gguf
 from covmerge.quantised.formats import FORMATS
 from covmerge.quantised.packed import HOW_ELSE, Found, Packed, Stored
 from covmerge.quantised.undeclared import packed_pair
@@ -141,7 +143,8 @@ def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _find(stored: Stored) -> Found:
-    finder = FORMATS.get(stored.method)
+    packed = isinstance(stored.settings, GgufSettings)
+    finder = gguf.find if packed else FORMATS.get(str(stored.method))
     if finder is None:
         stored.refuse(f"formats that can be read are {', '.join(FORMATS)}")
     found = finder(stored)

@@ -97,7 +97,7 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
     except Exception as error:
         raise SkeletonUnavailable(
             f"transformers {transformers.__version__} cannot build a '{config.get('model_type')}' "
-            f"from this config.json ({_in_short(error)})"
+            f"from this config.json ({in_short(error)})"
         ) from error
 
 
@@ -311,7 +311,7 @@ def _find_places(
             if target is not None:
                 places[name] = place_of(target, slots[target], header, None)
         note = (
-            f"transformers' mapping of stored names cannot be used ({_in_short(error)}): "
+            f"transformers' mapping of stored names cannot be used ({in_short(error)}): "
             "stored names are compared with the model's as they are"
         )
         return places, [note]
@@ -341,6 +341,7 @@ def _places_by_loader(
     return places
 
 
-def _in_short(error: Exception) -> str:
+def in_short(error: Exception) -> str:
+    """Return its kind, and the first line of what it says."""
     first_line = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first_line[:200]}"
