@@ -53,7 +53,7 @@ def find(stored: Stored) -> Found:
     stored.setting("bits", _BITS)
     stored.setting("version", "gemm", "GEMM", None)
     stored.version("gemm", "GEMM")
-    group = stored.count("group_size", 128)
+    group = stored.group(128)
     names = [name for name in stored.checkpoint.headers if name.endswith(".qweight")]
     tensors = tuple(_weight(stored, name.removesuffix(".qweight"), group) for name in names)
     return Found(tensors, f"AWQ, {_BITS} bit, {said_of_groups(group)}")

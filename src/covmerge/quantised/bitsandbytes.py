@@ -145,14 +145,10 @@ def _four_bit(stored: Stored, name: str, end: str) -> FourBit:
     shape, block, dtype = state.get("shape"), state.get("blocksize"), state.get("dtype")
     sizes = cast("list[Any]", shape) if isinstance(shape, list) else []
     known = type(block) is int and block in _BLOCKS and isinstance(dtype, str) and dtype in _DTYPES
-    if (
-        not known
-        or not 0 < len(sizes) <= _MAX_DIMENSIONS
-        or not all(type(n) is int and 0 < n < 2**31 for n in sizes)
-    ):
-        stored.refuse(
-            f"'{name}{end}' says shape {shorten(shape)}, blocks of {shorten(block)}, dtype {shorten(dtype)}"
-        )
+    sized = 0 < len(sizes) <= _MAX_DIMENSIONS
+    if not known or not sized or not all(type(n) is int and 0 < n < 2**31 for n in sizes):
+        said = [shorten(state.get(key)) for key in ("shape", "blocksize", "dtype")]
+        stored.refuse("'{}' says shape {}, blocks of {}, dtype {}".format(f"{name}{end}", *said))
     header = TensorHeader(name, tuple(sizes), _DTYPES[str(dtype)])
     assert isinstance(block, int)
     blocks = -(-header.numel // block)
@@ -173,8 +169,8 @@ def _nested(stored: Stored, name: str, state: dict[str, Any], blocks: int) -> Ne
     if scales not in stored.checkpoint.headers:
         return None
     block, offset = state.get("nested_blocksize"), state.get("nested_offset")
-    known = type(block) is int and 0 < block < 2**31
-    if not known or type(offset) not in (int, float) or not abs(offset) <= _LARGEST:
+    known = type(offset) in (int, float) and abs(cast("float", offset)) <= _LARGEST
+    if type(block) is not int or not 0 < block < 2**31 or not known:
         stored.refuse(f"'{name}' has scales in blocks of {shorten(block)} beside {shorten(offset)}")
     stored.part(scales, (torch.float32,), (-(-blocks // block),))
     stored.part(values, (torch.float32,), (256,))

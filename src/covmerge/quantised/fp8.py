@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.json_file import shorten
-from covmerge.quantised.packed import ByRows, Found, Read, Stored
+from covmerge.quantised.packed import SMALLEST, ByRows, Found, Read, Stored
 from covmerge.types import TensorHeader
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -86,7 +86,9 @@ def as_block(stored: Stored, given: object) -> tuple[int, int]:
     """
     sizes = cast("list[Any]", given) if isinstance(given, list) else []
     if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
-        stored.refuse(f"its block is {shorten(given)}, not rows and columns")
+        stored.refuse(f"its block is {shorten(cast('object', given))}, not rows and columns")
+    if sizes[0] * sizes[1] < SMALLEST:
+        stored.refuse(f"its block is {sizes}, where {SMALLEST} weights or more can be read")
     return sizes[0], sizes[1]
 
 

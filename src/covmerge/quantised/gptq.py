@@ -70,7 +70,7 @@ def find(stored: Stored) -> Found:
     version = stored.version("gptq", "gptq_v2")
     stored.setting("is_marlin_format", False, None)
     stored.setting("pack_dtype", "int32", None)
-    group = stored.count("group_size", -1)
+    group = stored.group(-1)
     names = [name for name in stored.checkpoint.headers if name.endswith(".qweight")]
     tensors = tuple(
         _weight(stored, name.removesuffix(".qweight"), bits, group, version == "gptq")

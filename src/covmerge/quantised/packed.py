@@ -24,6 +24,7 @@ from covmerge.types import TensorHeader
 Read = Callable[[str, range | None], Tensor]
 
 PIECE = 2**18  # numbers that are unpacked at once
+SMALLEST = 16  # weights that have one scale: those of a layer are read as a whole
 
 HOW_ELSE = (
     "Dequantise it first (transformers: model.dequantize(), then save_pretrained), or pass the "
@@ -138,15 +139,17 @@ class Stored:
             self.refuse(f"its {keys[0]} is {first!r}, and its {keys[1]} {second!r}")
         return first or second or usual
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a setting that is a size.
+    def group(self, default: int | None = None) -> int:
+        """Return how many inputs have one scale; -1: all.
 
         Raises:
             CheckpointError: it is none.
         """
-        value = self.settings.get(key, default)
-        if type(value) is not int or not (value == -1 or 0 < value < 2**31):
-            self.refuse(f"its {key} is {shorten(value)}, not a size")
+        value = self.settings.get("group_size", default)
+        if type(value) is not int or not (value == -1 or SMALLEST <= value < 2**31):
+            self.refuse(
+                f"its group_size is {shorten(value)}, where -1, or {SMALLEST} or more, can be read"
+            )
         return value
 
     def part(
