@@ -436,7 +436,9 @@ def test_what_lies_at_the_place_of_the_work_is_not_deleted(
     precious = out.parent / ".merged.covmerge-partial" / name
     precious.parent.mkdir(parents=True)
     precious.write_text("precious")
-    with pytest.raises(InputError, match=rf"covmerge-partial/{name.split('/')[0]} is not .*move it"):
+    with pytest.raises(
+        InputError, match=rf"covmerge-partial/{name.split('/')[0]} is not .*move it"
+    ):
         make(out, "x", **options)
     assert found(out.parent) == {f".merged.covmerge-partial/{name}": "precious"}
 
