@@ -215,8 +215,8 @@ def _refuse_lone_shard(present: Sequence[str], where: str) -> None:
         shard = _SHARD.search(name)
         if shard is not None and int(shard["count"]) > 1:
             raise CheckpointError(
-                f"{where} holds {name}, a shard of {int(shard['count'])}, and no index to say what the others "
-                "hold: the index or shards are missing, fetch them again"
+                f"{where} holds {name}, a shard of {int(shard['count'])}, and no index of "
+                "them all: the index or shards are missing, fetch them again"
             )
 
 

@@ -182,14 +182,18 @@ def _refuse_link(path: Path) -> None:
 
 def _refuse_strange(partial: Path) -> None:
     """Refuse what lies at the place of the work and is none, as the work's end removes it."""
-    if not partial.is_dir():
+    try:
+        entries = [(entry, entry.is_dir()) for entry in os.scandir(partial)]
+    except (FileNotFoundError, NotADirectoryError):  # there is none, or no longer
         return
-    for path in sorted(partial.iterdir()):
-        folder = _LAID.get(path.name)
-        if folder is None or (path.is_dir() != folder and not path.is_symlink()):
+    for entry, is_folder in entries:
+        folder = _LAID.get(entry.name)
+        wrong = folder is None or (folder != is_folder and not entry.is_symlink())
+        # Another process, which ends its work, may remove what was listed.
+        if wrong and os.path.lexists(entry.path):
             raise InputError(
-                f"{path} is not covmerge's, and the work on an output would lie there: move it away, or "
-                "choose another name for the output"
+                f"{entry.path} is not covmerge's, and the work on an output would lie there: move it "
+                "away, or choose another name for the output"
             )
 
 
