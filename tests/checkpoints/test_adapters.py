@@ -444,6 +444,17 @@ def test_files_of_kohyas_scripts(alpha: float | None, tmp_path: Path) -> None:
     torch.testing.assert_close(result["down_blocks.0.resnets.0.conv1.weight"], 1 + kernel * scale)
 
 
+@pytest.mark.parametrize("alpha", [math.nan, -math.inf])
+def test_a_scale_that_is_no_number_is_told_by_its_name(alpha: float, tmp_path: Path) -> None:
+    save_file(kohya(alpha), file := tmp_path / "style.safetensors")
+    adapter = open_checkpoint(file)
+    assert isinstance(adapter, AdapterCheckpoint)
+    with pytest.raises(
+        CheckpointError, match=r"style\.safetensors: 'lora_unet_down_.*_to_q\.alpha' is (nan|-inf),"
+    ):
+        applied(adapter.named_as(BASE), BASE)
+
+
 @pytest.mark.parametrize(
     "down, up",
     [

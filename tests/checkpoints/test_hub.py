@@ -165,6 +165,14 @@ def test_shards_that_contradict_the_index(sharded: None, upload: Path, request) 
         open_checkpoint("org/name")
 
 
+@pytest.mark.parametrize("name", [SHARDS["a"], "pytorch_model-00001-of-00002.bin"])
+def test_a_shard_without_an_index_is_not_the_model(upload: Path, request, name: str) -> None:
+    (torch.save if name.endswith(".bin") else save_file)(TENSORS, upload / name)
+    request.getfixturevalue("hub")
+    with pytest.raises(CheckpointError, match=f"org/name holds {name}, a shard of 2"):
+        open_checkpoint("org/name")
+
+
 @pytest.mark.parametrize("file", ["2_Dense/model.safetensors", "../model.safetensors"])
 def test_shards_in_other_folders_are_refused(sharded: None, upload: Path, request, file) -> None:
     (upload / INDEX).write_text(json.dumps({"weight_map": {**SHARDS, "x": file}}))

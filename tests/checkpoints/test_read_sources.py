@@ -106,6 +106,30 @@ def test_one_file_of_another_name_serves_and_several_do_not(tmp_path: Path, open
         opens(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-00001-of-00002.safetensors",
+        "diffusion_pytorch_model.fp16-00002-of-00002.safetensors",
+        "pytorch_model-00001-of-00002.bin",
+    ],
+)
+def test_a_shard_without_an_index_is_not_the_model(tmp_path: Path, name: str, opens: Opens) -> None:
+    (torch.save if name.endswith(".bin") else save_file)(A, tmp_path / name)
+    with pytest.raises(
+        CheckpointError, match=rf"{name}, a shard of 2, .*or shards are missing, fetch"
+    ):
+        opens(tmp_path)
+    assert set(open_checkpoint(tmp_path / name).headers) == set(
+        A
+    )  # as a file by itself, it is meant
+
+
+def test_the_only_shard_of_one_serves_without_an_index(tmp_path: Path, opens: Opens) -> None:
+    save_file(A, tmp_path / "model-00001-of-00001.safetensors")
+    assert set(opens(tmp_path).headers) == set(A)
+
+
 def test_folders_without_weights(tmp_path: Path, opens: Opens) -> None:
     with pytest.raises(CheckpointError, match="holds no weights"):
         opens(tmp_path)

@@ -415,6 +415,54 @@ def test_an_output_that_overlaps_an_input_is_refused(tmp_path: Path) -> None:
             check_not_input(out, [tmp_path / "missing", given])
 
 
+def test_an_input_at_the_place_of_the_work_is_refused(out: Path) -> None:
+    partial = out.parent / ".merged.covmerge-partial"
+    (partial / "output").mkdir(parents=True)
+    (partial / "output" / "model.safetensors").write_text("precious")
+    (out.parent / "link").symlink_to(partial)
+    for given in (partial, partial / "output", partial / "output" / "model.safetensors"):
+        with pytest.raises(InputError, match=rf"{given} lies in {partial}, .*overlap"):
+            check_not_input(out, [given])
+    with pytest.raises(InputError, match="overlap"):
+        check_not_input(out, [out.parent / "link"])
+    check_not_input(out.parent / "other", [partial])
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "model/config.json", "journal.jsonl/x", "output"])
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
+def test_what_lies_at_the_place_of_the_work_is_not_deleted(
+    out: Path, name: str, options: dict[str, bool]
+) -> None:
+    precious = out.parent / ".merged.covmerge-partial" / name
+    precious.parent.mkdir(parents=True)
+    precious.write_text("precious")
+    with pytest.raises(
+        InputError, match=rf"covmerge-partial/{name.split('/')[0]} is not .*move it"
+    ):
+        make(out, "x", **options)
+    assert found(out.parent) == {f".merged.covmerge-partial/{name}": "precious"}
+
+
+def test_what_appears_at_the_place_of_the_work_meanwhile_stays(out: Path) -> None:
+    with Staging(out) as staging:
+        (out.parent / ".merged.covmerge-partial" / "thesis.tex").write_text("precious")
+        (staging.folder / "weights").write_text("merged")
+        staging.commit()
+    assert found(out.parent) == {
+        ".merged.covmerge-partial/thesis.tex": "precious",
+        "merged/weights": "merged",
+    }
+
+
+@pytest.mark.parametrize("name", ["", "output", "deep/er"])
+def test_the_place_of_the_work_is_no_output(out: Path, name: str) -> None:
+    partial = out.parent / ".merged.covmerge-partial"
+    with pytest.raises(InputError, match=f"the work on another one .{partial}.*another name"):
+        make(partial / name, "x", overwrite=True)
+    assert not out.parent.exists()
+    make(out.parent / "x.covmerge-partial", "x")
+
+
 def test_an_output_beside_the_inputs_is_accepted(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()

@@ -117,6 +117,55 @@ class TestMerging:
         assert "is a finished stage of other sources" in " ".join(ran.output.split())
         assert run(file, "out", "--overwrite").exit_code == 0
 
+    def test_an_output_that_is_an_input_of_any_stage_is_refused_before_the_work(self, here):
+        file = file_of(here, SOUP, MEAN, LAST)
+        assert run(file, "out").exit_code == 0
+        (here / "out").rename(here / "llama" / "again")
+        for out, documents in (
+            ("llama/again", (SOUP.replace("./llama/t2", "./llama/again"), MEAN, LAST)),
+            ("llama/t2", (SOUP, MEAN, LAST.replace("./llama/t2", "./llama/t0"))),
+            # The place of a later stage, named by its path.
+            ("out", (SOUP.replace("./llama/t2", f"{here}/out.stages/mean"), MEAN, LAST)),
+        ):
+            before = {path: path.stat().st_mtime_ns for path in here.rglob("*.safetensors")}
+            ran = run(file_of(here, *documents), out, "--overwrite")
+            assert ran.exit_code == 2
+            assert "overlap: choose an output" in " ".join(ran.output.split())
+            assert before == {path: path.stat().st_mtime_ns for path in here.rglob("*.safetensors")}
+
+    def test_a_file_in_the_place_of_the_stages(self, here):
+        (here / "out.stages").touch()
+        ran = run(file_of(here, SOUP, MEAN, LAST), "out")
+        assert ran.exit_code == 2
+        assert "out.stages/soup exists and is no folder" in " ".join(ran.output.split())
+
+    def test_a_report_that_cannot_be_is_refused_before_the_work(self, here):
+        last = MEAN.replace("name: mean\n", "")
+        ran = run(file_of(here, SOUP, last), "out", "--report")
+        assert ran.exit_code == 2
+        assert "--report shows updates of a base" in ran.output
+        assert not (here / "out.stages").exists()
+
+    @pytest.mark.parametrize("damage", ["altered", "missing"])
+    def test_resumed_it_takes_no_stage_that_is_not_as_it_was_written(self, here, damage):
+        file = file_of(here, SOUP, LAST.replace("mean", "soup"))
+        assert run(file, "out").exit_code == 0
+        (here / "out").rename(here / "away")
+        weights = here / "out.stages" / "soup" / "model.safetensors"
+        if damage == "missing":
+            weights.unlink()
+        else:
+            content = bytearray(weights.read_bytes())
+            content[-3] ^= 0xFF
+            weights.write_bytes(content)
+        ran = run(file, "out", "--resume")
+        assert ran.exit_code == 2
+        told = " ".join(ran.output.split())
+        assert "soup is a finished stage that is not as it was written: model.safetensors" in told
+        assert "--overwrite merges it anew" in told
+        assert not (here / "out").exists()
+        assert run(file, "out", "--overwrite").exit_code == 0
+
 
 class TestReading:
     @pytest.mark.parametrize(
@@ -125,6 +174,10 @@ class TestReading:
             ((LAST, LAST), r"their.yml:7: 2 of the 2 documents has no `name`"),
             ((MEAN, SOUP), "none of the 2 documents has no `name`"),
             ((MEAN, MEAN, LAST), r"their.yml:8: the name 'mean' is taken"),
+            (
+                (MEAN, SOUP.replace("soup", "MEAN"), LAST),
+                r"their.yml:8: the name 'MEAN' is taken",
+            ),
             ((MEAN.replace("name: mean", "name: ../x"), LAST), r"their.yml:2: `name` is '../x'"),
             (
                 (MEAN.replace("name: mean", "name: 3"), LAST),

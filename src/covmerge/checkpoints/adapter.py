@@ -289,7 +289,13 @@ class AdapterCheckpoint(View):
         return _product(up, down, replace(update, scale=scale))
 
     def _number(self, name: str) -> float:
-        return float(self._stored.read(name).double())
+        number = float(self._stored.read(name).double())
+        if not math.isfinite(number):
+            raise CheckpointError(
+                f"{self.source}: '{name}' is {number}, and a scale is finite: fetch the file again, "
+                "or train it again"
+            )
+        return number
 
 
 def _header(update: Update) -> FactorHeader:

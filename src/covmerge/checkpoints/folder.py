@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ _SAFETENSORS = ".safetensors"
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
 _GGUF = ".gguf"
 _INDEX = ".index.json"
+_SHARD = re.compile(r"-[0-9]+-of-(?P<count>[0-9]{1,18})\.[a-z]+$", re.ASCII)
 _PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
     "model.safetensors.index.json",
@@ -186,7 +188,7 @@ class WeightsChoice:
 def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
     """Choose what to read among the files of a folder or repository, as transformers does.
 
-    A single safetensors file of another name serves as well.
+    A single safetensors file of another name serves as well, unless it is one shard of several.
 
     Raises:
         CheckpointError: there are no weights, or no telling which to read.
@@ -197,6 +199,7 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
             rivals = (n for n in (*found, _PREFERRED[1]) if n in names and n != name)
             return WeightsChoice(name, tuple(rivals))
     present = [n for n in found if not _is_adapter(n)]
+    _refuse_lone_shard(present or sorted(n for n in names if n.endswith(_TORCH)), where)
     if len(present) == 1:
         return WeightsChoice(present[0])
     if present:
@@ -208,6 +211,17 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
         f"{where} holds no weights ({', '.join(_PREFERRED)}, or one safetensors file): pass the "
         "folder that does, or a file"
     )
+
+
+def _refuse_lone_shard(present: Sequence[str], where: str) -> None:
+    """Refuse files of weights that are a part of a model by their names, as no index completes them."""
+    for name in present:
+        shard = _SHARD.search(name)
+        if shard is not None and int(shard["count"]) > 1:
+            raise CheckpointError(
+                f"{where} holds {name}, a shard of {int(shard['count'])}, and no index of "
+                "them all: the index or shards are missing, fetch them again"
+            )
 
 
 def read_config(file: StoredFile | Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from covmerge.checkpoints.manifest import unknown_files
+from covmerge.checkpoints.trainer import refuse_as_step
 from covmerge.errors import InputError
 from covmerge.stores.destination import Destination
 from covmerge.stores.local_destination import LocalDestination
@@ -184,6 +185,9 @@ def find_unfinished(out: Path) -> Path | None:
 def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
     """Refuse an output that is an input, lies inside one, or would replace a folder holding one.
 
+    Nor may an input lie where the work goes on, which is removed at its end, or be one of the checkpoints
+    of a training run that the output would be taken for one of.
+
     Files are told apart by what they are, not by their paths: links and mounts are seen through.
 
     Args:
@@ -193,10 +197,11 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
     Raises:
         InputError: the message names both paths.
     """
-    folder = destination_of(out).output.folder
+    destination = destination_of(out)
+    folder = destination.output.folder
     if folder is None:
         return
-    target = folder.resolve()
+    target, aside = folder.resolve(), Path(destination.aside)
     for given in inputs:
         if not given.exists():
             continue
@@ -205,6 +210,12 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
         if held or _lies_in(target, given):
             raise InputError(
                 f"the output {folder} and the input {given} overlap: choose an output elsewhere"
+            )
+        refuse_as_step(target, given)
+        if _lies_in(given.absolute(), aside) or _lies_in(given.resolve(), aside):
+            raise InputError(
+                f"the input {given} lies in {aside}, where the work on the output {folder} would go on "
+                "and be removed: they overlap, choose an output of another name"
             )
 
 

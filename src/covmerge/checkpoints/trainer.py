@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import combinations
 from pathlib import Path
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
+from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.open import open_checkpoint
-from covmerge.errors import CheckpointError
+from covmerge.errors import CheckpointError, InputError
 from covmerge.stores.address import local_path
 from covmerge.text import some
 
@@ -52,13 +54,14 @@ def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
     Raises:
         CheckpointError: there are fewer, or one of them is incomplete.
     """
-    run = beside / local_path(folder).expanduser()
     try:
+        run = beside / local_path(folder).expanduser()
         named = {path: _NAME.fullmatch(path.name) for path in run.iterdir() if path.is_dir()}
-    except OSError as error:
+    # RuntimeError: a home folder that nobody has; ValueError: a NUL.
+    except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
-            f"the run {run} cannot be listed ({error.strerror}): pass the folder that the trainer wrote "
-            "its checkpoints to (output_dir)"
+            f"the run {beside / folder} cannot be listed ({_reason(error)}): pass the folder that the "
+            "trainer wrote its checkpoints to (output_dir)"
         ) from error
     found = sorted((int(match[1]), path) for path, match in named.items() if match)
     if len(found) < (count or 1):
@@ -72,16 +75,53 @@ def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
                 else ": pass the folder that the trainer wrote its checkpoints to (output_dir)"
             )
         )
-    stateful = any((path / _STATE).is_file() for _, path in found)
-    return [_checked(step, path, stateful) for step, path in found[-(count or len(found)) :]]
+    held = {path: _names(path) for _, path in found}
+    stateful = any(_STATE in names for names in held.values())
+    last = found[-(count or len(found)) :]
+    for (_, path), (_, earlier) in combinations(reversed(last), 2):
+        if path.samefile(earlier):
+            raise CheckpointError(
+                f"{path} and {earlier} are one folder, which would be counted twice: remove the link"
+            )
+    return [_checked(step, path, held[path], stateful) for step, path in last]
 
 
-def _checked(step: int, folder: Path, stateful: bool) -> SavedStep:
-    """Open a checkpoint once; `stateful`: others of its run have a trainer's state."""
-    names = sorted(path.name for path in folder.iterdir())
+def refuse_as_step(out: Path, source: Path) -> None:
+    """Refuse an output that would lie beside a checkpoint of a run under the name of another.
+
+    Raises:
+        InputError: the next merge of the run would take it for one of the trainer's, and so would the
+            trainer when it goes on.
+    """
+    named = _NAME.fullmatch(out.name) and _NAME.fullmatch(source.name)
+    if named and source.is_dir() and out.parent.exists() and out.parent.samefile(source.parent):
+        raise InputError(
+            f"the output {out} would be taken for a checkpoint of the training run in {out.parent}: choose "
+            "another name, or another folder"
+        )
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be listed ({_reason(error)}): make it readable, or move it elsewhere"
+        ) from error
+
+
+def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> SavedStep:
+    """Open a checkpoint once, which holds `names`; `stateful`: others of its run have a trainer's state."""
+    if MANIFEST_NAME in names:
+        raise CheckpointError(
+            f"{folder} holds {MANIFEST_NAME}: it is the output of a merge and no checkpoint of the run, "
+            "move it elsewhere"
+        )
     try:
         if stateful and _STATE not in names:
             raise CheckpointError(f"it has no {_STATE}, which is written last")
+        if _STATE in names and not _size(folder / _STATE):
+            raise CheckpointError(f"its {_STATE} is empty")
         with closing(open_checkpoint(str(folder))) as checkpoint:
             is_adapter = isinstance(checkpoint, AdapterCheckpoint)
     except CheckpointError as error:
@@ -95,6 +135,17 @@ def _checked(step: int, folder: Path, stateful: bool) -> SavedStep:
             f"({error}): remove this folder, or move it elsewhere, and the last ones are those before it"
         ) from error
     return SavedStep(step, folder, is_adapter, tuple(n for n in names if _matches(n, _OWN)))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

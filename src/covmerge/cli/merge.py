@@ -176,6 +176,9 @@ def merge(
     if out is None or dry_run:
         merging.dry_run(flags.read_recipe(file, said), out, how, as_json=as_json)
     else:
-        *before_it, (_, recipe) = flags.read_stages(file, said, out)
-        stages.merge_stages(before_it, out, how)
+        recipes = flags.read_stages(file, said, out)
+        recipe = recipes[-1][1]
+        if report:
+            merging.check_report(recipe)
+        stages.merge_stages(recipes, how)
         merging.merge_to(recipe, out, how, report=report, as_json=as_json)

@@ -38,6 +38,17 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         room.check()
 
 
+def check_report(recipe: Recipe) -> None:
+    """Refuse, before the work, what no report can be made of.
+
+    Raises:
+        InputError: a package of the page is missing, or the recipe has no base.
+    """
+    check_packages()
+    if recipe.base is None:
+        raise InputError("--report shows updates of a base, and the recipe has none: leave it out")
+
+
 def merge_to(
     recipe: Recipe, out: Path, options: RunOptions, *, report: bool = False, as_json: bool
 ) -> None:
@@ -48,12 +59,6 @@ def merge_to(
         CheckFailed: the output failed its verification.
         KeyboardInterrupt: with how to go on.
     """
-    if report:
-        check_packages()
-        if recipe.base is None:
-            raise InputError(
-                "--report shows updates of a base, and the recipe has none: leave it out"
-            )
     start = time.perf_counter()
     try:
         result = api.run_recipe(recipe, out, options)

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from covmerge import api
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
-from covmerge.checkpoints.staging import Staging
+from covmerge.checkpoints.staging import Staging, check_not_input
 from covmerge.cli.console import say
 from covmerge.engine import RunOptions
 from covmerge.errors import InputError
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.recompute.sources import check_sources, sources_of
+from covmerge.sources import statistics_of
+from covmerge.stores.address import local_path
+from covmerge.stores.disk import disk_errors
+from covmerge.stores.local import LocalFolder
+from covmerge.verification.files import check_files, hash_files
 
 
-def merge_stages(stages: Sequence[tuple[Path, Recipe]], out: Path, options: RunOptions) -> None:
-    """Merge each into its folder, which is an output like any other, and stays: `out` is made of it.
+def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -> None:
+    """Merge all but the last, each into its folder, which is an output like any other, and stays.
 
-    With `resume` a stage that is finished is taken as it is, if its recipe and its sources are the same.
+    With `resume` a stage that is finished is taken as it is, if it is as it was written, and its recipe
+    and its sources are the same.
 
     Raises:
         InputError: anything wrong with the inputs, or with what lies at an output's place.
         CheckFailed: an output failed its verification.
         KeyboardInterrupt: with how to go on.
     """
+    *stages, _ = recipes
     if not stages:
         return
-    Staging(out, overwrite=options.overwrite).check()  # before any of the work
+    _check_places(recipes, options)  # before any of the work
     for folder, recipe in stages:
-        if options.resume and (folder / MANIFEST_NAME).exists():
+        if _is_taken(folder, options):
             _check_same(folder, recipe)
             say("note", f"stage {folder.name} is finished: {folder}")
             continue
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors(folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             result = api.run_recipe(recipe, folder, options)
         except KeyboardInterrupt:
@@ -44,8 +53,51 @@ def merge_stages(stages: Sequence[tuple[Path, Recipe]], out: Path, options: RunO
         say("note", f"stage {folder.name} is merged: {folder}")
 
 
+def _check_places(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -> None:
+    """Refuse outputs that may not be made, or that are inputs of any of the recipes."""
+    made: set[str] = set()
+    given: list[Path] = []
+    for folder, recipe in recipes:
+        given += _places(source for source in _sources(recipe) if source not in made)
+        made.add(str(folder))
+    for number, (folder, _) in enumerate(recipes, 1):
+        check_not_input(folder, given)
+        if number == len(recipes) or not _is_taken(folder, options):
+            Staging(folder, overwrite=options.overwrite).check()
+
+
+def _is_taken(folder: Path, options: RunOptions) -> bool:
+    """Whether a stage is finished already, and gone on from."""
+    return options.resume and (folder / MANIFEST_NAME).exists()
+
+
+def _sources(recipe: Recipe) -> list[str]:
+    """What a recipe reads, as it names it."""
+    experts = [expert.source for expert in recipe.experts.values()]
+    return [
+        *(() if recipe.base is None else (recipe.base,)),
+        *experts,
+        *statistics_of(recipe).values(),
+    ]
+
+
+def _places(sources: Iterable[str]) -> Iterator[Path]:
+    """Those that lie here; what cannot be a path is left to its reader to refuse."""
+    for source in sources:
+        with suppress(OSError, RuntimeError, ValueError):
+            if (path := local_path(source).expanduser()).exists():
+                yield path
+
+
 def _check_same(folder: Path, recipe: Recipe) -> None:
     manifest = read_manifest(folder)
+    store = LocalFolder(folder)
+    files = check_files(store, manifest, hash_files(store, manifest.get("files", ())))
+    if not (files.ok and files.made):
+        raise InputError(
+            f"{folder} is a finished stage that is not as it was written: {files.detail}. --overwrite "
+            "merges it anew"
+        )
     wanted = dump_recipe(recipe)
     differs = [key for key, value in wanted.items() if manifest["recipe"].get(key) != value]
     if differs:

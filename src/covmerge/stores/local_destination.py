@@ -6,7 +6,8 @@
         output/                         becomes models/merged
         replaced/                       what models/merged was, for the moment of the exchange
 
-Only `output/` is ever renamed into place, so a finished output holds no trace of the work.
+Only `output/` is ever renamed into place, so a finished output holds no trace of the work. What else lies
+there is somebody's, and is never removed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from covmerge.stores.lock import Lock
 from covmerge.stores.store import WritableFile
 
 _PARTIAL = ".covmerge-partial"
+_LAID = {"lock": False, "journal.jsonl": False, "output": True, "replaced": True}  # is it a folder
 
 
 class LocalDestination:
@@ -59,6 +61,11 @@ class LocalDestination:
 
     def occupant(self) -> object | None:
         """See `Destination.occupant`: which file it is, as numbers of removed ones are given again."""
+        if (around := _work_around(self.folder)) is not None:
+            raise InputError(
+                f"the output {self} has the place of the work on another one ({around}), which is removed "
+                "when that is finished: choose another name"
+            )
         try:
             status = self.folder.stat()
         except FileNotFoundError:
@@ -78,6 +85,7 @@ class LocalDestination:
         """See `Destination.take`."""
         _refuse_link(self._partial)
         with disk_errors(self._partial):
+            _refuse_strange(self._partial)
             self._lock = Lock(self._partial)
         return self._lock.works
 
@@ -100,7 +108,7 @@ class LocalDestination:
         """See `Destination.begin`."""
         assert self._lock is not None, "take it first"
         with disk_errors(self._partial):
-            self._lock.clear_folder()
+            self._lock.clear_folder(_LAID)
             self.work.folder.mkdir()
 
     def publish(self) -> None:
@@ -121,14 +129,13 @@ class LocalDestination:
         """See `Destination.discard`."""
         if self._lock is not None:
             with disk_errors(self._partial):
-                self._lock.remove_folder()
+                self._lock.remove_folder(_LAID)
                 self._lock = None
 
     def unfinished(self) -> Path | None:
         """The work on this output, or the one that this folder is part of; None: there is none."""
-        around = (self.folder, *self.folder.parents)
-        inside = (folder for folder in around if folder.name.endswith(_PARTIAL))
-        return next((folder for folder in (*inside, self._partial) if folder.exists()), None)
+        around = (_work_around(self.folder), self._partial)
+        return next((folder for folder in around if folder is not None and folder.exists()), None)
 
     def _exchange(self) -> None:
         replacing = self.folder.exists()
@@ -144,6 +151,12 @@ class LocalDestination:
 
 def _partial_of(out: Path) -> Path:
     return out.with_name(f".{out.name}{_PARTIAL}")
+
+
+def _work_around(folder: Path) -> Path | None:
+    """The place of some output's work that a folder is, or lies in."""
+    around = (folder, *folder.parents)
+    return next((f for f in around if f.name.startswith(".") and f.name.endswith(_PARTIAL)), None)
 
 
 def _resolve(out: Path) -> Path:
@@ -165,6 +178,23 @@ def _resolve(out: Path) -> Path:
 def _refuse_link(path: Path) -> None:
     if path.is_symlink():
         raise InputError(f"{path} is a symbolic link, not ours: remove it")
+
+
+def _refuse_strange(partial: Path) -> None:
+    """Refuse what lies at the place of the work and is none, as the work's end removes it."""
+    try:
+        entries = [(entry, entry.is_dir()) for entry in os.scandir(partial)]
+    except (FileNotFoundError, NotADirectoryError):  # there is none, or no longer
+        return
+    for entry, is_folder in entries:
+        folder = _LAID.get(entry.name)
+        wrong = folder is None or (folder != is_folder and not entry.is_symlink())
+        # Another process, which ends its work, may remove what was listed.
+        if wrong and os.path.lexists(entry.path):
+            raise InputError(
+                f"{entry.path} is not covmerge's, and the work on an output would lie there: move it "
+                "away, or choose another name for the output"
+            )
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,31 +75,34 @@ class Lock:
             self._path.unlink()
             self.release()
 
-    def clear_folder(self) -> None:
-        """Remove all that the folder holds but the lock.
+    def clear_folder(self, only: Collection[str] | None = None) -> None:
+        """Remove all that the folder holds but the lock, or what has one of these names.
 
         Raises:
             OSError: something cannot be removed.
         """
         for child in self._path.parent.iterdir():
+            if only is not None and child.name not in only:
+                continue
             if child.is_dir() and not child.is_symlink():
                 shutil.rmtree(child)
             elif child != self._path:
                 child.unlink()
 
-    def remove_folder(self) -> None:
-        """Remove all that the folder holds, the lock, and the folder.
+    def remove_folder(self, only: Collection[str] | None = None) -> None:
+        """Remove all that the folder holds, or what has one of these names; the lock, and the empty folder.
 
         Raises:
             OSError: something cannot be removed.
         """
-        self.clear_folder()
+        self.clear_folder(only)
         # The lock goes last: until then nobody else can begin to work here.
         self._remove()
         try:
             self._path.parent.rmdir()
         except OSError as error:
-            # Another process began between the two lines above: the folder is now its own.
+            # Another process began between the two lines above: the folder is now its own. Or it holds
+            # more than was to be removed.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
 

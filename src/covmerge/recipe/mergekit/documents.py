@@ -80,7 +80,9 @@ def in_order(documents: Sequence[Document]) -> list[Document]:
     for own in documents:
         if own.name is None:
             last.append(own)
-        elif own.name in stages:
+        elif any(
+            own.name.casefold() == name.casefold() for name in stages
+        ):  # one folder, on many disks
             own.refuse(f"the name {own.name!r} is taken by another document", "name")
         else:
             stages[own.name] = own
