@@ -313,9 +313,10 @@ def _header(update: Update) -> FactorHeader:
 
 def _product(up: Tensor, down: Tensor, update: Update) -> LowRank:
     """The factors in the orientation of the base's tensor, the scale in the left one."""
-    if update.transposed:
-        return LowRank(down.T.contiguous() * update.scale, up.T.contiguous())
-    return LowRank(up * update.scale, down)
+    left, right = (down.T, up.T) if update.transposed else (up, down)
+    left, right = left.contiguous(), right.contiguous()
+    # Every merged adapter has the scale 1, and to multiply costs more than to read.
+    return LowRank(left if update.scale == 1 else left * update.scale, right)
 
 
 def _rows(factors: LowRank, rows: range | None) -> LowRank:

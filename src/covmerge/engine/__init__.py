@@ -19,6 +19,7 @@ room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
 entries    items joined to tensors, tensors to totals; what methods noticed, each as its own type
 ties       tied tensors that are stored twice
+torch_threads  how many threads torch computes with, thread by thread
 """
 
 from covmerge.engine.advice import account_of_lengths
@@ -28,7 +29,7 @@ from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
-from covmerge.engine.options import RunOptions, Silent, torch_threads, usable_device
+from covmerge.engine.options import RunOptions, Silent, usable_device
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes
@@ -37,6 +38,7 @@ from covmerge.engine.run import Progress, RunResult, run
 from covmerge.engine.survey import find_thresholds
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
+from covmerge.engine.torch_threads import torch_threads, use_threads
 from covmerge.engine.worker import work
 
 __all__ = [
@@ -77,5 +79,6 @@ __all__ = [
     "torch_threads",
     "totals",
     "usable_device",
+    "use_threads",
     "work",
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,18 +82,6 @@ class RunOptions:
         if memory.workers > 1:
             return Processes(memory.workers, opener())
         return Threads(in_flight=memory.in_flight, lanes=memory.lanes)
-
-
-@contextmanager
-def torch_threads(count: int | None) -> Generator[None]:
-    """Give torch this many threads for a while; None leaves its setting."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def usable_device(name: str) -> torch.device:

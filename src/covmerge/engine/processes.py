@@ -19,6 +19,7 @@ import torch
 from covmerge.engine.executor import Batch, Done, Span, Task
 from covmerge.engine.inputs import Sources, read_inputs
 from covmerge.engine.selection import Selections
+from covmerge.engine.torch_threads import use_threads
 from covmerge.engine.worker import work
 from covmerge.errors import CovmergeError, InputError, ResourceError
 
@@ -251,7 +252,7 @@ def _serve(connection: Connection[Any, Any], opener: Opener, threads: int) -> No
 
 def _do(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
     cores = 1 if batch[0].is_narrow(task.context.device) else threads
-    torch.set_num_threads(cores)
+    use_threads(cores)
     start = time.perf_counter()
     inputs = read_inputs(batch, task.sources)
     spans = [("read", start, time.perf_counter())]

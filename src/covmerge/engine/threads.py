@@ -15,6 +15,7 @@ from covmerge.engine.budget import Budget
 from covmerge.engine.encode import Result
 from covmerge.engine.executor import Batch, Done, Span, Task, moved_together, read_together
 from covmerge.engine.inputs import Inputs, read_inputs
+from covmerge.engine.torch_threads import use_threads
 from covmerge.engine.worker import work
 
 
@@ -89,7 +90,7 @@ class _Pipeline:
 
     def _read(self) -> None:
         # Reading converts and scales, no more; a second thread would wait for it on a core of the lanes.
-        torch.set_num_threads(1)
+        use_threads(1)
         for index, batch in self._batches:
             if not self._budget.acquire(moved_together(batch)):
                 return
@@ -100,9 +101,9 @@ class _Pipeline:
         self._to_compute.put(None)
 
     def _compute_all(self) -> None:
-        torch.set_num_threads(self._threads)  # of this thread: those that come later have one
+        use_threads(self._threads)
         with ThreadPoolExecutor(
-            self._lanes, "covmerge-lane", initializer=torch.set_num_threads, initargs=(1,)
+            self._lanes, "covmerge-lane", initializer=use_threads, initargs=(1,)
         ) as narrow:
             while not self._errors and (given := self._to_compute.get()) is not None:
                 self._hand_out(*given, narrow)
