@@ -108,7 +108,9 @@ def find(stored: Stored) -> Found:
     try:
         model, _ = empty_model(config, len(types))
         processor = made(config=config)
-        names: dict[str, str] = loader.get_gguf_hf_weights_map(model, processor)
+        names: dict[str, str] = loader.get_gguf_hf_weights_map(_Alone(model), processor)
+        if not types.keys() <= names.keys() | _OF_NO_PARAMETER:
+            names = loader.get_gguf_hf_weights_map(model, processor)
     except SkeletonUnavailable as error:
         stored.refuse(f"transformers cannot build its model ({error})")
     except Exception as error:  # a stranger's config can make it fail in any way
@@ -130,6 +132,22 @@ def find(stored: Stored) -> Found:
     stated = str(dtype).removeprefix("torch.")
     unused = frozenset(name for name in types if name not in names)
     return Found(tensors, said, unused, {**config, "dtype": stated}, turned=True)
+
+
+class _Alone:
+    """A model without its modules.
+
+    transformers looks for the tensors' names in the model, and then once more in every module of it, for
+    the few architectures whose names lack their beginning: nearly all of the time to open a small model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config
+        self.state_dict = model.state_dict
+
+    def named_children(self) -> tuple[()]:
+        """None of them is looked into."""
+        return ()
 
 
 def _config(stored: Stored, loader: Any) -> dict[str, Any]:
