@@ -4,7 +4,7 @@ A merge left to itself may be done before a test on a busy machine has seen that
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,7 +38,13 @@ COMMAND_LINE = "from covmerge.cli import main; main()"
 
 
 @contextmanager
-def held(program: str, *arguments: object, before: str, stage: str = "run") -> Iterator[Forked]:
+def held(
+    program: str,
+    *arguments: object,
+    before: str,
+    stage: str = "run",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Forked]:
     """Run Python in a process whose merge waits before it reads the tensor `before`.
 
     Args:
@@ -46,8 +52,9 @@ def held(program: str, *arguments: object, before: str, stage: str = "run") -> I
         arguments: its `sys.argv[1:]`.
         before: the tensor; with one lane all that come before it in the plan are finished.
         stage: "run", or "survey" to hold it in a pass before the merge.
+        environment: its variables; by default those of the test.
     """
-    process = Forked(_HOLD + program, stage, before, *arguments)
+    process = Forked(_HOLD + program, stage, before, *arguments, environment=environment)
     try:
         yield process
     finally:

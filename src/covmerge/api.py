@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
-from covmerge.engine import MemoryPlan, Progress, RunOptions
+from covmerge.engine import MemoryPlan, Progress, RunOptions, with_executor
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
@@ -44,6 +44,8 @@ def merge(
     device: str = "cpu",
     threads: int | None = None,
     workers: int = 1,
+    executor: Literal["threads", "processes", "ranks"] | None = None,
+    patience: float = 120.0,
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -78,6 +80,9 @@ def merge(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
         workers: processes that share the work, with the same bytes; sources and output are files.
+        executor: `ranks` where several processes, which Slurm or torchrun started, call this for one
+            output that they share; else threads, or processes where there are workers.
+        patience: seconds for which a rank that is not heard of is taken to be there.
         max_memory: bytes the process may take; obeyed, or refused before any work.
         resume: go on with an interrupted merge to `out`.
         overwrite: replace an earlier output.
@@ -127,6 +132,8 @@ def merge(
             threads,
             max_memory,
             workers=workers,
+            executor=executor,
+            patience=patience,
             resume=resume,
             overwrite=overwrite,
             progress=progress,
@@ -493,12 +500,22 @@ def _options(
     max_memory: int | str | None,
     *,
     workers: int = 1,
+    executor: str | None = None,
+    patience: float = 120.0,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None,
 ) -> RunOptions:
-    limit = None if max_memory is None else parse_size(max_memory)
-    return RunOptions(device, threads, workers, limit, resume, overwrite, progress)
+    options = RunOptions(
+        device=device,
+        threads=threads,
+        workers=workers,
+        max_memory=None if max_memory is None else parse_size(max_memory),
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    return with_executor(options, executor, patience)
 
 
 def _label(source: Source) -> str:

@@ -13,6 +13,7 @@ from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.masks import MASKS_FOLDER, unpack
 from covmerge.checkpoints.open import open_checkpoint, open_store
 from covmerge.checkpoints.staging import (
+    OutputTakenError,
     Staging,
     check_not_input,
     destination_of,
@@ -33,6 +34,7 @@ __all__ = [
     "FileCheckpoint",
     "HubModel",
     "Journal",
+    "OutputTakenError",
     "ShardWriter",
     "Staging",
     "check_not_input",

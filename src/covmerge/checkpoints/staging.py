@@ -18,6 +18,10 @@ from covmerge.stores.store import WritableFile, WritableStore
 from covmerge.stores.walk import tree
 
 
+class OutputTakenError(InputError):
+    """Another process is making the output."""
+
+
 class Staging:
     """An output that is being made; a context manager.
 
@@ -142,8 +146,9 @@ class Staging:
         try:
             locked = self.out.take()
         except TakenError as error:
-            raise InputError(
-                f"another process is merging into {self.out}: wait for it, or choose another name"
+            raise OutputTakenError(
+                f"another process is merging into {self.out}: wait for it, or choose another name. Where "
+                "they are to share the work, start all of them with --executor ranks"
             ) from error
         if not locked:
             self.notes.append(

@@ -11,7 +11,7 @@ from typing import Any
 from covmerge.cli.console import say, stderr
 from covmerge.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.comparison import Wanted
-from covmerge.engine import RunOptions
+from covmerge.engine import RunOptions, with_executor
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
@@ -197,6 +197,8 @@ def run_options(
     max_memory: str | None,
     *,
     workers: int = 1,
+    executor: str | None = None,
+    patience: float = 120.0,
     resume: bool = False,
     overwrite: bool = False,
 ) -> RunOptions:
@@ -204,8 +206,9 @@ def run_options(
 
     Raises:
         RecipeError: a size that is none.
+        InputError: an executor that is none, or does not go with the others.
     """
-    return RunOptions(
+    options = RunOptions(
         device=device,
         threads=threads,
         workers=workers,
@@ -215,6 +218,7 @@ def run_options(
         progress=BytesProgress(stderr()),
         collecting=ExamplesProgress(stderr()),
     )
+    return with_executor(options, executor, patience)
 
 
 def methods_to_compare(given: str) -> str | list[Wanted]:

@@ -117,6 +117,8 @@ def merge(
     device: options.Device = "cpu",
     threads: options.Threads = None,
     workers: options.Workers = 1,
+    executor: options.Executor = None,
+    patience: options.Patience = 120.0,
     max_memory: options.MaxMemory = None,
     dry_run: Annotated[
         bool,
@@ -171,7 +173,14 @@ def merge(
         lenient=lenient,
     )
     how = flags.run_options(
-        device, threads, max_memory, workers=workers, resume=resume, overwrite=overwrite
+        device,
+        threads,
+        max_memory,
+        workers=workers,
+        executor=executor,
+        patience=patience,
+        resume=resume,
+        overwrite=overwrite,
     )
     if out is None or dry_run:
         merging.dry_run(flags.read_recipe(file, said), out, how, as_json=as_json)

@@ -64,6 +64,9 @@ def merge_to(
         result = api.run_recipe(recipe, out, options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; run again with --resume") from None
+    if result.verification is None:  # another rank has published it
+        _say_published(result, as_json=as_json)
+        return
     run = _cost(result, options, wall_seconds=time.perf_counter() - start)
     if not as_json:
         show = show_adapter if recipe.output.format == "adapter" else show_result
@@ -74,6 +77,14 @@ def merge_to(
     elif page is not None:
         stdout().print(printable(f"\nReport: {page}"), soft_wrap=True)
     _warn_of_memory(run["peak_memory"], options.max_memory)
+
+
+def _say_published(result: MergeResult, *, as_json: bool) -> None:
+    """Say that the output is there, which another process made."""
+    if as_json:
+        print_json({"path": str(result.path), "run": dict(result.run), "notes": list(result.notes)})
+    else:
+        stdout().print(printable(f"{result.path}: {'; '.join(result.notes)}"), soft_wrap=True)
 
 
 def _write_page(result: MergeResult, out: Path, options: RunOptions) -> Path:

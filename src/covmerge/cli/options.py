@@ -154,6 +154,23 @@ Workers = Annotated[
         min=1, metavar="N", rich_help_panel=RUN, help="Processes that share the work; same bytes."
     ),
 ]
+Executor = Annotated[
+    str | None,
+    typer.Option(
+        metavar="threads|processes|ranks",
+        rich_help_panel=RUN,
+        help="What does the work. ranks: this command was started several times, by srun or torchrun, for "
+        "one output, and all share the work. By default threads, or processes with --workers.",
+    ),
+]
+Patience = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        rich_help_panel=RUN,
+        help="How long a rank that is not heard of is taken to be there.",
+    ),
+]
 MaxMemory = Annotated[
     str | None,
     typer.Option(

@@ -35,6 +35,11 @@ def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) ->
     *stages, _ = recipes
     if not stages:
         return
+    if options.rank is not None:
+        raise InputError(
+            "ranks share one merge, and this file has several stages: leave out --executor ranks, or merge "
+            "one stage after the other"
+        )
     _check_places(recipes, options)  # before any of the work
     for folder, recipe in stages:
         if _is_taken(folder, options):

@@ -12,6 +12,8 @@ outputs    where results go: memory, or files at planned places
 executor   what carries work out: batches in, what was done out
 threads    the executor that reads, computes and writes in threads
 processes  the executor whose processes open the sources for themselves
+ranks      the executor of equal processes that were started by somebody else
+portable   errors that go from one process to another
 run        one run: surveys, then what is not finished, and the journal
 budget     bytes that may be alive at once
 options    how a run is done: device, threads, memory, resume, progress
@@ -29,12 +31,13 @@ from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
-from covmerge.engine.options import RunOptions, Silent, usable_device
+from covmerge.engine.options import RunOptions, Silent, usable_device, with_executor
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes
+from covmerge.engine.ranks import Gathering, LeaderGoneError, Rank, Ranks, Session, find_rank
 from covmerge.engine.room import Room, room_for
-from covmerge.engine.run import Progress, RunResult, run
+from covmerge.engine.run import Progress, RunResult, run, run_part
 from covmerge.engine.survey import find_thresholds
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
@@ -48,7 +51,9 @@ __all__ = [
     "Done",
     "Executor",
     "FileOutput",
+    "Gathering",
     "Layer",
+    "LeaderGoneError",
     "MemoryOutput",
     "MemoryPlan",
     "NoOutput",
@@ -56,9 +61,12 @@ __all__ = [
     "Output",
     "Processes",
     "Progress",
+    "Rank",
+    "Ranks",
     "Room",
     "RunOptions",
     "RunResult",
+    "Session",
     "Silent",
     "Sizes",
     "Sources",
@@ -67,6 +75,7 @@ __all__ = [
     "Threads",
     "account_of_lengths",
     "check_ties",
+    "find_rank",
     "find_thresholds",
     "look_cost",
     "peak_memory",
@@ -74,11 +83,13 @@ __all__ = [
     "read_inputs",
     "room_for",
     "run",
+    "run_part",
     "seen_in",
     "tensor_entries",
     "torch_threads",
     "totals",
     "usable_device",
     "use_threads",
+    "with_executor",
     "work",
 ]

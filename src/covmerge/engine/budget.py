@@ -93,6 +93,7 @@ def plan_memory(
     device: torch.device,
     threads: int | None = None,
     workers: int = 1,
+    processes: int = 1,
     held: int = 0,
     shared: int = 0,
 ) -> MemoryPlan:
@@ -104,6 +105,7 @@ def plan_memory(
         device: where the work is done.
         threads: cores of the CPU; None: torch's setting.
         workers: processes that are to share the work, as far as all of them fit.
+        processes: as many as this one on the machine, which share what it has free.
         held: bytes that stay taken throughout.
         shared: copies of a layer's updates that methods running together may keep.
 
@@ -124,7 +126,7 @@ def plan_memory(
     largest, workspace = max(moved), max(spaces)
     beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
-    free = resident - held + psutil.virtual_memory().available
+    free = resident - held + psutil.virtual_memory().available // processes
     limit = free if max_memory is None else max_memory
     if resident + workspace + largest > limit:
         given = "of memory are free" if max_memory is None else "are allowed (--max-memory)"

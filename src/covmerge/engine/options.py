@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.executor import Executor
 from covmerge.engine.processes import Opener, Processes
+from covmerge.engine.ranks import Rank, find_rank
 from covmerge.engine.run import Progress
 from covmerge.engine.threads import Threads
-from covmerge.errors import InputError
+from covmerge.errors import InputError, did_you_mean
 from covmerge.plan import Plan
 from covmerge.statistics import Progress as Collecting
+
+EXECUTORS = ("threads", "processes", "ranks")
 
 
 class Silent:
@@ -39,6 +42,8 @@ class RunOptions:
         threads: CPU threads of the mathematics; None: torch's setting.
         workers: processes that share the work; 1: this one does it, in threads. They import the main
             script anew, which must merge under `if __name__ == "__main__":` then.
+        rank: which of several processes this is that were all started to do this merge; None: the only.
+        patience: seconds for which a rank that is not heard of is taken to be there.
         max_memory: bytes that the process may take; None: what the machine has free.
         resume: go on with an interrupted run.
         overwrite: replace an output of covmerge.
@@ -49,6 +54,8 @@ class RunOptions:
     device: str = "cpu"
     threads: int | None = None
     workers: int = 1
+    rank: Rank | None = None
+    patience: float = 120.0
     max_memory: int | None = None
     resume: bool = False
     overwrite: bool = False
@@ -73,6 +80,7 @@ class RunOptions:
             device=self.torch_device,
             threads=self.threads,
             workers=self.workers,
+            processes=1 if self.rank is None else self.rank.local,
             held=held,
             shared=shared,
         )
@@ -82,6 +90,23 @@ class RunOptions:
         if memory.workers > 1:
             return Processes(memory.workers, opener())
         return Threads(in_flight=memory.in_flight, lanes=memory.lanes)
+
+
+def with_executor(options: RunOptions, name: str | None, patience: float) -> RunOptions:
+    """Return options with the executor of a name; None: threads, or processes where there are workers.
+
+    Raises:
+        InputError: there is none of this name, or it does not go with the other options.
+    """
+    if name is not None and name not in EXECUTORS:
+        raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
+    if patience <= 0:
+        raise InputError(f"--patience {patience:g}: give seconds above 0")
+    if name == "threads" and options.workers != 1:
+        raise InputError("--executor threads is one process: leave out --workers")
+    if name == "processes" and options.workers == 1:
+        raise InputError("--executor processes: say how many by --workers N")
+    return replace(options, rank=find_rank() if name == "ranks" else None, patience=patience)
 
 
 def usable_device(name: str) -> torch.device:

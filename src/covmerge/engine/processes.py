@@ -18,10 +18,10 @@ import torch
 
 from covmerge.engine.executor import Batch, Done, Span, Task
 from covmerge.engine.inputs import Sources, read_inputs
-from covmerge.engine.selection import Selections
+from covmerge.engine.portable import portable
 from covmerge.engine.torch_threads import use_threads
 from covmerge.engine.worker import work
-from covmerge.errors import CovmergeError, InputError, ResourceError
+from covmerge.errors import InputError, ResourceError
 
 # What opens the sources of a run in another process.
 Opener = Callable[[], AbstractContextManager[Sources]]
@@ -51,7 +51,7 @@ class Processes:
 
         Raises:
             ResourceError: two processes died over one batch.
-        InputError: a process could not start.
+            InputError: a process could not start.
         """
         if task.outputs and not all(output.in_files for output in task.outputs):
             raise InputError("a merge in memory cannot be shared by processes: leave out --workers")
@@ -70,9 +70,11 @@ class Processes:
         except BaseException:
             self.close()  # whatever the processes are at is of no use any more
             raise
-        for selections in stage.counts:
+        for counts in stage.counts:
             assert task.selections is not None
-            task.selections.absorb(selections)  # not before: a process starts with what is there
+            task.selections.absorb_counted(
+                memoryview(counts)
+            )  # not before: a process starts with what is there
 
     def close(self) -> None:
         """End the processes."""
@@ -166,7 +168,7 @@ class _Stage:
     again: deque[tuple[int, Batch]] = field(default_factory=deque[tuple[int, Batch]])
     retried: set[int] = field(default_factory=set[int])
     seen: set[int] = field(default_factory=set[int])
-    counts: list[Selections] = field(default_factory=list[Selections])
+    counts: list[bytes] = field(default_factory=list[bytes])
 
     def next(self) -> tuple[int, Batch] | None:
         """Return what is to be done next; None: nothing."""
@@ -240,14 +242,15 @@ def _serve(connection: Connection[Any, Any], opener: Opener, threads: int) -> No
                     continue
                 assert task is not None
                 if message is None:
-                    connection.send(task.selections)
+                    assert task.selections is not None
+                    connection.send(task.selections.counted())
                     continue
                 index, batch = cast("tuple[int, Batch]", message)
                 connection.send(list(_do(index, batch, task, threads)))
     except EOFError:
         return
     except BaseException as error:
-        connection.send(_portable(error))
+        connection.send(portable(error))
 
 
 def _do(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
@@ -268,18 +271,3 @@ def _do(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
         taken = tuple(Span(stage, id(task), begun, ended) for stage, begun, ended in spans)
         yield Done(index, number, checksum, result.stats, taken)
         spans = []
-
-
-def _portable(error: BaseException) -> BaseException:
-    """An error that another process can raise; of one that does not pickle, its words."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        kinds = (
-            kind for kind in type(error).__mro__ if kind.__module__ == CovmergeError.__module__
-        )
-        for kind in kinds:
-            with suppress(TypeError):
-                return kind(str(error))
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -80,10 +80,24 @@ class MagnitudeSelect:
                 self._counts[0] += below
                 self._counts[-1] += len(bits) - below - len(inside)
 
-    def absorb(self, other: MagnitudeSelect) -> None:
-        """Add what another one, at the same place of the same pass, has counted."""
+    @property
+    def counted_bytes(self) -> int:
+        """Length of `counted`."""
+        return self._counts.nbytes
+
+    def counted(self) -> bytes:
+        """Return what was counted in this pass."""
+        return bytes(self._counts.view(torch.uint8).numpy().data)
+
+    def absorb_counted(self, counts: memoryview) -> None:
+        """Add what another one, at the same place of the same pass, has `counted`."""
         with self._adding:
-            self._counts += other._counts
+            self._counts += torch.frombuffer(bytearray(counts), dtype=torch.int64)
+
+    def forget(self) -> None:
+        """Take back what was counted in this pass."""
+        with self._adding:
+            self._counts.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock, so that another process can count.
@@ -91,7 +105,7 @@ class MagnitudeSelect:
         The counters as bytes: torch would put a tensor into memory that both processes share.
         """
         state = {name: value for name, value in vars(self).items() if name != "_adding"}
-        return state | {"_counts": bytes(self._counts.view(torch.uint8).numpy().data)}
+        return state | {"_counts": self.counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         counts = torch.frombuffer(bytearray(state["_counts"]), dtype=torch.int64)
