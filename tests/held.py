@@ -4,7 +4,7 @@ A merge left to itself may be done before a test on a busy machine has seen that
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,13 +38,7 @@ COMMAND_LINE = "from covmerge.cli import main; main()"
 
 
 @contextmanager
-def held(
-    program: str,
-    *arguments: object,
-    before: str,
-    stage: str = "run",
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[Forked]:
+def held(program: str, *arguments: object, before: str, stage: str = "run") -> Iterator[Forked]:
     """Run Python in a process whose merge waits before it reads the tensor `before`.
 
     Args:
@@ -52,9 +46,8 @@ def held(
         arguments: its `sys.argv[1:]`.
         before: the tensor; with one lane all that come before it in the plan are finished.
         stage: "run", or "survey" to hold it in a pass before the merge.
-        environment: its variables; by default those of the test.
     """
-    process = Forked(_HOLD + program, stage, before, *arguments, environment=environment)
+    process = Forked(_HOLD + program, stage, before, *arguments)
     try:
         yield process
     finally:
