@@ -44,7 +44,8 @@ def merge(
     device: str = "cpu",
     threads: int | None = None,
     workers: int = 1,
-    executor: Literal["threads", "processes", "ranks"] | None = None,
+    executor: Literal["threads", "processes", "ranks", "ray"] | None = None,
+    address: str | None = None,
     patience: float = 120.0,
     max_memory: int | str | None = None,
     resume: bool = False,
@@ -81,7 +82,9 @@ def merge(
         threads: CPU threads of the mathematics; None leaves torch's setting.
         workers: processes that share the work, with the same bytes; sources and output are files.
         executor: `ranks` where several processes, which Slurm or torchrun started, call this for one
-            output that they share; else threads, or processes where there are workers.
+            output that they share; `ray` for a Ray cluster whose nodes share sources and output; else
+            threads, or processes where there are workers.
+        address: of the Ray cluster, as `ray.init` takes it; by default `RAY_ADDRESS`.
         patience: seconds for which a rank that is not heard of is taken to be there.
         max_memory: bytes the process may take; obeyed, or refused before any work.
         resume: go on with an interrupted merge to `out`.
@@ -133,6 +136,7 @@ def merge(
             max_memory,
             workers=workers,
             executor=executor,
+            address=address,
             patience=patience,
             resume=resume,
             overwrite=overwrite,
@@ -501,6 +505,7 @@ def _options(
     *,
     workers: int = 1,
     executor: str | None = None,
+    address: str | None = None,
     patience: float = 120.0,
     resume: bool = False,
     overwrite: bool = False,
@@ -515,7 +520,7 @@ def _options(
         overwrite=overwrite,
         progress=progress,
     )
-    return with_executor(options, executor, patience)
+    return with_executor(options, executor, address=address, patience=patience)
 
 
 def _label(source: Source) -> str:

@@ -198,6 +198,7 @@ def run_options(
     *,
     workers: int = 1,
     executor: str | None = None,
+    address: str | None = None,
     patience: float = 120.0,
     resume: bool = False,
     overwrite: bool = False,
@@ -218,7 +219,7 @@ def run_options(
         progress=BytesProgress(stderr()),
         collecting=ExamplesProgress(stderr()),
     )
-    return with_executor(options, executor, patience)
+    return with_executor(options, executor, address=address, patience=patience)
 
 
 def methods_to_compare(given: str) -> str | list[Wanted]:

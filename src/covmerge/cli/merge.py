@@ -118,6 +118,7 @@ def merge(
     threads: options.Threads = None,
     workers: options.Workers = 1,
     executor: options.Executor = None,
+    address: options.Address = None,
     patience: options.Patience = 120.0,
     max_memory: options.MaxMemory = None,
     dry_run: Annotated[
@@ -178,6 +179,7 @@ def merge(
         max_memory,
         workers=workers,
         executor=executor,
+        address=address,
         patience=patience,
         resume=resume,
         overwrite=overwrite,

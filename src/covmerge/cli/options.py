@@ -157,10 +157,19 @@ Workers = Annotated[
 Executor = Annotated[
     str | None,
     typer.Option(
-        metavar="threads|processes|ranks",
+        metavar="threads|processes|ranks|ray",
         rich_help_panel=RUN,
         help="What does the work. ranks: this command was started several times, by srun or torchrun, for "
-        "one output, and all share the work. By default threads, or processes with --workers.",
+        "one output, and all share the work. ray: the nodes of a Ray cluster do it. By default threads, or "
+        "processes with --workers.",
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT|auto",
+        rich_help_panel=RUN,
+        help="The Ray cluster of --executor ray; within `ray job submit` it is known.",
     ),
 ]
 Patience = Annotated[

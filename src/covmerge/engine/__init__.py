@@ -12,6 +12,8 @@ outputs    where results go: memory, or files at planned places
 executor   what carries work out: batches in, what was done out
 threads    the executor that reads, computes and writes in threads
 processes  the executor whose processes open the sources for themselves
+cluster    the executor of a Ray cluster
+serving    one batch from its operands to its bytes, in processes that do one after the other
 ranks      the executor of equal processes that were started by somebody else
 portable   errors that go from one process to another
 run        one run: surveys, then what is not finished, and the journal

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
+from covmerge.engine.cluster import Cluster, cluster_address
 from covmerge.engine.executor import Executor
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.ranks import Rank, find_rank
@@ -17,7 +19,7 @@ from covmerge.errors import InputError, did_you_mean
 from covmerge.plan import Plan
 from covmerge.statistics import Progress as Collecting
 
-EXECUTORS = ("threads", "processes", "ranks")
+EXECUTORS = ("threads", "processes", "ranks", "ray")
 
 
 class Silent:
@@ -43,6 +45,7 @@ class RunOptions:
         workers: processes that share the work; 1: this one does it, in threads. They import the main
             script anew, which must merge under `if __name__ == "__main__":` then.
         rank: which of several processes this is that were all started to do this merge; None: the only.
+        cluster: the address of the Ray cluster that does the work; None: none does.
         patience: seconds for which a rank that is not heard of is taken to be there.
         max_memory: bytes that the process may take; None: what the machine has free.
         resume: go on with an interrupted run.
@@ -55,6 +58,7 @@ class RunOptions:
     threads: int | None = None
     workers: int = 1
     rank: Rank | None = None
+    cluster: str | None = None
     patience: float = 120.0
     max_memory: int | None = None
     resume: bool = False
@@ -73,7 +77,9 @@ class RunOptions:
         return self.progress or Silent()
 
     def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:
-        """Divide the memory; see `plan_memory`."""
+        """Divide the memory; see `plan_memory`. What a cluster does is held against its nodes' instead."""
+        if self.cluster is not None:
+            return MemoryPlan(psutil.Process().memory_info().rss + held, 0, 0, lanes=1)
         return plan_memory(
             plans,
             self.max_memory,
@@ -87,12 +93,16 @@ class RunOptions:
 
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
         """Return what carries the work out; `opener` says how other processes open the sources."""
+        if self.cluster is not None:
+            return Cluster(self.cluster, opener(), self.max_memory)
         if memory.workers > 1:
             return Processes(memory.workers, opener())
         return Threads(in_flight=memory.in_flight, lanes=memory.lanes)
 
 
-def with_executor(options: RunOptions, name: str | None, patience: float) -> RunOptions:
+def with_executor(
+    options: RunOptions, name: str | None, *, address: str | None, patience: float
+) -> RunOptions:
     """Return options with the executor of a name; None: threads, or processes where there are workers.
 
     Raises:
@@ -106,7 +116,16 @@ def with_executor(options: RunOptions, name: str | None, patience: float) -> Run
         raise InputError("--executor threads is one process: leave out --workers")
     if name == "processes" and options.workers == 1:
         raise InputError("--executor processes: say how many by --workers N")
-    return replace(options, rank=find_rank() if name == "ranks" else None, patience=patience)
+    if name == "ray" and options.workers != 1:
+        raise InputError("--executor ray: the cluster says how many work; leave out --workers")
+    if name != "ray" and address is not None:
+        raise InputError(f"--address {address} is that of a Ray cluster: give --executor ray too")
+    return replace(
+        options,
+        rank=find_rank() if name == "ranks" else None,
+        cluster=cluster_address(address) if name == "ray" else None,
+        patience=patience,
+    )
 
 
 def usable_device(name: str) -> torch.device:

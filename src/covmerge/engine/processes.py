@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -16,11 +15,10 @@ from typing import Any, cast
 
 import torch
 
-from covmerge.engine.executor import Batch, Done, Span, Task
-from covmerge.engine.inputs import Sources, read_inputs
+from covmerge.engine.executor import Batch, Done, Task
+from covmerge.engine.inputs import Sources
 from covmerge.engine.portable import portable
-from covmerge.engine.torch_threads import use_threads
-from covmerge.engine.worker import work
+from covmerge.engine.serving import serve
 from covmerge.errors import InputError, ResourceError
 
 # What opens the sources of a run in another process.
@@ -246,28 +244,8 @@ def _serve(connection: Connection[Any, Any], opener: Opener, threads: int) -> No
                     connection.send(task.selections.counted())
                     continue
                 index, batch = cast("tuple[int, Batch]", message)
-                connection.send(list(_do(index, batch, task, threads)))
+                connection.send(list(serve(index, batch, task, threads)))
     except EOFError:
         return
     except BaseException as error:
         connection.send(portable(error))
-
-
-def _do(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
-    cores = 1 if batch[0].is_narrow(task.context.device) else threads
-    use_threads(cores)
-    start = time.perf_counter()
-    inputs = read_inputs(batch, task.sources)
-    spans = [("read", start, time.perf_counter())]
-    results = work(batch, inputs, task.context, task.selections)
-    for number, item in enumerate(batch):
-        start = time.perf_counter()
-        result = next(results)
-        spans.append(("compute", start, time.perf_counter()))
-        checksum = ""
-        if task.outputs:
-            checksum = task.outputs[number].write(item.places, result.tensors)
-            spans.append(("write", spans[-1][2], time.perf_counter()))
-        taken = tuple(Span(stage, id(task), begun, ended) for stage, begun, ended in spans)
-        yield Done(index, number, checksum, result.stats, taken)
-        spans = []

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +19,11 @@ from covmerge.engine.ranks.claims import Lot, settle, who_has
 from covmerge.engine.ranks.session import LeaderGoneError, Session
 from covmerge.engine.ranks.shares import own_first
 from covmerge.engine.selection import Selections
+from covmerge.engine.serving import check_there
 from covmerge.errors import CheckpointError, CovmergeError
 from covmerge.stores.regular_file import read_regular
 
 _MOST_BYTES = 2**34  # of what a rank has counted
-_LOOKS = 25  # how often bytes that another machine wrote are looked for
 
 
 class Ranks:
@@ -159,22 +158,11 @@ class Ranks:
                 ) from error
             if (index, number) in stage.seen:
                 continue
+            done = Done(index, number, entry.checksum, entry.stats, ())
             if self._session.leads:
-                self._check_there(
-                    entry, who, partial(stage.task.outputs[number].read_back, item.places)
-                )
-            yield from stage.take(Done(index, number, entry.checksum, entry.stats, ()))
-
-    def _check_there(self, entry: Entry, who: str, read_back: partial[str]) -> None:
-        """Read what another rank has written; a network's file system may take its time."""
-        for _ in range(_LOOKS):
-            if read_back() == entry.checksum:
-                return
-            self._session.wait()
-        raise CheckpointError(
-            f"rank {who} has written '{entry.tensor}', and what is read of it here is something else: the "
-            "output's file system does not show one machine what another one has written"
-        )
+                wait = self._session.wait
+                check_there(done, stage.batches[index], stage.task, f"rank {who}", wait)
+            yield from stage.take(done)
 
     def _handed_over(self, stage: _Stage, selections: Selections) -> bool:
         """Add up what all have counted, if that is everything."""
