@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
-from covmerge.engine import MemoryPlan, Progress, RunOptions, with_executor
+from covmerge.engine import MemoryPlan, Progress, RunOptions, Workers, with_executor
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
@@ -43,7 +43,7 @@ def merge(
     whole: bool = False,
     device: str = "cpu",
     threads: int | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
     executor: Literal["threads", "processes", "ranks", "ray"] | None = None,
     address: str | None = None,
     patience: float = 120.0,
@@ -80,7 +80,8 @@ def merge(
         whole: have the adapter hold what full models changed outside their layers, as it is.
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
-        workers: processes that share the work, with the same bytes; sources and output are files.
+        workers: processes that share the work, with the same bytes; sources and output are files. `auto`:
+            as many as the work, the cores and the memory are worth.
         executor: `ranks` where several processes, which Slurm or torchrun started, call this for one
             output that they share; `ray` for a Ray cluster whose nodes share sources and output; else
             threads, or processes where there are workers.
@@ -241,7 +242,7 @@ def compare(
     out_dtype: str = "base",
     device: str = "cpu",
     threads: int | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
     max_memory: int | str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -503,7 +504,7 @@ def _options(
     threads: int | None,
     max_memory: int | str | None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     executor: str | None = None,
     address: str | None = None,
     patience: float = 120.0,

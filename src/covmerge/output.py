@@ -367,4 +367,6 @@ def run_figures(
         "items": len(done.items),
         "peak_memory": peak_memory(),
         "expected_peak_memory": memory.peak,
+        "workers": memory.workers,
+        **({"workers_because": memory.why} if memory.why else {}),
     }

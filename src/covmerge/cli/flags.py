@@ -11,7 +11,7 @@ from typing import Any
 from covmerge.cli.console import say, stderr
 from covmerge.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.comparison import Wanted
-from covmerge.engine import RunOptions, with_executor
+from covmerge.engine import AUTO, RunOptions, Workers, with_executor
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
@@ -196,7 +196,7 @@ def run_options(
     threads: int | None,
     max_memory: str | None,
     *,
-    workers: int = 1,
+    workers: str = "1",
     executor: str | None = None,
     address: str | None = None,
     patience: float = 120.0,
@@ -212,7 +212,7 @@ def run_options(
     options = RunOptions(
         device=device,
         threads=threads,
-        workers=workers,
+        workers=_workers(workers),
         max_memory=None if max_memory is None else parse_size(max_memory),
         resume=resume,
         overwrite=overwrite,
@@ -220,6 +220,14 @@ def run_options(
         collecting=ExamplesProgress(stderr()),
     )
     return with_executor(options, executor, address=address, patience=patience)
+
+
+def _workers(given: str) -> Workers:
+    if given == AUTO:
+        return AUTO
+    if not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise RecipeError(f"--workers {given!r} is neither a number of processes nor '{AUTO}'")
+    return int(given)
 
 
 def methods_to_compare(given: str) -> str | list[Wanted]:

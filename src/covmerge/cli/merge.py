@@ -116,7 +116,7 @@ def merge(
     ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
-    workers: options.Workers = 1,
+    workers: options.Workers = "1",
     executor: options.Executor = None,
     address: options.Address = None,
     patience: options.Patience = 120.0,

@@ -149,9 +149,12 @@ Threads = Annotated[
     typer.Option(min=1, metavar="N", rich_help_panel=RUN, help="CPU threads."),
 ]
 Workers = Annotated[
-    int,
+    str,
     typer.Option(
-        min=1, metavar="N", rich_help_panel=RUN, help="Processes that share the work; same bytes."
+        metavar="N|auto",
+        rich_help_panel=RUN,
+        help="Processes that share the work, with the same bytes. auto: as many as the work, the cores and "
+        "the memory are worth; it says why.",
     ),
 ]
 Executor = Annotated[

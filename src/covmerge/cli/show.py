@@ -76,7 +76,8 @@ def show_plan(
                     "peak memory",
                     f"{format_size(memory.peak)} expected: {format_size(memory.resident)} process, "
                     f"{format_size(memory.workspace)} workspace, "
-                    f"{format_size(memory.in_flight)} read ahead and not yet written",
+                    f"{format_size(memory.in_flight)} read ahead and not yet written"
+                    + _workers(memory.workers, memory.why),
                 ),
                 ("largest", f"{largest.tensor.name}, {format_size(largest.memory)} while merged"),
                 ("disk", _disk(plan, room)),
@@ -99,6 +100,8 @@ def plan_summary(
             "resident": memory.resident,
             "workspace": memory.workspace,
             "in_flight": memory.in_flight,
+            "workers": memory.workers,
+            **({"workers_because": memory.why} if memory.why else {}),
         },
         "disk": {
             "needed": plan.write_bytes,
@@ -280,8 +283,16 @@ def _run(run: Mapping[str, Any]) -> str:
         f"overlapping; {run['threads']} threads on {run['device']}; "
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
         + _base_inputs(run)
+        + _workers(run.get("workers", 1), run.get("workers_because", ""))
         + (f"; {resumed} of {run['items']} items were done by an earlier run" if resumed else "")
     )
+
+
+def _workers(count: int, why: str) -> str:
+    """How many processes did the work, where it was not one, or was not said."""
+    if count == 1 and not why:
+        return ""
+    return f"; {count} process{'' if count == 1 else 'es'}{f' ({why})' if why else ''}"
 
 
 def _base_inputs(run: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ selection  what surveys look for: the reduction of the work of counting
 survey     passes before the merge: thresholds over all tensors
 outputs    where results go: memory, or files at planned places
 executor   what carries work out: batches in, what was done out
+workers    how many processes a merge is worth
 threads    the executor that reads, computes and writes in threads
 processes  the executor whose processes open the sources for themselves
 cluster    the executor of a Ray cluster
@@ -45,8 +46,10 @@ from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
 from covmerge.engine.torch_threads import torch_threads, use_threads
 from covmerge.engine.worker import work
+from covmerge.engine.workers import AUTO, Workers
 
 __all__ = [
+    "AUTO",
     "Batch",
     "Change",
     "Context",
@@ -75,6 +78,7 @@ __all__ = [
     "Span",
     "Task",
     "Threads",
+    "Workers",
     "account_of_lengths",
     "check_ties",
     "find_rank",

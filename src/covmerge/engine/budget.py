@@ -72,6 +72,7 @@ class MemoryPlan:
         in_flight: inputs read ahead plus results not yet written, at most.
         lanes: items that are computed at once, where they are small.
         workers: processes that share the work, each with an item at a time; 1: none but this.
+        why: so many, where that was not said.
     """
 
     resident: int
@@ -79,6 +80,7 @@ class MemoryPlan:
     in_flight: int
     lanes: int
     workers: int = 1
+    why: str = ""
 
     @property
     def peak(self) -> int:

@@ -15,7 +15,8 @@ from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.ranks import Rank, find_rank
 from covmerge.engine.run import Progress
 from covmerge.engine.threads import Threads
-from covmerge.errors import InputError, did_you_mean
+from covmerge.engine.workers import AUTO, Choice, Workers, choose_workers
+from covmerge.errors import InputError, ResourceError, did_you_mean
 from covmerge.plan import Plan
 from covmerge.statistics import Progress as Collecting
 
@@ -42,7 +43,8 @@ class RunOptions:
     Attributes:
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None: torch's setting.
-        workers: processes that share the work; 1: this one does it, in threads. They import the main
+        workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
+            work, the cores and the memory are worth. They import the main
             script anew, which must merge under `if __name__ == "__main__":` then.
         rank: which of several processes this is that were all started to do this merge; None: the only.
         cluster: the address of the Ray cluster that does the work; None: none does.
@@ -56,7 +58,7 @@ class RunOptions:
 
     device: str = "cpu"
     threads: int | None = None
-    workers: int = 1
+    workers: Workers = 1
     rank: Rank | None = None
     cluster: str | None = None
     patience: float = 120.0
@@ -80,12 +82,35 @@ class RunOptions:
         """Divide the memory; see `plan_memory`. What a cluster does is held against its nodes' instead."""
         if self.cluster is not None:
             return MemoryPlan(psutil.Process().memory_info().rss + held, 0, 0, lanes=1)
+        if self.workers == AUTO:
+            return self._memory_of_chosen(plans, held, shared)
+        return self._memory_of(self.workers, plans, held, shared)
+
+    def _memory_of_chosen(self, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
+        """Divide the memory among as many processes as are worth it."""
+        chosen = choose_workers(
+            plans,
+            device=self.torch_device,
+            threads=self.threads or torch.get_num_threads(),
+            in_memory=held > 0,
+        )
+        if chosen.workers > 1:
+            try:
+                memory = self._memory_of(chosen.workers, plans, held, shared)
+            except ResourceError:
+                chosen = Choice(1, "the memory holds no more than one process")
+            else:
+                few = "" if memory.workers == chosen.workers else "; the memory holds no more"
+                return replace(memory, why=chosen.why + few)
+        return replace(self._memory_of(1, plans, held, shared), why=chosen.why)
+
+    def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
         return plan_memory(
             plans,
             self.max_memory,
             device=self.torch_device,
             threads=self.threads,
-            workers=self.workers,
+            workers=workers,
             processes=1 if self.rank is None else self.rank.local,
             held=held,
             shared=shared,
@@ -115,7 +140,7 @@ def with_executor(
     if name == "threads" and options.workers != 1:
         raise InputError("--executor threads is one process: leave out --workers")
     if name == "processes" and options.workers == 1:
-        raise InputError("--executor processes: say how many by --workers N")
+        options = replace(options, workers=AUTO)
     if name == "ray" and options.workers != 1:
         raise InputError("--executor ray: the cluster says how many work; leave out --workers")
     if name != "ray" and address is not None:

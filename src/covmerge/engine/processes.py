@@ -11,9 +11,12 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
+from filelock import FileLock
 
 from covmerge.engine.executor import Batch, Done, Task
 from covmerge.engine.inputs import Sources
@@ -43,6 +46,8 @@ class Processes:
         self._opener = opener
         self._threads = 1
         self._workers: list[_Worker] = []
+        self._folder = TemporaryDirectory(prefix="covmerge-")
+        self._alone = Path(self._folder.name) / "alone"
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`. What a process that died had not handed over is done once more.
@@ -79,6 +84,7 @@ class Processes:
         for worker in self._workers:
             worker.stop()
         self._workers = []
+        self._folder.cleanup()
 
     def _ready(self) -> list[_Worker]:
         busy = [worker for worker in self._workers if worker.batch is not None]
@@ -141,7 +147,9 @@ class Processes:
     def _start(self) -> _Worker:
         ours, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(
-            target=_serve, args=(theirs, self._opener, self._threads), daemon=True
+            target=_serve,
+            args=(theirs, self._opener, self._threads, str(self._alone)),
+            daemon=True,
         )
         process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
@@ -227,8 +235,9 @@ def _ended(process: BaseProcess) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _serve(connection: Connection[Any, Any], opener: Opener, threads: int) -> None:
+def _serve(connection: Connection[Any, Any], opener: Opener, threads: int, alone: str) -> None:
     """What a worker process does until the run is over, or its parent is gone."""
+    lock = FileLock(alone)  # of the system: it ends with a process that is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is ended by its parent
     task: Task | None = None
     try:
@@ -244,7 +253,7 @@ def _serve(connection: Connection[Any, Any], opener: Opener, threads: int) -> No
                     connection.send(task.selections.counted())
                     continue
                 index, batch = cast("tuple[int, Batch]", message)
-                connection.send(list(serve(index, batch, task, threads)))
+                connection.send(list(serve(index, batch, task, threads, lock)))
     except EOFError:
         return
     except BaseException as error:
