@@ -26,6 +26,7 @@ from covmerge.version import __version__
 
 # What a process of a task holds beside its item: Python, torch, the buffers of BLAS.
 _TASK_HOLDS = 512 * 2**20
+CLIENT_HOLDS = 256 * 2**20  # what Ray takes in the process that gives out the work
 # Small items go to one task together, as far as every core has several: to start one takes a millisecond.
 _LOT_BYTES = 64 * 2**20
 _LOTS_A_CORE = 8

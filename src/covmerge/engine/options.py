@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
-from covmerge.engine.cluster import Cluster, cluster_address
+from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
 from covmerge.engine.executor import Executor
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.ranks import Rank, find_rank
@@ -81,7 +81,8 @@ class RunOptions:
     def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:
         """Divide the memory; see `plan_memory`. What a cluster does is held against its nodes' instead."""
         if self.cluster is not None:
-            return MemoryPlan(psutil.Process().memory_info().rss + held, 0, 0, lanes=1)
+            resident = psutil.Process().memory_info().rss + held + CLIENT_HOLDS
+            return MemoryPlan(resident, 0, 0, lanes=1)
         if self.workers == AUTO:
             return self._memory_of_chosen(plans, held, shared)
         return self._memory_of(self.workers, plans, held, shared)

@@ -28,6 +28,7 @@ from covmerge.errors import CheckpointError, InputError
 from covmerge.stores.disk import disk_errors, replace_file
 from covmerge.stores.regular_file import read_regular
 from covmerge.types import Json
+from covmerge.version import __version__
 
 _PLAN = "plan"
 _MOST_BYTES = 2**28  # of a plan, or of a stage
@@ -79,7 +80,12 @@ class Session:
 
     def begin(self, plan: str, threads: int) -> None:
         """Let the others in: the output's files are there."""
-        record = {"plan": plan, "leader": self.who, "threads": threads}
+        record = {
+            "plan": plan,
+            "covmerge": __version__,
+            "leader": self.who,
+            "threads": threads,
+        }
         replace_file(self.folder / _PLAN, sealed(record, _PLAN))
 
     def tell(self, record: Mapping[str, Json]) -> None:
@@ -194,6 +200,7 @@ class Gathering:
         Raises:
             InputError: nobody leads, or those at work merge something else.
         """
+        same = (plan, __version__)
         strange: str | None = None
         watched: dict[str, Ledgers] = {}
         until = time.monotonic() + patience
@@ -201,7 +208,7 @@ class Gathering:
             there = [folder for folder in self._sessions() if folder.name not in self._over]
             for newest in there[-1:]:
                 record = _read(newest / _PLAN)
-                if record is not None and record["plan"] == plan:
+                if record is not None and (record["plan"], record["covmerge"]) == same:
                     leader = cast("str", record["leader"])
                     threads = cast("int", record["threads"])
                     return Session(newest, self._rank, self._patience, leader), threads
