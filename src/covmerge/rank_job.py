@@ -95,7 +95,8 @@ class RankJob:
             session, threads = joined
             own += self._help(session, threads)
             gathering.leave(session)
-            leads = taking_over = True
+            # What nobody was seen to lead was killed before: to go on with it is for the user to say.
+            leads = taking_over = session.was_led or self.options.resume
             patience = min(patience, _SHOWN_AFTER)
 
     def _gathering(self) -> Gathering:

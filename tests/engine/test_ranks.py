@@ -164,6 +164,8 @@ def test_what_a_killed_rank_had_is_done_by_others(plain, whole, tmp_path, method
     gos = [never if number == killed else go for number in range(3)]
     with started(plain, method, out, gos) as ranks:
         wait_until(lambda: has_claimed(session, killed), ranks[killed])
+        wait_until(lambda: len(list(session.glob("*.jsonl"))) == 3, ranks[killed])
+        time.sleep(2)  # the others have seen it alive
         ranks[killed].kill()
         go.touch()
         said = [rank.communicate() for rank in ranks]
@@ -260,6 +262,16 @@ def test_an_error_of_one_ends_all(plain, tmp_path, together):
 def test_a_rank_without_one_that_leads(plain, tmp_path):
     with pytest.raises(InputError, match=r"rank 1 of 2 found no rank that leads.*for 0 s"):
         merge_rank(plain, "ace", tmp_path / "out", 1, 2, patience=0.3)
+
+
+def test_unfinished_work_is_gone_on_with_only_where_that_is_said(plain, tmp_path):
+    stop = InterruptAfter(5)
+    with pytest.raises(KeyboardInterrupt):
+        merge_rank(plain, "ace", tmp_path / "out", 0, 2, progress=stop)
+    first, second = merge_ranks(plain, "ace", tmp_path / "out", 2, patience=0.5)
+    assert "pass --resume to go on" in str(first)
+    assert "found no rank that leads" in str(second)
+    assert not (tmp_path / "out").exists()
 
 
 def test_ranks_that_would_merge_different_things(plain, tmp_path):

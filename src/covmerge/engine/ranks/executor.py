@@ -82,7 +82,7 @@ class Ranks:
                 told = {"stage": stage.number, "index": done.index, "number": done.number}
                 self._session.tell({**told, **entry.as_json()})
                 yield from stage.take(done)
-                self._session.ledgers.look()
+                self._session.ledgers.glance()
                 yield from self._heard(stage)
             yield from self._heard(stage)
             if stage.is_complete:
@@ -125,19 +125,20 @@ class Ranks:
         for index, batch in stage.batches.items():
             if index in stage.done:
                 continue
-            holder, before = lot.holder(index)
+            # Looked up once: whose it is only changes when somebody takes it over.
+            holder, before = stage.holders.pop(index, None) or lot.holder(index)
+            stage.holders[index] = holder, before
             if not holder:
                 taken = lot.take(index)
             elif who_has(holder) == self._session.who:
                 taken = False  # it is in hand
-            elif stage.task.selections is not None and self._is_void(holder):
-                taken = lot.take_over(index, before)
             elif not self._session.ledgers.is_gone(who_has(holder)):
                 taken = False
-            elif stage.task.selections is not None and not settle(self._counts(holder), b""):
+            elif stage.task.selections is not None and not self._void(holder):
                 taken = False  # it had handed over what it had
             else:
                 taken = lot.take_over(index, before)
+                del stage.holders[index]
             if taken:
                 self.own += 1
                 yield index, batch
@@ -166,23 +167,22 @@ class Ranks:
 
     def _handed_over(self, stage: _Stage, selections: Selections) -> bool:
         """Add up what all have counted, if that is everything."""
-        parts: list[tuple[list[int], memoryview]] = []
         for path in sorted(self._session.folder.glob(f"{stage.number}-*.counted")):
-            if (content := _whole(path)) is not None:
-                parts.append(content)
-        times = Counter(index for indexes, _ in parts for index in indexes)
+            if path not in stage.parts:
+                stage.parts[path], _ = _whole(path)
+        times = Counter(index for indexes in stage.parts.values() for index in indexes)
         stage.done.update(times)
         if not stage.is_complete:
             return False
         assert set(times.values()) <= {1}, "a row was counted twice"
-        for _, counts in parts:
-            selections.absorb_counted(counts)
+        for path, indexes in stage.parts.items():
+            if indexes:
+                selections.absorb_counted(_whole(path)[1])
         return True
 
-    def _is_void(self, lot: str) -> bool:
-        """Whether what was counted under a name is not taken any more."""
-        path = self._counts(lot)
-        return path.exists() and path.stat().st_size == 0
+    def _void(self, lot: str) -> bool:
+        """Take no more of what a rank has counted; False: it has handed it over."""
+        return settle(self._counts(lot), b"") or not self._counts(lot).stat().st_size
 
     def _counts(self, lot: str) -> Path:
         return self._session.folder / f"{lot}.counted"
@@ -207,6 +207,8 @@ class _Stage:
         seen: what has been handed on, as index and place in the batch.
         done: the batches of which all has been.
         lots: how many this rank has had.
+        holders: whose an item is, and how many had it before.
+        parts: the files of what was counted, and of which batches.
     """
 
     number: int
@@ -215,6 +217,8 @@ class _Stage:
     seen: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     done: set[int] = field(default_factory=set[int])
     lots: int = 0
+    holders: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
+    parts: dict[Path, list[int]] = field(default_factory=dict[Path, list[int]])
 
     @property
     def is_complete(self) -> bool:
@@ -238,11 +242,11 @@ def _packed(indexes: list[int], counted: Selections) -> bytes:
     return head.encode() + b"\n" + counts
 
 
-def _whole(path: Path) -> tuple[list[int], memoryview] | None:
-    """The batches and the counts of such a file; None: it says that nothing was handed over."""
+def _whole(path: Path) -> tuple[list[int], memoryview]:
+    """The batches and the counts of such a file; an empty one has none."""
     content = memoryview(read_regular(path, _MOST_BYTES))
     if not len(content):
-        return None
+        return [], content
     end = bytes(content[: 2**24]).find(b"\n")
     try:
         head = cast("dict[str, Any]", json.loads(bytes(content[:end])))

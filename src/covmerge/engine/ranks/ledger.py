@@ -73,6 +73,7 @@ class Ledgers:
         self._read: dict[str, int] = {}
         self._changed: dict[str, tuple[object, float]] = {}
         self._left: set[str] = set()
+        self._alive: set[str] = set()
         self._said: dict[int, list[tuple[str, dict[str, Any]]]] = {}
         self._looked = 0.0
         self._looking = threading.Lock()  # the thread that reads ahead asks too
@@ -85,6 +86,11 @@ class Ledgers:
                 with suppress(FileNotFoundError):
                     self._look_at(path.stem, path)
 
+    def glance(self) -> None:
+        """Look, unless that was a moment ago: on a network it asks for every rank's file."""
+        if time.monotonic() - self._looked > _LOOK_AGAIN:
+            self.look()
+
     def take(self, stage: int) -> list[tuple[str, dict[str, Any]]]:
         """Return what was said of a stage since this was last asked, each with who said it."""
         with self._looking:
@@ -92,10 +98,13 @@ class Ledgers:
 
     def is_gone(self, who: str) -> bool:
         """Whether a rank has left, or seems to have been killed."""
-        if time.monotonic() - self._looked > _LOOK_AGAIN:
-            self.look()  # else a rank would be gone that was not looked at
+        self.glance()  # else a rank would be gone that was not looked at
         _, since = self._changed.setdefault(who, (None, time.monotonic()))
         return who in self._left or time.monotonic() - since > self._patience
+
+    def was_there(self, who: str) -> bool:
+        """Whether a rank has done something, or said that it lives, since it was first looked at."""
+        return who in self._alive
 
     def all_gone(self) -> bool:
         """Whether nobody is there."""
@@ -106,7 +115,10 @@ class Ledgers:
         with open_raw(path, follow=False) as file:
             status = os.fstat(file.fileno())
             seen = (status.st_size, status.st_mtime_ns)
-            if self._changed.get(who, (None,))[0] != seen:
+            before, _ = self._changed.get(who, (None, 0.0))
+            if before != seen:
+                if before is not None:
+                    self._alive.add(who)
                 self._changed[who] = (seen, time.monotonic())
             begin = self._read.get(who, 0)
             if status.st_size <= begin:

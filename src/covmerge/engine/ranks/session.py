@@ -78,6 +78,11 @@ class Session:
         """Whether it is this rank that begins, keeps the journal and publishes."""
         return self._leader is None
 
+    @property
+    def was_led(self) -> bool:
+        """Whether whoever leads has been seen alive: else a killed merge may just lie here."""
+        return self._leader is not None and self.ledgers.was_there(self._leader)
+
     def begin(self, plan: str, threads: int) -> None:
         """Let the others in: the output's files are there."""
         record = {
@@ -264,7 +269,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _entries(path: Path) -> list[Entry]:
     """Items in a ledger that a killed rank left; of a torn line nothing is known."""
     found: list[Entry] = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    for line in read_regular(path, _MOST_BYTES).split(b"\n")[:-1]:
         with suppress(ValueError):
             check_seal(line)
             found.append(Entry.from_json(parsed(line)))
