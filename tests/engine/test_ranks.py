@@ -229,6 +229,22 @@ def test_a_rank_that_was_taken_for_gone_counts_nothing_twice(
     assert digests(tmp_path / "out") == whole["ties"]
 
 
+def test_what_others_voided_that_are_gone_is_counted_again(plain, whole, tmp_path, monkeypatch):
+    from covmerge.engine.ranks import executor
+
+    settle, voided = executor.settle, []
+
+    def after_it_was_voided(path, content):
+        if content and not voided:
+            voided.append(settle(path, b""))
+        return settle(path, content)
+
+    monkeypatch.setattr(executor, "settle", after_it_was_voided)
+    merge_rank(plain, "ties", tmp_path / "out", 0, 1)
+    assert voided == [True]
+    assert digests(tmp_path / "out") == whole["ties"]
+
+
 def test_a_late_rank_finds_the_work_done(plain, tmp_path):
     merge_rank(plain, "ace", tmp_path / "out", 0, 2)
     late = merge_rank(plain, "ace", tmp_path / "out", 1, 2)

@@ -6,7 +6,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -75,15 +75,13 @@ class Ranks:
         lot = self._lot(stage)
         todo = self._claimed(stage, lot)
         while True:
-            for done in self._inner.run(todo, stage.task):
-                entry = Entry(
-                    *stage.batches[done.index][done.number].key, done.checksum, done.stats
-                )
-                told = {"stage": stage.number, "index": done.index, "number": done.number}
-                self._session.tell({**told, **entry.as_json()})
-                yield from stage.take(done)
-                self._session.ledgers.glance()
-                yield from self._heard(stage)
+            # Closed by hand: an error here must not leave threads at work.
+            with closing(self._inner.run(todo, stage.task)) as finished:
+                for done in finished:
+                    self._tell(stage, done)
+                    yield from stage.take(done)
+                    self._session.ledgers.glance()
+                    yield from self._heard(stage)
             yield from self._heard(stage)
             if stage.is_complete:
                 return
@@ -97,9 +95,11 @@ class Ranks:
         todo = self._claimed(stage, lot)
         while True:
             own, counted = selections.emptied(), list[int]()
-            for done in self._inner.run(todo, replace(stage.task, selections=own)):
-                counted += [done.index] if done.number == 0 else []
-                yield done
+            task = replace(stage.task, selections=own)
+            with closing(self._inner.run(todo, task)) as finished:
+                for done in finished:
+                    counted += [done.index] if done.number == 0 else []
+                    yield done
             if counted:
                 settle(self._counts(lot.name), _packed(counted, own))
                 lot = self._lot(stage)
@@ -108,6 +108,13 @@ class Ranks:
                 return
             todo = self._abandoned(stage, lot)
             self._session.wait()
+
+    def _tell(self, stage: _Stage, done: Done) -> None:
+        """Tell the others what this rank has written."""
+        key = stage.batches[done.index][done.number].key
+        entry = Entry(*key, done.checksum, done.stats)
+        told = {"stage": stage.number, "index": done.index, "number": done.number}
+        self._session.tell({**told, **entry.as_json()})
 
     def _claimed(self, stage: _Stage, lot: Lot) -> Iterator[tuple[int, Batch]]:
         """Claim items that nobody has; the executor comes back when it can take one more."""
@@ -127,21 +134,25 @@ class Ranks:
                 continue
             # Looked up once: whose it is only changes when somebody takes it over.
             holder, before = stage.holders.pop(index, None) or lot.holder(index)
-            stage.holders[index] = holder, before
             if not holder:
                 taken = lot.take(index)
-            elif who_has(holder) == self._session.who:
-                taken = False  # it is in hand
-            elif not self._session.ledgers.is_gone(who_has(holder)):
-                taken = False
-            elif stage.task.selections is not None and not self._void(holder):
-                taken = False  # it had handed over what it had
+            elif self._will_do_it(stage, holder):
+                stage.holders[index] = holder, before
+                continue
             else:
                 taken = lot.take_over(index, before)
-                del stage.holders[index]
             if taken:
                 self.own += 1
                 yield index, batch
+
+    def _will_do_it(self, stage: _Stage, lot: str) -> bool:
+        """Whether who has an item is there, or has handed it over."""
+        counting = stage.task.selections is not None
+        if who_has(lot) == self._session.who:
+            return not (counting and self._is_void(lot))
+        if not self._session.ledgers.is_gone(who_has(lot)):
+            return True
+        return counting and not (settle(self._counts(lot), b"") or self._is_void(lot))
 
     def _heard(self, stage: _Stage) -> Iterator[Done]:
         """What other ranks say they have done."""
@@ -180,9 +191,10 @@ class Ranks:
                 selections.absorb_counted(_whole(path)[1])
         return True
 
-    def _void(self, lot: str) -> bool:
-        """Take no more of what a rank has counted; False: it has handed it over."""
-        return settle(self._counts(lot), b"") or not self._counts(lot).stat().st_size
+    def _is_void(self, lot: str) -> bool:
+        """Whether what was counted under a name is not taken any more."""
+        path = self._counts(lot)
+        return path.exists() and path.stat().st_size == 0
 
     def _counts(self, lot: str) -> Path:
         return self._session.folder / f"{lot}.counted"

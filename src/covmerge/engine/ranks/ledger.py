@@ -25,11 +25,18 @@ _MOST_AT_ONCE = 64 * 2**20  # bytes of a ledger that are read at a time
 class Ledger:
     """The file of this rank. It says every `beat` seconds that its process lives, until it is closed.
 
+    Args:
+        folder: of the session.
+        who: this rank.
+        beat: seconds.
+        others: looked at as often, however long this rank is busy with an item.
+
     Raises:
         InputError: the folder is gone, or cannot be written to.
     """
 
-    def __init__(self, folder: Path, who: str, beat: float) -> None:
+    def __init__(self, folder: Path, who: str, beat: float, others: Ledgers) -> None:
+        self._others = others
         self._store = LocalFolder(folder)
         self._name = who + _SUFFIX
         self._path = folder / self._name
@@ -58,6 +65,7 @@ class Ledger:
         while not self._closed.wait(every):
             with suppress(OSError):
                 os.utime(self._path)
+                self._others.look()
 
 
 class Ledgers:

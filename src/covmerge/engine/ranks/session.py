@@ -49,6 +49,11 @@ class Session:
         patience: seconds for which a rank that is not heard of is taken to be there.
         leader: who leads; None: this rank.
 
+    Attributes:
+        who: this rank, as no other one is called, before or after.
+        leads: whether it is this rank that begins, keeps the journal and publishes.
+        ledgers: of all ranks.
+
     Raises (on entering the context):
         LeaderGoneError: the folder is gone.
         InputError: it cannot be written to.
@@ -59,12 +64,14 @@ class Session:
         self.rank = rank
         self.who = f"{rank.number}.{token_hex(4)}"
         self.ledgers = Ledgers(folder, patience)
-        self._leader = leader
+        self.leader = self.who if leader is None else leader
+        self.leads = leader is None
         self._patience = patience
 
     def __enter__(self) -> Session:
         try:
-            self._ledger = Ledger(self.folder, self.who, self._patience / _BEATS)
+            beat = self._patience / _BEATS
+            self._ledger = Ledger(self.folder, self.who, beat, self.ledgers)
         except InputError:
             self.check()
             raise
@@ -74,14 +81,9 @@ class Session:
         self._ledger.close()
 
     @property
-    def leads(self) -> bool:
-        """Whether it is this rank that begins, keeps the journal and publishes."""
-        return self._leader is None
-
-    @property
     def was_led(self) -> bool:
         """Whether whoever leads has been seen alive: else a killed merge may just lie here."""
-        return self._leader is not None and self.ledgers.was_there(self._leader)
+        return self.ledgers.was_there(self.leader)
 
     def begin(self, plan: str, threads: int) -> None:
         """Let the others in: the output's files are there."""
@@ -132,10 +134,10 @@ class Session:
     def check(self) -> None:
         """Raise LeaderGoneError if the rank that leads is gone, and with it the session."""
         there = self.folder.exists()
-        if self._leader is None:
+        if self.leads:
             if not there:
                 raise InputError(f"{self.folder} was removed while ranks were at work in it")
-        elif not there or self.ledgers.is_gone(self._leader):
+        elif not there or self.ledgers.is_gone(self.leader):
             raise LeaderGoneError
 
     def _stage(self, stage: int) -> Path:
@@ -210,9 +212,10 @@ class Gathering:
         watched: dict[str, Ledgers] = {}
         until = time.monotonic() + patience
         while not ended():
-            there = [folder for folder in self._sessions() if folder.name not in self._over]
-            for newest in there[-1:]:
+            for newest in self._sessions()[-1:]:
                 record = _read(newest / _PLAN)
+                if record is not None and record["leader"] in self._over:
+                    continue
                 if record is not None and (record["plan"], record["covmerge"]) == same:
                     leader = cast("str", record["leader"])
                     threads = cast("int", record["threads"])
@@ -229,7 +232,7 @@ class Gathering:
 
     def leave(self, session: Session) -> None:
         """Do not join a session again, as who led it is gone."""
-        self._over.add(session.folder.name)
+        self._over.add(session.leader)
 
     def _alone(self, strange: str | None, patience: float) -> str:
         if strange is not None:
