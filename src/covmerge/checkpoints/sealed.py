@@ -23,7 +23,7 @@ def sealed(record: Mapping[str, Json], what: str) -> bytes:
 
     Example:
         >>> sealed({"a": 1}, "record")
-        b'{"a":1,"crc":"35326452"}\n'
+        b'{"a":1,"crc":"561bacaf"}\n'
     """
     text = dumps(record, what=what).encode()
     return text[:-1] + _seal(text) + b"\n"
