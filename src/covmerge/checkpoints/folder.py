@@ -41,6 +41,7 @@ DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
 _GGUF = ".gguf"
+WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, _GGUF)
 _INDEX = ".index.json"
 _SHARD = re.compile(r"-[0-9]+-of-(?P<count>[0-9]{1,18})\.[a-z]+$", re.ASCII)
 _PREFERRED = (  # the order in which transformers looks
@@ -96,6 +97,11 @@ class FileCheckpoint:
         self._weights = dict(weights)
         self._file_of = {name: read for read in weights.values() for name in read.headers}
         self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
+
+    @property
+    def stamps(self) -> Mapping[StoredFile, Stamp]:
+        """Every file of it, as it was when it was opened."""
+        return MappingProxyType(self._stamps)
 
     @property
     def hub(self) -> HubModel | None:
@@ -330,7 +336,7 @@ def open_weights(file: StoredFile) -> WeightFile:
     hint = "its folder" if file.name.endswith(_INDEX) else "a folder or one of these"
     raise CheckpointError(
         f"{file} is not a file of weights that covmerge reads "
-        f"({', '.join((_SAFETENSORS, *_TORCH, _GGUF))}): pass {hint}"
+        f"({', '.join(WEIGHT_SUFFIXES)}): pass {hint}"
     )
 
 

@@ -266,7 +266,8 @@ def _load(transformers: Any, skeleton: Skeleton, checkpoint: Checkpoint) -> tupl
     """Return the model and the parameters that were not stored."""
     model_class = getattr(transformers, skeleton.architecture)
     source, given = checkpoint.folder, dict[str, Any]()
-    if isinstance(checkpoint, Dequantised):
+    # Weights that lie elsewhere are read as a merge reads them.
+    if isinstance(checkpoint, Dequantised) or checkpoint.identity()["kind"] == "remote":
         config = model_class.config_class.from_dict(dict(checkpoint.config or {}))
         weights = {name: checkpoint.read(name) for name in checkpoint.headers}
         source, given = None, {"config": config, "state_dict": weights}
