@@ -21,6 +21,7 @@ from covmerge.checkpoints.base import (
     check_unchanged,
     find_header,
 )
+from covmerge.checkpoints.distributed import METADATA, DistributedFiles
 from covmerge.checkpoints.gguf_file import GgufFile
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
@@ -43,6 +44,7 @@ _TORCH = (".bin", ".pt", ".pth", ".ckpt")
 _GGUF = ".gguf"
 WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, _GGUF)
 _INDEX = ".index.json"
+_FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
 _SHARD = re.compile(r"-[0-9]+-of-(?P<count>[0-9]{1,18})\.[a-z]+$", re.ASCII)
 _PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
@@ -298,6 +300,10 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         names = set(store.names())
     except OSError as error:
         raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
+    if (found := _distributed(store, names)) is not None:
+        files = DistributedFiles(found)
+        beside = [*files.files, *([_existing(store, CONFIG)] if CONFIG in names else [])]
+        return FileCheckpoint(source, {found: files}, store=store, beside=beside)
     packed = [name for name in names if name.endswith(_GGUF)]
     alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
     choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where)
@@ -314,6 +320,18 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         )
     notes = choice.notes(where, {file.name for file in weights})
     return FileCheckpoint(source, weights, store=store, beside=beside, notes=notes)
+
+
+def _distributed(store: Store, names: Collection[str]) -> StoredFile | None:
+    """Return the metadata of a folder of DCP, or of the one that a trainer's checkpoint has in it."""
+    if any(name in _PREFERRED or name.endswith((_SAFETENSORS, _GGUF)) for name in names):
+        return None
+    if METADATA in names:
+        return StoredFile(store, METADATA)
+    folders = [name for name in store.folders() if _FSDP.fullmatch(name)]
+    inner = [store.inside(name) for name in folders]
+    found = [StoredFile(one, METADATA) for one in inner if one.is_file(METADATA)]
+    return found[0] if len(found) == 1 else None
 
 
 def open_file(source: str, file: StoredFile) -> FileCheckpoint:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -93,7 +93,7 @@ class RemoteCheckpoint(View):
         To hash the files they would have to be fetched once more.
         """
         stamps = self._files.stamps
-        versions = {file: self._store.version(file.name) for file in stamps}
+        versions = {file: cast("RemoteStore", file.store).version(file.name) for file in stamps}
         if not all(versions.values()):
             return super().fingerprint(pace)
         if pace is not None:

@@ -64,8 +64,8 @@ def address_of(given: str | Path) -> Address | None:
     if scheme not in (*OBJECTS, *PAGES):
         raise InputError(
             f"{given} is an address ({scheme}), and covmerge reads s3://, gs://, https:// and files of "
-            "this machine: copy what lies there to a folder, and name that. A model of the Hugging Face Hub is "
-            "written org/name"
+            "this machine: copy what lies there to a folder, and name that. A model of the Hugging Face "
+            "Hub is written org/name"
         )
     parts = path.split("/")
     if not path.isprintable() or not host or any(part in ("", ".", "..") for part in parts):

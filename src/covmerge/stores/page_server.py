@@ -29,6 +29,7 @@ _NAMES = (
     *(f"{name}.safetensors.index.json" for name in _WEIGHTS[:2]),
     *("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
     *("config.json", "generation_config.json", "adapter_config.json", "covmerge.json", "README.md"),
+    ".metadata",
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
     *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),

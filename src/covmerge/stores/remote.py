@@ -2,7 +2,7 @@
 
 A request costs its way there and back, 10 to 100 ms, whatever it brings. So large reads go out as parts
 of 8 MiB, eight at once, which fill a link of 25 Gbit/s at 20 ms; and small ones are served out of a window,
-which is fetched whole: 1 MiB, and twice as much each time that a reader goes on where it ended, up to 32 MiB.
+which is fetched whole: 1 MiB, and twice as much each time that a reader goes on where it ended, to 32 MiB.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@
         covmerge.json                   last
 
 A file appears there once all of it is sent, and a folder without covmerge.json is no output. Buckets have
-no locks: one process of this machine at a time works on an output, and `.covmerge-upload.json`, which is made
-only where there is none, keeps a second machine from sending at the same time.
+no locks: one process of this machine at a time works on an output, and `.covmerge-upload.json`, which is
+made only where there is none, keeps a second machine from sending at the same time.
 """
 
 from __future__ import annotations
