@@ -386,8 +386,8 @@ def _of_model(paths: Mapping[str, tuple[object, ...]], where: str) -> tuple[dict
         prefix = tuple(tops)
     elif not any(len(path) == 1 for path in paths.values()):
         raise CheckpointError(
-            f"{where} has tensors under {some(sorted(map(str, tops)), quoted=True)}, and none of these is called "
-            f"'{_MODEL}': {_NEXT}"
+            f"{where} has tensors under {some(sorted(map(str, tops)), quoted=True)}, and none of these is "
+            f"called '{_MODEL}': {_NEXT}"
         )
     depth = len(prefix)
     found = {
