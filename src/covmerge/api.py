@@ -55,7 +55,7 @@ def merge(
     W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t + P)⁻¹ per linear layer, with the method's C_t and P.
 
     Args:
-        base: folder, file, address (`s3://`, `gs://`, `https://`), hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
         method: a registered name; see `covmerge.methods.names()`. Without one it is `auto` where all
             experts are adapters or there are `base_statistics`, `average` of one expert alone, else `ace`.
@@ -161,7 +161,7 @@ def extract(
     `stats` and in `covmerge.json`.
 
     Args:
-        base: folder, file, address (`s3://`, `gs://`, `https://`), hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
         expert: the model that was fine-tuned from it.
         out: folder to write.
         rank: of every layer's update.
@@ -240,7 +240,7 @@ def compare(
     Every task vector is read once for all methods; see `merge` for the arguments they share.
 
     Args:
-        base: folder, file, address (`s3://`, `gs://`, `https://`), hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence.
         methods: names, or pairs of a name and its parameters, which may name a method several times;
             `all` for every method that can run on what is given.
@@ -323,7 +323,7 @@ def inspect(
     finding of the result and not an error.
 
     Args:
-        base: folder, file, address (`s3://`, `gs://`, `https://`), hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence.
         spectra: whose singular values are taken, for ranks and overlaps, which is most of the work:
             of all matrices, of some, evenly, where all would be long, or of none.
