@@ -15,8 +15,11 @@ from covmerge.stores import page_server, remote
 from covmerge.stores.address import Address
 from covmerge.stores.remote import remote_store
 from covmerge.stores.store import StoredFile
+from tests.checkpoints.test_distributed import save as save_shards
+from tests.e2e.models import build
 from tests.remote.conftest import Bucket
 from tests.remote.servers import KEYS, Server, cut, files, late, serving, status
+from tests.statistics.models import save_family
 
 BASE = "model.safetensors"
 
@@ -243,3 +246,21 @@ def test_a_web_server_may_send_what_it_likes(pages, models) -> None:
         checkpoint.read("h.3.proj.weight", range(1))
         checkpoint._store._windows._held.clear()
         checkpoint.read("h.3.proj.weight", range(1))
+
+
+@pytest.mark.slow
+def test_a_base_that_is_run_lies_in_a_bucket_or_in_shards(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, experts = save_family(build("llama"), tmp_path)
+    sharded = shutil.copytree(base, tmp_path / "sharded")
+    save_shards(load_file(base / BASE), sharded)
+    (sharded / BASE).unlink()
+    found = []
+    for number, source in enumerate((base, bucket.put(Path(base), "base"), sharded)):
+        monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / f"cache{number}"))
+        out = tmp_path / f"out{number}"
+        merged = covmerge.merge(source, experts, out=out, base_statistics="random")
+        assert any("256 random inputs through the base" in note for note in merged.notes)
+        found.append((out / BASE).read_bytes())
+    assert found[0] == found[1] == found[2]

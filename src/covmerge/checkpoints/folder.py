@@ -46,7 +46,7 @@ WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, _GGUF)
 _INDEX = ".index.json"
 _FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
 _SHARD = re.compile(r"-[0-9]+-of-(?P<count>[0-9]{1,18})\.[a-z]+$", re.ASCII)
-_PREFERRED = (  # the order in which transformers looks
+PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -202,9 +202,9 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
         CheckpointError: there are no weights, or no telling which to read.
     """
     found = sorted(n for n in names if n.endswith(_SAFETENSORS))
-    for name in _PREFERRED:
+    for name in PREFERRED:
         if name in names:
-            rivals = (n for n in (*found, _PREFERRED[1]) if n in names and n != name)
+            rivals = (n for n in (*found, PREFERRED[1]) if n in names and n != name)
             return WeightsChoice(name, tuple(rivals))
     present = [n for n in found if not _is_adapter(n)]
     _refuse_lone_shard(present or sorted(n for n in names if n.endswith(_TORCH)), where)
@@ -212,11 +212,11 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
         return WeightsChoice(present[0])
     if present:
         raise CheckpointError(
-            f"{where} holds {len(present)} safetensors files and no {_PREFERRED[1]} to say how "
+            f"{where} holds {len(present)} safetensors files and no {PREFERRED[1]} to say how "
             f"they belong together: {_some(present)}. Pass the one file to merge, or add the index"
         )
     raise CheckpointError(
-        f"{where} holds no weights ({', '.join(_PREFERRED)}, or one safetensors file): pass the "
+        f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
         "folder that does, or a file"
     )
 
@@ -324,7 +324,7 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
 
 def _distributed(store: Store, names: Collection[str]) -> StoredFile | None:
     """Return the metadata of a folder of DCP, or of the one that a trainer's checkpoint has in it."""
-    if any(name in _PREFERRED or name.endswith((_SAFETENSORS, _GGUF)) for name in names):
+    if any(name in PREFERRED or name.endswith((_SAFETENSORS, _GGUF)) for name in names):
         return None
     if METADATA in names:
         return StoredFile(store, METADATA)
