@@ -78,6 +78,15 @@ def test_a_file_and_an_adapter_of_a_bucket(bucket: Bucket, models, tmp_path: Pat
     assert there.identity()["kind"] == "remote"
 
 
+def test_shards_of_a_bucket(bucket: Bucket, models, tmp_path: Path) -> None:
+    state = load_file(models[1]["e0"])
+    folder = save_shards({"model": state, "optimizer": {"x": torch.ones(3)}}, tmp_path / "shards")
+    checkpoint = open_checkpoint(bucket.put(folder, "shards"))
+    assert set(checkpoint.headers) == set(state)
+    assert all(torch.equal(checkpoint.read(name), value) for name, value in state.items())
+    assert set(checkpoint.fingerprint()) == {".metadata", "__0_0.distcp"}
+
+
 def test_small_reads_are_served_together_and_large_ones_in_parts(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
