@@ -15,6 +15,7 @@ from covmerge.stores import page_server, remote
 from covmerge.stores.address import Address
 from covmerge.stores.remote import remote_store
 from covmerge.stores.store import StoredFile
+from covmerge.verification import verify
 from tests.checkpoints.test_distributed import save as save_shards
 from tests.e2e.models import build
 from tests.remote.conftest import Bucket
@@ -167,6 +168,18 @@ def test_what_is_not_allowed_is_asked_for_once(bucket: Bucket, models) -> None:
     assert len(bucket.server.requests) == 1
 
 
+def test_a_server_that_is_gone(bucket: Bucket, models) -> None:
+    address = bucket.put(models[0], "base")
+    index = b'{"weight_map": {"w": "model-00001.safetensors"}}'
+    bucket.system.pipe_file(f"{bucket.name}/sharded/model.safetensors.index.json", index)
+    bucket.server.fail("HEAD", status("500 Internal Server Error"), 1000)
+    for source in (f"{bucket.url}/sharded", f"{address}/{BASE}"):
+        with pytest.raises(CheckpointError, match=r"s3://.* it failed 6 times \(status 500\)"):
+            open_checkpoint(source)
+    with pytest.raises(CheckpointError, match=r"s3://.* it failed 6 times \(status 500\)"):
+        verify(address)
+
+
 def test_without_credentials(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -223,6 +236,10 @@ def test_a_folder_of_a_web_server(pages, models) -> None:
     assert beside is not None and (beside / "tokenizer.json").is_file()
     assert card is not None and "mit" in card.read_text()
     checkpoint.close()
+    assert equals(open_checkpoint(f"{server.url}/my%20base/{BASE}"), models[0] / BASE)
+    (folder / "my base" / BASE).rename(folder / "a b.safetensors")
+    assert equals(open_checkpoint(f"{server.url}/a%20b.safetensors"), folder / "a b.safetensors")
+    (folder / "a b.safetensors").rename(folder / "my base" / BASE)
     (folder / "my base" / BASE).touch()
     with pytest.raises(CheckpointError, match="changed while it was in use"):
         checkpoint.fingerprint()

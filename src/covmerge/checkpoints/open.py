@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from covmerge.checkpoints.memory import MemoryCheckpoint
 from covmerge.checkpoints.remote import RemoteCheckpoint
 from covmerge.errors import CheckpointError
 from covmerge.identifiers import hub_id
-from covmerge.stores.address import Address, address_of, hub_address
+from covmerge.stores.address import PAGES, Address, address_of, hub_address
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.remote import remote_store
 from covmerge.stores.store import Store, child
@@ -82,11 +83,18 @@ def open_remote(address: Address) -> Checkpoint:
     Raises:
         CheckpointError: as `open_checkpoint`.
     """
+    try:
+        return _open_remote(address)
+    except OSError as error:
+        raise CheckpointError(f"{address} cannot be read: {error.strerror}") from error
+
+
+def _open_remote(address: Address) -> Checkpoint:
     source = str(address)
     parent, _, name = address.path.rpartition("/")
     if parent and name.endswith(WEIGHT_SUFFIXES):
         store = remote_store(replace(address, path=parent))
-        file = child(store, name)
+        file = child(store, unquote(name) if address.scheme in PAGES else name)
         return open_adapter_file(
             source, file, lambda files: RemoteCheckpoint(files, store, whole=False)
         )

@@ -93,7 +93,7 @@ class RemoteCheckpoint(View):
         To hash the files they would have to be fetched once more.
         """
         stamps = self._files.stamps
-        versions = {file: cast("RemoteStore", file.store).version(file.name) for file in stamps}
+        versions = {file: _version(file) for file in stamps}
         if not all(versions.values()):
             return super().fingerprint(pace)
         if pace is not None:
@@ -155,6 +155,11 @@ def _fetch(file: StoredFile, to: Path) -> None:
 def _is_there(file: StoredFile) -> bool:
     with _named(file):
         return file.store.is_file(file.name)
+
+
+def _version(file: StoredFile) -> str:
+    with _named(file):
+        return cast("RemoteStore", file.store).version(file.name)
 
 
 def _asked(file: StoredFile) -> Stamp:

@@ -35,9 +35,7 @@ _WINDOW = 2**20
 _WIDEST = 2**25
 _HELD = 2**26  # bytes of all windows
 _FRESH = 10.0  # seconds for which nothing is asked again about a file that is opened
-_LISTED = (
-    1.0  # seconds for which a listing stands: names and folders are asked for one after the other
-)
+_LISTED = 1.0  # seconds for which a listing stands: names and folders are asked for in a row
 
 
 class RemoteStore:

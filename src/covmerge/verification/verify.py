@@ -46,9 +46,13 @@ def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Ver
         InputError: the folder is not an output of covmerge.
     """
     store = store_at(folder) if isinstance(folder, str | Path) else folder
-    manifest = read_manifest(store)
-    checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
-    return Verification(store.folder or store, (check_files(store, manifest, found), *checks))
+    try:
+        manifest = read_manifest(store)
+        checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
+        files = check_files(store, manifest, found)
+    except OSError as error:  # of a server, which may fail at any moment
+        raise CheckpointError(f"{store} cannot be read: {error.strerror or error}") from error
+    return Verification(store.folder or store, (files, *checks))
 
 
 def examine(
