@@ -58,11 +58,11 @@ def merge(
     W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t + P)⁻¹ per linear layer, with the method's C_t and P.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
         method: a registered name; see `covmerge.methods.names()`. Without one it is `auto` where all
             experts are adapters or there are `base_statistics`, `average` of one expert alone, else `ace`.
-        out: output folder; None keeps the result in memory.
+        out: output folder, also `s3://` or `gs://`; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
         statistics: statistics files by expert name, for methods that use data.
         base_statistics: a statistics file of the base, for methods that look at its layers' inputs;
@@ -173,7 +173,7 @@ def extract(
     `stats` and in `covmerge.json`.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
         expert: the model that was fine-tuned from it.
         out: folder to write.
         rank: of every layer's update.
@@ -252,7 +252,7 @@ def compare(
     Every task vector is read once for all methods; see `merge` for the arguments they share.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence.
         methods: names, or pairs of a name and its parameters, which may name a method several times;
             `all` for every method that can run on what is given.
@@ -335,7 +335,7 @@ def inspect(
     finding of the result and not an error.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
         experts: sources by name, or a sequence.
         spectra: whose singular values are taken, for ranks and overlaps, which is most of the work:
             of all matrices, of some, evenly, where all would be long, or of none.

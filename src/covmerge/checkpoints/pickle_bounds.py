@@ -17,7 +17,7 @@ MAX_WHOLE_BYTES = 4 * 2**30  # of formats without an index
 SAVE_AGAIN = "load it where you trust it, and save its state dict with safetensors.torch.save_file"
 
 _MAX_PICKLE_BYTES = 100_000_000
-_MAX_STEPS = 2_000_000  # a tensor takes 40
+MAX_STEPS = 2_000_000  # a tensor takes 40
 
 
 def check_whole(size: int, where: str) -> None:
@@ -59,7 +59,7 @@ def check_archive(archive: zipfile.ZipFile, where: str) -> None:
             check_steps(description, where)
 
 
-def check_steps(pickled: IO[bytes], where: str, pickles: int = 1) -> None:
+def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int = MAX_STEPS) -> None:
     """Count the steps of some pickles in a row, each of which may make an object.
 
     What is no pickle is left to whoever loads it.
@@ -67,13 +67,13 @@ def check_steps(pickled: IO[bytes], where: str, pickles: int = 1) -> None:
     Raises:
         CheckpointError: there are too many.
     """
-    left = _MAX_STEPS
+    left = most
     for _ in range(pickles):
         for _ in _opcodes(pickled):
             left -= 1
             if left < 0:
                 raise CheckpointError(
-                    f"{where} describes its tensors in more than {_MAX_STEPS} steps, which is far "
+                    f"{where} describes its tensors in more than {most} steps, which is far "
                     f"more than any model needs: {SAVE_AGAIN}"
                 )
 

@@ -19,6 +19,7 @@ from covmerge.recipe import Recipe, dump_recipe, load_recipe, output_as, parse_r
 from covmerge.recipe.load import load_stages
 from covmerge.recipe.mergekit import Told
 from covmerge.recipe.strict_yaml import parse_yaml
+from covmerge.stores.address import local_path
 
 _SUFFIXES = (".yml", ".yaml", ".json")
 _ENTRY = re.compile(r",(?![^(]*\))")  # a comma outside parentheses
@@ -136,6 +137,7 @@ def read_stages(file: Path | None, flags: RecipeFlags, out: Path) -> list[tuple[
     if len(stages) < 2:
         return [(out, read_recipe(file, flags))]
     _say(told)
+    local_path(out)  # the stages lie beside it
     if flags.base or flags.weights or flags.statistics or flags.base_statistics:
         raise RecipeError(
             f"{file} has several recipes: --base, --weight, --stats and --base-stats are of one, "

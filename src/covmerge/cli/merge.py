@@ -24,7 +24,7 @@ def merge(
         typer.Argument(
             metavar="OUT",
             show_default=False,
-            help="Folder to write; with --dry-run it may be left out.",
+            help="Folder to write, or s3://BUCKET/FOLDER; with --dry-run it may be left out.",
         ),
     ] = None,
     base: options.Base = None,
@@ -190,6 +190,6 @@ def merge(
         recipes = flags.read_stages(file, said, out)
         recipe = recipes[-1][1]
         if report:
-            merging.check_report(recipe)
+            merging.check_report(recipe, out)
         stages.merge_stages(recipes, how)
         merging.merge_to(recipe, out, how, report=report, as_json=as_json)

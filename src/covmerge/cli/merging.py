@@ -10,6 +10,7 @@ import torch
 
 from covmerge import api
 from covmerge.api import MergeResult
+from covmerge.checkpoints import destination_of
 from covmerge.cli.console import print_json, printable, say, stdout
 from covmerge.cli.machine import measure_speed
 from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
@@ -17,6 +18,7 @@ from covmerge.engine import RunOptions, room_for
 from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import FILE_NAME, ReportJob, check_packages, write_html
+from covmerge.stores.address import local_path
 
 
 def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: bool) -> None:
@@ -28,7 +30,7 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
     """
     plan, memory = api.plan_recipe(recipe, options)
     speed = measure_speed(recipe, plan.compute_dtype, options.device, options.threads)
-    room = None if out is None else room_for([plan], out)
+    room = None if out is None else room_for([plan], destination_of(out).work.folder or out)
     if as_json:
         print_json(plan_summary(plan, memory, speed, room))
     else:
@@ -38,13 +40,14 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         room.check()
 
 
-def check_report(recipe: Recipe) -> None:
+def check_report(recipe: Recipe, out: Path) -> None:
     """Refuse, before the work, what no report can be made of.
 
     Raises:
-        InputError: a package of the page is missing, or the recipe has no base.
+        InputError: a package of the page is missing, the recipe has no base, or the output is elsewhere.
     """
     check_packages()
+    local_path(out)
     if recipe.base is None:
         raise InputError("--report shows updates of a base, and the recipe has none: leave it out")
 
@@ -105,7 +108,7 @@ def _cost(result: MergeResult, options: RunOptions, *, wall_seconds: float) -> d
 def _summary(result: MergeResult, run: dict[str, Any]) -> dict[str, Any]:
     report = result.verification
     return {
-        "path": str(result.path),
+        "path": str(result.path or (report and report.folder)),
         "method": result.recipe.method,
         "run": run,
         "totals": result.stats["totals"],

@@ -18,7 +18,8 @@ Base = Annotated[
     typer.Option(
         metavar="SOURCE",
         rich_help_panel=WHAT,
-        help="Folder, file or org/name@revision that the experts were fine-tuned from.",
+        help="Folder, file, address (s3://, https://) or org/name@revision that the experts were "
+        "fine-tuned from.",
     ),
 ]
 Experts = Annotated[

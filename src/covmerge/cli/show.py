@@ -23,6 +23,7 @@ from covmerge.engine import MemoryPlan, Room
 from covmerge.export.library import part_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
+from covmerge.stores.store import Store
 from covmerge.text import some
 from covmerge.verification import Verification
 
@@ -118,16 +119,15 @@ def plan_summary(
 
 def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
     """Print what a merge to disk did; `run` is its cost, as in the JSON summary."""
-    out = cast("Path", result.path)
+    report = cast("Verification", result.verification)
     stats = result.stats
     totals = stats["totals"]
-    console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
+    console.print(f"Merged {_what(result.recipe)}: {printable(str(report.folder))}", soft_wrap=True)
     rules = table("role", "rule", "tensors", right=("tensors",))
     for row in totals["by_rule"]:
         rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
     console.print(rules)
-    report = result.verification
-    checks = [] if report is None else [check.name for check in report.checks]
+    checks = [check.name for check in report.checks]
     console.print(
         facts(
             [
@@ -147,13 +147,13 @@ def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -
         )
     )
     console.print("\nNext:")
-    for line in _next_commands(out):
+    for line in _next_commands(report.folder):
         console.print(f"  {line}", soft_wrap=True)
 
 
 def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
     """Print what a merge of adapters into one did."""
-    out = cast("Path", result.path)
+    out = cast("Verification", result.verification).folder
     stats = result.stats
     console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
     places = {
@@ -304,9 +304,9 @@ def _base_inputs(run: Mapping[str, Any]) -> str:
     return f"; the base's inputs {spent}"
 
 
-def _next_commands(out: Path) -> list[str]:
+def _next_commands(out: Path | Store) -> list[str]:
     commands = [f"covmerge verify {shlex.quote(str(out))}"]
-    if (out / "config.json").is_file():
+    if isinstance(out, Path) and (out / "config.json").is_file():
         part = part_class(read_config(out / "config.json"))
         library, loader = ("diffusers", part) if part else ("transformers", "AutoModel")
         load = f"from {library} import {loader}; {loader}.from_pretrained({json.dumps(str(out))})"
