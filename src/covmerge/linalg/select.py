@@ -26,6 +26,11 @@ class MagnitudeSelect:
     one settles a float32, three a float64; with another guess it takes one more. Memory does not
     depend on the number of values.
 
+    Attributes:
+        settled: whether `value` is known.
+        below: how many magnitudes are smaller than it, once it is.
+        up_to: how many are not larger.
+
     Example:
         >>> blocks = [torch.tensor([3.0, -1.0]), torch.tensor([0.5, -4.0])]
         >>> select = MagnitudeSelect(rank=2, dtype=torch.float32)
@@ -49,7 +54,8 @@ class MagnitudeSelect:
         self._float = dtype
         self._int = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
         self._adding = threading.Lock()
-        self.settled = rank == 0  # whether all bits are known
+        self.settled = rank == 0
+        self.below = self.up_to = 0
         self._look_everywhere()
         if near is not None:
             guess = int(torch.tensor(near, dtype=dtype).view(self._int))
@@ -115,6 +121,7 @@ class MagnitudeSelect:
         if found in (0, len(below) - 1):  # the guess was wrong
             self._look_everywhere()
             return
+        self.below, self.up_to = int(below[found - 1]), int(below[found])
         self._low += (found - 1) << self._shift
         self.settled = self._shift == 0
         self._look(self._low, self._shift)

@@ -28,13 +28,14 @@ from covmerge.plan.operations import Copy, Count, Look, Merge, Operation
 from covmerge.plan.slices import stacked
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.varied import Settings
-from covmerge.plan.work import TensorPlan, WorkItem
+from covmerge.plan.work import PARTS_AT_ONCE, TensorPlan, WorkItem, looked_over_at_once
 
 __all__ = [
     "BASE",
     "MERGED",
     "MODEL",
     "OF_BASE",
+    "PARTS_AT_ONCE",
     "AdapterFactors",
     "AdapterTensor",
     "Copy",
@@ -57,6 +58,7 @@ __all__ = [
     "build_plans",
     "expert_key",
     "head_part",
+    "looked_over_at_once",
     "mask_part",
     "stacked",
 ]
