@@ -26,7 +26,7 @@ Sparsify = Literal["none", "magnitude", "bernoulli", "ranked", "band"]
 
 _NO_LENGTH = 1e-7  # an ℓ1 length below it is not divided by
 # The first sixteenth of so many entries tells nearly how large one of a rank is.
-_SAMPLED, _LEAST_SAMPLED = 16, 2**22
+_SAMPLED, _LEAST_SAMPLED = 16, 2**20
 
 Numbers = Callable[[tuple[int, ...]], Tensor]  # uniform in [0, 1), float32, for a shape
 
