@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import log2
 from typing import Any
 
@@ -14,7 +15,11 @@ from torch import Tensor
 
 _DIGIT = 17  # bits that one pass settles: the counters, one MiB, stay in the cache
 _NEAR = 7  # a guess is taken to be right to so many bits
+# The first sixteenth of so many values tells nearly how large one of a rank is.
+_SAMPLED, _LEAST_SAMPLED = 16, 2**20
 _PART = 2**19  # values that are counted at once: temporaries stay small, whatever the block
+
+Blocks = Callable[[], Iterator[Tensor]]  # all values, each time from the first
 
 
 class MagnitudeSelect:
@@ -148,11 +153,59 @@ def kth_magnitude(vector: Tensor, rank: int) -> float:
         >>> kth_magnitude(torch.tensor([3.0, -1.0, 0.5, -4.0]), 3)
         3.0
     """
-    select = MagnitudeSelect(rank, vector.dtype)
-    while not select.settled:
-        select.add(vector)
-        select.end_pass()
-    return select.value
+    (found,) = search(lambda: iter([vector]), [rank], vector.numel(), vector.dtype)
+    return found.value
+
+
+def search(
+    blocks: Blocks, ranks: Sequence[int], count: int, dtype: torch.dtype
+) -> list[MagnitudeSelect]:
+    """Find the magnitudes of some ranks, counted from 1, of so many values in a few passes over them.
+
+    The first sixteenth of many values gives a guess.
+
+    Raises:
+        ValueError: there are fewer values than a rank asks for.
+
+    Example:
+        >>> blocks = lambda: iter([torch.tensor([3.0, -1.0]), torch.tensor([0.5, -4.0])])
+        >>> [found.value for found in search(blocks, [1, 4], 4, torch.float32)]
+        [0.5, 4.0]
+    """
+    if count < _LEAST_SAMPLED:
+        return _passed(blocks, [MagnitudeSelect(rank, dtype) for rank in ranks])
+    some = partial(_leading, blocks, count // _SAMPLED)
+    scaled = [partial(_scaled, rank, count) for rank in ranks]
+    guesses = _passed(some, [MagnitudeSelect(rank, dtype) for rank in scaled])
+    near = [guess.value for guess in guesses]
+    return _passed(
+        blocks, [MagnitudeSelect(r, dtype, near=n) for r, n in zip(ranks, near, strict=True)]
+    )
+
+
+def _passed(blocks: Blocks, searches: Sequence[MagnitudeSelect]) -> list[MagnitudeSelect]:
+    """Carry out searches together, in as many passes as they take."""
+    while unsettled := [one for one in searches if not one.settled]:
+        for values in blocks():
+            for one in unsettled:
+                one.add(values)
+        for one in unsettled:
+            one.end_pass()
+    return list(searches)
+
+
+def _leading(blocks: Blocks, count: int) -> Iterator[Tensor]:
+    """The first so many values."""
+    for values in blocks():
+        yield values.reshape(-1)[:count]
+        count -= values.numel()
+        if count <= 0:
+            return
+
+
+def _scaled(rank: int, count: int, sampled: int) -> int:
+    """The rank among some of the values that a rank among all of them comes to."""
+    return min(rank, max(1, rank * sampled // count))
 
 
 def _split(numbers: Tensor, width: int) -> tuple[int, Tensor]:

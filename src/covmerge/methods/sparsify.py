@@ -8,7 +8,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
@@ -20,13 +20,11 @@ from torch import Tensor
 from covmerge.errors import RecipeError
 from covmerge.linalg.bits import pack, unpack
 from covmerge.linalg.masks import drop_below
-from covmerge.linalg.select import MagnitudeSelect
+from covmerge.linalg.select import MagnitudeSelect, search
 
 Sparsify = Literal["none", "magnitude", "bernoulli", "ranked", "band"]
 
 _NO_LENGTH = 1e-7  # an ℓ1 length below it is not divided by
-# The first sixteenth of so many entries tells nearly how large one of a rank is.
-_SAMPLED, _LEAST_SAMPLED = 16, 2**20
 
 Numbers = Callable[[tuple[int, ...]], Tensor]  # uniform in [0, 1), float32, for a shape
 
@@ -169,7 +167,7 @@ def keep_probabilities(
 
 def _largest(blocks: Blocks, shape: Sequence[int], most: int) -> Kept:
     count = prod(shape)
-    (least,) = _select(blocks, [count - most + 1], count)
+    (least,) = _search(blocks, [count - most + 1], count)
     if count - least.below == most:
         return Kept(limits=(least.value, inf))
     sizes = _whole(blocks, count, torch.float32)
@@ -181,7 +179,7 @@ def _band(blocks: Blocks, shape: Sequence[int], first: int, most: int) -> Kept:
     if not most:
         return NOTHING
     count = prod(shape)
-    low, high = _select(blocks, [first + 1, first + most], count)
+    low, high = _search(blocks, [first + 1, first + most], count)
     if high.up_to - low.below == most:
         return Kept(limits=(low.value, high.value))
     sizes = _whole(blocks, count, torch.float32)
@@ -194,47 +192,8 @@ def _bits(places: Tensor, shape: Sequence[int]) -> Tensor:
     return pack(kept.view(*shape))
 
 
-def _select(blocks: Blocks, ranks: Sequence[int], count: int) -> list[MagnitudeSelect]:
-    """Find the magnitudes of some ranks, counted from 1; of a large tensor its first rows give a guess."""
-    guesses: list[float | None] = [None] * len(ranks)
-    if count >= _LEAST_SAMPLED:
-        some = partial(_leading, blocks, count // _SAMPLED)
-        scaled = [partial(_scaled, rank, count) for rank in ranks]
-        guesses = [one.value for one in _passed(some, map(_selection, scaled))]
-    return _passed(blocks, map(_selection, ranks, guesses))
-
-
-def _selection(rank: int | Callable[[int], int], near: float | None = None) -> MagnitudeSelect:
-    return MagnitudeSelect(rank, torch.float32, near=near)
-
-
-def _scaled(rank: int, count: int, sampled: int) -> int:
-    """The rank among some of the entries that a rank among all of them comes to."""
-    return max(1, rank * sampled // count)
-
-
-def _leading(blocks: Blocks, count: int) -> Iterator[Rows]:
-    """The first blocks, until there are so many entries."""
-    seen = 0
-    for update, numbers in blocks():
-        rows = max(1, len(update) * (count - seen) // update.numel())
-        yield Rows(update[:rows], numbers)
-        seen += update.numel()
-        if seen >= count:
-            return
-
-
-def _passed(blocks: Blocks, searches: Iterable[MagnitudeSelect]) -> list[MagnitudeSelect]:
-    """Carry out searches, in as many passes as they take."""
-    found = list(searches)
-    while open_ones := [one for one in found if not one.settled]:
-        for rows in blocks():
-            sizes = rows.update.abs().float()
-            for one in open_ones:
-                one.add(sizes)
-        for one in open_ones:
-            one.end_pass()
-    return found
+def _search(blocks: Blocks, ranks: Sequence[int], count: int) -> list[MagnitudeSelect]:
+    return search(lambda: (rows.update.float() for rows in blocks()), ranks, count, torch.float32)
 
 
 def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor]) -> Kept:
