@@ -8,11 +8,19 @@ from tests.mergekit.kept import digest, goldens
 from tests.mergekit.models import save_models
 from tests.mergekit.ours import merge_in_memory
 
-SPARSE = {"ties", "dare_ties", "dare_linear", "della", "della_linear", "breadcrumbs_ties"}
+LOOKED_OVER = {
+    "slerp",
+    "ties",
+    "dare_ties",
+    "dare_linear",
+    "della",
+    "della_linear",
+    "breadcrumbs_ties",
+}
 RECIPES = {
     f"{recipe['merge_method']}{seed}": (seed, recipe)
     for seed, recipe, *_ in goldens()
-    if recipe["merge_method"] in SPARSE and "slices" not in recipe
+    if recipe["merge_method"] in LOOKED_OVER and "slices" not in recipe
 }
 # What falls to equal magnitudes hangs on torch's sort of the whole, and what is rescaled on its sum.
 HALF = {

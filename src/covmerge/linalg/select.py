@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from math import log2
 from typing import Any
 
@@ -15,11 +14,9 @@ from torch import Tensor
 
 _DIGIT = 17  # bits that one pass settles: the counters, one MiB, stay in the cache
 _NEAR = 7  # a guess is taken to be right to so many bits
-# The first sixteenth of so many values tells nearly how large one of a rank is.
+# Every sixteenth of so many values tells nearly how large one of a rank is.
 _SAMPLED, _LEAST_SAMPLED = 16, 2**20
 _PART = 2**19  # values that are counted at once: temporaries stay small, whatever the block
-
-Blocks = Callable[[], Iterator[Tensor]]  # all values, each time from the first
 
 
 class MagnitudeSelect:
@@ -153,59 +150,41 @@ def kth_magnitude(vector: Tensor, rank: int) -> float:
         >>> kth_magnitude(torch.tensor([3.0, -1.0, 0.5, -4.0]), 3)
         3.0
     """
-    (found,) = search(lambda: iter([vector]), [rank], vector.numel(), vector.dtype)
+    (found,) = search(vector, [rank])
     return found.value
 
 
-def search(
-    blocks: Blocks, ranks: Sequence[int], count: int, dtype: torch.dtype
-) -> list[MagnitudeSelect]:
-    """Find the magnitudes of some ranks, counted from 1, of so many values in a few passes over them.
-
-    The first sixteenth of many values gives a guess.
+def search(vector: Tensor, ranks: Sequence[int]) -> list[MagnitudeSelect]:
+    """Find the magnitudes of some ranks, counted from 1; every sixteenth of many gives a guess.
 
     Raises:
         ValueError: there are fewer values than a rank asks for.
 
     Example:
-        >>> blocks = lambda: iter([torch.tensor([3.0, -1.0]), torch.tensor([0.5, -4.0])])
-        >>> [found.value for found in search(blocks, [1, 4], 4, torch.float32)]
+        >>> [found.value for found in search(torch.tensor([3.0, -1.0, 0.5, -4.0]), [1, 4])]
         [0.5, 4.0]
     """
-    if count < _LEAST_SAMPLED:
-        return _passed(blocks, [MagnitudeSelect(rank, dtype) for rank in ranks])
-    some = partial(_leading, blocks, count // _SAMPLED)
-    scaled = [partial(_scaled, rank, count) for rank in ranks]
-    guesses = _passed(some, [MagnitudeSelect(rank, dtype) for rank in scaled])
-    near = [guess.value for guess in guesses]
-    return _passed(
-        blocks, [MagnitudeSelect(r, dtype, near=n) for r, n in zip(ranks, near, strict=True)]
-    )
+    near: list[float | None] = [None] * len(ranks)
+    if vector.numel() >= _LEAST_SAMPLED:
+        sample = vector.reshape(-1)[::_SAMPLED]
+        scaled = [min(rank, max(1, rank // _SAMPLED)) for rank in ranks]
+        near = [found.value for found in _searched(sample, scaled, [None] * len(ranks))]
+    return _searched(vector, ranks, near)
 
 
-def _passed(blocks: Blocks, searches: Sequence[MagnitudeSelect]) -> list[MagnitudeSelect]:
-    """Carry out searches together, in as many passes as they take."""
-    while unsettled := [one for one in searches if not one.settled]:
-        for values in blocks():
-            for one in unsettled:
-                one.add(values)
-        for one in unsettled:
+def _searched(
+    vector: Tensor, ranks: Sequence[int], near: Sequence[float | None]
+) -> list[MagnitudeSelect]:
+    """Carry out searches, pass by pass."""
+    found = [
+        MagnitudeSelect(rank, vector.dtype, near=guess)
+        for rank, guess in zip(ranks, near, strict=True)
+    ]
+    for one in found:
+        while not one.settled:
+            one.add(vector)
             one.end_pass()
-    return list(searches)
-
-
-def _leading(blocks: Blocks, count: int) -> Iterator[Tensor]:
-    """The first so many values."""
-    for values in blocks():
-        yield values.reshape(-1)[:count]
-        count -= values.numel()
-        if count <= 0:
-            return
-
-
-def _scaled(rank: int, count: int, sampled: int) -> int:
-    """The rank among some of the values that a rank among all of them comes to."""
-    return min(rank, max(1, rank * sampled // count))
+    return found
 
 
 def _split(numbers: Tensor, width: int) -> tuple[int, Tensor]:

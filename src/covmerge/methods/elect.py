@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.masks import drop_below
-from covmerge.linalg.select import kth_magnitude, search, threshold_rank
+from covmerge.linalg.select import kth_magnitude, threshold_rank
 from covmerge.methods.registry import Groups, Parameters, Unit
 
 Density = Annotated[
@@ -72,10 +72,8 @@ class Threshold:
 
 def find_threshold(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Threshold:
     """Find one expert's threshold of a tensor that comes in blocks of rows."""
-    rank = threshold_rank(parameters["density"], prod(shape))
-    dtype = next(groups()).updates[0].dtype
-    (found,) = search(lambda: (group.updates[0] for group in groups()), [rank], prod(shape), dtype)
-    return Threshold(found.value)
+    sizes = torch.cat([group.updates[0].abs().reshape(-1) for group in groups()])
+    return Threshold(kth_magnitude(sizes, threshold_rank(parameters["density"], prod(shape))))
 
 
 def merge_agreeing(

@@ -20,7 +20,7 @@ from torch import Tensor
 from covmerge.errors import RecipeError
 from covmerge.linalg.bits import pack, unpack
 from covmerge.linalg.masks import drop_below
-from covmerge.linalg.select import MagnitudeSelect, search
+from covmerge.linalg.select import search
 
 Sparsify = Literal["none", "magnitude", "bernoulli", "ranked", "band"]
 
@@ -133,9 +133,10 @@ def keep(
         return NOTHING
     most = int(density * count)
     if how == "magnitude":
-        kept = _largest(blocks, shape, max(1, most))
+        kept = _largest(_whole(blocks, count, torch.float32), shape, max(1, most))
     elif how == "band":
-        kept = _band(blocks, shape, max(0, count - most - int(gamma * count)), most)
+        first = max(0, count - most - int(gamma * count))
+        kept = _band(_whole(blocks, count, torch.float32), shape, first, most)
     elif how == "bernoulli":
         kept = _by_chance(blocks, lambda own, dtype: torch.full_like(own, density, dtype=dtype))
     else:
@@ -165,24 +166,20 @@ def keep_probabilities(
     return ((rank - low) / (high - low)).clamp_(0, 1) * 2 * epsilon + (density - epsilon)
 
 
-def _largest(blocks: Blocks, shape: Sequence[int], most: int) -> Kept:
-    count = prod(shape)
-    (least,) = _search(blocks, [count - most + 1], count)
-    if count - least.below == most:
+def _largest(sizes: Tensor, shape: Sequence[int], most: int) -> Kept:
+    (least,) = search(sizes, [len(sizes) - most + 1])
+    if len(sizes) - least.below == most:
         return Kept(limits=(least.value, inf))
-    sizes = _whole(blocks, count, torch.float32)
     return Kept(mask=_bits(sizes.argsort(descending=True)[:most], shape))
 
 
-def _band(blocks: Blocks, shape: Sequence[int], first: int, most: int) -> Kept:
+def _band(sizes: Tensor, shape: Sequence[int], first: int, most: int) -> Kept:
     """Keep so many entries in the order of their magnitudes, after the `first` smallest."""
     if not most:
         return NOTHING
-    count = prod(shape)
-    low, high = _search(blocks, [first + 1, first + most], count)
+    low, high = search(sizes, [first + 1, first + most])
     if high.up_to - low.below == most:
         return Kept(limits=(low.value, high.value))
-    sizes = _whole(blocks, count, torch.float32)
     return Kept(mask=_bits(sizes.argsort()[first : first + most], shape))
 
 
@@ -190,10 +187,6 @@ def _bits(places: Tensor, shape: Sequence[int]) -> Tensor:
     kept = torch.zeros(prod(shape), dtype=torch.bool, device=places.device)
     kept[places] = True
     return pack(kept.view(*shape))
-
-
-def _search(blocks: Blocks, ranks: Sequence[int], count: int) -> list[MagnitudeSelect]:
-    return search(lambda: (rows.update.float() for rows in blocks()), ranks, count, torch.float32)
 
 
 def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor]) -> Kept:
@@ -205,7 +198,7 @@ def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor])
         probability = chances(update, dtype).float()
         drawn = numbers(tuple(probability.shape)).to(update.device)
         masks.append(pack((drawn < probability).view_as(update)))
-    return Kept(mask=torch.cat(masks), dtype=dtype)
+    return Kept(mask=masks[0] if len(masks) == 1 else torch.cat(masks), dtype=dtype)
 
 
 def _rescaled(kept: Kept, blocks: Blocks, count: int) -> Kept:
