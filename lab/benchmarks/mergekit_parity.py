@@ -1,10 +1,11 @@
-"""Recipes of mergekit beside mergekit itself, in turns: time, memory, and whether tensors are equal bit for bit.
+"""Recipes of mergekit beside mergekit itself, in turns: time, memory, tensors equal bit for bit.
 
     python -m benchmarks.mergekit_parity --mergekit VENV/bin/python --recipes DIR --models DIR --as gpt2
 
-Models are named by the recipes relative to --models. What is measured is put into results/mergekit.json under
-the name --as, recipe by recipe; `python -m benchmarks.performance` makes the page's table of it. Peaks are of the
-resident set, which counts pages of mapped files, and of what is the process's own (Linux alone says so).
+Models are named by the recipes relative to --models. What is measured is put into results/mergekit.json
+under the name --as, recipe by recipe; `python -m benchmarks.performance` makes the page's table of it.
+Peaks are of the resident set, which counts pages of mapped files, and of what is the process's own, seen
+every 50 ms.
 """
 
 from __future__ import annotations

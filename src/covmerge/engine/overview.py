@@ -12,6 +12,7 @@ import torch
 
 from covmerge.engine.inputs import Sources, seen_of
 from covmerge.engine.layer import Context, naming
+from covmerge.engine.torch_threads import torch_threads, use_threads
 from covmerge.methods import Method
 from covmerge.methods.registry import Known
 from covmerge.plan import Merge, WorkItem, looked_over_at_once
@@ -47,13 +48,9 @@ def in_lanes(do: Callable[[_In], _Out], given: Sequence[_In], most: int) -> list
     """
     lanes = min(torch.get_num_threads(), len(given), most)
     if lanes < 2:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with torch_threads(1):
             return [do(one) for one in given]
-        finally:
-            torch.set_num_threads(threads)
-    with ThreadPoolExecutor(lanes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(lanes, initializer=use_threads, initargs=(1,)) as pool:
         return list(pool.map(do, given))
 
 
