@@ -1,8 +1,12 @@
 """Tensors that are looked over and then merged by rows: the bytes of those that are merged whole."""
 
+import shutil
+
 import pytest
+from safetensors.torch import load_file, save_file
 
 from covmerge.engine import RunOptions, overview, worker
+from covmerge.errors import NotFiniteError
 from covmerge.plan import build, work
 from tests.mergekit.kept import digest, goldens
 from tests.mergekit.models import save_models
@@ -72,3 +76,14 @@ def test_bytes_are_those_of_the_whole(recipe, folder, looked_over):
     by_rows = merge_in_memory(given, folder, seed, RunOptions(threads=2))
     assert digest(by_rows) == digest(whole)
     assert len(found) > 5
+
+
+def test_what_is_not_finite_is_named_with_its_place(folder, looked_over, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / "llama" / "t0", broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][21, 3] = float("nan")
+    save_file(tensors, broken / "model.safetensors")
+    looked_over()
+    with pytest.raises(NotFiniteError, match=r"embed_tokens.* NaN or Inf .*\[21, 3\]"):
+        merge_in_memory({**OWN, "experts": {"a": str(broken)}}, folder, 0)

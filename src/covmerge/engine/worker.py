@@ -16,7 +16,6 @@ from covmerge.engine.look import look_at
 from covmerge.engine.overview import in_lanes, overview
 from covmerge.engine.selection import Selections
 from covmerge.plan import (
-    PARTS_AT_ONCE,
     AdapterTensor,
     Copy,
     Count,
@@ -24,6 +23,7 @@ from covmerge.plan import (
     Merge,
     Unwritten,
     WorkItem,
+    parts_at_once,
 )
 from covmerge.types import Json
 
@@ -109,9 +109,8 @@ def _by_overview(item: WorkItem, merge: Merge, sources: Sources, context: Contex
         return result.stats
 
     assert item.at_once is not None
-    return Result(
-        (rows,), _added_up(in_lanes(merged, list(item.parts(item.at_once)), PARTS_AT_ONCE))
-    )
+    parts = list(item.parts(item.at_once))
+    return Result((rows,), _added_up(in_lanes(merged, parts, parts_at_once(rows.numel()))))
 
 
 def _merged(

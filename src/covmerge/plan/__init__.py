@@ -28,14 +28,13 @@ from covmerge.plan.operations import Copy, Count, Look, Merge, Operation
 from covmerge.plan.slices import stacked
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.varied import Settings
-from covmerge.plan.work import PARTS_AT_ONCE, TensorPlan, WorkItem, looked_over_at_once
+from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
 
 __all__ = [
     "BASE",
     "MERGED",
     "MODEL",
     "OF_BASE",
-    "PARTS_AT_ONCE",
     "AdapterFactors",
     "AdapterTensor",
     "Copy",
@@ -60,5 +59,6 @@ __all__ = [
     "head_part",
     "looked_over_at_once",
     "mask_part",
+    "parts_at_once",
     "stacked",
 ]

@@ -33,7 +33,7 @@ from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.rules import Rules
 from covmerge.plan.types import Plan, Survey
-from covmerge.plan.work import PARTS_AT_ONCE, TensorPlan, WorkItem, looked_over_at_once
+from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
 from covmerge.recipe import Recipe
 from covmerge.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
 from covmerge.types import Role, TensorHeader
@@ -502,7 +502,8 @@ def _work_item(
     if overview:
         assert method.overview is not None
         looking = method.overview.entry_bytes(tensor.operation.parameters) * numel
-        merging = PARTS_AT_ONCE * (workspace + raw * prod(part) // numel) + count * numel // 8
+        merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
+        merging += count * numel // 8
         workspace = max(int(looking * looked_over_at_once(numel, count)), merging)
     return WorkItem(
         tensor,
@@ -569,6 +570,7 @@ def _looks_over(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
         and merge.procedure.overview is not None
         and merge.procedure.unit_for(merge.parameters) == "tensor"
         and isinstance(tensor.form, ModelTensor)
+        and not merge.writes_masks
         and len(shape) > 1
         and prod(shape) > BLOCK_ELEMENTS
     )

@@ -19,7 +19,7 @@ from covmerge.types import Role, TensorHeader
 _NARROW_ELEMENTS = 4 * 2**20
 # Of an overview: so many parts are merged at once, at most, a core each; and experts are looked over at
 # once as long as they have so many elements together.
-PARTS_AT_ONCE = 8
+_PARTS_AT_ONCE = 8
 _LOOKED_OVER_ELEMENTS = 2**25
 
 
@@ -90,10 +90,15 @@ class TensorPlan:
         return Stream(f"{self.name}\0{expert}", first_element)
 
 
+def parts_at_once(elements: int) -> int:
+    """How many parts of a tensor of so many elements are merged at once, where it was looked over."""
+    return 1 if elements <= _NARROW_ELEMENTS else _PARTS_AT_ONCE  # a narrow item has one core
+
+
 def looked_over_at_once(elements: int, experts: int) -> int:
     """How many experts' tensors of so many elements are looked over at once."""
     if elements <= _NARROW_ELEMENTS:
-        return 1  # the item has one core
+        return 1
     return max(1, min(experts, _LOOKED_OVER_ELEMENTS // elements))
 
 
