@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from covmerge.checkpoints import Journal, Staging, check_not_input, unpack
+from covmerge.checkpoints import Journal, Staging, check_not_input
 from covmerge.engine import (
     Context,
     Gathering,
@@ -26,6 +26,7 @@ from covmerge.engine import (
 )
 from covmerge.errors import InputError
 from covmerge.judgement import check_fit
+from covmerge.linalg.bits import unpack
 from covmerge.output import MergeResult, OutputFiles, merge_stats, run_figures
 from covmerge.plan import MODEL, Plan, head_part, mask_part
 from covmerge.rank_job import RankJob

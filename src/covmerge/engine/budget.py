@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from covmerge.engine.executor import moved_together
+from covmerge.engine.executor import held_together
 from covmerge.errors import ResourceError
 from covmerge.plan import Plan
 from covmerge.recipe import format_size
@@ -120,7 +120,7 @@ def plan_memory(
     """
     resident = psutil.Process().memory_info().rss + _OVERHEAD + held
     together = list(zip(*(plan.items for plan in plans), strict=True))
-    moved = list(map(moved_together, together))
+    moved = [held_together(items) + sum(item.write_bytes for item in items) for items in together]
     spaces = [
         max(item.workspace for item in items) + shared * items[0].read_bytes for items in together
     ]

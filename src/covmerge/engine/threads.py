@@ -13,7 +13,7 @@ import torch
 
 from covmerge.engine.budget import Budget
 from covmerge.engine.encode import Result
-from covmerge.engine.executor import Batch, Done, Span, Task, moved_together, read_together
+from covmerge.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.engine.inputs import Inputs, read_inputs
 from covmerge.engine.torch_threads import use_threads
 from covmerge.engine.worker import work
@@ -92,7 +92,8 @@ class _Pipeline:
         # Reading converts and scales, no more; a second thread would wait for it on a core of the lanes.
         use_threads(1)
         for index, batch in self._batches:
-            if not self._budget.acquire(moved_together(batch)):
+            written = sum(item.write_bytes for item in batch)
+            if not self._budget.acquire(held_together(batch) + written):
                 return
             with _span("read") as taken:
                 inputs = read_inputs(batch, self._task.sources)
@@ -137,7 +138,7 @@ class _Pipeline:
         narrow.submit(on_one_core, [inputs])
 
     def _finish(self, batch: Batch, cores: int) -> None:
-        self._budget.release(read_together(batch))
+        self._budget.release(held_together(batch))
         self._free.release(cores)
 
     def _compute(self, index: int, batch: Batch, inputs: Inputs, read: Span) -> None:

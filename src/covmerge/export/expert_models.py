@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, unpack
+from covmerge.checkpoints import MASKS_FOLDER, Checkpoint
 from covmerge.checkpoints.folder import open_file
 from covmerge.checkpoints.hashes import sha256_of
 from covmerge.checkpoints.json_file import read_object
@@ -19,6 +19,7 @@ from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
+from covmerge.linalg.bits import unpack
 from covmerge.quantised import open_plain
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.store import Store, StoredFile, WritableFile, WritableStore

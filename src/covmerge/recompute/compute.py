@@ -183,4 +183,6 @@ def _unrounded(item: WorkItem) -> WorkItem:
     """The item with a result in float64."""
     output = item.tensor.output
     header = TensorHeader(output.name, output.shape, torch.float64)
-    return replace(item, tensor=replace(item.tensor, output=header))
+    unrounded = replace(item, tensor=replace(item.tensor, output=header))
+    # A twin knows no overview: it sees the whole.
+    return replace(unrounded, overview=False, at_once=None) if item.overview else unrounded
