@@ -19,7 +19,7 @@ import torch
 from covmerge.engine.executor import Batch, Done, Span, Task
 from covmerge.engine.inputs import Sources, read_inputs
 from covmerge.engine.selection import Selections
-from covmerge.engine.torch_threads import use_threads
+from covmerge.engine.thread_count import use_threads
 from covmerge.engine.worker import work
 from covmerge.errors import CovmergeError, InputError, ResourceError
 
