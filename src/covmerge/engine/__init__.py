@@ -24,7 +24,7 @@ room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
 entries    items joined to tensors, tensors to totals; what methods noticed, each as its own type
 ties       tied tensors that are stored twice
-torch_threads  how many threads torch computes with, thread by thread
+thread_count  how many threads torch computes with, thread by thread
 """
 
 from covmerge.engine.advice import account_of_lengths
@@ -42,9 +42,9 @@ from covmerge.engine.ranks import Gathering, LeaderGoneError, Rank, Ranks, Sessi
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Progress, RunResult, run, run_part
 from covmerge.engine.survey import find_thresholds
+from covmerge.engine.thread_count import torch_threads, use_threads
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
-from covmerge.engine.torch_threads import torch_threads, use_threads
 from covmerge.engine.worker import work
 from covmerge.engine.workers import AUTO, Workers
 

@@ -12,7 +12,7 @@ import torch
 
 from covmerge.engine.inputs import Sources, seen_of
 from covmerge.engine.layer import Context, naming
-from covmerge.engine.torch_threads import torch_threads, use_threads
+from covmerge.engine.thread_count import torch_threads, use_threads
 from covmerge.methods import Method
 from covmerge.methods.registry import Known
 from covmerge.plan import Merge, WorkItem, looked_over_at_once

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from covmerge.engine.executor import Batch, Done, Span, Task
 from covmerge.engine.inputs import read_inputs
-from covmerge.engine.torch_threads import use_threads
+from covmerge.engine.thread_count import use_threads
 from covmerge.engine.worker import work
 from covmerge.errors import CheckpointError
 

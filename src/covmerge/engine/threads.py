@@ -15,7 +15,7 @@ from covmerge.engine.budget import Budget
 from covmerge.engine.encode import Result
 from covmerge.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.engine.inputs import Inputs, read_inputs
-from covmerge.engine.torch_threads import use_threads
+from covmerge.engine.thread_count import use_threads
 from covmerge.engine.worker import work
 
 
