@@ -149,12 +149,13 @@ class Journal:
 def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
     """The lines that end in a newline, and their bytes in all."""
     try:
-        content = file.read(_MAX_BYTES + 1, follow=False)
+        size = file.stamp()[0]
+        content = b"" if size > _MAX_BYTES else file.read(size, follow=False)
     except OSError as error:
         raise CheckpointError(
             f"cannot read the journal {file}: {error.strerror}; start over with --overwrite"
         ) from error
-    if len(content) > _MAX_BYTES:
+    if size > _MAX_BYTES:
         raise CheckpointError(
             f"cannot read the journal {file}: it is larger than {_MAX_BYTES} bytes, which none is; "
             "start over with --overwrite"

@@ -185,4 +185,6 @@ def _read(store: Store) -> dict[str, Any]:
         ) from error
     except CheckpointError as error:
         raise InputError(f"{file} cannot be read as a covmerge manifest: {error}") from error
+    except OSError as error:  # a loop of links
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error
     return manifest

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickletools
 import zipfile
 from collections.abc import Generator
-from typing import IO
+from typing import IO, cast
 
 from covmerge.errors import CheckpointError
 
@@ -18,6 +18,7 @@ SAVE_AGAIN = "load it where you trust it, and save its state dict with safetenso
 
 _MAX_PICKLE_BYTES = 100_000_000
 MAX_STEPS = 2_000_000  # a tensor takes 40
+_FIXED = 8  # bytes of the longest argument whose length is not told by the file
 
 
 def check_whole(size: int, where: str) -> None:
@@ -68,8 +69,9 @@ def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int =
         CheckpointError: there are too many.
     """
     left = most
+    bounded = _Bounded(pickled, where)
     for _ in range(pickles):
-        for _ in _opcodes(pickled):
+        for _ in _opcodes(bounded):
             left -= 1
             if left < 0:
                 raise CheckpointError(
@@ -78,8 +80,36 @@ def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int =
                 )
 
 
-def _opcodes(pickled: IO[bytes]) -> Generator[object]:
+class _Bounded:
+    """A file in which no step has an argument longer than what is left: room would be made for it first."""
+
+    def __init__(self, file: IO[bytes], where: str) -> None:
+        self._file, self._where = file, where
+        place = file.tell()
+        self._size = file.seek(0, 2)
+        file.seek(place)
+
+    def read(self, count: int) -> bytes:
+        """Read some bytes, as `pickletools` asks for them."""
+        left = self._size - self._file.tell()
+        if count > max(left, _FIXED):  # shorter ones `pickletools` finds cut short for itself
+            raise CheckpointError(
+                f"{self._where} is cut short: a step of its pickle has {count} bytes, and {left} are "
+                "left: fetch the file again"
+            )
+        return self._file.read(count)
+
+    def readline(self) -> bytes:
+        """Read a line."""
+        return self._file.readline()
+
+    def tell(self) -> int:
+        """Return the place in the file."""
+        return self._file.tell()
+
+
+def _opcodes(pickled: _Bounded) -> Generator[object]:
     try:
-        yield from pickletools.genops(pickled)
+        yield from pickletools.genops(cast("IO[bytes]", pickled))
     except (ValueError, MemoryError):
         return
