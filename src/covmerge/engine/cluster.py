@@ -147,8 +147,8 @@ class Cluster:
             names = ", ".join(dict.fromkeys(batch[0].tensor.name for _, batch in lot[:3]))
             raise ResourceError(
                 f"Ray could not do '{names}', which it tried {1 + _RETRIES} times "
-                f"({type(error).__name__}: {str(error).splitlines()[0]}). Is their memory too small? Go on "
-                "with --resume"
+                f"({type(error).__name__}: {str(error).splitlines()[0]}). Is the memory of its nodes too "
+                "small?"
             ) from error
         if isinstance(answer, BaseException):
             raise answer

@@ -132,8 +132,7 @@ class Processes:
             if index in stage.retried:
                 raise ResourceError(
                     f"two worker processes ended over '{batch[0].tensor.name}' (the last by "
-                    f"{_ended(dead.process)}): is the memory used up? Take fewer --workers, and go on "
-                    "with --resume"
+                    f"{_ended(dead.process)}): is the memory used up? Take fewer --workers"
                 )
             stage.retried.add(index)
             stage.again.append((index, batch))
