@@ -8,6 +8,8 @@ explain` prints all of it.
 |--------------------|-----------------------|--------------------------------------------------------|
 | `system_choice`    | primal, dual          | the fewer FLOPs; dual only while T·d_out < d_in: beyond |
 |                    |                       | that only the ridge gives its Gram matrix full rank     |
+| `precision_choice` | mixed, float64        | float32, primal: mixed, where cheaper; float64 where    |
+|                    |                       | the data want it (see `covariance.mixed`)               |
 | `cube_choice`      | inner, outer          | the fewer FLOPs                                         |
 | `symmetric_choice` | whole, strips         | strips, unless the matrix is one strip                  |
 | `spectrum_choice`  | svd, gram             | float64: SVD; float32: the float64 eigenproblem of the  |
@@ -26,6 +28,8 @@ import torch
 
 # A float64 operation takes the time of two in float32, the unit in which costs are estimated.
 FLOAT64 = 2.0
+# What passes over the updates beside take of the time of products, for each entry.
+_PASSES = 1000.0
 # Strips of a symmetric product: few enough that each is a large product, many enough to save.
 _STRIPS, _LEAST_STRIP, _LARGEST_STRIP = 6, 128, 384
 
@@ -77,6 +81,28 @@ def system_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
         "dual" if small and routes["dual"].flops < routes["primal"].flops else "primal",
         "fewer FLOPs; dual only while T·d_out < d_in",
     )
+
+
+def precision_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
+    """How the closed form is solved to float64's digits (see `covmerge.covariance.mixed`)."""
+    route = system_choice(d_out, d_in, count, itemsize).taken
+    sums, solve = (cost(route, d_out, d_in, count, 4) for cost in (sums_cost, solve_cost))
+    matrix = d_out * d_in
+    beside = _PASSES * matrix * count
+    routes = {
+        "mixed": Cost(
+            sums.flops + solve.flops + d_in**3 / 3 + beside,
+            sums.workspace + solve.workspace + 3 * matrix * 8,
+        ),
+        "float64": Cost(
+            FLOAT64 * (sums.flops + solve.flops + d_in**3 / 3),
+            2 * (sums.workspace + solve.workspace),
+        ),
+    }
+    possible = route == "primal" and itemsize != torch.float64.itemsize
+    taken = _cheapest(routes) if possible else "float64"
+    why = "float32, primal: the fewer FLOPs; float64 where the data want it"
+    return Choice("(ΣRC)(ΣC)⁻¹ exact", routes, taken, why)
 
 
 def cube_choice(n: int, d_in: int, itemsize: int) -> Choice:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from covmerge.covariance.estimate import Covariance
+from covmerge.covariance.mixed import solve_mixed
 from covmerge.covariance.normal import normal_equations
 from covmerge.linalg.auto import (
     FLOAT64,
@@ -24,7 +25,7 @@ from covmerge.linalg.auto import (
     system_choice,
 )
 from covmerge.linalg.cholesky import all_above
-from covmerge.linalg.lapack import multi_dot, norm
+from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
 from covmerge.linalg.spectral import EXACT, rank_tolerance
@@ -124,9 +125,10 @@ def auto(group: LinearGroup) -> Merged:
     agreement = min(1.0, float(shares.square().sum()) / alike)
     rtol = rank_tolerance(group.shape, first.dtype, None)
     fused = _least_squares(active, shares, rtol).to(first.dtype)
-    left, sigma = seen.directions(
+    spectrum = seen.spectrum(
         fused, rtol=rtol, rounding=EXACT if known else _rounding_of_sum(active)
     )
+    sigma = spectrum.sigma
     if not len(sigma) and known:
         return auto(replace(group, inputs=None))  # which see nothing of the updates
     noticed = Equalised(
@@ -142,9 +144,7 @@ def auto(group: LinearGroup) -> Merged:
     scale = agreement * whole / float((sigma * lift).sum())
     # What C₀ does not see is lifted as what it hardly sees; without C₀ that is rounding.
     unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
-    merged = multi_dot([left * (lift * scale - unseen).to(left.dtype), left.mT, fused])
-    if unseen:
-        merged.add_(fused, alpha=unseen)
+    merged = spectrum.lifted(lift * scale, unseen)
     lifted = sigma * lift * scale
     together = float((lengths * torch.tensor(active.weights, dtype=torch.float64)).sum())
     noticed = replace(
@@ -199,11 +199,17 @@ def _least_squares(active: Active, shares: Tensor, rtol: float) -> Tensor:
             active.updates, active.weights, active.norms, shares, strict=True
         )
     ]
-    normal = normal_equations(covariances)
     rounding = Rounding.together(
         error.times(sqrt(own.scale))
         for error, own in zip(active.rounding, covariances, strict=True)
     )
+    mixed = [replace(covariance, exact=False) for covariance in covariances]
+    energy = sum(own.scale * size**2 for own, size in zip(covariances, active.norms, strict=True))
+    floor = _CLEARLY * max(rtol**2 * energy, rounding.edge**2)
+    solved = solve_mixed(mixed, floor=floor)
+    if solved is not None:
+        return solved
+    normal = normal_equations(covariances)
     floor = max(rtol**2 * largest_eigenvalue(normal.gram), rounding.edge**2)
     if all_above(normal.gram, _CLEARLY * floor):
         return solve_ridge(normal)[0]
