@@ -1,35 +1,38 @@
-r"""W̄ = (Σ R_tC_t)(Σ C_t)⁻¹ of float32 updates to nearly float64's answer, by products in float32.
+r"""W̄ = (Σ R_tC_t)(Σ C_t)⁻¹ of float32 updates, by products in float32, as float64 has it to 3e-5.
 
-What float32 loses is in proportion to the largest eigenvalue of Σ s_tR_tᵀR_t, and a few directions of the inputs
-may have most of its energy. These, V `(d_in, k)`, are kept apart: with Y_t = R_tV and E_t = R_t − Y_tVᵀ, EV = 0,
+What float32 loses is in proportion to the largest eigenvalue of Σ s_tR_tᵀR_t, and a few directions of the
+inputs may have most of its energy. These, V `(d_in, k)`, are kept apart: with Y_t = R_tV and
+E_t = R_t − Y_tVᵀ, so that EV = 0,
 
-    Σ s_tR_tᵀR_t = V(ΣsYᵀY)Vᵀ + V(ΣsYᵀE) + (ΣsEᵀY)Vᵀ + ΣsEᵀE                     and so R_tR_tᵀR_t,
+    Σ sRᵀR  = V (ΣsYᵀY) Vᵀ + V (ΣsYᵀE) + (ΣsEᵀY) Vᵀ + ΣsEᵀE
+    Σ sRRᵀR = (ΣsYYᵀY + ΣsEEᵀY) Vᵀ + ΣsYYᵀE + ΣsEEᵀE
 
-where all that has Y is thin and made in float64, and ΣsEᵀE and ΣsEEᵀE are large, well conditioned and made in
-float32. The system is solved by blocks, V first. No bound is believed: the distance from the exact answer is
-measured by one vector in float64, and where it is too much, or a direction may be missing, there is no answer.
+where all that has Y is thin and made in float64, and ΣsEᵀE and ΣsEEᵀE are large, well conditioned and made
+in float32. The system is solved by blocks, V first. No bound is believed: how far the answer is off is
+measured along one vector in float64, and where that is too much, or where float32 cannot tell an
+eigenvalue from zero, there is no answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.normal import add_own_
 from covmerge.linalg.auto import precision_choice
 from covmerge.linalg.cholesky import Cholesky, all_above, factorize
-from covmerge.linalg.lapack import cholesky, eigh, norm, qr
-from covmerge.linalg.symmetric import mirror_
+from covmerge.linalg.lapack import cholesky, norm
+from covmerge.linalg.leading import leading_inputs
+from covmerge.linalg.symmetric import add_gram_, mirror_
 
 # A direction of so much of the mean eigenvalue is kept apart: at most one of so many, by the trace.
 _APART = 16.0
-# So many are looked for at once, by so many products; the first few tell whether there are any.
-_PROBES, _BLOCK, _POWERS = 8, 16, 2
 # Entries that are split at once, in a core's cache.
 _AT_ONCE = 2**17
 # What the answer may be off by, of its norm.
@@ -55,7 +58,7 @@ class _Leading:
     products: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def along(cls, axes: Tensor, d_out: int) -> _Leading:
+    def along(cls, axes: Tensor, d_out: int) -> Self:
         """Sums that are zero."""
         d_in, k = axes.shape
         sizes = (k, k), (k, d_in), (d_out, k)
@@ -78,7 +81,7 @@ class _Leading:
         self.own.add_(own, alpha=scale)
         self.across.add_(across)
         self.numerator.addmm_(led, own, alpha=scale).add_(led, alpha=covariance.ridge)
-        # Of the size of what is solved in float32 as well.
+        # V's own block, which is large, divides it: float32 will do.
         self.numerator.add_(rest @ across.mT.to(rest.dtype))
         self.products.append((led, across))
         return rest
@@ -90,32 +93,52 @@ class _Leading:
         return torch.addmm(numerator.to(torch.float64), torch.cat(led, 1), torch.cat(across))
 
 
-def solve_mixed(covariances: Sequence[Covariance], *, floor: float) -> Tensor | None:
+def solve_mixed(covariances: Sequence[Covariance], *, energy: float, floor: float) -> Tensor | None:
     """Return (Σ R_tC_t)(Σ C_t)⁻¹ `(d_out, d_in)`, float64, if float32 products can tell; None if not.
 
-    None too where an eigenvalue of Σ s_tR_tᵀR_t may be at or below `floor`.
+    Args:
+        covariances: of one shape. Of float64, and where float64 costs less (`precision_choice`), the
+            answer is None.
+        energy: Tr Σ s_tR_tᵀR_t.
+        floor: where an eigenvalue of Σ s_tR_tᵀR_t may be at or below it, the answer is None.
 
     Example:
         >>> draw = torch.Generator().manual_seed(0)
         >>> updates = [torch.randn(320, 256, generator=draw) for _ in range(2)]
         >>> unit = [Covariance(u, scale=1.0 / norm(u) ** 2, ridge=0.1 / 256) for u in updates]
-        >>> solve_mixed(unit, floor=1e-9).shape, solve_mixed(unit, floor=1.0)
-        (torch.Size([320, 256]), None)
+        >>> solve_mixed(unit, energy=2.0, floor=1e-9).shape
+        torch.Size([320, 256])
+        >>> solve_mixed(unit, energy=2.0, floor=1.0)
     """
     first = covariances[0].update
-    choice = precision_choice(*first.shape, len(covariances), first.dtype.itemsize)
-    mean = sum(c.scale * c.energy() for c in covariances) / first.shape[1]
-    if choice.taken != "mixed" or not (isfinite(mean) and mean > 0.0):
+    d_out, d_in = first.shape
+    choice = precision_choice(d_out, d_in, len(covariances), first.dtype.itemsize)
+    mean = energy / d_in
+    possible = isfinite(mean) and mean > 0.0
+    # What cannot be a factor in float32 has squares that leave it.
+    possible &= max(c.scale for c in covariances) <= torch.finfo(torch.float32).max
+    if choice.taken != "mixed" or not possible:
         return None
-    axes = _leading_axes(covariances, _APART * mean)
-    lower = first.new_zeros(first.shape[1], first.shape[1])
+    # What float32 can tell from zero: errors of the entries are independent.
+    least = max(floor, sqrt(d_in) * torch.finfo(first.dtype).eps * _APART * mean)
+    if not _some_above(covariances, least):
+        return None
+    axes = leading_inputs(
+        [covariance.root() for covariance in covariances],
+        [covariance.scale for covariance in covariances],
+        above=_APART * mean,
+        most=int(d_in / _APART),
+    )
+    if axes is None:
+        return None
+    lower = first.new_zeros(d_in, d_in)
     numerator = torch.zeros_like(first)
-    leading = _Leading.along(axes, len(first)) if axes.shape[1] else None
+    leading = _Leading.along(axes, d_out) if axes.shape[1] else None
     for covariance in covariances:
         rest = covariance.root() if leading is None else leading.split_(covariance)
         add_own_(lower, numerator, rest, covariance)
     ridge = sum(covariance.ridge for covariance in covariances)
-    system = _System.of(mirror_(lower), leading, ridge=ridge, mean=mean, floor=floor)
+    system = _System.of(mirror_(lower), leading, ridge=ridge, mean=mean, least=least, floor=floor)
     if system is None:
         return None
     solved = system.solve(numerator)
@@ -138,25 +161,37 @@ class _System:
 
     @classmethod
     def of(
-        cls, gram: Tensor, leading: _Leading | None, *, ridge: float, mean: float, floor: float
-    ) -> _System | None:
-        """Factorise ΣsEᵀE, which is lost, and what belongs to it; None where an eigenvalue may be too small."""
-        block = None
-        least = max(4.0 * floor, sqrt(len(gram)) * torch.finfo(gram.dtype).eps * _APART * mean)
-        if leading is not None:
-            plain = cholesky(leading.own)
-            block = cholesky(leading.own + ridge * torch.eye(len(leading.own)).to(leading.own))
-            if plain is None or block is None or not all_above(leading.own, least):
+        cls,
+        gram: Tensor,
+        leading: _Leading | None,
+        *,
+        ridge: float,
+        mean: float,
+        least: float,
+        floor: float,
+    ) -> Self | None:
+        """Factorise ΣsEᵀE, which is lost, and what belongs to it.
+
+        None where an eigenvalue is below `least`, or one of the whole may be below `floor`.
+        """
+        if leading is None:
+            if not all_above(gram, least):
                 return None
-            across, axes = leading.across.to(gram.dtype), leading.axes.to(gram.dtype)
-            without, within = (torch.cholesky_solve(leading.across, f) for f in (plain, block))
-            gram.addmm_(across.mT, without.to(gram.dtype), alpha=-1.0)
-            # EV = 0: there is nothing along V, which any number may stand for.
-            gram.addmm_(axes * mean, axes.mT)
+            return cls(factorize(gram, ridge=ridge), None, None)
+        plain, block = cholesky(leading.own), cholesky(_shifted(leading.own, ridge))
+        if plain is None or block is None or cholesky(_shifted(leading.own, -least)) is None:
+            return None
+        without, within = (torch.cholesky_solve(leading.across, f) for f in (plain, block))
+        # The whole is (I + N)ᵀ(V's block ⊕ its complement)(I + N), N = `without` off the diagonal.
+        if least < floor * (1.0 + norm(without)) ** 2:
+            return None
+        across, axes = leading.across.to(gram.dtype), leading.axes.to(gram.dtype)
+        gram.addmm_(across.mT, without.to(gram.dtype), alpha=-1.0)
+        # EV = 0: there is nothing along V, where any number may stand.
+        gram.addmm_(axes * mean, axes.mT)
         if not all_above(gram, least):
             return None
-        if leading is not None:
-            gram.addmm_(across.mT, (without - within).to(gram.dtype))
+        gram.addmm_(across.mT, (without - within).to(gram.dtype))
         return cls(factorize(gram, ridge=ridge), leading, block)
 
     def solve(self, numerator: Tensor) -> Tensor:
@@ -194,56 +229,22 @@ class _System:
             own.add_(vector, alpha=covariance.ridge)
             wanted.addmv_(root, own)
             image.add_(own)
-        return norm(wanted.addmv_(solved, image, alpha=-1.0)) / norm(solved)
+        size = norm(solved)
+        return norm(wanted.addmv_(solved, image, alpha=-1.0)) / size if size > 0.0 else inf
 
 
-def _leading_axes(covariances: Sequence[Covariance], above: float) -> Tensor:
-    """Orthonormal V `(d_in, k)`, float64, near the eigenvectors of Σ s_tR_tᵀR_t of larger eigenvalues.
+def _shifted(matrix: Tensor, shift: float) -> Tensor:
+    return matrix + shift * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
-    By block power iteration from fixed random vectors, block after block.
 
-    Raises:
-        OverflowError: the sums leave float32.
+def _some_above(covariances: Sequence[Covariance], least: float) -> bool:
+    """Whether Σ s_tR_tᵀR_t of a quarter of the inputs has no eigenvalue below `least`.
+
+    If it has one, so has the whole, and a sixteenth of the work has told.
     """
     first = covariances[0].update
-    d_in = first.shape[1]
-    draw = torch.Generator().manual_seed(0)
-    found = first.new_zeros(d_in, 0)
-
-    def image(vectors: Tensor) -> Tensor:
-        total = torch.zeros_like(vectors)
-        for covariance in covariances:
-            root = covariance.root()
-            total.addmm_(root.mT, root @ vectors, alpha=covariance.scale)
-        return total
-
-    def basis(vectors: Tensor) -> Tensor:
-        return qr(vectors - found @ (found.mT @ vectors))[0]
-
-    def ritz(vectors: Tensor) -> tuple[Tensor, Tensor]:
-        total = vectors.new_zeros(vectors.shape[1], vectors.shape[1])
-        for covariance in covariances:
-            seen = covariance.root() @ vectors
-            total.addmm_(seen.mT, seen, alpha=covariance.scale)
-        if not isfinite(float(total.sum())):
-            raise OverflowError("the sums of this layer overflow")
-        values, turn = eigh(total)
-        return values, vectors @ turn
-
-    def random(count: int) -> Tensor:
-        return torch.randn(d_in, count, generator=draw).to(first)
-
-    vectors = basis(image(basis(random(_PROBES))))
-    if float(ritz(vectors)[0][-1]) < above / 2.0:
-        return found.to(torch.float64)
-    vectors = basis(torch.cat([vectors, random(_BLOCK - _PROBES)], 1))
-    while found.shape[1] < d_in / _APART:
-        for _ in range(_POWERS):
-            vectors = basis(image(vectors))
-        values, vectors = ritz(vectors)
-        kept = values > above
-        found = torch.cat([found, vectors[:, kept]], 1)
-        if int(kept.sum()) < _BLOCK:
-            break
-        vectors = basis(random(_BLOCK))
-    return qr(found.to(torch.float64))[0]
+    part = first.shape[1] // 4
+    total = first.new_zeros(part, part)
+    for covariance in covariances:
+        add_gram_(total, covariance.root()[:, :part], covariance.scale)
+    return all_above(mirror_(total), least)

@@ -92,7 +92,8 @@ def add_own_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covaria
         covariance: s and ε.
     """
     scale = covariance.scale
-    if cube_choice(*root.shape, root.dtype.itemsize).taken == "outer":
+    d_out, d_in = root.shape
+    if cube_choice(d_out, d_in, root.dtype.itemsize).taken == "outer":
         add_gram_(lower, root, scale)
         numerator.addmm_(gram(root.mT), root, alpha=scale)
     else:

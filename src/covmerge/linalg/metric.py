@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from covmerge.linalg.lapack import cholesky, eigh, eigvalsh, multi_dot
+from covmerge.linalg.cholesky import lower_factor
+from covmerge.linalg.lapack import eigh, eigvalsh, multi_dot
 from covmerge.linalg.spectral import (
     EXACT,
     float64_gram,
@@ -20,7 +21,8 @@ from covmerge.linalg.spectral import (
 from covmerge.linalg.symmetric import half, times_lower
 from covmerge.types import Rounding
 
-# Elements of all updates that are multiplied together, or so many rows where these are long: C is read once for each.
+# Elements of all updates that are multiplied together, or so many rows where these are long: C is read
+# once for each.
 _BLOCK, _ROWS = 2**18, 256
 
 
@@ -72,19 +74,22 @@ class Metric:
         """The metric of a covariance of any scale; of None, or of one of 0, it is I."""
         if covariance is None:
             return cls()
-        whole = covariance.to(torch.float64)
-        mean = whole.diagonal().mean()
-        return cls(whole / mean if mean > 0.0 else None)
+        mean = covariance.diagonal().to(torch.float64).mean()
+        if not mean > 0.0:
+            return cls()
+        return cls(covariance.to(torch.float64, copy=True).div_(mean))
 
     @cached_property
-    def root(self) -> tuple[Tensor, bool]:
-        """L with LLᵀ = C, float64, and whether it is triangular: Cholesky's, or where C is singular VΛ^½."""
+    def factor(self) -> Tensor | None:
+        """L, lower triangular, with LLᵀ = C, float64; None where C is singular."""
+        return None if self.covariance is None else lower_factor(self.covariance)
+
+    @cached_property
+    def root(self) -> Tensor:
+        """L with LLᵀ = C, float64, where C is singular: VΛ^½."""
         assert self.covariance is not None
-        factor = cholesky(self.covariance)
-        if factor is not None:
-            return factor, True
         values, vectors = eigh(self.covariance)
-        return vectors * values.clamp_min(0.0).sqrt(), False
+        return vectors * values.clamp_min(0.0).sqrt()
 
     def dots(self, updates: Sequence[Tensor]) -> Tensor:
         """⟨Δ_tC^½, Δ_uC^½⟩ `(T, T)`, float64, row block by row block.
@@ -114,9 +119,12 @@ class Metric:
             >>> Metric().spectrum(update, rtol=1e-6).sigma.tolist()
             [3.0, 2.0]
         """
-        if self._by_outputs(update) or self._by_inputs(update):
-            outputs = self._by_outputs(update)
-            values, vectors = eigh(self._outputs(update) if outputs else float64_gram(update.mT))
+        d_out, d_in = update.shape
+        exact = update.dtype == torch.float64
+        if not exact and (d_out <= d_in or self.covariance is None):
+            outputs = d_out <= d_in
+            gram = self._outputs(update) if outputs else float64_gram(update.mT)
+            values, vectors = eigh(gram)
             sigma = values.clamp_min(0.0).sqrt().flip(0)
             rank, _ = numerical_rank(sigma, update.shape, rtol=rtol, rounding=rounding)
             kept = vectors.flip(1)[:, :rank].to(update.dtype)
@@ -126,34 +134,25 @@ class Metric:
 
     def nuclear_norm(self, update: Tensor) -> float:
         """Σσ of ΔC^½."""
-        if self._by_outputs(update):
+        if update.dtype != torch.float64 and len(update) <= update.shape[1]:
             return float(eigvalsh(self._outputs(update)).clamp_min(0.0).sqrt().sum())
         return nuclear_norm(self._seen(update))
 
-    def _by_inputs(self, update: Tensor) -> bool:
-        """Whether ΔᵀΔ in float64 is the cheapest way, and says the same."""
-        return self.covariance is None and update.dtype != torch.float64
-
-    def _by_outputs(self, update: Tensor) -> bool:
-        """Whether ΔCΔᵀ in float64 is the cheapest way, and resolves what the dtype does."""
-        d_out, d_in = update.shape
-        return update.dtype != torch.float64 and d_out <= d_in
-
     def _outputs(self, update: Tensor) -> Tensor:
         """ΔCΔᵀ `(d_out, d_out)`, float64."""
-        if self.covariance is None:
-            return float64_gram(update)
+        if self.covariance is None or self.factor is not None:
+            return float64_gram(self._seen(update))
         whole = update.to(torch.float64)
         found = times_lower(whole, half(self.covariance)) @ whole.mT
         return found + found.mT
 
     def _seen(self, update: Tensor) -> Tensor:
-        """ΔC^½, up to a rotation of its columns."""
+        """ΔC^½, up to a rotation of its columns, in Δ's dtype."""
         if self.covariance is None:
             return update
-        root, triangular = self.root
-        factor = root.to(update.dtype)
-        return times_lower(update, factor) if triangular else update @ factor
+        if self.factor is None:
+            return update @ self.root.to(update.dtype)
+        return times_lower(update, self.factor.to(update.dtype))
 
 
 def _blocks(updates: Sequence[Tensor]) -> Iterator[slice]:

@@ -194,7 +194,7 @@ def _least_squares(active: Active, shares: Tensor, rtol: float) -> Tensor:
     """
     ridge = _UNSEEN / active.d_in
     covariances = [
-        Covariance(update, scale=1.0 / size**2, ridge=ridge, exact=True).times(weight * float(s))
+        Covariance(update, scale=1.0 / size**2, ridge=ridge).times(weight * float(s))
         for update, weight, size, s in zip(
             active.updates, active.weights, active.norms, shares, strict=True
         )
@@ -203,13 +203,12 @@ def _least_squares(active: Active, shares: Tensor, rtol: float) -> Tensor:
         error.times(sqrt(own.scale))
         for error, own in zip(active.rounding, covariances, strict=True)
     )
-    mixed = [replace(covariance, exact=False) for covariance in covariances]
     energy = sum(own.scale * size**2 for own, size in zip(covariances, active.norms, strict=True))
     floor = _CLEARLY * max(rtol**2 * energy, rounding.edge**2)
-    solved = solve_mixed(mixed, floor=floor)
+    solved = solve_mixed(covariances, energy=energy, floor=floor)
     if solved is not None:
         return solved
-    normal = normal_equations(covariances)
+    normal = normal_equations([replace(own, exact=True) for own in covariances])
     floor = max(rtol**2 * largest_eigenvalue(normal.gram), rounding.edge**2)
     if all_above(normal.gram, _CLEARLY * floor):
         return solve_ridge(normal)[0]
