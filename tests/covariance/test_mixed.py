@@ -1,5 +1,7 @@
 """Least squares from float32 products: float64's answer, or none."""
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -12,19 +14,19 @@ from covmerge.linalg.lapack import norm
 from covmerge.twins import TWINS
 from covmerge.types import LinearGroup
 
-TALL, WIDE = (320, 256), (240, 288)
-I = torch.arange(1.0, 257.0, dtype=torch.float64)  # noqa: E741
+TALL, WIDE = (160, 128), (120, 144)
+I = torch.arange(1.0, 129.0, dtype=torch.float64)  # noqa: E741
 FULL = {
     "flat": I**0,
     "slow": I**-0.5,
     "trained": 1 / I,
     "knee": I**-2 + 1e-2,
     "one": torch.where(I == 1, 30.0, 0.03),
-    "clusters": torch.where(I <= 4, 30.0, torch.where(I <= 100, 1.0, 0.2)),
+    "clusters": torch.where(I <= 4, 30.0, torch.where(I <= 60, 1.0, 0.2)),
 }
 DEFICIENT = {
-    "low": torch.where(I <= 20, 1.0, 0.0),
-    "low and rounding": torch.where(I <= 20, 1.0, 1e-7),
+    "low": torch.where(I <= 10, 1.0, 0.0),
+    "low and rounding": torch.where(I <= 10, 1.0, 1e-7),
     "steep": I**-4,
 }
 
@@ -34,19 +36,20 @@ def small_layers_too(monkeypatch):
     monkeypatch.setattr(auto, "_PASSES", 0.0)
 
 
+@lru_cache
+def directions(n, k, count, seed):
+    """Orthonormal columns `(n, k)`, `count` times."""
+    draw = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(count, n, k, generator=draw, dtype=torch.float64)
+    return list(torch.linalg.qr(drawn)[0])
+
+
 def updates(sigma, shape, count=8, seed=0):
     """Updates of these singular values, in directions of their own."""
-    draw = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(count):
-        k = min(*shape, len(sigma))
-        left, right = (
-            torch.linalg.qr(torch.randn(n, k, generator=draw, dtype=torch.float64))[0]
-            for n in shape
-        )
-        update = (left * sigma[:k]) @ right.mT
-        found.append((update / update.norm()).float())
-    return found
+    k = min(*shape, len(sigma))
+    sides = (directions(n, k, count, seed + n) for n in shape)
+    found = [(left * sigma[:k]) @ right.mT for left, right in zip(*sides, strict=True)]
+    return [(update / update.norm()).float() for update in found]
 
 
 def solved(deltas, floor=1e-12):
@@ -74,12 +77,12 @@ def test_where_directions_may_be_missing_there_is_no_answer(kind, shape):
 @pytest.mark.parametrize("leading", [False, True])
 def test_one_missing_direction_is_seen(null, leading):
     deltas = updates(FULL["trained" if leading else "flat"], TALL)
-    vector = torch.zeros(256, dtype=torch.float64)
+    vector = torch.zeros(128, dtype=torch.float64)
     vector[-1] = 1.0
     if null == "direction":
-        vector = torch.randn(256, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        vector = torch.randn(128, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         vector /= vector.norm()
-    without = torch.eye(256, dtype=torch.float64) - torch.outer(vector, vector)
+    without = torch.eye(128, dtype=torch.float64) - torch.outer(vector, vector)
     assert solved(deltas)[0] is not None
     assert solved([(d.double() @ without).float() for d in deltas])[0] is None
 
@@ -93,7 +96,7 @@ def test_the_answer_is_that_of_float64(kind, shape):
 
 
 def test_inputs_of_other_sizes():
-    sizes = torch.ones(256).index_fill_(0, torch.tensor([3, 200]), 300.0)
+    sizes = torch.ones(128).index_fill_(0, torch.tensor([3, 100]), 300.0)
     found, expected = solved([d * sizes for d in updates(FULL["flat"], TALL)])
     assert found is not None and off(found, expected) < 1.5 * mixed._OFF
 
@@ -141,7 +144,7 @@ def test_an_eigenvalue_below_the_floor():
 
 
 def test_float64_is_left_alone():
-    covariances = [Covariance(torch.ones(320, 256, dtype=torch.float64), ridge=1.0)]
+    covariances = [Covariance(torch.ones(160, 128, dtype=torch.float64), ridge=1.0)]
     assert solve_mixed(covariances, energy=1.0, floor=0.0) is None
 
 
@@ -153,7 +156,7 @@ def test_auto_is_that_of_the_twin(kind, shape, inputs):
     c0 = None
     if inputs:
         draw = torch.Generator().manual_seed(2)
-        z = torch.randn(600, shape[1], generator=draw) / torch.arange(1.0, shape[1] + 1).sqrt()
+        z = torch.randn(300, shape[1], generator=draw) / torch.arange(1.0, shape[1] + 1).sqrt()
         c0 = z.mT @ z
     found = merge_layer(deltas, "auto", base_inputs=c0)
     twin = TWINS["auto"](LinearGroup(tuple(deltas), (1.0,) * len(deltas), inputs=c0))

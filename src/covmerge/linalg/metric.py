@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from covmerge.linalg.auto import DOTS_BLOCK, DOTS_ROWS
 from covmerge.linalg.cholesky import lower_factor
 from covmerge.linalg.lapack import eigh, eigvalsh, multi_dot
 from covmerge.linalg.spectral import (
@@ -20,10 +21,6 @@ from covmerge.linalg.spectral import (
 )
 from covmerge.linalg.symmetric import half, times_lower
 from covmerge.types import Rounding
-
-# Elements of all updates that are multiplied together, or so many rows where these are long: C is read
-# once for each.
-_BLOCK, _ROWS = 2**18, 256
 
 
 @dataclass(frozen=True)
@@ -105,9 +102,9 @@ class Metric:
         lower = None if self.covariance is None else half(self.covariance.to(updates[0].dtype))
         for rows in _blocks(updates):
             block = torch.cat([update[rows] for update in updates])
-            seen = block / 2.0 if lower is None else times_lower(block, lower)
+            seen = block if lower is None else times_lower(block, lower)
             total += seen.reshape(count, -1) @ block.reshape(count, -1).mT
-        return (total + total.mT).cpu()
+        return ((total + total.mT) / (2.0 if lower is None else 1.0)).cpu()
 
     def spectrum(self, update: Tensor, *, rtol: float, rounding: Rounding = EXACT) -> Spectrum:
         """The singular values of ΔC^½ within the numerical rank, and its left directions.
@@ -157,6 +154,6 @@ class Metric:
 
 def _blocks(updates: Sequence[Tensor]) -> Iterator[slice]:
     d_out, d_in = updates[0].shape
-    step = max(1, max(_BLOCK, _ROWS * d_in) // (len(updates) * d_in))
+    step = max(1, max(DOTS_BLOCK // d_in, DOTS_ROWS) // len(updates))
     for start in range(0, d_out, step):
         yield slice(start, start + step)

@@ -66,7 +66,7 @@ def times_lower(rows: Tensor, lower: Tensor) -> Tensor:
     """
     found = torch.empty_like(rows)
     for strip in _strips(lower):
-        found[:, strip] = rows[:, strip.start :] @ lower[strip.start :, strip]
+        torch.mm(rows[:, strip.start :], lower[strip.start :, strip], out=found[:, strip])
     return found
 
 

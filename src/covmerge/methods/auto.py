@@ -17,9 +17,10 @@ from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.mixed import solve_mixed
 from covmerge.covariance.normal import normal_equations
 from covmerge.linalg.auto import (
-    FLOAT64,
     Cost,
+    dots_cost,
     metric_cost,
+    precision_choice,
     solve_cost,
     sums_cost,
     system_choice,
@@ -45,20 +46,24 @@ _CLEARLY = 1.1
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # With C₀: what it costs beside comes from it.
-    route = system_choice(d_out, d_in, count, 8).taken
+    # With C₀: what it costs beside comes from it. Memory as where float32 could not tell.
+    matrix, route = d_out * d_in, system_choice(d_out, d_in, count, 8).taken
     sums = sums_cost(route, d_out, d_in, count, 8)
     solve = solve_cost(route, d_out, d_in, count, 8)
-    matrix, inputs = d_out * d_in, d_in * d_in
     spectra = metric_cost(d_out, d_in, itemsize)
-    products = 2.0 * matrix * (count * (d_in + count) + 2 * min(d_out, d_in))
+    dots = dots_cost(d_out, d_in, count, itemsize)
     return Cost(
-        FLOAT64 * (sums.flops + solve.flops) + 2 * spectra.flops + products,
+        precision_choice(d_out, d_in, count, itemsize).cost.flops
+        + spectra.flops
+        + dots.flops
+        + 4.0 * matrix * min(d_out, d_in),
         max(
-            2 * matrix * 8 + sums.workspace + solve.workspace, spectra.workspace + matrix * itemsize
+            2 * matrix * 8 + sums.workspace + solve.workspace,
+            spectra.workspace + matrix * itemsize,
+            dots.workspace,
         )
         + 2 * matrix * itemsize
-        + inputs * (8 + itemsize),
+        + d_in * d_in * (8 + itemsize),
     )
 
 
