@@ -100,7 +100,7 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
             auto.precision_choice(d_out, d_in, count, 4),
             {
                 "mixed": lambda c=unit: solve_mixed(c, energy=len(c), floor=1e-12),
-                "float64": lambda c=exact: _checked(normal._primal(c)),
+                "float64": lambda c=exact: _checked(normal.normal_equations(c)),
             },
         )
     for n, d_in in ((256, 1024), (768, 3072), (640, 1024), (768, 768), (3072, 768)):
