@@ -453,8 +453,7 @@ def _read_tokenizer(path: Path) -> None:
 
 _CARDS = {
     "usual": "---\nlicense: apache-2.0\nbase_model: org/base\ntags:\n- a\n- b\n---\n# A model\n",
-    "other": "---\nlicense: other\nlicense_name: llama3.2\nlicense_link: LICENSE.txt\n"
-    "metrics: [{a: 1}]\n---\n",
+    "other": "---\nlicense: other\nlicense_name: llama3.2\nlicense_link: LICENSE.txt\nx: [1]\n---\n",
 }
 
 

@@ -1,5 +1,6 @@
 """What the campaign of hostile inputs found, each as the smallest input that showed it."""
 
+import json
 import os
 import pickle
 import tracemalloc
@@ -12,8 +13,9 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.checkpoints import Journal, open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
-from covmerge.errors import CheckpointError, InputError
+from covmerge.errors import CheckpointError, InputError, RecipeError
 from covmerge.quantised import dequantised
+from covmerge.recompute import recompute
 from covmerge.statistics import Reading
 from covmerge.statistics.examples import read_texts
 from tests.cli.runs import save_plain
@@ -53,6 +55,30 @@ def test_a_manifest_that_is_a_loop_of_links(tmp_path):
     (tmp_path / "covmerge.json").symlink_to("covmerge.json")
     with pytest.raises(InputError, match=r"covmerge.json cannot be read"):
         read_manifest(tmp_path)
+
+
+def test_an_output_that_goes_on_after_its_tensors_is_not_hashed(tmp_path):
+    save_plain(tmp_path, layers=1, width=4)
+    covmerge.merge(
+        tmp_path / "base.safetensors", [tmp_path / "a.safetensors"], "average", tmp_path / "out"
+    )
+    os.truncate(tmp_path / "out" / "model.safetensors", 2**40)
+    checks = {check.name: check for check in covmerge.verify(tmp_path / "out").checks}
+    assert not checks["files"].ok
+    assert "model.safetensors cannot be read" in checks["files"].detail
+
+
+@pytest.mark.parametrize("again", [covmerge.report, recompute])
+def test_a_recipe_that_is_recorded_wrong_is_found(again, tmp_path):
+    save_plain(tmp_path, layers=1, width=4)
+    base = tmp_path / "base.safetensors"
+    covmerge.merge(base, [tmp_path / "a.safetensors"], "task_arithmetic", tmp_path / "out")
+    path = tmp_path / "out" / "covmerge.json"
+    manifest = json.loads(path.read_text())
+    manifest["recipe"]["parameters"] = {"x": 1}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(RecipeError, match=r"covmerge.json: method 'task_arithmetic' has no"):
+        again(tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.json"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
-from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
 from covmerge.engine import (
     Batch,
     Context,
@@ -106,7 +106,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
             f"{folder} is an adapter, and only merged models are computed again: verify it without "
             "--deep"
         )
-    with sources_of(recipe) as checkpoints:
+    with recorded_in(folder), sources_of(recipe) as checkpoints:
         checkpoints.materialize()
         check_sources(checkpoints, manifest)
         exact = recipe.model_copy(update={"dtype": "float64"})
