@@ -136,7 +136,7 @@ def with_executor(
     """
     if name is not None and name not in EXECUTORS:
         raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
-    if patience <= 0:
+    if not patience > 0:
         raise InputError(f"--patience {patience:g}: give seconds above 0")
     if name == "threads" and options.workers != 1:
         raise InputError("--executor threads is one process: leave out --workers")

@@ -33,7 +33,8 @@ from covmerge.version import __version__
 _PLAN = "plan"
 _MOST_BYTES = 2**28  # of a plan, or of a stage
 _POLL = 0.2  # seconds between two looks
-_BEATS = 12  # a rank says so often, while others would take it for gone, that it is there
+_BEAT = 10.0  # seconds after which a rank says that it is there,
+_BEATS = 12  # and as often at least while others would take it for gone
 
 
 class LeaderGoneError(Exception):
@@ -70,7 +71,7 @@ class Session:
 
     def __enter__(self) -> Session:
         try:
-            beat = self._patience / _BEATS
+            beat = min(_BEAT, self._patience / _BEATS)
             self._ledger = Ledger(self.folder, self.who, beat, self.ledgers)
         except InputError:
             self.check()
