@@ -96,6 +96,28 @@ def of_compressed_tensors() -> Iterator[tuple[str, Layer]]:
         yield f"compressed-tensors {kind} {strategy} {symmetric}", stored
 
 
+def of_packed_integers() -> Iterator[tuple[str, Layer]]:
+    """INT4 and INT8 in words, by group and by row."""
+    compressors: Any = importlib.import_module("compressed_tensors.compressors.pack_quantized.base")
+    quantization: Any = importlib.import_module("compressed_tensors.quantization")
+    packer = compressors.PackedQuantizationCompressor
+    for bits, group in ((4, 32), (8, None)):
+        own = weight(24, 96).to(torch.bfloat16)
+        args = quantization.QuantizationArgs(
+            num_bits=bits,
+            type="int",
+            symmetric=True,
+            strategy="channel" if group is None else "group",
+            group_size=group,
+        )
+        scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+        scale = own.view(24, -1, group or 96).abs().amax(2) / (2 ** (bits - 1) - 1)
+        stored = packer.compress({"weight": own, "weight_scale": scale}, scheme)
+        read = packer.decompress(dict(stored), scheme)["weight"]
+        layer = {f"fc.{name}": tensor for name, tensor in stored.items()}
+        yield f"compressed-tensors packed {bits}", {**layer, EXPECTED: read}
+
+
 def of_gptq(folder: Path) -> Iterator[tuple[str, Layer]]:
     """4 and 8 bits in both versions, the groups in order or mixed."""
     convert = gptqmodel(folder).convert_gptq_file
@@ -161,7 +183,9 @@ def main() -> None:
     """Write the file of goldens."""
     folder = Path(sys.argv[1])
     found: dict[str, Tensor] = {}
-    for cases in (of_bitsandbytes(), of_compressed_tensors(), of_gptq(folder), of_awq(folder)):
+    integers = of_packed_integers()
+    plain = (of_bitsandbytes(), of_compressed_tensors(), integers)
+    for cases in (*plain, of_gptq(folder), of_awq(folder)):
         for case, layer in cases:
             found |= {f"{case}/{name}": tensor.contiguous() for name, tensor in layer.items()}
             print(case, {name: (tuple(t.shape), t.dtype) for name, t in layer.items()})

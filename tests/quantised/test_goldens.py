@@ -16,6 +16,13 @@ for key, tensor in load_file(GOLDEN).items():
     LAYERS.setdefault(case, {})[name] = tensor
 
 BLOCKS = {"group_0": {"weights": {"block_structure": [32, 32]}}}
+
+
+def packed(bits):
+    scheme = {"num_bits": bits, "type": "int", "group_size": 32 if bits == 4 else None}
+    return {"format": "pack-quantized", "config_groups": {"group_0": {"weights": scheme}}}
+
+
 SETTINGS = {
     "bitsandbytes": {},
     "gptq 4 gptq_v2": {"bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
@@ -23,6 +30,7 @@ SETTINGS = {
     "gptq 8 gptq": {"bits": 8, "group_size": 32},
     "awq": {"bits": 4, "group_size": 32, "version": "gemm"},
     "compressed-tensors float": {"format": "float-quantized", "config_groups": BLOCKS},
+    **{f"compressed-tensors packed {bits}": packed(bits) for bits in (4, 8)},
     "compressed-tensors int": {"format": "int-quantized"},
 }
 
@@ -101,6 +109,14 @@ def test_rows_are_rows_of_the_whole(tmp_path, case, piece, monkeypatch):
             "stored as nothing|packed",
         ),
         ("compressed-tensors int channel False", "fc.weight_zero_point", lambda t: t[1:], "40, 1"),
+        ("compressed-tensors packed 4", "fc.weight_packed", lambda t: t[:, 1:], "says .24, 96."),
+        (
+            "compressed-tensors packed 4",
+            "fc.weight_scale",
+            lambda t: t[1:],
+            "where its layer needs",
+        ),
+        ("compressed-tensors packed 4", "fc.weight_shape", lambda t: t + 1, "says .25, 97."),
         ("gptq 4 gptq", "fc.qzeros", lambda t: t[1:], "where its layer needs"),
         ("gptq 4 gptq", "fc.scales", lambda t: t.float()[:, 1:], "where its layer needs"),
         ("gptq 4 gptq", "fc.g_idx", lambda t: t[1:], "where its layer needs"),
