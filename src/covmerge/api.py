@@ -41,6 +41,8 @@ def merge(
     form: Literal["model", "adapter", "peft", "kohya", "diffusers"] = "model",
     rank: int | None = None,
     whole: bool = False,
+    quantise: str = "none",
+    keep: Sequence[str] = (),
     device: str = "cpu",
     threads: int | None = None,
     workers: Workers = 1,
@@ -78,6 +80,8 @@ def merge(
         form: write merged weights, or one adapter of the base: in the experts' form or the one named.
         rank: largest rank of the adapter; None: exact.
         whole: have the adapter hold what full models changed outside their layers, as it is.
+        quantise: quantised format of linear layers (docs/quantised.md); `same` is the base's own.
+        keep: patterns of tensor names that stay plain.
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
         workers: processes that share the work, with the same bytes; sources and output are files. `auto`:
@@ -126,6 +130,8 @@ def merge(
             **output_as(form),
             "rank": rank,
             "whole": whole,
+            "quantise": quantise,
+            "keep": list(keep),
         },
     )
     job = Job(

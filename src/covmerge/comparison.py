@@ -379,7 +379,7 @@ class CompareJob:
 
 
 def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:
-    items = [cast("Mapping[str, Any]", item) for item in done.items if item]
+    items = [cast("Mapping[str, Any]", item) for item in done.items if "merged" in item]
     norm = sqrt(sum(item["merged"] for item in items))
     sizes = _norms(done.items)
     dots = {name: sum(item["dots"].get(name, 0.0) for item in items) for name in sizes}

@@ -52,6 +52,8 @@ class Job:
         """
         if self.out is None and self.recipe.output.format == "adapter":
             raise InputError("an adapter is written to a folder: give an output folder")
+        if self.out is None and self.recipe.output.quantise != "none":
+            raise InputError("a quantised model is written to a folder: give an output folder")
         before = None
         if self.out is not None:  # before the base is run
             check_not_input(self.out, checkpoints.paths())

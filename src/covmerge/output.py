@@ -20,6 +20,7 @@ from covmerge.engine import (
     RunResult,
     Span,
     account_of_lengths,
+    account_of_losses,
     peak_memory,
     seen_in,
     tensor_entries,
@@ -127,12 +128,13 @@ class OutputFiles:
                 _config_dtype(plan),
                 stack_order(checkpoints.base),
                 plain=not is_quantised(checkpoints.base),
+                quantisation=plan.quantisation,
                 known=checkpoints.companions,
                 tokens=checkpoints.text.files,
             )
             config = checkpoints.base.config
             if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file
-                write_config(store, config, _config_dtype(plan))
+                write_config(store, config, _config_dtype(plan), plan.quantisation)
                 self._copied = self._copied.with_config(CONFIG)
         self._files += self._copied.copied
 
@@ -337,8 +339,9 @@ def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[dict[st
     account = account_of(seen, always=WORDS) + account_of_lengths(entries, seen)
     heads = {expert: sorted(kept) for expert, kept in plan.heads.items()}
     factors = rescalers_of(seen)
-    rescaled = {"rescalers": factors} if factors else {}
     counted = totals(entries, account.totals)
+    account += account_of_losses(counted)
+    rescaled = {"rescalers": factors} if factors else {}
     return {"totals": counted, "heads": heads, **rescaled, "tensors": entries}, account
 
 

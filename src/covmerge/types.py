@@ -59,8 +59,10 @@ class TensorHeader:
         """Bytes of some rows of the first axis."""
         return len(rows) * prod(self.shape[1:]) * self.dtype.itemsize
 
-    def row_blocks(self, elements: int) -> Iterator[range | None]:
+    def row_blocks(self, elements: int, multiple: int = 1) -> Iterator[range | None]:
         """Ranges of the first axis of about `elements` elements each; None for a scalar.
+
+        All but the last have a multiple of so many rows.
 
         Example:
             >>> list(TensorHeader("w", (5, 4), torch.float32).row_blocks(8))
@@ -69,7 +71,8 @@ class TensorHeader:
         if not self.shape:
             yield None
             return
-        step = max(1, elements // max(1, prod(self.shape[1:])))
+        rows = elements // max(1, prod(self.shape[1:]))
+        step = max(1, rows // multiple) * multiple
         # An empty tensor still has one block, so that it is written.
         for start in range(0, max(1, self.shape[0]), step):
             yield range(start, min(start + step, self.shape[0]))

@@ -84,6 +84,8 @@ def test_defaults() -> None:
             "whole": False,
             "dtype": "base",
             "shard_size": 5_000_000_000,
+            "quantise": "none",
+            "keep": [],
         },
     }
 
@@ -146,7 +148,8 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ),
         (
             "output: {zzz: 1}",
-            "r.yml:3: unknown key 'zzz' in output. Known: dtype, format, names, rank, shard_size, whole.",
+            "r.yml:3: unknown key 'zzz' in output. Known: dtype, format, keep, names, quantise, rank, "
+            "shard_size, whole.",
         ),
         (
             "rules:\n  - {role: norm, use: base}\n  - {mtch: x, use: base}",
@@ -163,7 +166,7 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         (
             "output: 5GB",
             "r.yml:3: output is '5GB'; it must be a mapping with the keys format, names, rank, whole, "
-            "dtype, shard_size",
+            "dtype, shard_size, quantise, keep",
         ),
         (
             "output:\n  shard_size: 5Gb",

@@ -36,6 +36,7 @@ class _Part(BaseModel):
 
 class _Output(_Part):
     format: Literal["model", "adapter"] = "model"
+    quantise: str = "none"
 
 
 class _Expert(_Part):
@@ -62,12 +63,31 @@ class _Rule(_Part):
     tensors: _Size
 
 
+class _Loss(_Part):
+    layer: str = ""
+    tensors: _Size
+    error: float
+    lost: float | None = None
+    kept: float | None = None
+
+
+class _Quantised(_Loss):
+    layers: list[_Loss]
+
+
+class _Packed(_Part):
+    format: str
+    error: float
+    kept: float | None = None
+
+
 class _Totals(_Part):
     by_rule: list[_Rule]
     merged_norm: float
     rounding_loss: float
     left_out_energy: float = 0.0
     discarded_energy: float = 0.0
+    quantised: _Quantised | None = None
 
 
 class _Place(_Part):
@@ -88,6 +108,7 @@ class _Tensor(_Part):
     matrices: list[dict[str, Any]] = []
     adapter: _Place | None = None
     left_out: bool = False
+    quantised: _Packed | None = None
 
 
 class _File(_Part):

@@ -20,6 +20,11 @@ class View:
         self._stored = stored
 
     @property
+    def seen(self) -> Checkpoint:
+        """The checkpoint that it is a view of."""
+        return self._stored
+
+    @property
     def folder(self) -> Path | None:
         """See `Checkpoint.folder`."""
         return self._stored.folder

@@ -50,6 +50,8 @@ class RecipeFlags:
     form: str | None = None
     rank: int | None = None
     whole: bool | None = None
+    quantise: str | None = None
+    keep: Sequence[str] = ()
     seed: int | None = None
     lenient: bool = False
 
@@ -184,7 +186,9 @@ def _laid_over(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> R
             shard_size=flags.shard_size,
             rank=flags.rank,
             whole=flags.whole,
+            quantise=flags.quantise,
         )
+        | ({"keep": list(flags.keep)} if flags.keep else {})
         | output_as(flags.form)
     )
     data.update(_given(base=flags.base, base_statistics=flags.base_statistics, dtype=flags.dtype))

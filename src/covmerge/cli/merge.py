@@ -104,6 +104,23 @@ def merge(
             help="Largest file, such as 5GB or 512MiB.",
         ),
     ] = None,
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            rich_help_panel=options.OUTPUT,
+            help="Write linear layers quantised: same (as the base), fp8-block, nf4, gptq and others "
+            "(docs/quantised.md).",
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            rich_help_panel=options.OUTPUT,
+            help="Tensors that --quantise leaves plain, such as '*.down_proj.*'; may be given again.",
+        ),
+    ] = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     report: Annotated[
@@ -170,6 +187,8 @@ def merge(
         form=form,
         rank=rank,
         whole=whole or None,
+        quantise=quantise,
+        keep=keep or (),
         seed=seed,
         lenient=lenient,
     )

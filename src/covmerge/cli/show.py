@@ -27,6 +27,7 @@ from covmerge.stores.store import Store
 from covmerge.text import some
 from covmerge.verification import Verification
 
+_LAYERS = 12  # of a table by layer
 NOTE, WARNING = "note", "warning"  # labels of what a reader should not miss
 _STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
 
@@ -127,6 +128,8 @@ def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -
     for row in totals["by_rule"]:
         rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
     console.print(rules)
+    if "quantised" in totals:
+        show_losses(console, totals["quantised"]["layers"])
     checks = [check.name for check in report.checks]
     console.print(
         facts(
@@ -149,6 +152,25 @@ def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -
     console.print("\nNext:")
     for line in _next_commands(report.folder):
         console.print(f"  {line}", soft_wrap=True)
+
+
+def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
+    """Print what rounding to a quantised format did to the update, the worst layers of many."""
+    ordered = sorted(layers, key=lambda own: -own.get("lost", 0.0))
+    shown = [own for own in layers if own in ordered[:_LAYERS]]
+    numbers = ("tensors", "rounding", "noise", "kept")
+    rows = table("layer", *numbers, right=numbers)
+    for own in shown:
+        lost, kept = (f"{own[key]:.1%}" if key in own else "-" for key in ("lost", "kept"))
+        rows.add_row(
+            printable(own["layer"]), str(own["tensors"]), f"{own['error']:.2%}", lost, kept
+        )
+    console.print(rows)
+    told = "rounding: of the weights, at most of a tensor; noise and kept: of the merged update"
+    more = len(layers) - len(shown)
+    console.print(
+        f"{told}{f'; {more} layers with less noise are in covmerge.json' if more else ''}"
+    )
 
 
 def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 inputs     what an item reads, and the updates it becomes
 layer      the updates of some rows, and what methods make of them
 encode     a merged update in the form that the plan asks for
+pack       merged rows as a quantised format stores them
 look       what an inspection says of some rows
 worker     one function: the operands of some rows in, what becomes of them out
 measures   what a comparison says of merged updates
@@ -22,6 +23,7 @@ budget     bytes that may be alive at once
 options    how a run is done: device, threads, memory, resume, progress
 room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
+losses     what rounding to a quantised format left of the update, by layer
 entries    items joined to tensors, tensors to totals; what methods noticed, each as its own type
 ties       tied tensors that are stored twice
 thread_count  how many threads torch computes with, thread by thread
@@ -34,6 +36,7 @@ from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
+from covmerge.engine.losses import account_of_losses
 from covmerge.engine.options import RunOptions, Silent, usable_device, with_executor
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
@@ -80,6 +83,7 @@ __all__ = [
     "Threads",
     "Workers",
     "account_of_lengths",
+    "account_of_losses",
     "check_ties",
     "find_rank",
     "find_thresholds",

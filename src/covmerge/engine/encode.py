@@ -16,7 +16,7 @@ from covmerge.linalg.bits import pack
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.spectral import truncated_svd
 from covmerge.methods.factored import MergedFactors
-from covmerge.plan import AdapterFactors, AdapterTensor, Merge, ModelTensor, WorkItem
+from covmerge.plan import AdapterFactors, AdapterTensor, Merge, ModelTensor, PackedTensor, WorkItem
 from covmerge.types import Json, LowRank
 
 # So many singular values of each layer are kept for the reader: enough to choose a rank by.
@@ -71,9 +71,11 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
     stats["merged"] = square
     if compare:
         stats |= layer.measures.of(merged)
-    if not isinstance(form, ModelTensor | AdapterTensor):
+    if not isinstance(form, ModelTensor | AdapterTensor | PackedTensor):
         return Result((), {**stats, "rounding": 0.0, "left_out": True})
     exact = merged.add_(layer.base()) if change.weights is None else change.weights
+    if isinstance(form, PackedTensor):  # which takes all rows of the item
+        return Result((exact.cpu(),), {**stats, "rounding": 0.0})
     rows = exact.to(item.tensor.output.dtype)
     lossy = rows.dtype != exact.dtype
     lost = torch.sub(exact, rows.to(exact.dtype), out=merged) if lossy else None

@@ -7,10 +7,11 @@ from math import sqrt
 from typing import Any, cast
 
 from covmerge.checkpoints.json_file import shorten
+from covmerge.engine.losses import losses_of, quantised_entry
 from covmerge.errors import InputError
 from covmerge.methods import registry
 from covmerge.noticed import Seen
-from covmerge.plan import Merge, Plan
+from covmerge.plan import Merge, PackedTensor, Plan
 from covmerge.types import Json
 
 
@@ -19,11 +20,16 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
 
     `update_norm` ‖Δ_t‖_F by expert, `merged_norm` ‖W̄ − W_0‖_F, `rounding_loss` the share of the
     merged update lost to the output dtype, `matrices` what the method noticed in each matrix,
-    `adapter` what it became in an adapter; `left_out` where it has no place there.
+    `adapter` what it became in an adapter; `left_out` where it has no place there; `quantised` what
+    it is packed as, ‖Q(W̄) − W̄‖/‖W̄‖, and how much of the update is left
+    (`covmerge.engine.losses`).
     """
     items: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
+    rounded: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
     for item, facts in zip(plan.items, done, strict=True):
-        if facts:
+        if "packed" in facts:
+            rounded[item.tensor.key].append(cast("Mapping[str, Any]", facts["packed"]))
+        if "merged" in facts:
             items[item.tensor.key].append(cast("Mapping[str, Any]", facts))
     entries: dict[str, dict[str, Json]] = {}
     for tensor in plan.tensors:
@@ -34,9 +40,9 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
             "dtype": str(tensor.output.dtype).removeprefix("torch."),
             "shape": list(tensor.output.shape),
         }
-        parts = items[tensor.name]
+        parts, change = items[tensor.name], None
         if parts:
-            merged = _root(part["merged"] for part in parts)
+            merged = change = _root(part["merged"] for part in parts)
             rounding = _root(part["rounding"] for part in parts)
             entry["update_norm"] = {
                 expert: _root(part["updates"][expert] for part in parts)
@@ -48,6 +54,9 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
             if matrices:
                 entry["matrices"] = matrices
             entry |= {key: parts[0][key] for key in ("adapter", "left_out") if key in parts[0]}
+        if isinstance(tensor.form, PackedTensor):
+            update = None if plan.recipe.base is None else change
+            entry["quantised"] = quantised_entry(tensor.form.format, rounded[tensor.name], update)
         entries[tensor.name] = entry
     return entries
 
@@ -99,6 +108,7 @@ def totals(
         **noticed,
         "merged_norm": change,
         **_of_adapter(merged, change),
+        **losses_of(entries),
         "rounding_loss": lost / change if change else 0.0,
     }
 

@@ -13,7 +13,18 @@ from torch import Tensor
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import NotFiniteError
 from covmerge.linalg.lapack import dot, norm
-from covmerge.plan import OF_BASE, Copy, Count, Look, Merge, Operand, Statistics, WorkItem
+from covmerge.plan import (
+    OF_BASE,
+    Copy,
+    Count,
+    Look,
+    Merge,
+    Operand,
+    PackedTensor,
+    Statistics,
+    WorkItem,
+)
+from covmerge.quantised import Dequantised
 from covmerge.types import Json, LowRank, Measured
 
 # Of a stack of matrices, an adapter has factors of each.
@@ -48,6 +59,16 @@ class Sources:
         assert operand.tensor is not None
         return self.checkpoints[operand.source].read(operand.tensor, rows)
 
+    def read_packed(self, item: WorkItem) -> tuple[Tensor, ...]:
+        """Read what the base stores of the rows of an item that is packed as there."""
+        form, base = item.tensor.form, item.tensor.base
+        assert isinstance(form, PackedTensor)
+        assert base is not None
+        model = self.checkpoints[base.source]
+        assert isinstance(model, Dequantised)
+        stored = [model.seen.read(place.tensor, place.rows) for place in item.places]
+        return form.packing.taken(stored, item.rows)
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -64,6 +85,7 @@ class Inputs:
         base_inputs: the Gram matrix of the layer's inputs in the base, where a method looks at it.
         known: by expert, what an overview of its whole tensor says of these rows.
         sources: where whoever looks a tensor over reads it; nothing of it was read here.
+        packed: what the base stores of these rows, where the output is packed in the same way.
     """
 
     base: Tensor
@@ -75,6 +97,7 @@ class Inputs:
     base_inputs: Tensor | None = None
     known: Mapping[str, Any] = field(default_factory=dict[str, Any])
     sources: Sources | None = None
+    packed: tuple[Tensor, ...] = ()
 
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """In which dtype the experts' weights are stored; adapters have none of their own."""
@@ -107,13 +130,16 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
         return Inputs(torch.empty(0), {}, sources=sources)
     merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
     base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
+    alike = next((item for item in items if is_as_base(item)), None)
+    packed = () if alike is None else sources.read_packed(alike)
+    as_stored = bool(packed) and not merging  # nothing is asked of what is copied packed
     own = (
         torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
-        if base is None
+        if base is None or as_stored
         else sources.read_rows(base, first.rows)
     )
     if not merging:
-        return Inputs(own, {})
+        return Inputs(own, {}, packed=packed)
     tensor = merging[0].tensor
     rows = {
         expert: sources.read(operand, first.rows) for expert, operand in tensor.operands.items()
@@ -132,7 +158,13 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
             }
     seen = next((item.tensor.base_inputs for item in merging if item.tensor.base_inputs), None)
     base_inputs = None if seen is None else sources.statistics[OF_BASE].read("gram", seen)
-    return Inputs(own, rows, measured, merged, base_inputs)
+    return Inputs(own, rows, measured, merged, base_inputs, packed=packed)
+
+
+def is_as_base(item: WorkItem) -> bool:
+    """Whether what an item becomes is packed as the base packs it."""
+    form = item.tensor.form
+    return isinstance(form, PackedTensor) and form.as_base
 
 
 def _data_of(item: WorkItem) -> str:

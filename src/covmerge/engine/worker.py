@@ -14,6 +14,7 @@ from covmerge.engine.inputs import Inputs, Sizes, Sources, in_parts, read_inputs
 from covmerge.engine.layer import Context, Layer
 from covmerge.engine.look import look_at
 from covmerge.engine.overview import in_lanes, overview
+from covmerge.engine.pack import packed, packed_copy
 from covmerge.engine.selection import Selections
 from covmerge.plan import (
     AdapterTensor,
@@ -21,6 +22,7 @@ from covmerge.plan import (
     Count,
     Look,
     Merge,
+    PackedTensor,
     Unwritten,
     WorkItem,
     parts_at_once,
@@ -57,7 +59,8 @@ def work(
     for number, item in enumerate(items):
         operation = item.tensor.operation
         if layer is not None and isinstance(operation, Merge):
-            yield _merged(layer, item, operation, context, context.thresholds[number])
+            merged = _merged(layer, item, operation, context, context.thresholds[number])
+            yield _as_stored(item, merged, inputs)
         else:
             yield _copied(item, inputs)
 
@@ -71,7 +74,13 @@ def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:
     assert isinstance(operation, Merge)
     if inputs.sources is not None:
         return _by_overview(item, operation, inputs.sources, context)
-    return _in_parts(item, operation, inputs, context)
+    return _as_stored(item, _in_parts(item, operation, inputs, context), inputs)
+
+
+def _as_stored(item: WorkItem, result: Result, inputs: Inputs) -> Result:
+    """What was merged as it is stored, where that takes all rows of an item."""
+    form = item.tensor.form
+    return packed(item, form, result, inputs) if isinstance(form, PackedTensor) else result
 
 
 def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) -> Result:
@@ -128,6 +137,8 @@ def _copied(item: WorkItem, inputs: Inputs) -> Result:
     form = item.tensor.form
     if isinstance(form, Unwritten):
         return Result()
+    if isinstance(form, PackedTensor):
+        return packed_copy(item, form, inputs)
     rows = inputs.base.to(item.tensor.output.dtype)
     if isinstance(form, AdapterTensor):
         nothing = {**Sizes({}, {}, 0.0).as_json(), "merged": 0.0, "rounding": 0.0}

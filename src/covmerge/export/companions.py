@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -100,6 +100,7 @@ def copy_companions(
     layers: Sequence[int] | None = None,
     *,
     plain: bool = False,
+    quantisation: Mapping[str, Any] | None = None,
     known: Mapping[str, str] | None = None,
     tokens: TokenizerFiles | None = None,
 ) -> Companions:
@@ -114,7 +115,8 @@ def copy_companions(
         output: where the output is written; files of the same names are replaced.
         dtype: of the output's weights; None if they keep the base's.
         layers: of the base, that the output is stacked of; None if it has the base's.
-        plain: the base is quantised, and the output is not.
+        plain: the base is quantised, and seen as plain.
+        quantisation: the format that the output's weights are packed in; None: they are plain.
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
             takes them as they are.
         tokens: the output's tokenizer; None if it is the base's.
@@ -136,7 +138,12 @@ def copy_companions(
         copy = WritableFile(output.inside(folder), own)
         if name == "config.json":
             rewrite = partial(
-                rewrite_config, dtype=dtype, layers=layers, tokens=tokens, plain=plain
+                rewrite_config,
+                dtype=dtype,
+                layers=layers,
+                tokens=tokens,
+                plain=plain,
+                quantisation=quantisation,
             )
             hashes[name], content = _copy_config(_inside(source, name), copy, rewrite)
             notes += _notes_on_code(source, content)

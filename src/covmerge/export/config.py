@@ -27,6 +27,7 @@ def rewrite_config(
     layers: Sequence[int] | None = None,
     *,
     plain: bool = False,
+    quantisation: Mapping[str, Any] | None = None,
     tokens: TokenizerFiles | None = None,
 ) -> bytes:
     r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
@@ -39,7 +40,8 @@ def rewrite_config(
         dtype: of the output's weights; None if they keep the base's.
         origin: the file's path, for errors.
         layers: of the base, that the output is stacked of; None if it has the base's.
-        plain: the base is quantised, and the output is not.
+        plain: the base is quantised, and seen as plain.
+        quantisation: the format that the output's weights are packed in; None: they are plain.
         tokens: what the configs say of the output's tokenizer; None if it is the base's.
 
     Raises:
@@ -49,7 +51,7 @@ def rewrite_config(
         >>> rewrite_config(b'{"a": 1, "dtype": "float32"}', torch.bfloat16, "config.json")
         b'{\n  "a": 1,\n  "dtype": "bfloat16"\n}\n'
     """
-    if dtype is None and layers is None and tokens is None and not plain:
+    if dtype is None and layers is None and tokens is None and not (plain or quantisation):
         return content
     stored = parse_object(content, origin)
     config = deepcopy(stored)
@@ -59,6 +61,8 @@ def rewrite_config(
         config = tokens.configured(PurePath(origin).name, config)
     if plain:
         config.pop(QUANTISATION, None)
+    if quantisation is not None:
+        config[QUANTISATION] = {**quantisation}
     for part in () if dtype is None else _parts(config):
         for key in _DTYPE_KEYS:
             wanted = str(dtype).removeprefix("torch.")
@@ -68,7 +72,10 @@ def rewrite_config(
 
 
 def write_config(
-    store: WritableStore, config: Mapping[str, Any], dtype: torch.dtype | None
+    store: WritableStore,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    quantisation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the config of a base that has no file of it.
 
@@ -76,12 +83,14 @@ def write_config(
         store: of the output.
         config: the base's.
         dtype: of the output's weights; None if they keep the base's.
+        quantisation: the format that they are packed in; None: they are plain.
 
     Raises:
         ResourceError: the disk is full.
     """
     text = json.dumps(config, indent=2) + "\n"
-    WritableFile(store, CONFIG).put(rewrite_config(text.encode(), dtype, store.where(CONFIG)))
+    content = rewrite_config(text.encode(), dtype, store.where(CONFIG), quantisation=quantisation)
+    WritableFile(store, CONFIG).put(content)
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

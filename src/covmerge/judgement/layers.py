@@ -61,7 +61,7 @@ def layers_of(plan: Plan, done: Sequence[Mapping[str, Json]]) -> Iterator[Layer]
     """Join what the items of a finished run measured to one entry a merged tensor."""
     parts: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for item, facts in zip(plan.items, done, strict=True):
-        if facts:
+        if "updates" in facts:
             parts[item.tensor.key].append(cast("Mapping[str, Any]", facts))
     for tensor in plan.tensors:
         own = parts[tensor.name]

@@ -2,6 +2,7 @@
 
 align    the base's tensors found in every expert; task heads, vocabularies, what does not fit
 data     the statistics that methods with data need, found for each tensor
+quantise which tensors are stored packed, in the base's layout or a named one, and what config.json says
 rules    role and name rules resolved to one action a tensor
 slices   sources as the recipe's slices see them, and in which slice a tensor lies
 varied   parameters that differ from tensor to tensor, by depth or by name
@@ -18,6 +19,7 @@ from covmerge.plan.forms import (
     AdapterTensor,
     Form,
     ModelTensor,
+    PackedTensor,
     Place,
     Unwritten,
     head_part,
@@ -45,6 +47,7 @@ __all__ = [
     "ModelTensor",
     "Operand",
     "Operation",
+    "PackedTensor",
     "Place",
     "Plan",
     "Settings",

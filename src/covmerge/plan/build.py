@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 
 import torch
 
@@ -26,11 +26,12 @@ from covmerge.plan.data import (
     find_statistics,
     notes_on_statistics,
 )
-from covmerge.plan.forms import AdapterFactors, ModelTensor, Unwritten, head_part
+from covmerge.plan.forms import AdapterFactors, ModelTensor, PackedTensor, Unwritten, head_part
 from covmerge.plan.lora_names import form_of
 from covmerge.plan.mergekit import as_mergekit
 from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
+from covmerge.plan.quantise import Quantised, quantised
 from covmerge.plan.rules import Rules
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
@@ -44,6 +45,9 @@ from covmerge.version import __version__
 BLOCK_ELEMENTS = 1 * 2**20
 # Of these as many are merged at once as stay in the cache, with all their temporaries.
 _PART_ELEMENTS = 2**18
+# What rounding and reading back a piece of a packed tensor takes, and a number of it.
+_PACKING = 64 * 2**20
+_OF_A_NUMBER = 32
 _FULL_WIDTH = 16  # bytes of all experts' updates of one element, up to which a block is that long
 
 
@@ -105,7 +109,7 @@ def build_plans(
     elements = max(1, min(BLOCK_ELEMENTS, BLOCK_ELEMENTS * _FULL_WIDTH // max(1, width)))
     # The fewest ranges are those of whoever must see the most of the tensor at once.
     ranges = [
-        min((list(_row_ranges(tensor, elements, whole)) for tensor in together), key=len)
+        min((list(_row_ranges(t, elements, whole, _step(together))) for t in together), key=len)
         for together in zip(*(draft.tensors for draft in drafts), strict=True)
     ]
     return [_plan(draft, base_model, models, statistics or {}, ranges, alone) for draft in drafts]
@@ -122,6 +126,7 @@ class _Draft:
     head_names: tuple[str, ...]
     tensors: tuple[TensorPlan, ...]
     adapter: AdapterPlan | None = None
+    packed: Quantised | None = None
 
 
 def _draft(
@@ -176,7 +181,8 @@ def _draft(
         )
     draft = _Draft(recipe, chosen, rules, alignments, head_names, tensors)
     if recipe.output.format == "model":
-        return draft
+        packed = quantised(recipe, tensors, base.checkpoint)
+        return replace(draft, tensors=packed.tensors, packed=packed)
     adapter = plan_adapter(recipe, tensors, checkpoints, base.checkpoint.config)
     return replace(draft, tensors=adapter.tensors, adapter=adapter)
 
@@ -244,11 +250,13 @@ def _plan(
             *_unused_rules(draft.recipe, base, models),
             *_notes(base, models, draft.alignments, draft.tensors),
             *(() if draft.adapter is None else draft.adapter.notes),
+            *(() if draft.packed is None else draft.packed.notes),
         ),
         tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
         metadata={"covmerge": __version__, "method": draft.recipe.method},
         parameters=() if draft.adapter is None else draft.adapter.parameters,
         stem=weights_stem(base.checkpoint.config),
+        quantisation=None if draft.packed is None else draft.packed.settings,
     )
     others = [f"{own.kind} '{own.name}' is not covmerge's own: {own}" for own in plan.origins]
     return replace(plan, notes=(*plan.notes, *others))
@@ -419,9 +427,21 @@ def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
     return getattr(torch, recipe.output.dtype)
 
 
-def _row_ranges(tensor: TensorPlan, elements: int, whole: bool) -> Iterator[range | None]:
-    """Ranges of rows that can be worked on by themselves; what an adapter has of a tensor is one piece."""
-    if not isinstance(tensor.form, ModelTensor):
+def _step(together: Sequence[TensorPlan]) -> int | None:
+    """How many rows of a tensor are written together, by all plans; None: all of them."""
+    forms = [tensor.form for tensor in together]
+    steps = [form.packing.step for form in forms if isinstance(form, PackedTensor)]
+    return None if None in steps else lcm(*filter(None, steps))
+
+
+def _row_ranges(
+    tensor: TensorPlan, elements: int, whole: bool, step: int | None
+) -> Iterator[range | None]:
+    """Ranges of rows that can be worked on by themselves, each of so many rows or a multiple of it.
+
+    What an adapter has of a tensor is one piece.
+    """
+    if not isinstance(tensor.form, ModelTensor | PackedTensor) or step is None:
         yield range(tensor.output.shape[0]) if tensor.output.shape else None
         return
     action, shape = tensor.operation, tensor.output.shape
@@ -431,11 +451,11 @@ def _row_ranges(tensor: TensorPlan, elements: int, whole: bool) -> Iterator[rang
         layout = action.layout
         if whole and layout is None and tensor.matrices is not None and unit != "tensor":
             unit, layout = "matrix", tensor.matrices
-        if layout is not None and layout.stacked:
+        if layout is not None and layout.stacked and step == 1:
             yield from (range(index, index + 1) for index in range(shape[0]))
             return
     if _goes_by_rows(unit, shape):
-        yield from tensor.output.row_blocks(elements)
+        yield from tensor.output.row_blocks(elements, step)
     else:
         yield range(shape[0]) if shape else None
 
@@ -451,10 +471,12 @@ def _work_item(
     """The work on some rows; `alone`: by this plan and no other."""
     shape = tensor.output.shape if rows is None else (len(rows), *tensor.output.shape[1:])
     numel = prod(shape)
+    itemsize = getattr(torch, draft.recipe.dtype).itemsize
     stored = 0 if tensor.base is None else numel * tensor.stored.dtype.itemsize
     write = tensor.written_bytes(rows)
     if isinstance(tensor.operation, Copy):
-        return WorkItem(tensor, rows, stored, write, workspace=0, flops=0.0)
+        space = _packing_space(tensor, numel, itemsize)
+        return WorkItem(tensor, rows, stored, write, workspace=space, flops=0.0)
 
     present = [
         (expert, operand.tensor)
@@ -462,7 +484,6 @@ def _work_item(
         if operand.tensor is not None
     ]
     raw = stored + sum(models[expert].stored_bytes(name, numel) for expert, name in present)
-    itemsize = getattr(torch, draft.recipe.dtype).itemsize
     count = max(1, len(tensor.operands))
     thin = draft.adapter is not None and tensor.name in draft.adapter.thin
     if thin:
@@ -510,12 +531,21 @@ def _work_item(
         rows,
         read_bytes=raw,
         write_bytes=write,
-        workspace=workspace,
+        workspace=workspace + _packing_space(tensor, numel, itemsize),
         flops=sum(cost.flops for cost in costs) * (numel / max(1, prod(part))),
         statistics_bytes=measured * torch.float32.itemsize,
         at_once=at_once,
         overview=overview,
     )
+
+
+def _packing_space(tensor: TensorPlan, numel: int, itemsize: int) -> int:
+    """Bytes that packing some rows takes: the exact ones, in float32 too, and a piece of them."""
+    if not isinstance(tensor.form, PackedTensor):
+        return 0
+    single = torch.float32.itemsize
+    exact = itemsize + (single if itemsize > single else 0)
+    return numel * exact + min(_PACKING, numel * _OF_A_NUMBER)
 
 
 def _thin_item(

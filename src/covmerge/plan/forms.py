@@ -11,6 +11,7 @@ import torch
 from covmerge.checkpoints.adapter_layout import AdaptedTensor, WholeTensor
 from covmerge.checkpoints.layout import HEADS_FOLDER
 from covmerge.checkpoints.masks import MASKS_FOLDER, packed_header
+from covmerge.quantised import Packing
 from covmerge.types import TensorHeader
 
 MODEL = ""  # the part of an output that its weights are
@@ -65,6 +66,32 @@ class ModelTensor:
         """See `Form.places`."""
         beside = (Place(mask_part(expert), output.name, rows) for expert in self.masks)
         return (Place(self.part, output.name, rows), *beside)
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """The weights W_0 + ΔW rounded to a quantised format, in the tensors that it is stored as.
+
+    Attributes:
+        packing: how.
+        as_base: whether the base stores it in the same way, so that rows that nothing changed are its own.
+        format: its name, for who reads of it.
+    """
+
+    packing: Packing
+    as_base: bool
+    format: str
+
+    def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
+        """See `Form.headers`."""
+        del output
+        return {MODEL: tuple(part.header for part in self.packing.parts)}
+
+    def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
+        """See `Form.places`."""
+        del output
+        held = filter(None, self.packing.held(rows))
+        return tuple(Place(MODEL, part.header.name, own) for part, own in held)
 
 
 @dataclass(frozen=True)

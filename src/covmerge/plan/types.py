@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
 from covmerge.methods import registry
-from covmerge.plan.forms import MODEL, ModelTensor, Unwritten
+from covmerge.plan.forms import MODEL, ModelTensor, PackedTensor, Unwritten
 from covmerge.plan.operations import Count, Merge
 from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe, dump_recipe
@@ -86,6 +87,7 @@ class Plan:
         chosen: why the method is what it is; None: the recipe names it.
         parameters: of an adapter, names of all tensors of the model that it is loaded over.
         stem: what the names of a model's files begin with, so that its library finds them.
+        quantisation: what config.json says of the format that weights are packed in; None: all are plain.
     """
 
     recipe: Recipe
@@ -102,6 +104,7 @@ class Plan:
     chosen: str | None = None
     parameters: tuple[str, ...] = ()
     stem: str = "model"
+    quantisation: Mapping[str, Any] | None = None
 
     @property
     def read_bytes(self) -> int:
@@ -169,7 +172,9 @@ class Plan:
         sizes: Counter[tuple[Role, str]] = Counter()
         for tensor in self.tensors:
             counts[tensor.role, tensor.rule] += 1
-            sizes[tensor.role, tensor.rule] += tensor.output.nbytes
+            packed = isinstance(tensor.form, PackedTensor)
+            size = tensor.written_bytes(None) if packed else tensor.output.nbytes
+            sizes[tensor.role, tensor.rule] += size
         return [(role, rule, counts[role, rule], sizes[role, rule]) for role, rule in counts]
 
     def digest(self, sources: Mapping[str, Json]) -> str:
@@ -183,6 +188,8 @@ class Plan:
                 [t.name, list(t.output.shape), str(t.output.dtype), t.rule, repr(t.operation)]
                 for t in self.tensors
             ],
+            "packed": [repr(t.form) for t in self.tensors if isinstance(t.form, PackedTensor)],
+            "quantisation": self.quantisation,
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

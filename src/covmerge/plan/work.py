@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from covmerge.linalg.random import Stream
-from covmerge.plan.forms import MODEL, Form, ModelTensor, Place
+from covmerge.plan.forms import MODEL, Form, ModelTensor, PackedTensor, Place
 from covmerge.plan.operands import Operand
 from covmerge.plan.operations import Operation
 from covmerge.tensors import MatrixLayout
@@ -83,6 +83,9 @@ class TensorPlan:
         """Bytes of what some rows of it become, mask bits aside."""
         if isinstance(self.form, ModelTensor):
             return self.output.nbytes if rows is None else self.output.nbytes_of(rows)
+        if isinstance(self.form, PackedTensor):
+            held = filter(None, self.form.packing.held(rows))
+            return sum(p.header.nbytes if r is None else p.header.nbytes_of(r) for p, r in held)
         return sum(h.nbytes for own in self.form.headers(self.output).values() for h in own)
 
     def stream(self, expert: str, first_element: int = 0) -> Stream:

@@ -5,12 +5,33 @@ their sizes against each other before anything is read, and says how rows of it 
 Everything else of covmerge sees a checkpoint like any other (`Dequantised`).
 """
 
+from covmerge.quantised.packed import Packed
 from covmerge.quantised.view import (
     QUANTISATION,
     Dequantised,
     dequantised,
+    dtype_of,
+    is_derived,
     is_quantised,
     open_plain,
 )
+from covmerge.quantised.writing.layouts import LAYOUTS, SAME
+from covmerge.quantised.writing.like import as_stored
+from covmerge.quantised.writing.packing import Packing
+from covmerge.quantised.writing.settings import with_plain
 
-__all__ = ["QUANTISATION", "Dequantised", "dequantised", "is_quantised", "open_plain"]
+__all__ = [
+    "LAYOUTS",
+    "QUANTISATION",
+    "SAME",
+    "Dequantised",
+    "Packed",
+    "Packing",
+    "as_stored",
+    "dequantised",
+    "dtype_of",
+    "is_derived",
+    "is_quantised",
+    "open_plain",
+    "with_plain",
+]

@@ -18,7 +18,7 @@ from covmerge.types import TensorHeader
 
 _BITS = 4
 _OF_A_WORD = WORD // _BITS
-_SHIFTS = _BITS * torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32)
+SHIFTS = tuple(_BITS * place for place in (0, 4, 1, 5, 2, 6, 3, 7))
 _INT32 = (torch.int32,)
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -37,7 +37,8 @@ class Weight(Grouped):
         first = rows.start // _OF_A_WORD
         own = words[:, first : -(-rows.stop // _OF_A_WORD)]
         start = rows.start - first * _OF_A_WORD
-        return unpacked(own, _SHIFTS, self.bits).flatten(1)[:, start : start + len(rows)]
+        shifts = torch.tensor(SHIFTS, dtype=torch.int32)
+        return unpacked(own, shifts, self.bits).flatten(1)[:, start : start + len(rows)]
 
     def zeros(self, read: Read, rows: range) -> Tensor:
         """See `Grouped.zeros`."""

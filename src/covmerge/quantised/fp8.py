@@ -47,14 +47,15 @@ class Scaled(ByRows):
         """See `ByRows.unpacked`."""
         values = read(self.stored[0], rows).float()
         if self.zeros is not None:
-            values -= self._spread(read(self.zeros, None), rows)
-        return values.mul_(self._spread(read(self.stored[1], None), rows))
+            values -= self._spread(self.zeros, rows, read)
+        return values.mul_(self._spread(self.stored[1], rows, read))
 
-    def _spread(self, numbers: Tensor, rows: range) -> Tensor:
+    def _spread(self, name: str, rows: range, read: Read) -> Tensor:
         """A number for each weight of some rows, as far as it does not hold for a whole row."""
         high, wide = self.block
-        own = numbers.float().reshape(-(-self.header.shape[0] // high), -1)
-        own = own[rows.start // high : -(-rows.stop // high)]
+        blocks = range(rows.start // high, -(-rows.stop // high))
+        held = None if high >= self.header.shape[0] else blocks
+        own = read(name, held).float().reshape(len(blocks), -1)
         first = rows.start % high
         own = own.repeat_interleave(high, 0)[first : first + len(rows)] if high > 1 else own
         if own.shape[1] == 1:

@@ -19,7 +19,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 VALUES = torch.cat([E2M1, -E2M1])  # by the 4 bits: a sign, two of the exponent, one of the fraction
 BIAS = 127
 _BYTES = 16  # of a group
-_GROUP = 2 * _BYTES
+GROUP = 2 * _BYTES
 
 
 @dataclass(frozen=True)
@@ -66,4 +66,4 @@ def _experts(stored: Stored, name: str) -> Experts:
         stored.refuse(f"'{parts[0]}' is {list(shape)}, not (experts, d_out, groups, {_BYTES})")
     stored.part(parts[1], (torch.uint8,), shape[:3])
     experts, d_out, groups, _ = shape
-    return Experts(TensorHeader(name, (experts, groups * _GROUP, d_out), stored.dtype), parts)
+    return Experts(TensorHeader(name, (experts, groups * GROUP, d_out), stored.dtype), parts)

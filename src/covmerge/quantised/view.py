@@ -29,7 +29,8 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 # Names that only parts of packed tensors have.
 _PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".absmax", ".quant_map"),
-    *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "_blocks"),
+    *("weight_scale", "weight_scale_inv", "weight_packed", "weight_zero_point", "weight_shape"),
+    *("weight_g_idx", "_blocks"),
 )
 
 
@@ -50,8 +51,10 @@ class Dequantised(View):
     def __init__(self, stored: Checkpoint) -> None:
         super().__init__(stored)
         config = stored.config or {}
-        seen = Stored(stored, _settings(config), _dtype_of(config))
+        seen = Stored(stored, _settings(config), dtype_of(config))
         found = _find(seen)
+        self.settings = seen.settings
+        self.unused = found.unused
         self.source = stored.source
         plain = {key: value for key, value in config.items() if key != QUANTISATION}
         self.config: Mapping[str, Any] | None = plain if found.config is None else found.config
@@ -71,6 +74,11 @@ class Dequantised(View):
             f"as {', '.join(dtypes)} (docs/quantised.md)",
         )
 
+    @property
+    def packed(self) -> Mapping[str, Packed]:
+        """The tensors that are stored packed, by their plain names."""
+        return self._packed
+
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, self.source)
@@ -86,6 +94,16 @@ class Dequantised(View):
 def is_quantised(checkpoint: Checkpoint) -> bool:
     """Whether its tensors are packed; not those of a view that dequantises them."""
     return bool((checkpoint.config or {}).get(QUANTISATION))
+
+
+def is_derived(checkpoint: Checkpoint) -> bool:
+    """Whether it is a view, of other names or rows, of one that is dequantised."""
+    while isinstance(checkpoint, View):
+        inner = checkpoint.seen
+        if isinstance(inner, Dequantised):
+            return True
+        checkpoint = inner
+    return False
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:
@@ -131,7 +149,7 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
 
 
-def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype that a config states; bfloat16 where it states none."""
     nested = [value for key, value in config.items() if key.endswith("text_config")]
     parts = [

@@ -346,6 +346,20 @@ class Rule(StrictModel):
 
 
 _SHARD_SIZE = 5_000_000_000
+Quantise = Literal[
+    "none",
+    "same",
+    "fp8-block",
+    "fp8-channel",
+    "fp8-tensor",
+    "int8-channel",
+    "int4-group",
+    "int8",
+    "nf4",
+    "gptq",
+    "awq",
+    "mxfp4",
+]
 
 
 class Output(StrictModel):
@@ -384,12 +398,33 @@ class Output(StrictModel):
         description="Largest size of one file, in bytes or as '5GB' or '512MiB'. A larger tensor "
         "gets a file of its own. An adapter is one file, and has none.",
     )
+    quantise: Quantise = Field(
+        default="none",
+        description="Quantised format of the weights of linear layers, each rounded to the nearest "
+        "number; the loss by layer is reported. `same` is the base's own, tensor by tensor; "
+        "docs/quantised.md describes the others. Heads, embeddings, and what a quantised base has plain, "
+        "stay plain.",
+    )
+    keep: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = Field(
+        default=(),
+        max_length=1000,
+        description="Patterns of tensor names that stay plain (`quantise`), such as '*.down_proj.*' or "
+        "'model.layers.0.*': for layers that lose much.",
+    )
 
     @model_validator(mode="after")
     def _of_an_adapter(self) -> Output:
         for key in ("names", "rank", "whole"):
             if getattr(self, key) and self.format != "adapter":
                 raise ValueError(f"'{key}' belongs to 'format: adapter', and the output is a model")
+        if self.format == "adapter" and self.quantise != "none":
+            raise ValueError("'quantise' belongs to 'format: model': adapters are stored plain")
+        if self.dtype == "float64" and self.quantise != "none":
+            raise ValueError(
+                "'quantise' needs a 'dtype' that clients compute in, and float64 is none"
+            )
+        if self.keep and self.quantise == "none":
+            raise ValueError("'keep' belongs to 'quantise', and the output is plain")
         if self.format == "adapter" and self.shard_size != _SHARD_SIZE:
             raise ValueError("'shard_size' belongs to 'format: model': an adapter is one file")
         return self

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from covmerge.checkpoints import Checkpoint, open_checkpoint
+from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
 from covmerge.engine import (
     Batch,
@@ -28,7 +29,8 @@ from covmerge.engine.selection import Selections
 from covmerge.errors import InputError, TensorError
 from covmerge.linalg.lapack import norm
 from covmerge.methods import Method, registry
-from covmerge.plan import Merge, Plan, WorkItem
+from covmerge.plan import Merge, ModelTensor, PackedTensor, Plan, WorkItem
+from covmerge.quantised import open_plain
 from covmerge.recipe import parse_recipe
 from covmerge.recompute.choice import by_twin, choose
 from covmerge.recompute.sources import check_sources, pinned, sources_of
@@ -49,10 +51,15 @@ class _Distance:
     error: float = 0.0
     update: float = 0.0
     weights: float = 0.0
+    rounding: float | None = None  # to a quantised format
 
     def __add__(self, other: _Distance) -> _Distance:
+        lost = [own.rounding for own in (self, other) if own.rounding is not None]
         return _Distance(
-            self.error + other.error, self.update + other.update, self.weights + other.weights
+            self.error + other.error,
+            self.update + other.update,
+            self.weights + other.weights,
+            sum(lost) if lost else None,
         )
 
     def share(self, stored: torch.dtype, compute_eps: float) -> float:
@@ -60,11 +67,15 @@ class _Distance:
 
         Its computation may be off by e = TOLERANCE · ‖Δ‖ + 4 eps ‖W‖. Storage rounds both results; of
         entries that e moves over the middle of two numbers the difference is the distance of these,
-        together √(e · eps' ‖W‖) on average.
+        together √(e · eps' ‖W‖) on average; of a quantised format √(e · √12 ‖Q(W) − W‖), and as much
+        again as its scales move.
         """
         weights = sqrt(self.weights)
         error = TOLERANCE * sqrt(self.update) + 4 * compute_eps * weights
-        allowed = error + sqrt(error * torch.finfo(stored).eps * weights)
+        if self.rounding is None:
+            allowed = error + sqrt(error * torch.finfo(stored).eps * weights)
+        else:
+            allowed = error + 2 * sqrt(error * sqrt(12 * self.rounding))
         return sqrt(self.error) / allowed if allowed else float(self.error > 0) * 2
 
     def __str__(self) -> str:
@@ -113,7 +124,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
         plan, checkpoints = checkpoints.plan(exact, RunOptions())
         if [tensor.name for tensor in plan.tensors] != list(manifest["tensors"]):
             return Check("recomputed", ok=False, detail="the sources give other tensors than these")
-        with closing(open_checkpoint(folder)) as output:
+        with closing(open_plain(folder)) as output:
             found = _compare(plan, checkpoints, output, choose(plan, tensors))
             stored = {tensor.name: output.headers[tensor.name].dtype for tensor in found}
     eps = torch.finfo(getattr(torch, recipe.dtype)).eps
@@ -156,6 +167,8 @@ def _compare(
         if item.tensor.key in chosen:
             items[item.tensor.name].append(_unrounded(item))
 
+    forms = {tensor.name: tensor.form for tensor in plan.tensors}
+
     def distance(name: str, method: Callable[[str], Method]) -> _Distance:
         own = replace(informed, method=method)
         total = _Distance()
@@ -163,8 +176,14 @@ def _compare(
             stored = output.read(name, item.rows)
             (result,) = work([item], read_inputs([item], sources), own)
             merged: Any = result.stats["merged"]
-            rounded = result.tensors[0].to(stored.dtype).double()
-            total += _Distance(norm(stored.double() - rounded) ** 2, merged, norm(rounded) ** 2)
+            exact, form = result.tensors[0], forms[name]
+            if isinstance(form, PackedTensor) and merged:  # what is the base's has its bytes
+                rounded = _read_packed(exact, form, item)
+                lost = norm(rounded - exact) ** 2
+            else:
+                rounded, lost = exact.to(stored.dtype).double(), None
+            error = norm(stored.double() - rounded) ** 2
+            total += _Distance(error, merged, norm(rounded) ** 2, lost)
         return total
 
     found: list[_Tensor] = []
@@ -179,10 +198,17 @@ def _compare(
     return found
 
 
+def _read_packed(exact: Tensor, form: PackedTensor, item: WorkItem) -> Tensor:
+    """What a client reads of rows that are packed."""
+    assert item.rows is not None
+    parts = form.packing.quantise(exact.float())
+    return torch.cat([read for _, read in form.packing.unpacked(parts, item.rows)]).double()
+
+
 def _unrounded(item: WorkItem) -> WorkItem:
     """The item with a result in float64."""
     output = item.tensor.output
     header = TensorHeader(output.name, output.shape, torch.float64)
-    unrounded = replace(item, tensor=replace(item.tensor, output=header))
+    unrounded = replace(item, tensor=replace(item.tensor, output=header, form=ModelTensor()))
     # A twin knows no overview: it sees the whole.
     return replace(unrounded, overview=False, at_once=None) if item.overview else unrounded

@@ -40,6 +40,7 @@ def render(report: Report) -> str:
         rules=() if manifest is None else manifest["totals"]["by_rule"],
         facts=list(page.facts(report)),
         told=tables.told(report),
+        losses=tables.losses(report),
         retention=page.RETENTION,
         pictures=list(pictures(report)),
         cost_pictures=list(cost_pictures(report)),

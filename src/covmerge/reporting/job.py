@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
+from covmerge.checkpoints import AdapterCheckpoint
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.manifest import read_manifest, recorded_in
 from covmerge.engine import RunOptions, seen_in
 from covmerge.inspection import InspectJob, SpectraOf
 from covmerge.methods import registry
 from covmerge.plan import Merge, Plan, Settings
+from covmerge.quantised import open_plain
 from covmerge.recipe import Recipe, parse_recipe
 from covmerge.reporting.data import LayerCost, Report
 from covmerge.sources import open_recipe
@@ -53,7 +54,7 @@ class ReportJob:
                 spectra=self.spectra,
                 options=self.options,
             )
-            output = open_checkpoint(self.folder)
+            output = open_plain(self.folder)
             if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
                 output = output.named_as(checkpoints.base.headers)
             try:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import yaml
 
+from covmerge.engine import account_of_losses
 from covmerge.inspection import Severity
 from covmerge.methods import registry
 from covmerge.noticed import account_of
@@ -89,7 +90,10 @@ def messages(report: Report) -> list[Message]:
         who, tensors = found.setdefault((finding.severity, finding.text), ([], []))
         who += [] if finding.expert is None else [finding.expert]
         tensors += finding.tensors
-    for warning in account_of(tuple(report.noticed.values())).warnings:
+    losses = (
+        () if report.manifest is None else account_of_losses(report.manifest["totals"]).warnings
+    )
+    for warning in (*account_of(tuple(report.noticed.values())).warnings, *losses):
         found.setdefault((Severity.WARNING, warning), ([], []))
     notes: Sequence[str] = () if report.manifest is None else report.manifest["notes"]
     for note in notes:
@@ -134,6 +138,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         kept = (f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items())
         yield "heads kept", f"{', '.join(kept)}; one file each under heads/"
     yield from account_of(tuple(report.noticed.values())).rows
+    yield from account_of_losses(totals).rows
 
 
 def run_facts(report: Report) -> Iterator[tuple[str, str]]:

@@ -171,6 +171,30 @@ def told(report: Report) -> list[Table]:
     return [Table(columns, tuple(rows)) for columns, rows in found.items()]
 
 
+def losses(report: Report) -> Table | None:
+    """What rounding to a quantised format did, layer by layer; None: nothing is quantised."""
+    totals: Mapping[str, Any] = {} if report.manifest is None else report.manifest["totals"]
+    found: Mapping[str, Any] | None = totals.get("quantised")
+    if found is None:
+        return None
+    layers: Sequence[Mapping[str, Any]] = found["layers"]
+    rows = [
+        (
+            own["layer"],
+            own["tensors"],
+            _percent(own["error"]),
+            _percent(own.get("lost")),
+            _percent(own.get("kept")),
+        )
+        for own in layers
+    ]
+    columns = (
+        *("layer", "quantised tensors", "rounding at most, % of a tensor's weights"),
+        *("noise, % of the update", "left of the update, %"),
+    )
+    return Table(columns, tuple(rows))
+
+
 def costs(report: Report) -> Table:
     """Seconds, where they were measured, memory and work of each tensor of the merge."""
     timed = any(cost.seconds is not None for cost in report.costs.values())

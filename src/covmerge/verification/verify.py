@@ -15,7 +15,7 @@ from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.linalg.finite import all_finite
 from covmerge.plan import stacked
-from covmerge.quantised import open_plain
+from covmerge.quantised import Dequantised, Packed, dequantised, open_plain
 from covmerge.recipe import Slice
 from covmerge.stores.remote import store_at
 from covmerge.stores.store import Store
@@ -25,6 +25,7 @@ from covmerge.verification.adapter import check_adapter
 from covmerge.verification.files import Found, check_files, hash_files
 from covmerge.verification.outcome import DIFFERS, Check, Verification, check_heads
 
+_BLOCK_ELEMENTS = 2**20  # of packed tensors, at a time
 _NO_BASE = "the recipe has no base"
 
 
@@ -74,15 +75,16 @@ def examine(
         The checks, and by file its hashes.
     """
     try:
-        output = open_store(str(store), store)
+        stored = open_store(str(store), store)
+        output = dequantised(stored)
     except InputError as error:
         return (Check("coverage", ok=False, detail=str(error)),), hash_files(store, names)
     opened: Checkpoint | None = None
     try:
         if manifest["recipe"]["output"].get("format") == "adapter":
-            return check_adapter(store, manifest, output), hash_files(store, names)
+            return check_adapter(store, manifest, stored), hash_files(store, names)
         entries: Mapping[str, Mapping[str, Any]] = manifest["tensors"]
-        coverage = _coverage(entries, output)
+        coverage = _coverage(entries, output, _weights(stored))
         missing = ""
         if manifest["recipe"]["base"] is None:
             base, missing = None, _NO_BASE
@@ -95,12 +97,23 @@ def examine(
                 base, missing = None, str(error)
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
         values = _Values(entries, base, missing, apart)
-        weights = _weights(output) if coverage.ok else ()
+        weights = _weights(stored) if coverage.ok else ()
+        packed: Mapping[str, Packed] = output.packed if isinstance(output, Dequantised) else {}
+        parts = {name for own in packed.values() for name in own.stored}
+
+        def look(header: TensorHeader, rows: range | None, block: Tensor) -> None:
+            if header.name not in parts:
+                values.look(header, rows, block)
+
         found = hash_files(
             store,
             dict.fromkeys([*names, *weights]),
-            lambda name: values.look if name in weights else None,
+            lambda name: look if name in weights else None,
         )
+        for name in packed if coverage.ok else ():  # read once more, as a client does
+            header = output.headers[name]
+            for rows in header.row_blocks(_BLOCK_ELEMENTS):
+                values.look(header, rows, output.read(name, rows))
         if values.lost and base is not None and opened is not None:
             # Before the output is blamed: the same path may hold another model by now.
             recorded = manifest.get("sources", {}).get("base", {}).get("content")
@@ -112,7 +125,7 @@ def examine(
             checks.append(_masks(store, list(manifest["rescalers"])))
         return tuple(checks), found
     finally:
-        output.close()
+        stored.close()
         if opened is not None:
             opened.close()
 
@@ -152,13 +165,15 @@ def _masks(store: Store, experts: list[str]) -> Check:
     return Check("masks", not wrong, "; ".join(wrong) or good)
 
 
-def _coverage(entries: Mapping[str, Mapping[str, Any]], output: Checkpoint) -> Check:
+def _coverage(
+    entries: Mapping[str, Mapping[str, Any]], output: Checkpoint, files: Sequence[str]
+) -> Check:
     headers: Mapping[str, TensorHeader] = output.headers
     wrong = [f"'{name}' is not in the manifest" for name in headers if name not in entries]
-    strange = [name for name in _weights(output) if not name.endswith(".safetensors")]
+    strange = [name for name in files if not name.endswith(".safetensors")]
     if strange:
         wrong.append(f"{strange[0]} is no safetensors file, and covmerge writes no other")
-    if not _weights(output):
+    if not files:
         wrong.append("an adapter lies where a model was written")
     for name, entry in entries.items():
         if name not in headers:
@@ -228,8 +243,29 @@ class _Values:
 
     @property
     def lost(self) -> list[str]:
-        """Tensors that were copied from the base, and do not equal it."""
-        return sorted(n for n in self._changed if "merged_norm" not in self._entries[n])
+        """Tensors that were copied from the base as they are, and do not equal it."""
+        return sorted(n for n in self._changed if n not in self._rounded and not self._is_merged(n))
+
+    @property
+    def _rounded(self) -> set[str]:
+        """Tensors that were copied from the base, and rounded to a quantised format."""
+        return {
+            name
+            for name, entry in self._entries.items()
+            if "quantised" in entry and entry["quantised"]["error"] and not self._is_merged(name)
+        }
+
+    def _is_merged(self, name: str) -> bool:
+        return "merged_norm" in self._entries[name]
+
+    @property
+    def _why_equal(self) -> str:
+        if any("quantised" in entry for entry in self._entries.values()):
+            return (
+                "rounding to the quantised format leaves nothing of the update: write a higher format, or "
+                "keep layers plain (--keep)"
+            )
+        return "were the experts trained?"
 
     def leave_out(self, why: str) -> None:
         """Hold nothing against the base after all."""
@@ -258,13 +294,14 @@ class _Values:
             changed > 0,
             f"{changed} of {len(entries)} tensors differ, by {against}"
             if changed
-            else f"every tensor equals the base's, by {against}: were the experts trained?",
+            else f"every tensor equals the base's, by {against}: {self._why_equal}",
         )
         checks.append(differs)
         if self._base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
         beside = f"; {len(self._apart)} have rows of other tokens" if self._apart else ""
+        beside += f"; {len(self._rounded)} are rounded copies" if self._rounded else ""
         detail = some(self.lost, 5) or f"tensors copied from the base equal it{beside}"
         return [*checks, Check("copied", not self.lost, detail)]
 
@@ -272,7 +309,13 @@ class _Values:
 def _rounding(manifest: Mapping[str, Any]) -> Check:
     if manifest["recipe"]["base"] is None:
         return Check("rounding", ok=True, detail=f"not compared: {_NO_BASE}", made=False)
-    loss = float(manifest["totals"]["rounding_loss"])
+    totals = manifest["totals"]
+    loss = float(totals["rounding_loss"])
+    packed: Mapping[str, Any] | None = totals.get("quantised")
+    if packed is not None and "lost" in packed:  # what is plain beside it is nothing to speak of
+        kept, lost = packed["kept"], packed["lost"]
+        detail = f"of the update {kept:.2%} is left in quantised tensors, beside noise of {lost:.2%} of it"
+        return Check("rounding", ok=True, detail=detail, noted=lost >= 1.0)
     return Check(
         "rounding",
         loss < 1.0,

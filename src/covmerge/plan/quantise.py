@@ -1,0 +1,265 @@
+"""Which tensors of a model are stored packed, how, and what config.json says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from covmerge.checkpoints import Checkpoint
+from covmerge.checkpoints.gguf_file import GgufSettings
+from covmerge.errors import CheckpointError, RecipeError
+from covmerge.plan.forms import ModelTensor, PackedTensor
+from covmerge.plan.work import TensorPlan
+from covmerge.quantised import (
+    LAYOUTS,
+    SAME,
+    Dequantised,
+    Packing,
+    as_stored,
+    dtype_of,
+    is_derived,
+    with_plain,
+)
+from covmerge.recipe import Recipe
+from covmerge.text import some
+from covmerge.types import Role, TensorHeader
+
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_GPT_OSS = "gpt_oss"
+_OF_EXPERTS = "fp8-block"  # in which transformers loads experts that are stored one by one
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The tensors of a model, some of which are stored packed.
+
+    Attributes:
+        tensors: all of them, with their forms.
+        settings: `quantization_config` of config.json; None: nothing is packed.
+        notes: what a user should know.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    settings: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Quantised:
+    """Say which tensors are packed, as the recipe wants it.
+
+    Raises:
+        RecipeError: the base, the method or the layers are nothing that can be packed this way.
+        CheckpointError: a layer's sizes do not allow it.
+    """
+    wanted, keep = recipe.output.quantise, recipe.output.keep
+    if wanted == "none":
+        return Quantised(tensors)
+    if any(isinstance(t.form, ModelTensor) and t.form.masks for t in tensors):
+        raise RecipeError(
+            f"method '{recipe.method}' writes masks beside plain weights: leave out `quantise`"
+        )
+    if is_derived(base):
+        raise RecipeError(
+            "`quantise` goes by the base's own layers and tokens, and the base is quantised and seen "
+            "through `slices` or a `tokenizer`: merge without `quantise` first"
+        )
+    if base.config is None:
+        raise RecipeError(
+            f"`quantise: {wanted}` has to be said in config.json, and {base.source} has none: pass the "
+            "folder of a whole model as base"
+        )
+    # As it is read of the base, each tensor of bitsandbytes' 4 bits in a dtype of its own; else by config.
+    as_there = wanted == SAME and recipe.output.dtype == "base"
+    dtype = None if as_there else _read_as(recipe, base.config)
+    packable = _as_base(base) if wanted == SAME else _by_name(wanted, tensors, base)
+    done: list[TensorPlan] = []
+    kept: set[str] = set()
+    for tensor in tensors:
+        name = tensor.name
+        if name in packable and any(fnmatchcase(name, pattern) for pattern in keep):
+            kept.add(name)
+        elif name in packable:
+            done.append(_packed(wanted, tensor, base, dtype))
+            continue
+        done.append(tensor)
+    packed = [tensor for tensor in done if isinstance(tensor.form, PackedTensor)]
+    if not packed:
+        raise RecipeError(f"`quantise: {wanted}` with these `keep` leaves no tensor that is packed")
+    _check_experts(packed, [tensor for tensor in done if tensor.name in kept])
+    settings = _settings(wanted, base, done, kept)
+    unused = [p for p in keep if not any(fnmatchcase(name, p) for name in packable)]
+    return Quantised(tuple(done), settings, tuple(_notes(wanted, done, packed, kept, unused)))
+
+
+def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
+    """What packed weights are read as: the dtype that config.json will state."""
+    stated = [key for key in _DTYPE_KEYS if key in config]
+    if recipe.output.dtype == "base" or not stated:
+        return dtype_of(config)
+    return dtype_of({stated[0]: recipe.output.dtype})
+
+
+def _as_base(base: Checkpoint) -> set[str]:
+    """Tensors that the base stores packed."""
+    if not isinstance(base, Dequantised):
+        raise RecipeError(
+            f"`quantise: {SAME}` writes the base's own format, and {base.source} is not quantised: name "
+            f"one ({', '.join(LAYOUTS)})"
+        )
+    if isinstance(base.settings, GgufSettings):
+        raise RecipeError(
+            f"`quantise: {SAME}`: {base.source} is a GGUF file, which covmerge reads and does not write: "
+            "merge without `quantise`, and convert the output (convert_hf_to_gguf.py, llama-quantize)"
+        )
+    if base.unused:
+        raise RecipeError(
+            f"`quantise: {SAME}`: {base.source} has scales of activations ('{min(base.unused)}'), which "
+            "were measured on it and are no merged model's: name a format without them, such as fp8-channel"
+        )
+    return set(base.packed)
+
+
+def _by_name(wanted: str, tensors: Sequence[TensorPlan], base: Checkpoint) -> set[str]:
+    """Tensors that a format packs: those that the base has packed, else the weights of linear layers."""
+    own = {tensor.name for tensor in tensors if _is_packable(wanted, tensor)}
+    if isinstance(base, Dequantised):
+        own &= set(base.packed)
+    if wanted == "mxfp4" and (base.config or {}).get("model_type") != _GPT_OSS:
+        raise RecipeError(
+            "`quantise: mxfp4`: clients load it of GPT-OSS alone, and this is another model; choose one of "
+            f"{', '.join(name for name in LAYOUTS if name != wanted)}"
+        )
+    if not own:
+        raise RecipeError(
+            f"`quantise: {wanted}`: no tensor is the weight of a layer that clients pack (linear layers, "
+            "as transformers builds them of config.json, but for heads and embeddings)"
+        )
+    return own
+
+
+def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
+    if wanted == "mxfp4":
+        return tensor.role is Role.EXPERT_STACK and len(tensor.output.shape) == LAYOUTS[wanted].axes
+    if not _is_linear(tensor):
+        return False
+    return tensor.takes_factors or (wanted == _OF_EXPERTS and _is_an_expert(tensor))
+
+
+def _is_linear(tensor: TensorPlan) -> bool:
+    matrix = len(tensor.output.shape) == 2 and tensor.name.endswith(".weight")
+    return matrix and tensor.role is Role.LINEAR
+
+
+def _is_an_expert(tensor: TensorPlan) -> bool:
+    """Whether transformers puts it together with others on loading."""
+    return tensor.name.endswith(".weight") and not tensor.parameter.endswith(".weight")
+
+
+def _packed(
+    wanted: str, tensor: TensorPlan, base: Checkpoint, dtype: torch.dtype | None
+) -> TensorPlan:
+    """The tensor with the form that it is packed in."""
+    output = tensor.output if dtype is None else replace(tensor.output, dtype=dtype)
+    as_base = wanted == SAME and output == base.headers[tensor.name]
+    form = PackedTensor(_packing(wanted, base, output), as_base, wanted)
+    return replace(tensor, output=output, form=form)
+
+
+def _packing(wanted: str, base: Checkpoint, header: TensorHeader) -> Packing:
+    if wanted == SAME:
+        assert isinstance(base, Dequantised)
+        return as_stored(base, header)
+    layout = LAYOUTS[wanted]
+    packing = layout.packing(header)
+    if packing is None:
+        raise CheckpointError(
+            f"'{header.name}' is {list(header.shape)}, and {wanted} packs {layout.needs}: keep it plain "
+            f"(keep: ['{header.name}']), or choose another format"
+        )
+    return packing
+
+
+def _check_experts(packed: Sequence[TensorPlan], kept: Sequence[TensorPlan]) -> None:
+    """Refuse modules of experts that would be half packed: transformers makes one module of them."""
+    modules = {
+        tensor.parameter.rpartition(".")[0]: tensor.name
+        for tensor in packed
+        if _is_an_expert(tensor)
+    }
+    for tensor in kept:
+        other = modules.get(tensor.parameter.rpartition(".")[0])
+        if other is not None and _is_an_expert(tensor):
+            raise RecipeError(
+                f"`keep` has '{tensor.name}' and not '{other}', which are one module once they are loaded: "
+                "keep both or none"
+            )
+
+
+def _settings(
+    wanted: str, base: Checkpoint, tensors: Sequence[TensorPlan], kept: set[str]
+) -> dict[str, Any]:
+    """What config.json says: every linear layer that is plain is named."""
+    if wanted == SAME:
+        assert isinstance(base, Dequantised)
+        stated: Mapping[str, Any] = base.settings
+        plain = [tensor for tensor in tensors if tensor.name in kept]
+        if not plain:
+            return {**stated}
+        # A list that a config has not got means defaults, which are no more once it has one.
+        heads = [tensor for tensor in tensors if tensor.role is Role.OUTPUT]
+        return with_plain(stated, list(_modules([*heads, *plain])))
+    layers = [
+        tensor
+        for tensor in tensors
+        if not isinstance(tensor.form, PackedTensor)
+        and (_is_linear(tensor) or tensor.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
+        and tensor.name.endswith(".weight")
+    ]
+    plain = [tensor for tensor in tensors if tensor.name in kept]
+    settings = {**LAYOUTS[wanted].settings}
+    if settings.get("load_in_4bit"):
+        settings["bnb_4bit_compute_dtype"] = _compute_dtype(tensors)
+    return with_plain(settings, list(_modules([*layers, *plain])))
+
+
+def _compute_dtype(tensors: Sequence[TensorPlan]) -> str:
+    packed = next(tensor for tensor in tensors if isinstance(tensor.form, PackedTensor))
+    return str(packed.output.dtype).removeprefix("torch.")
+
+
+def _modules(tensors: Sequence[TensorPlan]) -> Iterator[str]:
+    for tensor in tensors:
+        yield (
+            tensor.name.removesuffix(".weight")
+            if tensor.name.endswith(".weight")
+            else (tensor.name.rpartition(".")[0])
+        )
+        if _is_an_expert(tensor):
+            yield tensor.parameter.rpartition(".")[0]
+
+
+def _notes(
+    wanted: str,
+    tensors: Sequence[TensorPlan],
+    packed: Sequence[TensorPlan],
+    kept: set[str],
+    unused: Sequence[str],
+) -> Iterator[str]:
+    said = "the base's own format" if wanted == SAME else f"{wanted}: {LAYOUTS[wanted].said}"
+    plain = len(tensors) - len(packed)
+    yield (
+        f"{len(packed)} tensors are written quantised ({said}), each weight rounded to the nearest number; "
+        f"{plain} are plain" + (f", {len(kept)} of them by `keep`" if kept else "")
+    )
+    experts = [tensor.name for tensor in tensors if tensor not in packed and _is_an_expert(tensor)]
+    if experts and wanted != SAME and not kept.issuperset(experts) and wanted != "mxfp4":
+        yield (
+            f"experts that are stored one by one stay plain in this format ({some(experts, 2)}): "
+            f"transformers puts them together, and loads them of {_OF_EXPERTS} alone"
+        )
+    for pattern in unused:
+        yield f"`keep` has '{pattern}', which is no tensor that would be packed: check its spelling"

@@ -1,0 +1,363 @@
+"""Quantised output: what is written, loaded, found again, gone on with, and refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import covmerge
+from covmerge.api import run_recipe
+from covmerge.errors import CheckFailed, InputError, RecipeError
+from covmerge.quantised import open_plain
+from covmerge.recipe import parse_recipe
+from covmerge.recompute import recompute
+from tests.cli.runs import covmerge as command
+from tests.cli.runs import words
+from tests.e2e.test_resume import digests
+from tests.forked import fork_workers
+from tests.interrupted import InterruptAfter
+from tests.quantised.models import FORMATS, GPTQ, build, gptq, llama, moved, save_packed
+from tests.quantised.test_goldens import save as save_golden
+
+NAMES = ("base", "a", "b")
+# Of these the same bytes come back, but for the sign of zeros (MXFP4) and a zero point that is made
+# anew (AWQ).
+AGAIN = [form for form in FORMATS if form != "awq"]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def read(folder):
+    model = open_plain(folder)
+    return {name: model.read(name) for name in model.headers}
+
+
+def settings(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def merged(folder, out, *, base="base", experts=("a", "b"), method="ties", **how):
+    sources = {name: folder / name for name in experts}
+    return covmerge.merge(folder / base, sources, method, folder / out, **how)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Makes models of a format, once."""
+    made = {}
+
+    def of(form):
+        if form not in made:
+            folder = tmp_path_factory.mktemp(form.replace(" ", "-"))
+            pack, stated = FORMATS[form]
+
+            def weights_alone(name, weight):
+                return {k: v for k, v in pack(name, weight).items() if "input_scale" not in k}
+
+            for seed, name in enumerate(NAMES):
+                save_packed(build(form, seed), folder / name, weights_alone, stated)
+            made[form] = folder
+        return made[form]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    for seed, name in enumerate(NAMES):
+        model = llama(seed, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+        model.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("form", AGAIN)
+def test_an_expert_alone_comes_out_as_it_is(packed, form):
+    folder = packed(form)
+    merged(folder, "alone", experts=("a",), method="average", quantise="same", overwrite=True)
+    ours, theirs = weights(folder / "alone"), weights(folder / "a")
+    assert ours.keys() == theirs.keys()
+    if form == "mxfp4":
+        ours, theirs = read(folder / "alone"), read(folder / "a")
+    for name in theirs:
+        assert ours[name].dtype == theirs[name].dtype
+        assert torch.equal(ours[name].float(), theirs[name].float()), name
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_same_layout_as_the_base(packed, form):
+    """Off its unquantised twin by no more than the recorded loss, by whole matrices and by rows."""
+    folder = packed(form)
+    for method in ("ties", "actmat"):
+        result = merged(folder, method, method=method, quantise="same")
+        merged(folder, f"{method}-twin", method=method, out_dtype="float32")
+        assert settings(folder / method) == FORMATS[form][1]
+        stored, base = weights(folder / method), weights(folder / "base")
+        assert {n: (t.dtype, t.shape) for n, t in stored.items()} == {
+            n: (t.dtype, t.shape) for n, t in base.items()
+        }
+        ours, exact = read(folder / method), read(folder / f"{method}-twin")
+        entries = result.stats["tensors"]
+        for name, tensor in ours.items():
+            lost = (tensor.float() - exact[name].float()).norm()
+            told = entries[name]["rounding_loss"] * entries[name]["merged_norm"]
+            assert lost == pytest.approx(told, rel=0.01, abs=1e-6)
+        assert covmerge.verify(folder / method).ok
+        assert recompute(folder / method, tensors=4).ok
+
+
+def test_what_nobody_changed_is_the_bytes_of_the_base(packed):
+    """By a rule, and because no expert changed it; the fixture's AWQ is nothing that we would write."""
+    folder = packed("awq")
+    stored = weights(folder / "a")
+    same = [name for name in stored if ".up_proj." in name]
+    stored |= {name: weights(folder / "base")[name] for name in same}
+    (folder / "c").mkdir()
+    save_file(stored, folder / "c" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "c" / "config.json").write_text((folder / "a" / "config.json").read_text())
+    rule = {"match": "*.down_proj.*", "use": "base"}
+    merged(folder, "kept", experts=("c",), method="task_arithmetic", quantise="same", rules=[rule])
+    ours, base = weights(folder / "kept"), weights(folder / "base")
+    for name, tensor in ours.items():
+        if ".up_proj." in name or ".down_proj." in name:
+            assert torch.equal(tensor, base[name]), name
+        elif name.endswith("qweight"):
+            assert not torch.equal(tensor, base[name]), name
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "nf4", "fp8-tensor", "gptq"])
+def test_of_plain_models(plain, form):
+    """Copies are rounded too; heads, embeddings and what is kept are as in the plain twin."""
+    rule = [{"match": "*.o_proj.*", "use": "base"}]
+    result = merged(plain, form, quantise=form, keep=["*.1.mlp.*"], rules=rule, overwrite=True)
+    merged(plain, "twin", rules=rule, overwrite=True)
+    ours, twin = read(plain / form), read(plain / "twin")
+    entries = result.stats["tensors"]
+    for name, tensor in ours.items():
+        if "quantised" in entries[name]:
+            assert entries[name]["quantised"]["format"] == form
+            error = (tensor.float() - twin[name].float()).norm() / twin[name].float().norm()
+            assert error == pytest.approx(entries[name]["quantised"]["error"], rel=0.02)
+        else:
+            assert torch.equal(tensor, twin[name])
+    assert [n for n in ours if "quantised" in entries[n]] == [
+        n for n in ours if "_proj" in n and ".1.mlp." not in n
+    ]
+    told = str(settings(plain / form)).replace("\\", "")
+    assert "lm_head" in told
+    assert "model.layers.1.mlp.up_proj" in told
+    check = covmerge.verify(plain / form)
+    assert check.ok
+    assert "2 are rounded copies" in str(check.checks)
+
+
+def test_loss_by_layer_and_a_warning_where_rounding_is_more_than_the_update(plain):
+    for name in ("a", "b"):
+        model = llama(0, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+        with torch.no_grad():
+            for parameter in model.model.layers[1].parameters():
+                parameter.mul_(1.01)
+        model.save_pretrained(plain / f"near-{name}")
+    result = merged(plain, "near", experts=("near-a", "near-b"), method="average", quantise="nf4")
+    found = result.stats["totals"]["quantised"]
+    first, second = found["layers"]
+    assert (first["layer"], first["tensors"]) == ("model.layers.0", 7)
+    assert "lost" not in first or first["kept"] == 0.0 or first["lost"] > 1.0
+    assert second["lost"] > 1.0
+    assert any("more than the merged update in model.layers.1" in w for w in result.warnings)
+    stored = json.loads((plain / "near" / "covmerge.json").read_text())
+    assert stored["totals"]["quantised"] == found
+    assert "of the merged update" in (plain / "near" / "README.md").read_text()
+
+
+def test_an_update_that_is_rounded_away_is_no_success(packed):
+    """A base on the steps of its format, and updates far below them."""
+    folder = packed("bitsandbytes")
+    close = {
+        name: tensor * (1 + 2**-8) if "up_proj" in name else tensor
+        for name, tensor in read(folder / "base").items()
+    }
+    (folder / "close").mkdir()
+    save_file(close, folder / "close" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "base" / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "close" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckFailed, match="leaves nothing of the update"):
+        merged(
+            folder,
+            "gone",
+            experts=("close",),
+            method="task_arithmetic",
+            scale=1e-4,
+            quantise="same",
+        )
+    assert not (folder / "gone").exists()
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])
+def test_transformers_loads_what_it_reads(tmp_path, form):
+    """It dequantises on a CPU. Experts that are stored one by one are one module there."""
+    if form == "mxfp4":
+        models = [build(form, seed) for seed in range(2)]
+    else:
+        torch.manual_seed(0)
+        config = transformers.Qwen3MoeConfig(
+            vocab_size=64,
+            hidden_size=128,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=64,
+            num_hidden_layers=2,
+            intermediate_size=256,
+            moe_intermediate_size=64,
+            num_experts=2,
+            num_experts_per_tok=1,
+            pad_token_id=0,
+        )
+        first = transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        first.save_pretrained(tmp_path / "base")
+        models = [first, moved(first, 1)]
+    for name, model in zip(("base", "a"), models, strict=True):
+        if form == "mxfp4" or name == "a":
+            model.save_pretrained(tmp_path / name)
+    keep = () if form == "mxfp4" else ("*.1.mlp.experts.*", "*.0.self_attn.q_proj.*")
+    merged(tmp_path, "out", experts=("a",), method="task_arithmetic", quantise=form, keep=keep)
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
+    expected, experts = model.state_dict(), {}
+    for name, tensor in read(tmp_path / "out").items():
+        if name in expected:
+            assert torch.equal(tensor, expected[name]), name
+        else:
+            experts[name] = tensor
+    for layer in range(2 if experts else 0):
+        start = f"model.layers.{layer}.mlp.experts"
+        down = [experts[f"{start}.{number}.down_proj.weight"] for number in range(2)]
+        assert torch.equal(torch.stack(down), expected[f"{start}.down_proj"])
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "nf4"])
+def test_an_interrupted_merge_is_gone_on_with_and_processes_write_the_same(
+    plain, tmp_path, form, monkeypatch
+):
+    fork_workers(monkeypatch)
+    monkeypatch.setattr("covmerge.plan.build.BLOCK_ELEMENTS", 128 * 128)  # several items a tensor
+    how = {"quantise": form, "method": "average"}
+    merged(plain, tmp_path / "whole", **how)
+    with pytest.raises(KeyboardInterrupt):
+        merged(plain, tmp_path / "resumed", **how, progress=InterruptAfter(20))
+    with pytest.raises(InputError, match="belongs to plan"):
+        merged(plain, tmp_path / "resumed", method="average", quantise="int8", resume=True)
+    result = merged(plain, tmp_path / "resumed", **how, resume=True)
+    assert 0 < result.run["resumed_items"] < result.run["items"]
+    merged(plain, tmp_path / "workers", **how, workers=2)
+    assert (
+        digests(tmp_path / "whole")
+        == digests(tmp_path / "resumed")
+        == digests(tmp_path / "workers")
+    )
+
+
+def test_a_group_that_does_not_divide_is_named_with_what_to_do(tmp_path):
+    for seed, name in enumerate(NAMES):
+        llama(seed).save_pretrained(tmp_path / name)
+    with pytest.raises(InputError, match=r"'model.layers.0.*' is \[.*\], and gptq packs .*keep"):
+        merged(tmp_path, "out", quantise="gptq")
+    pack = dict(GPTQ)
+    save_packed(llama(0), tmp_path / "packed", gptq, pack)
+    merged(tmp_path, "out", base="packed", quantise="same", keep=["*.up_proj.*"])
+    assert list(settings(tmp_path / "out")["dynamic"]) == [
+        r"-:^lm_head$",
+        r"-:^model\.layers\.0\.mlp\.up_proj$",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ({"quantise": "same"}, "is not quantised: name one"),
+        ({"quantise": "mxfp4"}, "GPT-OSS alone"),
+        ({"quantise": "nf4", "keep": ["*"]}, "leaves no tensor"),
+        ({"quantise": "q4_k"}, "must be"),
+        ({"keep": ["*"]}, "the output is plain"),
+        ({"quantise": "nf4", "dtype": "float64"}, "float64 is none"),
+        ({"quantise": "nf4", "format": "adapter", "rank": 2}, "adapters are stored plain"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused(plain, output, said):
+    data = {"base": str(plain / "base"), "experts": {"a": str(plain / "a")}, "output": output}
+    with pytest.raises(RecipeError, match=said):
+        run_recipe(parse_recipe({**data, "method": "average"}, origin="test"), plain / "never")
+    assert not (plain / "never").exists()
+
+
+def test_scales_of_activations_are_no_merged_models(tmp_path):
+    pack, stated = FORMATS["compressed-tensors"]
+    for seed, name in enumerate(NAMES):
+        save_packed(llama(seed), tmp_path / name, pack, stated)
+    with pytest.raises(RecipeError, match=r"scales of activations.*input_scale"):
+        merged(tmp_path, "out", quantise="same")
+    merged(tmp_path, "out", quantise="fp8-channel")
+    assert not [name for name in weights(tmp_path / "out") if "input_scale" in name]
+
+
+def test_in_memory_there_is_no_config_to_say_it(plain):
+    with pytest.raises(InputError, match="give an output folder"):
+        covmerge.merge(plain / "base", {"a": plain / "a"}, "average", quantise="nf4")
+
+
+@pytest.mark.parametrize("case", ["nf4 nested 24", "fp4 25"])
+def test_bitsandbytes_own_files(tmp_path, case):
+    """Nested scales have an offset in JSON of some length; of an unchanged layer the base's is taken."""
+    base = save_golden(tmp_path_named(tmp_path, "base"), f"bitsandbytes {case}")
+    config = json.loads((base / "config.json").read_text())
+    stored = read(base)
+    for name, factor in (("same", 1.0), ("moved", 1.5)):
+        own = {"fc.weight": stored["fc.weight"] * factor, "norm.weight": torch.full((3,), 1.5)}
+        save_file(own, tmp_path_named(tmp_path, name) / "model.safetensors")
+        dtype = {"dtype": config["dtype"]}
+        (tmp_path / name / "config.json").write_text(json.dumps(dtype))
+        merged(
+            tmp_path,
+            f"out-{name}",
+            experts=(name,),
+            method="task_arithmetic",
+            quantise="same",
+            scale=1.0,
+        )
+        assert covmerge.verify(tmp_path / f"out-{name}").ok
+    how = {"method": "task_arithmetic", "quantise": "same", "out_dtype": "float16"}
+    merged(tmp_path, "half", experts=("same",), **how)  # the dtype is in the JSON too
+    assert read(tmp_path / "half")["fc.weight"].dtype == torch.float16
+    before, after = weights(base), weights(tmp_path / "out-same")
+    assert before.keys() == after.keys()
+    for key in before.keys() - {"norm.weight"}:
+        texts = [bytes(own[key].view(-1).view(torch.uint8)).rstrip() for own in (before, after)]
+        assert texts[0] == texts[1]
+    moved_by = read(tmp_path / "out-moved")["fc.weight"].float() / stored["fc.weight"].float()
+    assert moved_by.nanmedian() == pytest.approx(1.5, rel=0.02)
+
+
+def tmp_path_named(folder, name):
+    (folder / name).mkdir()
+    return folder / name
+
+
+def test_the_command_line_shows_the_loss_by_layer(plain, tmp_path):
+    flags = ["--quantise", "nf4", "--keep", "*.0.mlp.*", "--keep", "nix*"]
+    experts = [f"--expert={name}={plain / name}" for name in ("a", "b")]
+    given = ["--base", plain / "base", *experts, "--method", "average"]
+    assert "NF4 in blocks of 64" in words(command("merge", *given, *flags, "--dry-run").stdout)
+    ran = command("merge", *given, *flags, tmp_path / "out", "--report")
+    shown = [line.split() for line in ran.stdout.splitlines()]
+    first, second = (line for line in shown if line and line[0].startswith("model.layers."))
+    assert (first[:2], second[:2]) == (["model.layers.0", "4"], ["model.layers.1", "7"])
+    assert all(cell.endswith("%") for cell in second[2:])
+    assert "'nix*'" in ran.stdout
+    assert "left of the update, %" in (tmp_path / "out" / "report.html").read_text()
