@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_LONGEST = 3000  # characters of a message, of which the end has the next step
+_LONGEST = 20_000  # characters of a message, of which the end has the next step
 
 
 class CovmergeError(Exception):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge import open_checkpoint
-from covmerge.errors import CheckpointError
+from covmerge.errors import CheckpointError, InputError
 from covmerge.stores import page_server, remote
 from covmerge.stores.address import Address
 from covmerge.stores.remote import remote_store
@@ -176,7 +176,7 @@ def test_a_server_that_is_gone(bucket: Bucket, models) -> None:
     for source in (f"{bucket.url}/sharded", f"{address}/{BASE}"):
         with pytest.raises(CheckpointError, match=r"s3://.* it failed 6 times \(status 500\)"):
             open_checkpoint(source)
-    with pytest.raises(CheckpointError, match=r"s3://.* it failed 6 times \(status 500\)"):
+    with pytest.raises(InputError, match=r"s3://.* it failed 6 times \(status 500\)"):
         verify(address)
 
 

@@ -167,7 +167,7 @@ def read_manifest(folder: Path | Store) -> dict[str, Any]:
 
 
 @contextmanager
-def recorded_in(folder: Path) -> Generator[None]:
+def recorded_in(manifest: str | Path) -> Generator[None]:
     """Name the manifest in what is wrong with the recipe that it records.
 
     Raises:
@@ -176,7 +176,7 @@ def recorded_in(folder: Path) -> Generator[None]:
     try:
         yield
     except RecipeError as error:
-        raise RecipeError(f"the recipe in {folder / MANIFEST_NAME}: {error}") from error
+        raise RecipeError(f"the recipe in {manifest}: {error}") from error
 
 
 def unknown_files(store: Store) -> list[str]:

@@ -117,7 +117,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
             f"{folder} is an adapter, and only merged models are computed again: verify it without "
             "--deep"
         )
-    with recorded_in(folder), sources_of(recipe) as checkpoints:
+    with recorded_in(store.where(MANIFEST_NAME)), sources_of(recipe) as checkpoints:
         checkpoints.materialize()
         check_sources(checkpoints, manifest)
         exact = recipe.model_copy(update={"dtype": "float64"})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from covmerge.checkpoints import AdapterCheckpoint
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
-from covmerge.checkpoints.manifest import read_manifest, recorded_in
+from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
 from covmerge.engine import RunOptions, seen_in
 from covmerge.inspection import InspectJob, SpectraOf
 from covmerge.methods import registry
@@ -47,8 +47,8 @@ class ReportJob:
             InputError: not an output of covmerge, or a source that is no longer there.
         """
         manifest = read_manifest(self.folder)
-        recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / "covmerge.json"))
-        with recorded_in(self.folder), open_recipe(recipe) as checkpoints:
+        recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / MANIFEST_NAME))
+        with recorded_in(self.folder / MANIFEST_NAME), open_recipe(recipe) as checkpoints:
             job = InspectJob(
                 recipe=recipe,
                 spectra=self.spectra,
