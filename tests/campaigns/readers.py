@@ -267,7 +267,7 @@ def _build_gguf() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     (IN / "gpt2").mkdir()
-    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=8, n_positions=8)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=8)
     save_gpt2(GPT2LMHeadModel(config), IN / "gpt2" / "model.gguf", "Q5_0")
 
 
