@@ -22,7 +22,7 @@ from covmerge.errors import CovmergeError
 from tests.campaigns.trees import TRIP
 
 SECONDS, BYTES = 5.0, 500 * 2**20
-MESSAGE = 4000  # characters that an error may have
+MESSAGE = 26_000  # characters that an error may have
 
 _SRC = "/src/covmerge/"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
