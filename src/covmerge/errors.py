@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_LONGEST = 20_000  # characters of a message, of which the end has the next step
+_LINE, _MESSAGE = 3000, 25_000  # most characters; the end of a message has the next step
 
 
 class CovmergeError(Exception):
@@ -23,11 +23,15 @@ class CovmergeError(Exception):
     exit_code = 2
 
     def __init__(self, message: str = "") -> None:
-        half = _LONGEST // 2
-        if len(message) > _LONGEST:
-            left_out = len(message) - 2 * half
-            message = f"{message[:half]}... ({left_out} characters) ...{message[-half:]}"
-        super().__init__(message)
+        lines = (_cut(line, _LINE) for line in message.split("\n"))
+        super().__init__(_cut("\n".join(lines), _MESSAGE))
+
+
+def _cut(text: str, most: int) -> str:
+    half = most // 2
+    if len(text) <= most:
+        return text
+    return f"{text[:half]}... ({len(text) - 2 * half} characters) ...{text[-half:]}"
 
 
 class InputError(CovmergeError):

@@ -45,7 +45,7 @@ class Outcome:
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[str, list[tuple[int, Broken]]] = field(default_factory=dict)
-    seconds: float = 0.0
+    last: str = ""
 
     @property
     def inputs(self) -> int:
@@ -76,16 +76,27 @@ class Campaign:
         for name in ("in", "tmp", "cache", "out"):
             (self._home / name).mkdir()
 
+    def check(self, name: str) -> None:
+        """See that what is to be made hostile is valid: an input that is always refused shows nothing.
+
+        Raises:
+            SystemExit: it is not.
+        """
+        for which in range(len(self._valid[name])):
+            outcome = Outcome()
+            self._forked(name, [(0, which, [])], time.monotonic() + 60, outcome)
+            if not outcome.counts["read"] or outcome.failures:
+                raise SystemExit(f"{name}: valid input {which} was not read: {outcome}")
+
     def run(self, name: str, numbers: range, until: float) -> Outcome:
         """Read inputs of a reader, and end early at a time (`time.monotonic`)."""
-        outcome, started = Outcome(), time.monotonic()
+        outcome = Outcome()
         first = numbers.start
         while first < numbers.stop and time.monotonic() < until:
             last = self._batch(name, range(first, min(first + _EACH, numbers.stop)), until, outcome)
             if last < first:  # the time ended before one was begun
                 break
             first = last + 1
-        outcome.seconds = time.monotonic() - started
         return outcome
 
     def changes(self, name: str, number: int) -> tuple[int, list[int]]:
@@ -154,6 +165,7 @@ class Campaign:
                     continue
                 begun = None
                 outcome.counts[record["outcome"]] += 1
+                outcome.last = record["detail"]
                 if record["kind"] is not None:
                     fault = Broken(record["kind"], record["detail"])
                     outcome.failures.setdefault(fault.kind, []).append((record["number"], fault))
@@ -174,6 +186,7 @@ class Campaign:
         import tempfile
 
         tempfile.tempdir = None
+        os.fsync = lambda fd: None  # nothing here outlives a loss of power
         warnings.simplefilter("ignore")
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
@@ -189,7 +202,7 @@ class Campaign:
             files = hostile(self._valid[name][which], changes, reader.files)
             laid.lay(files)
             names = {str(IN), "checkpoint", *(Path(path).name for path in files)}
-            ended, fault = broken(
+            ended, told, fault = broken(
                 lambda: reader.read(IN),
                 watch,
                 named=reader.named,
@@ -199,7 +212,7 @@ class Campaign:
             fault = fault or self._left(ended)
             if reader.writes or reader.read.__name__ in _CHANGE_THEIR_INPUT:
                 laid.clear()
-            kind, detail = (None, "") if fault is None else (fault.kind, fault.detail)
+            kind, detail = (None, told) if fault is None else (fault.kind, fault.detail)
             record = {"number": number, "outcome": ended, "kind": kind, "detail": detail}
             said.write(json.dumps(record) + "\n")
 
@@ -258,6 +271,7 @@ def run(
         try:
             campaign = Campaign(names, seed)
             for name in names:
+                campaign.check(name)
                 until = time.monotonic() + seconds / len(names)
                 own = outcomes[name] = campaign.run(name, range(first, first + count), until)
                 for kind, failures in own.failures.items():

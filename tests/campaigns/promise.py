@@ -22,7 +22,7 @@ from covmerge.errors import CovmergeError
 from tests.campaigns.trees import TRIP
 
 SECONDS, BYTES = 5.0, 500 * 2**20
-MESSAGE = 20_100  # characters that an error may have
+MESSAGE = 26_000  # characters that an error may have
 
 _SRC = "/src/covmerge/"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -145,8 +145,8 @@ def broken(
     named: bool,
     writes: tuple[str, ...],
     names: set[str],
-) -> tuple[str, Broken | None]:
-    """Read an input, and return how it ended and what promise was not kept."""
+) -> tuple[str, str, Broken | None]:
+    """Read an input, and return how it ended, with what message, and what promise was not kept."""
     before = _kept()
     started = time.process_time()
     watch.start(named=named, writes=writes)
@@ -165,7 +165,7 @@ def broken(
     if _kept() != before:
         faults.append(Broken("changed a file outside", repr(_kept())))
     outcome = "read" if error is None else type(error).__name__
-    return outcome, faults[0] if faults else None
+    return outcome, f"{error or ''}"[:MESSAGE], faults[0] if faults else None
 
 
 def _faults(

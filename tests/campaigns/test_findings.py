@@ -15,6 +15,7 @@ from covmerge.checkpoints import Journal, open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.errors import CheckpointError, InputError, RecipeError
 from covmerge.quantised import dequantised
+from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
 from covmerge.statistics import Reading
 from covmerge.statistics.examples import read_texts
@@ -103,6 +104,12 @@ def test_masks_over_a_model_of_another_dtype(dtype, tmp_path):
     else:
         with pytest.raises(CheckpointError, match="does not fit the model"):
             covmerge.load_expert(tmp_path / "out", "a", base)
+
+
+def test_a_range_of_layers_without_an_end():
+    slices = [{"experts": {"a": [[0, 2]]}}]
+    with pytest.raises(RecipeError, match=r"is too short: it lacks entry 2"):
+        parse_recipe({"base": "b", "experts": {"a": "x"}, "method": "linear", "slices": slices})
 
 
 def test_messages_have_an_end(tmp_path):

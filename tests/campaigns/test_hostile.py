@@ -32,9 +32,9 @@ def campaign(readers, count):
 
 
 def test_readers_keep_their_promise():
-    campaign([name for name in READERS if name not in SLOW], 40)
+    campaign([name for name in READERS if name not in SLOW], 25)
 
 
 @pytest.mark.slow
 def test_readers_that_load_transformers_keep_it_too():
-    campaign(SLOW, 25)
+    campaign(SLOW, 15)

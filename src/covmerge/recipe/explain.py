@@ -78,6 +78,8 @@ def _line(detail: ErrorDetails, origin: Origin) -> str:
         return f"{where}: unknown key {path[-1]!r} in {_place(path[:-1])}.{hint}"
     if kind == "invalid_key":
         return f"{where}: the key {path[-1]!r} in {_place(path[:-1])} is not text"
+    if kind == "missing" and isinstance(path[-1], int):
+        return f"{where}: {_place(path[:-1])} is too short: it lacks entry {path[-1] + 1}"
     if kind == "missing":
         description = _model_at(path[:-1]).model_fields[str(path[-1])].description
         return f"{where}: {_place(path[:-1])} lacks the key {path[-1]!r}. {description}"
