@@ -55,9 +55,10 @@ def read_regular(path: Path, limit: int) -> bytes:
         FileNotFoundError: there is none.
     """
     with reading(path), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > limit:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
             raise CheckpointError(f"{path} is larger than {limit} bytes, which no such file is")
-        return file.read(limit)
+        return file.read(size)  # of the limit, memory would be asked for first
 
 
 @contextmanager
