@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
@@ -13,14 +13,77 @@ from covmerge.engine import MemoryPlan, Progress, RunOptions
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
-from covmerge.output import MergeResult
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, output_as, parse_recipe, parse_size
 from covmerge.reporting import Report, ReportJob
+from covmerge.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.sources import Source, open_checkpoints, open_recipe, statistics_of
 from covmerge.steps import Steps
 
+Form = Literal["model", "adapter", "peft", "kohya", "diffusers"]
 
+
+# A call that says nothing of `out` fits both overloads; the first one counts.
+@overload
+def merge(  # pyright: ignore[reportOverlappingOverload]
+    base: Source,
+    experts: Mapping[str, Source] | Sequence[Source],
+    method: str = "",
+    out: None = None,
+    *,
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    statistics: Mapping[str, str | Path] | None = None,
+    base_statistics: str | Path | None = None,
+    before: Steps = (),
+    after: Steps = (),
+    tensors: Mapping[str, str] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    allow: Sequence[str] = (),
+    dtype: str = "float32",
+    out_dtype: str = "base",
+    shard_size: int | str = "5GB",
+    form: Form = "model",
+    rank: int | None = None,
+    whole: bool = False,
+    device: str = "cpu",
+    threads: int | None = None,
+    workers: int = 1,
+    max_memory: int | str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **params: Any,
+) -> MergedTensors: ...
+@overload
+def merge(
+    base: Source,
+    experts: Mapping[str, Source] | Sequence[Source],
+    method: str = "",
+    out: str | Path = ...,
+    *,
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    statistics: Mapping[str, str | Path] | None = None,
+    base_statistics: str | Path | None = None,
+    before: Steps = (),
+    after: Steps = (),
+    tensors: Mapping[str, str] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    allow: Sequence[str] = (),
+    dtype: str = "float32",
+    out_dtype: str = "base",
+    shard_size: int | str = "5GB",
+    form: Form = "model",
+    rank: int | None = None,
+    whole: bool = False,
+    device: str = "cpu",
+    threads: int | None = None,
+    workers: int = 1,
+    max_memory: int | str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    **params: Any,
+) -> MergedFolder: ...
 def merge(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
@@ -38,7 +101,7 @@ def merge(
     dtype: str = "float32",
     out_dtype: str = "base",
     shard_size: int | str = "5GB",
-    form: Literal["model", "adapter", "peft", "kohya", "diffusers"] = "model",
+    form: Form = "model",
     rank: int | None = None,
     whole: bool = False,
     device: str = "cpu",
@@ -83,6 +146,9 @@ def merge(
         overwrite: replace an earlier output.
         progress: called for every finished piece of work.
         **params: the method's parameters.
+
+    Returns:
+        `MergedTensors` without `out`, `MergedFolder` with it.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -153,7 +219,7 @@ def extract(
     threads: int | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> MergeResult:
+) -> MergedFolder:
     """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
 
     BA = Σ_{i ≤ rank} σ_i u_i v_iᵀ of Δ = W − W₀ `(d_out, d_in)`, with B `(d_out, rank)` and A
@@ -409,6 +475,10 @@ def run_inspection(job: InspectJob) -> Inspection:
         return job.run(checkpoints)
 
 
+@overload
+def run_recipe(recipe: Recipe, out: None, options: RunOptions | None = None) -> MergedTensors: ...
+@overload
+def run_recipe(recipe: Recipe, out: Path, options: RunOptions | None = None) -> MergedFolder: ...
 def run_recipe(recipe: Recipe, out: Path | None, options: RunOptions | None = None) -> MergeResult:
     """Carry out a recipe; see `merge`."""
     target = None if out is None else destination_of(out)

@@ -14,6 +14,7 @@ from typing import Any, cast
 from covmerge.checkpoints import AdapterCheckpoint, Staging, check_not_input
 from covmerge.engine import (
     Context,
+    Figures,
     MemoryPlan,
     NoOutput,
     Output,
@@ -99,7 +100,7 @@ class Comparison:
     rows: tuple[Row, ...]
     update_norms: Mapping[str, float]
     left_out: Mapping[str, str]
-    run: Mapping[str, Any]
+    run: Figures
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     adapters: bool
@@ -128,7 +129,7 @@ class Comparison:
             "recommended": self.recommended,
             "update_norms": dict(self.update_norms),
             "left_out": dict(self.left_out),
-            "run": dict(self.run),
+            "run": cast("Mapping[str, Json]", dict(self.run)),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
         }

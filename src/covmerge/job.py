@@ -20,9 +20,10 @@ from covmerge.engine import (
 )
 from covmerge.errors import InputError
 from covmerge.judgement import check_fit
-from covmerge.output import MergeResult, OutputFiles, merge_stats, run_figures
+from covmerge.output import OutputFiles, merge_stats, run_figures
 from covmerge.plan import MODEL, Plan, head_part, mask_part
 from covmerge.recipe import Recipe
+from covmerge.result import MergedTensors, MergeResult
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.stores.destination import Destination
 
@@ -54,7 +55,7 @@ class Job:
         work = _Work(plan, checkpoints, memory)
         return self._to_memory(work) if self.out is None else self._to_files(work, self.out)
 
-    def _to_memory(self, work: _Work) -> MergeResult:
+    def _to_memory(self, work: _Work) -> MergedTensors:
         plan = work.plan
         work.checkpoints.materialize()
         output = MemoryOutput(plan.parts)
@@ -63,8 +64,7 @@ class Job:
         stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
         found = output.tensors
-        return MergeResult(
-            path=None,
+        return MergedTensors(
             tensors=found[MODEL],
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,

@@ -94,9 +94,9 @@ def show(console: Console, inspection: Inspection) -> None:
         if any(layer.foreseen for layer in inspection.matrices):
             console.print(*_foreseen(inspection), sep="\n")
     run = inspection.run
-    if run:
-        peak = f"peak memory {format_size(int(str(run['peak_memory'])))}"
-        console.print(facts([("run", f"{format_seconds(float(str(run['seconds'])))}, {peak}")]))
+    if "seconds" in run and "peak_memory" in run:
+        peak = f"peak memory {format_size(run['peak_memory'])}"
+        console.print(facts([("run", f"{format_seconds(run['seconds'])}, {peak}")]))
 
 
 def spark(values: Sequence[float], most: float, bars: str = _BARS) -> str:

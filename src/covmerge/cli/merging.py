@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from covmerge import api
-from covmerge.api import MergeResult
 from covmerge.cli.console import print_json, printable, say, stdout
 from covmerge.cli.machine import measure_speed
 from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
@@ -17,6 +16,7 @@ from covmerge.engine import RunOptions, room_for
 from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import FILE_NAME, ReportJob, check_packages, write_html
+from covmerge.result import MergeResult
 
 
 def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: bool) -> None:

@@ -13,7 +13,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from covmerge.api import MergeResult
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.folder import read_config
 from covmerge.cli.console import printable
@@ -23,6 +22,7 @@ from covmerge.engine import MemoryPlan, Room
 from covmerge.export.library import part_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
+from covmerge.result import MergeResult
 from covmerge.text import some
 from covmerge.verification import Verification
 

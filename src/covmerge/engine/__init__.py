@@ -33,7 +33,7 @@ from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.room import Room, room_for
-from covmerge.engine.run import Progress, RunResult, run
+from covmerge.engine.run import Figures, Progress, RunResult, run
 from covmerge.engine.survey import find_thresholds
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
@@ -45,6 +45,7 @@ __all__ = [
     "Context",
     "Done",
     "Executor",
+    "Figures",
     "FileOutput",
     "Layer",
     "MemoryOutput",

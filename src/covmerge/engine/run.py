@@ -8,6 +8,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from typing_extensions import TypedDict
+
 from covmerge.checkpoints import Entry, Journal
 from covmerge.engine.executor import (
     Batch,
@@ -25,6 +27,18 @@ from covmerge.engine.selection import Selections
 from covmerge.engine.survey import find_thresholds, survey_bytes
 from covmerge.plan import Plan, WorkItem
 from covmerge.types import Json
+
+
+class Figures(TypedDict):
+    """Seconds of the stages, which overlap, and bytes of memory."""
+
+    seconds: float
+    survey_seconds: float
+    read_seconds: float
+    compute_seconds: float
+    write_seconds: float
+    peak_memory: int
+    expected_peak_memory: int
 
 
 class Progress(Protocol):

@@ -26,7 +26,7 @@ from covmerge.engine import (
 from covmerge.errors import InputError
 from covmerge.findings import Finding, Severity
 from covmerge.inspection.compatibility import check_headers, check_tokenizers, lenient
-from covmerge.inspection.result import Inspection, LayerView, SpectrumView
+from covmerge.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.inspection.verdicts import findings_of
 from covmerge.judgement import judge
 from covmerge.judgement.names import by_depth
@@ -48,7 +48,6 @@ from covmerge.plan.rules import Rules
 from covmerge.recipe import Recipe
 from covmerge.sources import OpenCheckpoints
 from covmerge.tensors import describe_checkpoint, matrix_shapes
-from covmerge.types import Json
 
 SpectraOf = Literal["all", "some", "none"]
 # Operations that "some" spectra may take together: minutes on a workstation.
@@ -95,7 +94,7 @@ class InspectJob:
         if checkpoints.text.vocabulary is None:
             findings += check_tokenizers(checkpoints.base.folder, folders)
         layers: tuple[LayerView, ...] = ()
-        cost: dict[str, Json] = {}
+        cost: InspectionFigures = {}
         if fitting:
             plan = self._plan(checkpoints, fitting)
             taken, note = self._taken(plan)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
+
+from typing_extensions import TypedDict
 
 from covmerge.covariance.gate import DEFAULT_TAU, Gate, Statistic, gate
 from covmerge.findings import Finding, Severity
@@ -15,6 +17,16 @@ from covmerge.judgement.layers import TABLES
 from covmerge.measures.retention import overall
 from covmerge.measures.sums import Sums
 from covmerge.types import Json
+
+
+class InspectionFigures(TypedDict, total=False):
+    """Seconds and bytes of one inspection; empty where there was nothing to read."""
+
+    seconds: float
+    read_seconds: float
+    compute_seconds: float
+    peak_memory: int
+    expected_peak_memory: int
 
 
 @dataclass(frozen=True)
@@ -189,7 +201,7 @@ class Inspection:
     family: str | None
     findings: tuple[Finding, ...]
     layers: tuple[LayerView, ...]
-    run: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    run: InspectionFigures = field(default_factory=InspectionFigures)
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -245,7 +257,7 @@ class Inspection:
             "findings": [finding.as_json() for finding in self.findings],
             "summary": summary,
             "layers": {layer.name: layer.as_json() for layer in self.layers},
-            "run": dict(self.run),
+            "run": cast("Mapping[str, Json]", dict(self.run)),
         }
 
 

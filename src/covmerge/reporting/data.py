@@ -47,7 +47,7 @@ class Report:
     verification: Verification | None = None
     noticed: Mapping[str, Seen] = field(default_factory=dict[str, Seen])
     costs: Mapping[str, LayerCost] = field(default_factory=dict[str, LayerCost])
-    run: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    run: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def as_json(self) -> dict[str, Json]:
         """All of it as plain JSON."""

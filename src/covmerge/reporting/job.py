@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
@@ -17,7 +18,6 @@ from covmerge.recipe import Recipe, parse_recipe
 from covmerge.reporting.data import LayerCost, Report
 from covmerge.sources import open_recipe
 from covmerge.steps import resolve_steps
-from covmerge.types import Json
 from covmerge.verification import verify
 
 
@@ -37,7 +37,7 @@ class ReportJob:
     spectra: SpectraOf = "some"
     options: RunOptions = field(default_factory=RunOptions)
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    measured: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    measured: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def run(self) -> Report:
         """Verify the output, and read it with the base and experts that its manifest names.

@@ -1,0 +1,104 @@
+"""What a merge gave: its tensors or its folder, and what was counted, measured and noticed on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
+
+from covmerge.engine import Figures, Span
+from covmerge.recipe import Recipe
+from covmerge.verification import Verification
+
+
+class RunFigures(Figures):
+    """Seconds and memory of one merge.
+
+    Attributes:
+        resumed_items: pieces of work that an earlier run had done.
+        items: pieces of work in all.
+        base_inputs_seconds: what running the base first took, where the merge wanted that; 0 where its
+            inputs were there from an earlier merge.
+    """
+
+    resumed_items: int
+    items: int
+    base_inputs_seconds: NotRequired[float]
+
+
+class Stats(TypedDict):
+    """What became of the tensors, as in covmerge.json.
+
+    Attributes:
+        totals: counts by rule, what the method noticed, norms and what storing loses, over all tensors.
+        heads: by expert, the names of its task head.
+        rescalers: by expert, the factor beside its masks, of EMR-Merging alone.
+        tensors: by tensor: role, rule, dtype, shape, norms, and what the method noticed.
+    """
+
+    totals: Mapping[str, Any]
+    heads: Mapping[str, Sequence[str]]
+    rescalers: NotRequired[Mapping[str, float]]
+    tensors: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeResult:
+    """What a merge gave; `MergedTensors` or `MergedFolder`, by where it went.
+
+    Attributes:
+        path: the output folder; None for an output in memory, of tensors or of files.
+        tensors: merged weights by name; None for a merge to disk.
+        masks: per expert, what EMR-Merging masks; empty for every other method and for a merge to
+            disk, which has them as files. The factors are `stats["rescalers"]`.
+        heads: per expert, its own task head; empty for a merge to disk, which has them as files.
+        recipe: what was carried out, its method named.
+        stats: per tensor and in total, as in `covmerge.json`.
+        run: seconds and memory of this run.
+        seconds: of mathematics by tensor, of those that this run merged.
+        timeline: when this run surveyed, read, computed and wrote.
+        noticed: what the method noticed, in words: labels and what stands beside them.
+        notes: what the plan and the run want a reader to know.
+        warnings: what may make the result worse, and what to do.
+        verification: result of re-reading the output, for a merge to disk.
+    """
+
+    path: Path | None
+    tensors: dict[str, Tensor] | None
+    recipe: Recipe
+    stats: Stats
+    run: RunFigures
+    verification: Verification | None
+    heads: Mapping[str, Mapping[str, Tensor]] = field(
+        default_factory=dict[str, Mapping[str, Tensor]]
+    )
+    noticed: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    timeline: tuple[Span, ...] = ()
+    masks: Mapping[str, Mapping[str, Tensor]] = field(
+        default_factory=dict[str, Mapping[str, Tensor]]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedTensors(MergeResult):
+    """A merge in memory: it has `tensors`, and no `path`."""
+
+    path: None = None
+    tensors: dict[str, Tensor]
+    verification: None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedFolder(MergeResult):
+    """A merge to a folder: it has a `path` and a `verification`, and no `tensors`."""
+
+    path: Path
+    tensors: None = None
+    verification: Verification
