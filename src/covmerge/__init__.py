@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from covmerge.api import compare, extract, inspect, merge, plan_recipe, report, run_recipe
     from covmerge.checkpoints import open_checkpoint
     from covmerge.comparison import Comparison
-    from covmerge.engine import RunOptions
+    from covmerge.engine import Progress, RunOptions
     from covmerge.export import load_expert
     from covmerge.layer import merge_layer
     from covmerge.linalg.auto import Cost
@@ -49,6 +49,7 @@ _HOMES = {
     "MergedFolder": "covmerge.result",
     "MergedTensors": "covmerge.result",
     "Noticed": "covmerge.noticed",
+    "Progress": "covmerge.engine",
     "Reference": "covmerge.methods.registry",
     "RunOptions": "covmerge.engine",
     "Seen": "covmerge.noticed",
@@ -95,6 +96,7 @@ __all__ = [
     "MergedFolder",
     "MergedTensors",
     "Noticed",
+    "Progress",
     "Recipe",
     "Reference",
     "RunOptions",

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
-from covmerge.engine import MemoryPlan, Progress, RunOptions
+from covmerge.engine import AnyProgress, MemoryPlan, RunOptions, as_progress
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
@@ -51,7 +51,7 @@ def merge(  # pyright: ignore[reportOverlappingOverload]
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     **params: Any,
 ) -> MergedTensors: ...
 @overload
@@ -81,7 +81,7 @@ def merge(
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     **params: Any,
 ) -> MergedFolder: ...
 def merge(
@@ -110,7 +110,7 @@ def merge(
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     **params: Any,
 ) -> MergeResult:
     """Merge experts of one base into one model.
@@ -144,7 +144,8 @@ def merge(
         max_memory: bytes the process may take; obeyed, or refused before any work.
         resume: go on with an interrupted merge to `out`.
         overwrite: replace an earlier output.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work: a function of the bytes done, the bytes in all
+            and the tensor last done, a `Progress`, or a class of bars such as `tqdm.auto.tqdm`.
         **params: the method's parameters.
 
     Returns:
@@ -218,7 +219,7 @@ def extract(
     device: str = "cpu",
     threads: int | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> MergedFolder:
     """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
 
@@ -241,7 +242,7 @@ def extract(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
         overwrite: replace an earlier output.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work; see `merge`.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -299,7 +300,7 @@ def compare(
     workers: int = 1,
     max_memory: int | str | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> Comparison:
     """Merge by many methods in one reading pass, and say how their results differ.
 
@@ -327,7 +328,7 @@ def compare(
         workers: processes that share the work.
         max_memory: bytes the process may take.
         overwrite: replace an earlier output.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work; see `merge`.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -381,7 +382,7 @@ def inspect(
     device: str = "cpu",
     threads: int | None = None,
     max_memory: int | str | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> Inspection:
     """Look at experts before they are merged: do they fit, what did they change, where do they clash?
 
@@ -399,7 +400,7 @@ def inspect(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics.
         max_memory: bytes the process may take.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work; see `merge`.
 
     Raises:
         InputError: a source that cannot be opened.
@@ -440,7 +441,7 @@ def report(
     device: str = "cpu",
     threads: int | None = None,
     max_memory: int | str | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     merged: MergeResult | None = None,
 ) -> Report:
     """Say what a merge did, layer by layer: reads the output, its base and its experts again.
@@ -451,7 +452,7 @@ def report(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics.
         max_memory: bytes the process may take.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work; see `merge`.
         merged: the merge that wrote it, whose times are shown too.
 
     Raises:
@@ -565,10 +566,11 @@ def _options(
     workers: int = 1,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None,
+    progress: AnyProgress | None,
 ) -> RunOptions:
     limit = None if max_memory is None else parse_size(max_memory)
-    return RunOptions(device, threads, workers, limit, resume, overwrite, progress)
+    shown = None if progress is None else as_progress(progress)
+    return RunOptions(device, threads, workers, limit, resume, overwrite, shown)
 
 
 def _label(source: Source) -> str:

@@ -11,7 +11,10 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from covmerge.engine import Figures, Span
+from covmerge.notebook import paragraph, table_html
 from covmerge.recipe import Recipe
+from covmerge.table import Table, Tabular
+from covmerge.text import counted, some
 from covmerge.verification import Verification
 
 
@@ -46,8 +49,8 @@ class Stats(TypedDict):
     tensors: Mapping[str, Mapping[str, Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergeResult:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MergeResult(Tabular):
     """What a merge gave; `MergedTensors` or `MergedFolder`, by where it went.
 
     Attributes:
@@ -85,8 +88,54 @@ class MergeResult:
         default_factory=dict[str, Mapping[str, Tensor]]
     )
 
+    def __repr__(self) -> str:
+        recipe, count = self.recipe, len(self.stats["tensors"])
+        into = "" if recipe.base is None else f" into {recipe.base}"
+        where = "memory" if self.path is None else str(self.path)
+        ok = self.verification is not None and self.verification.ok
+        return (
+            f"<{type(self).__name__}: {some(recipe.experts)}{into} by {recipe.method}; "
+            f"{counted(count, 'tensor')} in {where}{', verified' if ok else ''}>"
+        )
 
-@dataclass(frozen=True, kw_only=True)
+    def table(self) -> Table:
+        """One row for each tensor of the output, with its norms where it was merged."""
+        entries = self.stats["tensors"]
+        experts = list(
+            dict.fromkeys(e for own in entries.values() for e in own.get("update_norm", ()))
+        )
+        facts = ("role", "rule", "dtype")
+        norms = ("merged_norm", "rounding_loss")
+        columns = ("tensor", *facts, "shape", *norms, *(f"update_norm {name}" for name in experts))
+        return Table(
+            columns,
+            tuple(
+                (
+                    name,
+                    *(own[fact] for fact in facts),
+                    "x".join(map(str, own["shape"])),
+                    *(own.get(norm) for norm in norms),
+                    *(own.get("update_norm", {}).get(expert) for expert in experts),
+                )
+                for name, own in entries.items()
+            ),
+        )
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        said = [*self.noticed, *(("warning", warning) for warning in self.warnings)]
+        table = self.table()
+        drawn = {name for name in table.columns if "norm" in name}
+        return "".join(
+            [
+                paragraph(repr(self)),
+                *(paragraph(f"{label}: {text}") for label, text in said),
+                table_html(table, drawn=drawn),
+            ]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MergedTensors(MergeResult):
     """A merge in memory: it has `tensors`, and no `path`."""
 
@@ -95,7 +144,7 @@ class MergedTensors(MergeResult):
     verification: None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MergedFolder(MergeResult):
     """A merge to a folder: it has a `path` and a `verification`, and no `tensors`."""
 

@@ -14,6 +14,7 @@ threads    the executor that reads, computes and writes in threads
 processes  the executor whose processes open the sources for themselves
 run        one run: surveys, then what is not finished, and the journal
 budget     bytes that may be alive at once
+progress   what is called as a run advances: an object, a function, a class of bars
 options    how a run is done: device, threads, memory, resume, progress
 room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
@@ -28,18 +29,20 @@ from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
-from covmerge.engine.options import RunOptions, Silent, torch_threads, usable_device
+from covmerge.engine.options import RunOptions, torch_threads, usable_device
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes
+from covmerge.engine.progress import AnyProgress, Progress, Silent, as_progress
 from covmerge.engine.room import Room, room_for
-from covmerge.engine.run import Figures, Progress, RunResult, run
+from covmerge.engine.run import Figures, RunResult, run
 from covmerge.engine.survey import find_thresholds
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
 from covmerge.engine.worker import work
 
 __all__ = [
+    "AnyProgress",
     "Batch",
     "Change",
     "Context",
@@ -65,6 +68,7 @@ __all__ = [
     "Task",
     "Threads",
     "account_of_lengths",
+    "as_progress",
     "check_ties",
     "find_thresholds",
     "look_cost",

@@ -11,24 +11,11 @@ import torch
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.executor import Executor
 from covmerge.engine.processes import Opener, Processes
-from covmerge.engine.run import Progress
+from covmerge.engine.progress import Progress, Silent
 from covmerge.engine.threads import Threads
 from covmerge.errors import InputError
 from covmerge.plan import Plan
 from covmerge.statistics import Progress as Collecting
-
-
-class Silent:
-    """Progress for callers that want none."""
-
-    def start(self, total: int) -> None:
-        """Work begins."""
-
-    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Some of it is done."""
-
-    def finish(self) -> None:
-        """Work is over."""
 
 
 @dataclass(frozen=True)
