@@ -13,6 +13,7 @@ from covmerge.engine import AnyProgress, MemoryPlan, RunOptions, as_progress
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
+from covmerge.phrasing import told_in_python
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, output_as, parse_recipe, parse_size
 from covmerge.reporting import Report, ReportJob
@@ -84,6 +85,7 @@ def merge(
     progress: AnyProgress | None = None,
     **params: Any,
 ) -> MergedFolder: ...
+@told_in_python
 def merge(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
@@ -203,6 +205,7 @@ def merge(
         return job.run(checkpoints)
 
 
+@told_in_python
 def extract(
     base: Source,
     expert: Source,
@@ -278,6 +281,7 @@ def extract(
     )
 
 
+@told_in_python
 def compare(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
@@ -371,6 +375,7 @@ def compare(
         return job.run(checkpoints)
 
 
+@told_in_python
 def inspect(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
@@ -434,6 +439,7 @@ def inspect(
         return job.run(checkpoints)
 
 
+@told_in_python
 def report(
     out: str | Path,
     *,

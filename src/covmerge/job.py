@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from covmerge.checkpoints import Journal, Staging, check_not_input, unpack
 from covmerge.engine import (
     Context,
@@ -22,7 +24,7 @@ from covmerge.errors import InputError
 from covmerge.judgement import check_fit
 from covmerge.output import OutputFiles, merge_stats, run_figures
 from covmerge.plan import MODEL, Plan, head_part, mask_part
-from covmerge.recipe import Recipe
+from covmerge.recipe import Recipe, dump_recipe
 from covmerge.result import MergedTensors, MergeResult
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.stores.destination import Destination
@@ -89,11 +91,13 @@ class Job:
             room_for([work.plan], folder).check()
         with Staging(out, overwrite=options.overwrite, resume=options.resume) as staging:
             work.checkpoints.materialize()
-            digest = work.plan.digest(work.checkpoints.identity())
+            sources = work.checkpoints.identity()
+            digest = work.plan.digest(sources)
+            told = {"recipe": dump_recipe(work.plan.recipe), "torch": torch.__version__, **sources}
             # A journal of another plan is an error that leaves the earlier work as it is; whatever
             # goes wrong after it leaves nothing behind.
             begin = Journal.resume if staging.resuming else Journal.create
-            journal = begin(staging.journal, digest)
+            journal = begin(staging.journal, digest, told)
             try:
                 files = OutputFiles(staging.store, work.plan, work.checkpoints)
                 with Fingerprints(work.checkpoints) as fingerprints:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from covmerge import api
+from covmerge.checkpoints import Staging
 from covmerge.cli.console import print_json, printable, say, stdout
 from covmerge.cli.machine import measure_speed
 from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
@@ -24,6 +25,7 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
 
     Raises:
         InputError: whatever would stop the merge before its first tensor.
+            The plan is printed before what the place of the output would stop.
         ResourceError: the output does not fit on the disk; the plan is printed before.
     """
     plan, memory = api.plan_recipe(recipe, options)
@@ -33,6 +35,8 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         print_json(plan_summary(plan, memory, speed, room))
     else:
         show_plan(stdout(), plan, memory, speed, room)
+    if out is not None:
+        Staging(out, overwrite=options.overwrite, resume=options.resume).foresee()
     # What an earlier merge holds may be the space that this one will use.
     if room is not None and not (options.resume or options.overwrite):
         room.check()
