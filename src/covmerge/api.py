@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from torch import nn
+
 from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
 from covmerge.engine import AnyProgress, MemoryPlan, RunOptions, as_progress
@@ -120,7 +122,7 @@ def merge(
     W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t + P)⁻¹ per linear layer, with the method's C_t and P.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, or a state dict.
+        base: folder, file, hub id `org/name@revision`, a state dict or a torch module.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
         method: a registered name; see `covmerge.methods.names()`. Without one it is `auto` where all
             experts are adapters or there are `base_statistics`, `average` of one expert alone, else `ace`.
@@ -231,7 +233,7 @@ def extract(
     `stats` and in `covmerge.json`.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, or a state dict.
+        base: folder, file, hub id `org/name@revision`, a state dict or a torch module.
         expert: the model that was fine-tuned from it.
         out: folder to write.
         rank: of every layer's update.
@@ -311,7 +313,7 @@ def compare(
     Every task vector is read once for all methods; see `merge` for the arguments they share.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, or a state dict.
+        base: folder, file, hub id `org/name@revision`, a state dict or a torch module.
         experts: sources by name, or a sequence.
         methods: names, or pairs of a name and its parameters, which may name a method several times;
             `all` for every method that can run on what is given.
@@ -395,7 +397,7 @@ def inspect(
     finding of the result and not an error.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, or a state dict.
+        base: folder, file, hub id `org/name@revision`, a state dict or a torch module.
         experts: sources by name, or a sequence.
         spectra: whose singular values are taken, for ranks and overlaps, which is most of the work:
             of all matrices, of some, evenly, where all would be long, or of none.
@@ -581,7 +583,7 @@ def _options(
 
 def _label(source: Source) -> str:
     """How a source is written in the recipe that is recorded."""
-    return "<state dict>" if isinstance(source, Mapping) else str(source)
+    return "<state dict>" if isinstance(source, Mapping | nn.Module) else str(source)
 
 
 def _named(experts: Mapping[str, Source] | Sequence[Source]) -> dict[str, Source]:

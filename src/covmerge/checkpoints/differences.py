@@ -37,7 +37,7 @@ def differences(before: object, now: object, path: str = "") -> Iterator[str]:
 
     Example:
         >>> list(differences({"method": "ace", "eps": 1}, {"method": "ties"}))
-        ["eps was 1 and is not set now", "method was 'ace' and is now 'ties'"]
+        ['eps was 1 and is not set now', "method was 'ace' and is now 'ties'"]
     """
     old, new = _mapping(before), _mapping(now)
     if old is None or new is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from covmerge.checkpoints.adapter import (
     open_adapter_file,
@@ -15,7 +15,7 @@ from covmerge.checkpoints.adapter import (
 from covmerge.checkpoints.base import Checkpoint
 from covmerge.checkpoints.folder import open_folder
 from covmerge.checkpoints.hub import open_hub
-from covmerge.checkpoints.memory import MemoryCheckpoint
+from covmerge.checkpoints.memory import MemoryCheckpoint, open_module
 from covmerge.errors import CheckpointError
 from covmerge.identifiers import hub_id
 from covmerge.stores.address import local_path
@@ -23,14 +23,15 @@ from covmerge.stores.local import LocalFolder
 from covmerge.stores.store import Store
 
 
-def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
+def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Checkpoint:
     """Open a checkpoint: only its headers and its config are read.
 
     Args:
         source: a folder as transformers saves it, or PEFT (then it is an `AdapterCheckpoint`); one
             `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file (also of a whole pickled module, of
             which nothing is run); `"org/name"` or `"org/name@revision"` on the Hugging Face Hub,
-            where nothing of that name exists here; or a state dict.
+            where nothing of that name exists here; a state dict; or a torch module, of which the
+            config is known if it is a model of transformers.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is malformed or unsafe to read.
@@ -44,6 +45,8 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
         tensor([[2, 3],
                 [4, 5]])
     """
+    if isinstance(source, nn.Module):
+        return open_module(source)
     if isinstance(source, Mapping):
         return MemoryCheckpoint(source)
     try:

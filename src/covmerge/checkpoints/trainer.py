@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from itertools import combinations
 from pathlib import Path
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
+from covmerge.checkpoints.folder import STEP
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.open import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores.address import local_path
 from covmerge.text import some
 
-_NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")
 _STATE = "trainer_state.json"  # the last file that the Trainer writes of a checkpoint
 _OWN = (
     *(_STATE, "training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
@@ -56,7 +55,7 @@ def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
     """
     try:
         run = beside / local_path(folder).expanduser()
-        named = {path: _NAME.fullmatch(path.name) for path in run.iterdir() if path.is_dir()}
+        named = {path: STEP.fullmatch(path.name) for path in run.iterdir() if path.is_dir()}
     # RuntimeError: a home folder that nobody has; ValueError: a NUL.
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
@@ -93,7 +92,7 @@ def refuse_as_step(out: Path, source: Path) -> None:
         InputError: the next merge of the run would take it for one of the trainer's, and so would the
             trainer when it goes on.
     """
-    named = _NAME.fullmatch(out.name) and _NAME.fullmatch(source.name)
+    named = STEP.fullmatch(out.name) and STEP.fullmatch(source.name)
     if named and source.is_dir() and out.parent.exists() and out.parent.samefile(source.parent):
         raise InputError(
             f"the output {out} would be taken for a checkpoint of the training run in {out.parent}: choose "
