@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,19 @@ import torch
 
 from covmerge import api
 from covmerge.checkpoints import Staging
-from covmerge.cli.console import print_json, printable, say, stdout
+from covmerge.cli.console import print_json, printable, say, stderr, stdout
 from covmerge.cli.machine import measure_speed
+from covmerge.cli.progress import BytesProgress
 from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
 from covmerge.engine import RunOptions, room_for
 from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import FILE_NAME, ReportJob, check_packages, write_html
 from covmerge.result import MergeResult
+
+# What the spectra of a report may take of the FLOPs of its merge. A decomposition has five to ten times the
+# seconds of as many FLOPs in products.
+_SPECTRAL_SHARE = 0.2
 
 
 def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: bool) -> None:
@@ -81,7 +87,14 @@ def merge_to(
 
 
 def _write_page(result: MergeResult, out: Path, options: RunOptions) -> Path:
-    job = ReportJob(out, options=options, seconds=result.seconds, measured=result.run)
+    job = ReportJob(
+        out,
+        options=replace(options, progress=BytesProgress(stderr(), label="report: ")),
+        seconds=result.seconds,
+        measured=result.run,
+        verification=result.verification,
+        share=_SPECTRAL_SHARE,
+    )
     write_html(job.run(), out / FILE_NAME)
     return out / FILE_NAME
 
