@@ -37,6 +37,7 @@ from covmerge.export import (
     write_manifest,
     write_rescalers,
 )
+from covmerge.export.generation import notes_on_generation
 from covmerge.methods import WORDS
 from covmerge.methods.emr import rescalers_of
 from covmerge.noticed import Account, account_of
@@ -130,7 +131,7 @@ class OutputFiles:
             *plan.notes,
             *account.notes,
             *self._copied.notes,
-            *(self._adapter_notes(stats) if self._is_adapter else ()),
+            *(self._adapter_notes(stats) if self._is_adapter else self._generation_notes()),
             *self._parents.notes,
         )
         said = cast("Mapping[str, Json]", stats)
@@ -195,6 +196,10 @@ class OutputFiles:
                 self._checkpoints.base,
             )
         ]
+
+    def _generation_notes(self) -> Iterator[str]:
+        experts = {n: e.folder for n, e in self._checkpoints.experts.items()}
+        return notes_on_generation(self._checkpoints.base.folder, experts)
 
     def _adapter_notes(self, stats: Mapping[str, Any]) -> Iterator[str]:
         yield from bases_that_differ(self._adapters)

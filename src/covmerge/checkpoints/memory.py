@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from covmerge.checkpoints.base import Pace, copy_rows, find_header, header_of
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import HubModel
+from covmerge.text import counted
 from covmerge.types import Json, TensorHeader
 
 
@@ -32,7 +33,7 @@ class MemoryCheckpoint:
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
     ) -> None:
         self.config = config
-        self.source = f"<{len(tensors)} tensors in memory>"
+        self.source = f"<{counted(len(tensors), 'tensor')} in memory>"
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header_of(name, tensor, self.source) for name, tensor in tensors.items()}
         )
