@@ -1,4 +1,4 @@
-"""Addresses of what is not on this machine are refused by name, wherever a user may write one."""
+"""Addresses: what is read elsewhere, what is refused by name, and that no secret is part of one."""
 
 from pathlib import Path
 
@@ -9,47 +9,96 @@ import covmerge
 from covmerge.checkpoints import Staging, open_checkpoint
 from covmerge.errors import InputError
 from covmerge.recipe import load_recipe
+from covmerge.stores.address import address_of, hub_address, local_path
 
 STATE = {"w": torch.ones(2, 2)}
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_an_address_is_known_however_it_is_given(kind: type) -> None:
+    assert str(address_of(kind("S3://bucket/a/b/"))) == "s3://bucket/a/b"
+    assert str(address_of(kind("https://host:80/a%20b"))) == "https://host:80/a%20b"
+    assert hub_address(kind("hf://org/name@main")) == ("org/name", "main")
+    assert address_of(kind("hf://org/name")) is None and address_of(kind("org/name")) is None
+
+
+def test_one_may_lie_in_another() -> None:
+    one, inner, other = (address_of(f"s3://b/{name}") for name in ("base", "base/x", "base2"))
+    assert one and inner and other
+    assert one.overlaps(inner) and inner.overlaps(one) and one.overlaps(one)
+    assert not one.overlaps(other)
+
+
+@pytest.mark.parametrize("address", ["ftp://host/base", "file:///etc/passwd", "memory://base"])
+def test_others_are_refused_by_name(address: str) -> None:
+    with pytest.raises(
+        InputError, match=r"is an address \(\w+\).* copy what lies there to a folder"
+    ):
+        open_checkpoint(address)
+
+
 @pytest.mark.parametrize(
-    "address", ["s3://bucket/base", "gs://b/c", "hf://org/name", "https://host/model.safetensors"]
+    "address",
+    [
+        "https://me:hunter2@host/base",
+        "s3://hunter2@bucket/base",
+        "https://host/base/model.safetensors?X-Amz-Signature=hunter2",
+        "https://host/base#hunter2",
+    ],
 )
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_source(address: str, kind: type) -> None:
-    scheme = address.partition(":")[0]
-    with pytest.raises(InputError, match=rf"{scheme}:.* is an address \({scheme}\).* copy what"):
+def test_what_may_be_secret_is_refused_and_not_told(
+    tmp_path: Path, address: str, kind: type
+) -> None:
+    with pytest.raises(InputError, match=r"may be secret.* in the environment") as error:
         open_checkpoint(kind(address))
+    assert "hunter2" not in str(error.value)
+    recipe = tmp_path / "merge.yml"
+    recipe.write_text(f"base: '{address}'\nexperts: {{a: org/a}}\n")
+    with pytest.raises(
+        InputError, match=r"merge\.yml.*base: the address .* may be secret"
+    ) as error:
+        load_recipe(recipe)
+    assert "hunter2" not in str(error.value)
 
 
-@pytest.mark.parametrize("place", ["base", "expert", "out", "statistics"])
-def test_in_a_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize("address", ["s3://b/../c", "s3://", "https://host/a//b", "s3://b/\x1b[2J"])
+def test_none_that_could_mean_another(address: str) -> None:
+    with pytest.raises(InputError, match="is no address of a file or folder"):
+        open_checkpoint(address)
+    with pytest.raises(InputError, match="names no model of the Hugging Face Hub"):
+        open_checkpoint("hf://org/name/file.safetensors")
+
+
+def test_where_only_files_of_this_machine_are_read(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = {"base": STATE, "experts": {"a": STATE, "b": STATE}, "out": "out"}
-    address = "s3://bucket/base"
-    if place == "expert":
-        given["experts"] = {"a": address, "b": STATE}
-    elif place == "statistics":
-        given |= {"statistics": {"a": address, "b": address}, "method": "regmean"}
-    else:
-        given[place] = address
-    with pytest.raises(InputError, match=r"s3:/+bucket/base is an address \(s3\)"):
-        covmerge.merge(**given)
+    address = "s3://bucket/statistics"
+    given = {"base": STATE, "experts": {"a": STATE, "b": STATE}}
+    with pytest.raises(InputError, match=r"s3://bucket/statistics is an address, and a path"):
+        covmerge.merge(**given, statistics={"a": address, "b": address}, method="regmean")
+    with pytest.raises(InputError, match=r"is an address, and a path of this machine"):
+        covmerge.compare(**given, out=address)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_in_a_recipe_by_file_and_key(tmp_path: Path) -> None:
-    recipe = tmp_path / "merge.yaml"
-    recipe.write_text("base: s3://bucket/base\nexperts: {a: org/a}\n")
-    with pytest.raises(InputError, match=r"merge\.yaml.*base: s3://bucket/base is an address"):
+def test_a_recipe_has_them_as_they_are(tmp_path: Path) -> None:
+    recipe = tmp_path / "merge.yml"
+    recipe.write_text(
+        "base: s3://bucket/base/\nexperts: {a: 'hf://org/a@main', b: https://host/b}\n"
+    )
+    found = load_recipe(recipe)
+    assert found.base == "s3://bucket/base"
+    assert [e.source for e in found.experts.values()] == ["hf://org/a@main", "https://host/b"]
+    recipe.write_text("base: ftp://bucket/base\nexperts: {a: org/a}\n")
+    with pytest.raises(InputError, match=r"merge\.yml.*base: ftp://bucket/base is an address"):
         load_recipe(recipe)
 
 
-def test_as_a_path(tmp_path: Path) -> None:
+def test_a_drive_of_windows_is_none(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is an address"):
-        Staging(Path("s3://bucket/merged"))
-    drive = tmp_path / "c:"  # a drive of Windows is one letter
+        Staging(Path("ftp://bucket/merged"))
+    drive = tmp_path / "c:"
     drive.mkdir()
+    assert local_path("c:/models") == Path("c:/models")
     with pytest.raises(InputError, match="no such file or folder"):
         open_checkpoint(f"c:/{tmp_path.name}")

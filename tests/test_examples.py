@@ -38,8 +38,7 @@ covmerge.inspect("./base", {"code": "./code"}).faults
 covmerge.extract("./base", "./code", "./lora", rank=8, allow=["unchanged-expert"])
 covmerge.merge("./base", ["./code", "./math"]).stats["totals"]["merged_norm"]
 covmerge.merge("./base", ["./code"]).tensors["fc.weight"].shape
-covmerge.merge("./base", ["./code"], out="./merged").path.name
-covmerge.merge("./base", ["./code"], "ace", "./merged", eps=1e-4).verification.ok
+nothing: None = covmerge.merge("./base", ["./code"], "ace", "./merged", eps=1e-4).tensors
 seconds: float = covmerge.merge("./base", ["./code"]).run["compute_seconds"]
 """
 

@@ -1,8 +1,11 @@
-"""Recipes of mergekit beside mergekit itself: tensors equal bit for bit, and the worst difference else.
+"""Recipes of mergekit beside mergekit itself, in turns: time, memory, tensors equal bit for bit.
 
-    python lab/benchmarks/mergekit_parity.py --mergekit VENV/bin/python --recipes DIR --models DIR
+    python -m benchmarks.mergekit_parity --mergekit VENV/bin/python --recipes DIR --models DIR --as gpt2
 
-Models are named by the recipes relative to --models. Prints a table in Markdown.
+Models are named by the recipes relative to --models. What is measured is put into results/mergekit.json
+under the name --as, recipe by recipe; `python -m benchmarks.performance` makes the page's table of it.
+Peaks are of the resident set, which counts pages of mapped files, and of what is the process's own, seen
+every 50 ms.
 """
 
 from __future__ import annotations
@@ -11,31 +14,43 @@ import argparse
 import json
 import os
 import re
-import subprocess
+import shutil
 import sys
-import time
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 from safetensors import safe_open
 
-_FLAGS = re.compile(r"^# flags: ([^;]*)", re.MULTILINE)
+from benchmarks.measure import machine, spawn, spread
+
+RESULTS = Path(__file__).parent / "results" / "mergekit.json"
+_FLAGS = re.compile(r"^# flags: ([^;\n]*)", re.MULTILINE)
 _THEIRS = "from mergekit.scripts.run_yaml import main; main()"
 
 
-def run(command: list[str], folder: Path) -> tuple[float, str]:
-    """Run a program; return its seconds, and what it said if it failed."""
-    start = time.perf_counter()
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
-    said = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
-    return time.perf_counter() - start, said
+def measured(argv: Sequence[str], log: Path, env: dict[str, str]) -> dict[str, float]:
+    """Run a program; what it took, with the most memory that was its own."""
+    over, most = threading.Event(), [0]
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    own = child.memory_info()
+                    most[0] = max(most[0], own.rss - own.shared)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        return {**spawn(argv, log=log, env=env), "own_bytes": most[0]}
+    finally:
+        over.set()
+        watcher.join()
 
 
 def tensors(folder: Path) -> dict[str, Path]:
@@ -53,50 +68,69 @@ def read(files: dict[str, Path], name: str) -> torch.Tensor:
         return opened.get_tensor(name)
 
 
-def compare(theirs: Path, ours: Path) -> str:
+def compare(theirs: Path, ours: Path) -> dict[str, Any]:
     """Say how many tensors are equal, and how far the worst is off."""
     left, right = tensors(theirs), tensors(ours)
     if left.keys() != right.keys():
-        return f"other tensors: {sorted(left.keys() ^ right.keys())[:3]} | |"
+        return {"differs": f"other tensors: {sorted(left.keys() ^ right.keys())[:3]}"}
     equal, worst, where = 0, 0.0, ""
     for name in left:
         a, b = read(left, name), read(right, name)
         if a.dtype != b.dtype or a.shape != b.shape:
-            return f"'{name}': {a.dtype} {tuple(a.shape)}, {b.dtype} {tuple(b.shape)} | |"
+            return {"differs": f"'{name}': {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}"}
         if torch.equal(a, b):
             equal += 1
             continue
         off = float((a.double() - b.double()).abs().max())
         if off > worst:
             worst, where = off, name
-    return f"{equal} of {len(left)} | {f'{worst:.1e} ({where})' if where else '0'} |"
+    return {"equal": equal, "tensors": len(left), "worst": worst, "where": where}
+
+
+def beside(recipe: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Merge one recipe with both, in turns, and compare what they made."""
+    flags = _FLAGS.search(recipe.read_text("utf-8"))
+    own = flags[1].split() if flags else []
+    theirs, ours = Path("out/theirs"), Path("out/ours")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(given.threads)}
+    asked = [str(recipe), str(theirs), "--no-copy-tokenizer", "--no-write-model-card", *own]
+    tools = {
+        "mergekit": [given.mergekit, "-c", _THEIRS, *asked],
+        "covmerge": [sys.executable, "-m", "covmerge", "merge", str(recipe), str(ours), *own],
+    }
+    runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in tools}
+    for _ in range(given.rounds):
+        for tool, argv in tools.items():
+            for left in (theirs if tool == "mergekit" else ours, Path("lora_cache")):
+                shutil.rmtree(left, ignore_errors=True)
+            runs[tool].append(measured(argv, Path(f"out/{tool}.log"), env))
+    result = compare(theirs, ours)
+    return {**{tool: spread(own) for tool, own in runs.items()}, **result}
 
 
 def main() -> None:
-    """Compare recipe by recipe."""
+    """Measure recipe by recipe; what is done stays if the next one fails."""
     options = argparse.ArgumentParser()
     options.add_argument("--mergekit", required=True, help="Python of an environment with mergekit")
     options.add_argument("--recipes", type=Path, required=True)
     options.add_argument("--models", type=Path, required=True)
+    options.add_argument("--as", dest="name", required=True, help="what the models are called")
     options.add_argument("--only", default="", help="a part of the recipes' names")
+    options.add_argument("--rounds", type=int, default=1)
+    options.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = options.parse_args()
-    print("| recipe | tensors equal bit for bit | worst difference | mergekit s | covmerge s |")
-    print("|---|---|---|---|---|", flush=True)
-    for recipe in sorted(given.recipes.resolve().glob("*.yml")):
+    recipes = sorted(given.recipes.resolve().glob("*.yml"))
+    os.chdir(given.models)
+    Path("out").mkdir(exist_ok=True)
+    for recipe in recipes:
         if given.only not in recipe.stem:
             continue
-        flags = _FLAGS.search(recipe.read_text())
-        own = flags[1].split() if flags else []
-        theirs, ours = given.models / "out" / "theirs", given.models / "out" / "ours"
-        asked = [str(recipe), "out/theirs", "--no-copy-tokenizer", "--no-write-model-card", *own]
-        slow, said = run([given.mergekit, "-c", _THEIRS, *asked], given.models)
-        if said:
-            print(f"| {recipe.stem} | mergekit: {said} | | {slow:.0f} | |", flush=True)
-            continue
-        command = [sys.executable, "-m", "covmerge", "merge", str(recipe), "out/ours"]
-        fast, said = run([*command, *own, "--overwrite"], given.models)
-        result = f"covmerge: {json.dumps(said)} | |" if said else compare(theirs, ours)
-        print(f"| {recipe.stem} | {result} {slow:.0f} | {fast:.0f} |", flush=True)
+        found = beside(recipe, given)
+        kept = json.loads(RESULTS.read_text("utf-8")) if RESULTS.is_file() else {}
+        kept["machine"] = {**machine(), "threads": given.threads, "rounds": given.rounds}
+        kept.setdefault("models", {}).setdefault(given.name, {})[recipe.stem] = found
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+        print(recipe.stem, json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

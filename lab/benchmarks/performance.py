@@ -44,6 +44,7 @@ def written(text: str) -> str:
     for name, table in (
         ("kernels", kernels(_read("kernels"))),
         ("checkpoints", checkpoints(_read("checkpoints-gpt2"), _read("checkpoints-llama"))),
+        ("mergekit", mergekit(_read("mergekit"))),
         ("memory", memory(_read("streaming"), _read("streaming-tenfold"))),
         ("routes", routes(_read("routes"))),
         ("overlap", overlap(_read("timeline"))),
@@ -126,6 +127,28 @@ def checkpoints(*results: Mapping[str, Any]) -> str:
         ]
     head = ["case, what: tool", "seconds", "least to most", "CPU seconds", "peak GB"]
     return _table([*head, "seconds / covmerge's", "memory / covmerge's"], rows)
+
+
+def mergekit(results: Mapping[str, Any]) -> str:
+    rows = []
+    for models, recipes in results["models"].items():
+        for recipe, found in recipes.items():
+            theirs, ours = found["mergekit"], found["covmerge"]
+            times = [
+                f"{theirs[key]['median']:.1f} / {ours[key]['median']:.1f} = "
+                f"**{theirs[key]['median'] / ours[key]['median']:.1f}**"
+                for key in ("cpu_seconds", "seconds")
+            ]
+            sizes = [
+                f"{theirs[key]['median'] / 1e9:.2f} / {ours[key]['median'] / 1e9:.2f} = "
+                f"**{theirs[key]['median'] / ours[key]['median']:.1f}**"
+                for key in ("peak_bytes", "own_bytes")
+            ]
+            worst = f"{found['worst']:.0e}" if found["worst"] else "0"
+            equal = f"{found['equal']} of {found['tensors']}"
+            rows.append([f"{models}, {recipe}", *times, *sizes, equal, worst])
+    head = ["models, recipe", "CPU seconds", "seconds", "peak GB", "own GB", "tensors equal"]
+    return _table([*head, "worst difference"], rows)
 
 
 def memory(*results: Mapping[str, Any]) -> str:

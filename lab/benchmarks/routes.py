@@ -21,9 +21,12 @@ from torch import Tensor
 
 from benchmarks.measure import machine
 from covmerge.covariance import normal
+from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.estimate import gram as gram_of
+from covmerge.covariance.mixed import solve_mixed
 from covmerge.linalg import auto
-from covmerge.linalg.lapack import svd
+from covmerge.linalg.cholesky import all_above
+from covmerge.linalg.lapack import norm, svd
 from covmerge.linalg.pinv import pinv_right, solve_full_rank
 from covmerge.linalg.spectral import truncated_svd
 from covmerge.linalg.symmetric import gram
@@ -88,6 +91,18 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
                 "dual": lambda c=covariances: _solved(normal._dual(c)),
             },
         )
+    for count, d_out, d_in in ((2, 640, 512), (8, 768, 768), (8, 3072, 768), (8, 768, 1536)):
+        updates = [noise(d_out, d_in) for _ in range(count)]
+        unit = [Covariance(u, scale=1.0 / norm(u) ** 2, ridge=0.1 / d_in) for u in updates]
+        exact = [replace(covariance, exact=True) for covariance in unit]
+        yield (
+            [count, d_out, d_in],
+            auto.precision_choice(d_out, d_in, count, 4),
+            {
+                "mixed": lambda c=unit: solve_mixed(c, energy=len(c), floor=1e-12),
+                "float64": lambda c=exact: _checked(normal.normal_equations(c)),
+            },
+        )
     for n, d_in in ((256, 1024), (768, 3072), (640, 1024), (768, 768), (3072, 768)):
         root = noise(n, d_in)
         yield (
@@ -145,6 +160,11 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
 
 def _solved(equations: normal.NormalEquations) -> Tensor:
     return solve_ridge(replace(equations, ridge=1e-2))[0]
+
+
+def _checked(equations: normal.NormalEquations) -> Tensor:
+    assert all_above(equations.gram, 1e-12)
+    return solve_ridge(equations)[0]
 
 
 def timed(routes: Routes, rounds: int) -> dict[str, float]:

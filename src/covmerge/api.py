@@ -11,7 +11,14 @@ from torch import nn
 
 from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
-from covmerge.engine import AnyProgress, MemoryPlan, RunOptions, as_progress
+from covmerge.engine import (
+    AnyProgress,
+    MemoryPlan,
+    RunOptions,
+    Workers,
+    as_progress,
+    with_executor,
+)
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
@@ -50,7 +57,10 @@ def merge(  # pyright: ignore[reportOverlappingOverload]
     whole: bool = False,
     device: str = "cpu",
     threads: int | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
+    executor: Literal["threads", "processes", "ranks", "ray"] | None = None,
+    address: str | None = None,
+    patience: float = 120.0,
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -80,7 +90,10 @@ def merge(
     whole: bool = False,
     device: str = "cpu",
     threads: int | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
+    executor: Literal["threads", "processes", "ranks", "ray"] | None = None,
+    address: str | None = None,
+    patience: float = 120.0,
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -110,7 +123,10 @@ def merge(
     whole: bool = False,
     device: str = "cpu",
     threads: int | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
+    executor: Literal["threads", "processes", "ranks", "ray"] | None = None,
+    address: str | None = None,
+    patience: float = 120.0,
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -122,11 +138,12 @@ def merge(
     W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t + P)⁻¹ per linear layer, with the method's C_t and P.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, a state dict or a torch module.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+            torch module.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
         method: a registered name; see `covmerge.methods.names()`. Without one it is `auto` where all
             experts are adapters or there are `base_statistics`, `average` of one expert alone, else `ace`.
-        out: output folder; None keeps the result in memory.
+        out: output folder, also `s3://` or `gs://`; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
         statistics: statistics files by expert name, for methods that use data.
         base_statistics: a statistics file of the base, for methods that look at its layers' inputs;
@@ -144,7 +161,13 @@ def merge(
         whole: have the adapter hold what full models changed outside their layers, as it is.
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
-        workers: processes that share the work, with the same bytes; sources and output are files.
+        workers: processes that share the work, with the same bytes; sources and output are files. `auto`:
+            as many as the work, the cores and the memory are worth.
+        executor: `ranks` where several processes, which Slurm or torchrun started, call this for one
+            output that they share; `ray` for a Ray cluster whose nodes share sources and output; else
+            threads, or processes where there are workers.
+        address: of the Ray cluster, as `ray.init` takes it; by default `RAY_ADDRESS`.
+        patience: seconds for which a rank that is not heard of is taken to be there.
         max_memory: bytes the process may take; obeyed, or refused before any work.
         resume: go on with an interrupted merge to `out`.
         overwrite: replace an earlier output.
@@ -198,6 +221,9 @@ def merge(
             threads,
             max_memory,
             workers=workers,
+            executor=executor,
+            address=address,
+            patience=patience,
             resume=resume,
             overwrite=overwrite,
             progress=progress,
@@ -233,7 +259,8 @@ def extract(
     `stats` and in `covmerge.json`.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, a state dict or a torch module.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+            torch module.
         expert: the model that was fine-tuned from it.
         out: folder to write.
         rank: of every layer's update.
@@ -303,7 +330,7 @@ def compare(
     out_dtype: str = "base",
     device: str = "cpu",
     threads: int | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
     max_memory: int | str | None = None,
     overwrite: bool = False,
     progress: AnyProgress | None = None,
@@ -313,7 +340,8 @@ def compare(
     Every task vector is read once for all methods; see `merge` for the arguments they share.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, a state dict or a torch module.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+            torch module.
         experts: sources by name, or a sequence.
         methods: names, or pairs of a name and its parameters, which may name a method several times;
             `all` for every method that can run on what is given.
@@ -397,7 +425,8 @@ def inspect(
     finding of the result and not an error.
 
     Args:
-        base: folder, file, hub id `org/name@revision`, a state dict or a torch module.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+            torch module.
         experts: sources by name, or a sequence.
         spectra: whose singular values are taken, for ranks and overlaps, which is most of the work:
             of all matrices, of some, evenly, where all would be long, or of none.
@@ -571,14 +600,24 @@ def _options(
     threads: int | None,
     max_memory: int | str | None,
     *,
-    workers: int = 1,
+    workers: Workers = 1,
+    executor: str | None = None,
+    address: str | None = None,
+    patience: float = 120.0,
     resume: bool = False,
     overwrite: bool = False,
     progress: AnyProgress | None,
 ) -> RunOptions:
-    limit = None if max_memory is None else parse_size(max_memory)
-    shown = None if progress is None else as_progress(progress)
-    return RunOptions(device, threads, workers, limit, resume, overwrite, shown)
+    options = RunOptions(
+        device=device,
+        threads=threads,
+        workers=workers,
+        max_memory=None if max_memory is None else parse_size(max_memory),
+        resume=resume,
+        overwrite=overwrite,
+        progress=None if progress is None else as_progress(progress),
+    )
+    return with_executor(options, executor, address=address, patience=patience)
 
 
 def _label(source: Source) -> str:

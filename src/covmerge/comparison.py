@@ -37,6 +37,7 @@ from covmerge.plan import OF_BASE, Plan, Settings
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.statistics.file import StatisticsFile
+from covmerge.stores.address import local_path
 from covmerge.table import Table, Tabular
 from covmerge.text import some
 from covmerge.types import Json
@@ -310,6 +311,7 @@ class CompareJob:
         ]
         labels = [entry.label for entry in entries]
         if self.out is not None:  # before the base is run
+            local_path(self.out)
             check_not_input(self.out, checkpoints.paths())
             Staging(self.out, overwrite=self.options.overwrite).check()
         plans, checkpoints = checkpoints.plans_to_run(recipes, self.options, whole=True)

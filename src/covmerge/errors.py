@@ -9,11 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+_LONGEST = 3000  # characters of a message, of which the end has the next step
+
 
 class CovmergeError(Exception):
-    """Base of every error that covmerge raises on purpose."""
+    """Base of every error that covmerge raises on purpose.
+
+    Args:
+        message: what is wrong; the middle of a long one is left out, because strangers' files have names
+            and values of any length.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        half = _LONGEST // 2
+        if len(message) > _LONGEST:
+            left_out = len(message) - 2 * half
+            message = f"{message[:half]}... ({left_out} characters) ...{message[-half:]}"
+        super().__init__(message)
 
 
 class InputError(CovmergeError):

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from covmerge.checkpoints import Journal, Staging, check_not_input, unpack
+from covmerge.checkpoints import Journal, Staging, check_not_input
 from covmerge.engine import (
     Context,
+    Gathering,
     MemoryOutput,
     MemoryPlan,
     Output,
+    Rank,
+    Ranks,
     RunOptions,
     RunResult,
+    Session,
     room_for,
     run,
     torch_threads,
 )
 from covmerge.errors import InputError
 from covmerge.judgement import check_fit
+from covmerge.linalg.bits import unpack
 from covmerge.output import OutputFiles, merge_stats, run_figures
 from covmerge.plan import MODEL, Plan, head_part, mask_part
+from covmerge.rank_job import RankJob
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.result import MergedTensors, MergeResult
 from covmerge.sources import Fingerprints, OpenCheckpoints
@@ -47,15 +53,29 @@ class Job:
         """
         if self.out is None and self.recipe.output.format == "adapter":
             raise InputError("an adapter is written to a folder: give an output folder")
+        before = None
         if self.out is not None:  # before the base is run
             check_not_input(self.out, checkpoints.paths())
-            Staging(self.out, overwrite=self.options.overwrite).check()
+            before = self.out.occupant()
+            if not self._helps:
+                Staging(self.out, overwrite=self.options.overwrite).check()
         (plan,), checkpoints = checkpoints.plans_to_run([self.recipe], self.options)
         # A merge in memory holds its whole output beside the work.
         in_memory = self.out is None or self.out.work.folder is None
         memory = self.options.memory([plan], held=plan.write_bytes if in_memory else 0)
         work = _Work(plan, checkpoints, memory)
-        return self._to_memory(work) if self.out is None else self._to_files(work, self.out)
+        if self.out is None:
+            if self.options.rank is not None:
+                raise InputError("ranks share a merge to a folder: give an output folder")
+            return self._to_memory(work)
+        if self.options.rank is not None:
+            return self._among_ranks(work, self.out, before, self.options.rank)
+        return self._to_files(work, self.out)
+
+    @property
+    def _helps(self) -> bool:
+        """Whether another process is to make the output."""
+        return self.options.rank is not None and self.options.rank.number > 0
 
     def _to_memory(self, work: _Work) -> MergedTensors:
         plan = work.plan
@@ -83,13 +103,42 @@ class Job:
             },
         )
 
-    def _to_files(self, work: _Work, out: Destination) -> MergeResult:
+    def _among_ranks(
+        self, work: _Work, out: Destination, before: object | None, rank: Rank
+    ) -> MergeResult:
+        """Do a part of the merge, or lead those who do."""
+
+        def lead(gathering: Gathering, taking_over: bool) -> MergeResult | None:
+            resume = self.options.resume or taking_over
+            try:
+                job = replace(self, options=replace(self.options, resume=resume))
+                return job._to_files(work, out, gathering, must_resume=taking_over)
+            except _NothingBegunError:
+                return None
+
+        own = RankJob(work.plan, work.checkpoints, work.memory, out, before, self.options, rank)
+        return own.run(lead)
+
+    def _to_files(
+        self,
+        work: _Work,
+        out: Destination,
+        gathering: Gathering | None = None,
+        *,
+        must_resume: bool = False,
+    ) -> MergeResult:
         options, folder = self.options, out.work.folder
         if folder is not None and not (options.resume or options.overwrite):
             # Before anything is downloaded. What an earlier merge holds may be the space that this
             # one will use; the writer reserves its space in any case.
             room_for([work.plan], folder).check()
-        with Staging(out, overwrite=options.overwrite, resume=options.resume) as staging:
+        with ExitStack() as stack:
+            staging = stack.enter_context(
+                Staging(out, overwrite=options.overwrite, resume=options.resume)
+            )
+            if must_resume and not staging.resuming:
+                raise _NothingBegunError
+            session = None if gathering is None else stack.enter_context(gathering.lead())
             work.checkpoints.materialize()
             sources = work.checkpoints.identity()
             digest = work.plan.digest(sources)
@@ -98,10 +147,14 @@ class Job:
             # goes wrong after it leaves nothing behind.
             begin = Journal.resume if staging.resuming else Journal.create
             journal = begin(staging.journal, digest, told)
+            for entry in () if gathering is None else gathering.earlier():
+                journal.append(entry)
             try:
                 files = OutputFiles(staging.store, work.plan, work.checkpoints)
+                if session is not None:
+                    session.begin(digest, options.threads or torch.get_num_threads())
                 with Fingerprints(work.checkpoints) as fingerprints:
-                    done = self._execute(work, files.output, journal, fingerprints.follow)
+                    done = self._execute(work, files.output, journal, fingerprints.follow, session)
                     warnings = check_fit(work.plan, done.items, work.checkpoints)
                     result = files.finish(
                         done, fingerprints, work.memory, out.output, warnings=warnings
@@ -118,10 +171,13 @@ class Job:
         output: Output,
         journal: Journal | None = None,
         follow: Callable[[float], None] | None = None,
+        session: Session | None = None,
     ) -> RunResult:
         work.checkpoints.check_ties(work.plan)
         options = self.options
         executor = options.executor(work.memory, work.checkpoints.opener)
+        if session is not None:
+            executor = Ranks(executor, session)
         with torch_threads(options.threads), closing(executor):
             (done,) = run(
                 [(work.plan, output)],
@@ -133,6 +189,10 @@ class Job:
                 follow=follow,
             )
         return done
+
+
+class _NothingBegunError(Exception):
+    """There is no work of another process to go on with."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from covmerge.plan import (
 )
 from covmerge.quantised import is_quantised
 from covmerge.recipe import dump_recipe
-from covmerge.result import MergedFolder, MergeResult, RunFigures, Stats
+from covmerge.result import MergedFolder, RunFigures, Stats
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.stores.store import Store, WritableStore
 from covmerge.stores.walk import remove_others
@@ -106,7 +106,7 @@ class OutputFiles:
         *,
         warnings: Sequence[str] = (),
         may_equal_base: bool = False,
-    ) -> MergeResult:
+    ) -> MergedFolder:
         """Write all that belongs to the output beside its weights, and check it.
 
         Args:
@@ -146,9 +146,8 @@ class OutputFiles:
             may_equal_base=may_equal_base,
             removed=self._removed,
         )
-        result = MergeResult(
+        return MergedFolder(
             path=out.folder,
-            tensors=None,
             recipe=plan.recipe,
             stats=stats,
             run=run_figures(done, memory, self._checkpoints),
@@ -159,7 +158,6 @@ class OutputFiles:
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
-        return result if result.path is None else MergedFolder(**vars(result))
 
     @property
     def _is_adapter(self) -> bool:
@@ -332,7 +330,10 @@ def run_figures(done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoint
         "items": len(done.items),
         "peak_memory": peak_memory(),
         "expected_peak_memory": memory.peak,
+        "workers": memory.workers,
     }
+    if memory.why:
+        figures["workers_because"] = memory.why
     if made is not None:
         figures["base_inputs_seconds"] = made.seconds or 0.0
     return figures

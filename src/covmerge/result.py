@@ -24,12 +24,18 @@ class RunFigures(Figures):
     Attributes:
         resumed_items: pieces of work that an earlier run had done.
         items: pieces of work in all.
+        workers: processes that shared it.
+        workers_because: why so many, where covmerge chose.
+        own_items: of this process, where it is a rank that does not publish; it has no times.
         base_inputs_seconds: what running the base first took, where the merge wanted that; 0 where its
             inputs were there from an earlier merge.
     """
 
     resumed_items: int
     items: int
+    workers: int
+    workers_because: NotRequired[str]
+    own_items: NotRequired[int]
     base_inputs_seconds: NotRequired[float]
 
 
@@ -146,8 +152,9 @@ class MergedTensors(MergeResult):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MergedFolder(MergeResult):
-    """A merge to a folder: it has a `path` and a `verification`, and no `tensors`."""
+    """A merge to disk: it has no `tensors`; its `path` is None where it went to an address.
 
-    path: Path
+    Of several ranks one alone has its `verification`.
+    """
+
     tensors: None = None
-    verification: Verification

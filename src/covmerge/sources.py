@@ -382,8 +382,11 @@ class Description:
 
 def _place(checkpoint: Checkpoint) -> str:
     """Where a checkpoint lies, or what it is called on the Hub where it was not fetched."""
-    if checkpoint.identity()["kind"] == "hub":
-        return checkpoint.source if checkpoint.folder is None else str(checkpoint.folder)
+    kind = checkpoint.identity()["kind"]
+    if kind == "remote" or (kind == "hub" and checkpoint.folder is None):
+        return checkpoint.source
+    if kind == "hub":
+        return str(checkpoint.folder)
     return str(Path(checkpoint.source).expanduser().absolute())
 
 

@@ -217,6 +217,8 @@ class LinearGroup:
             `needs_base`; None for the others. It must not be modified.
         models: W_t bit for bit, which W_0 + Δ_t is not, for methods that are registered as ones that
             see the `weights`, in place of the updates; empty for the others. They must not be modified.
+        known: per expert, what the overview of its whole tensor found, of these rows, for methods
+            registered with an `overview`; empty: this group is all of the tensor.
         inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
             device, for whom is registered with `base_inputs`, where somebody has measured it; None:
             nobody has.
@@ -233,6 +235,7 @@ class LinearGroup:
     rounding: tuple[Rounding, ...] = ()
     base: Tensor | None = None
     models: tuple[Tensor, ...] = ()
+    known: tuple[Any, ...] = ()
     inputs: Tensor | None = None
 
     @property

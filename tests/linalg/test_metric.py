@@ -33,15 +33,20 @@ def test_spectra_are_those_of_the_product(shape, rows, dtype):
     metric, update = Metric.of(inputs), drawn(shape, dtype)
     seen = update.double() if inputs is None else update.double() @ root_of(inputs)
     left, sigma, _ = torch.linalg.svd(seen, full_matrices=False)
-    found, kept = metric.directions(update, rtol=rank_tolerance(shape, dtype, None))
+    found = metric.spectrum(update, rtol=rank_tolerance(shape, dtype, None))
+    kept = found.sigma
     rank = min(*shape, rows or min(shape))
     tolerance = 1e-4 if dtype == torch.float32 else 1e-9
     # Beyond the rank of C is the root of its rounding, which a Cholesky factor may keep.
     rounding = 20 * torch.finfo(dtype).eps ** 0.5
     assert len(kept) >= rank and bool((kept[rank:] < rounding * kept[0]).all())
     torch.testing.assert_close(kept[:rank], sigma[:rank], rtol=10 * tolerance, atol=0.0)
-    image = (found[:, :rank] * kept[:rank].to(dtype)) @ found[:, :rank].mT
-    wanted = (left[:, :rank] * sigma[:rank]) @ left[:, :rank].mT
+    lift = torch.full_like(kept, 0.5)
+    lift[:rank] = 1.0 / (1.0 + kept[:rank])
+    image = found.lifted(lift, 0.5)
+    main = left[:, :rank]
+    wanted = main * (1.0 / (1.0 + sigma[:rank]) - 0.5) @ main.mT @ update.double()
+    wanted += 0.5 * update.double()
     torch.testing.assert_close(image.double(), wanted, rtol=0, atol=tolerance * float(sigma[0]))
     whole = metric.nuclear_norm(update)
     assert whole == pytest.approx(

@@ -203,5 +203,5 @@ def test_counters_sent_to_another_process_are_not_shared():
     sent = pickle.loads(ForkingPickler.dumps(select))
     sent.add(torch.ones(3))
     assert int(select._counts.sum()) == 0
-    select.absorb(sent)
+    select.absorb_counted(memoryview(sent.counted()))
     assert int(select._counts.sum()) == 3

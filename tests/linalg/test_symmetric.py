@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge.linalg.cholesky import factorize, factorize_above
-from covmerge.linalg.symmetric import add_gram_, gram, mirror_
+from covmerge.linalg.symmetric import add_gram_, gram, half, mirror_, times_lower
 
 
 def matrix(m, n, dtype=torch.float64):
@@ -61,3 +61,12 @@ def test_eigenvalues_above_a_floor_are_told(n):
     system = (q * torch.linspace(1.0, 2.0, n, dtype=torch.float64)) @ q.T
     assert factorize_above(system, floor=0.999) is not None
     assert factorize_above(system, floor=1.001) is None
+
+
+@settings(max_examples=10, deadline=None)
+@given(m=st.sampled_from([1, 5]), n=sizes)
+def test_half_of_a_symmetric_matrix_and_products_with_it(m, n):
+    symmetric, rows = gram(matrix(4, n)), matrix(m, n)
+    lower = half(symmetric)
+    assert torch.allclose(lower + lower.T, symmetric)
+    assert torch.allclose(times_lower(rows, lower), rows @ lower)

@@ -34,13 +34,15 @@ def merge(
         shutil.rmtree(out, ignore_errors=True)
 
 
-def merge_in_memory(recipe: Mapping[str, Any], folder: Path, seed: int) -> Mapping[str, Tensor]:
+def merge_in_memory(
+    recipe: Mapping[str, Any], folder: Path, seed: int, options: RunOptions | None = None
+) -> Mapping[str, Tensor]:
     """Return the tensors of the merge, without a check on them.
 
     Raises:
         CovmergeError: it is refused.
     """
-    tensors = run_recipe(_read(recipe, folder, seed), None).tensors
+    tensors = run_recipe(_read(recipe, folder, seed), None, options).tensors
     assert tensors is not None
     return tensors
 

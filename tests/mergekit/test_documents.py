@@ -84,6 +84,12 @@ class TestMerging:
         assert [path.name for path in (here / "out.stages").iterdir()] == ["soup"]
         assert not (here / "out").exists()
 
+    def test_a_model_that_the_last_lacks_is_missed_before_the_first_is_merged(self, here):
+        ran = run(file_of(here, MEAN, LAST.replace("llama/t2", "llama/t9"), SOUP), "out")
+        assert ran.exit_code == 2
+        assert "llama/t9" in ran.output
+        assert not (here / "out.stages").exists()
+
     def test_resumed_it_takes_what_is_finished_and_the_same(self, here):
         file = file_of(here, MEAN, LAST, SOUP)
         (here / "out").mkdir()

@@ -22,6 +22,7 @@ METHODS = [
     ("resmerge", {"head_rank": 128}),
     ("core_space", {}),
     ("actmat", {}),
+    ("auto", {}),
     ("aswudi", {}),
     ("regmean", {}),
     ("ssr", {}),

@@ -229,7 +229,7 @@ def test_problems_name_line_key_value_and_what_is_allowed(
         (
             "\n  a: {weight: 2}",
             "3: experts.a lacks the key 'source'. Path of a checkpoint (relative to the recipe "
-            "file) or org/name@revision.",
+            "file), its address (s3, gs, https) or org/name@revision.",
         ),
         (
             "\n  a: {source: x, wieght: 2}",

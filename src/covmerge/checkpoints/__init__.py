@@ -10,9 +10,10 @@ from covmerge.checkpoints.base import CARD_NAME, Checkpoint
 from covmerge.checkpoints.folder import FileCheckpoint
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
-from covmerge.checkpoints.masks import MASKS_FOLDER, unpack
+from covmerge.checkpoints.masks import MASKS_FOLDER
 from covmerge.checkpoints.open import open_checkpoint, open_store
 from covmerge.checkpoints.staging import (
+    OutputTakenError,
     Staging,
     check_not_input,
     destination_of,
@@ -33,6 +34,7 @@ __all__ = [
     "FileCheckpoint",
     "HubModel",
     "Journal",
+    "OutputTakenError",
     "ShardWriter",
     "Staging",
     "check_not_input",
@@ -42,5 +44,4 @@ __all__ = [
     "open_store",
     "plan_layout",
     "safe_child",
-    "unpack",
 ]

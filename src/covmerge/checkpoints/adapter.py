@@ -79,6 +79,10 @@ class FactorHeader:
     stacked: bool = False
 
 
+# What files of weights are seen as.
+StoredAs = Callable[[FileCheckpoint], Checkpoint]
+
+
 class AdapterCheckpoint(View):
     """An adapter: `low_rank` updates of its base, and in `headers` the tensors that it replaces.
 
@@ -313,9 +317,10 @@ def _header(update: Update) -> FactorHeader:
 
 def _product(up: Tensor, down: Tensor, update: Update) -> LowRank:
     """The factors in the orientation of the base's tensor, the scale in the left one."""
-    if update.transposed:
-        return LowRank(down.T.contiguous() * update.scale, up.T.contiguous())
-    return LowRank(up * update.scale, down)
+    left, right = (down.T, up.T) if update.transposed else (up, down)
+    left, right = left.contiguous(), right.contiguous()
+    # Every merged adapter has the scale 1, and to multiply costs more than to read.
+    return LowRank(left if update.scale == 1 else left * update.scale, right)
 
 
 def _rows(factors: LowRank, rows: range | None) -> LowRank:
@@ -324,10 +329,22 @@ def _rows(factors: LowRank, rows: range | None) -> LowRank:
     return LowRank(factors.left[rows.start : rows.stop], factors.right)
 
 
-def open_adapter_folder(source: str, store: Store) -> Checkpoint | None:
+def as_stored(files: FileCheckpoint) -> Checkpoint:
+    """Return files as the checkpoint that they are."""
+    return files
+
+
+def open_adapter_folder(
+    source: str, store: Store, stored_as: StoredAs = as_stored
+) -> Checkpoint | None:
     """Open the adapter that PEFT or diffusers saved in a folder, or return None if there is none.
 
     A model beside the adapter has precedence.
+
+    Args:
+        source: as the user wrote it.
+        store: the folder.
+        stored_as: what its files are seen as.
 
     Raises:
         CheckpointError: the adapter is damaged or of a kind that is not read, or there is a choice.
@@ -339,9 +356,9 @@ def open_adapter_folder(source: str, store: Store) -> Checkpoint | None:
     inside = sorted(name for name in folders if store.inside(name).is_file(ADAPTER_CONFIG))
     if holds_adapter(names):
         unread = f"{store}: the adapters {', '.join(inside)} in it were not read"
-        return _open(source, store, names, (unread,) if inside else ())
+        return _open(source, store, names, (unread,) if inside else (), stored_as)
     if LORA_NAME in names and not any(name.startswith(_MODEL) for name in names):
-        return open_adapter_file(source, child(store, LORA_NAME))
+        return open_adapter_file(source, child(store, LORA_NAME), stored_as)
     if not inside or any(name.endswith((".safetensors", ".bin")) for name in names):
         return None
     raise CheckpointError(
@@ -350,10 +367,17 @@ def open_adapter_folder(source: str, store: Store) -> Checkpoint | None:
     )
 
 
-def open_adapter_file(source: str, given: Path | StoredFile) -> Checkpoint:
+def open_adapter_file(
+    source: str, given: Path | StoredFile, stored_as: StoredAs = as_stored
+) -> Checkpoint:
     """Open one file of weights, as an adapter where its names are those of one.
 
     They are PEFT's, diffusers' or those of Kohya's scripts.
+
+    Args:
+        source: as the user wrote it.
+        given: the file.
+        stored_as: what it is seen as.
 
     Raises:
         CheckpointError: the file is malformed, or an adapter of a kind that is not read.
@@ -361,8 +385,8 @@ def open_adapter_file(source: str, given: Path | StoredFile) -> Checkpoint:
     file = local_file(given)
     if file.name in _WEIGHTS:
         beside = (ADAPTER_CONFIG,) if file.store.is_file(ADAPTER_CONFIG) else ()
-        return _open(source, file.store, (file.name, *beside))
-    stored = open_file(source, file)
+        return _open(source, file.store, (file.name, *beside), stored_as=stored_as)
+    stored = stored_as(open_file(source, file))
     if not looks_like_adapter(stored.headers):
         return stored
     _check_scale(file)
@@ -418,7 +442,7 @@ def _open(
     store: Store,
     names: Collection[str],
     notes: tuple[str, ...] = (),
-    stored_as: Callable[[FileCheckpoint], Checkpoint] = lambda local: local,
+    stored_as: StoredAs = as_stored,
 ) -> AdapterCheckpoint:
     """Open the adapter of a folder; its configuration says first whether it can be read at all."""
     file = child(store, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None

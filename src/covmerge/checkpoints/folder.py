@@ -21,6 +21,7 @@ from covmerge.checkpoints.base import (
     check_unchanged,
     find_header,
 )
+from covmerge.checkpoints.distributed import METADATA, DistributedFiles
 from covmerge.checkpoints.gguf_file import GgufFile
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
@@ -44,9 +45,11 @@ DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
 _GGUF = ".gguf"
+WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, _GGUF)
 _INDEX = ".index.json"
+_FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
 _SHARD = re.compile(r"-[0-9]+-of-(?P<count>[0-9]{1,18})\.[a-z]+$", re.ASCII)
-_PREFERRED = (  # the order in which transformers looks
+PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -99,6 +102,11 @@ class FileCheckpoint:
         self._weights = dict(weights)
         self._file_of = {name: read for read in weights.values() for name in read.headers}
         self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
+
+    @property
+    def stamps(self) -> Mapping[StoredFile, Stamp]:
+        """Every file of it, as it was when it was opened."""
+        return MappingProxyType(self._stamps)
 
     @property
     def hub(self) -> HubModel | None:
@@ -204,9 +212,9 @@ def choose_weights(
         CheckpointError: there are no weights, or no telling which to read.
     """
     found = sorted(n for n in names if n.endswith(_SAFETENSORS))
-    for name in _PREFERRED:
+    for name in PREFERRED:
         if name in names:
-            rivals = (n for n in (*found, _PREFERRED[1]) if n in names and n != name)
+            rivals = (n for n in (*found, PREFERRED[1]) if n in names and n != name)
             return WeightsChoice(name, tuple(rivals))
     present = [n for n in found if not _is_adapter(n)]
     _refuse_lone_shard(present or sorted(n for n in names if n.endswith(_TORCH)), where)
@@ -214,7 +222,7 @@ def choose_weights(
         return WeightsChoice(present[0])
     if present:
         raise CheckpointError(
-            f"{where} holds {len(present)} safetensors files and no {_PREFERRED[1]} to say how "
+            f"{where} holds {len(present)} safetensors files and no {PREFERRED[1]} to say how "
             f"they belong together: {_some(present)}. Pass the one file to merge, or add the index"
         )
     if PIPELINE in names:
@@ -230,7 +238,7 @@ def choose_weights(
             f"`covmerge merge --run {where} --last {min(5, len(steps))} OUT`"
         )
     raise CheckpointError(
-        f"{where} holds no weights ({', '.join(_PREFERRED)}, or one safetensors file): pass the "
+        f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
         "folder that does, or a file"
     )
 
@@ -319,6 +327,10 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         names = set(store.names())
     except OSError as error:
         raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
+    if (found := _distributed(store, names)) is not None:
+        files = DistributedFiles(found)
+        beside = [*files.files, *([_existing(store, CONFIG)] if CONFIG in names else [])]
+        return FileCheckpoint(source, {found: files}, store=store, beside=beside)
     packed = [name for name in names if name.endswith(_GGUF)]
     alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
     choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where, store.folders())
@@ -335,6 +347,18 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         )
     notes = choice.notes(where, {file.name for file in weights})
     return FileCheckpoint(source, weights, store=store, beside=beside, notes=notes)
+
+
+def _distributed(store: Store, names: Collection[str]) -> StoredFile | None:
+    """Return the metadata of a folder of DCP, or of the one that a trainer's checkpoint has in it."""
+    if any(name in PREFERRED or name.endswith((_SAFETENSORS, _GGUF)) for name in names):
+        return None
+    if METADATA in names:
+        return StoredFile(store, METADATA)
+    folders = [name for name in store.folders() if _FSDP.fullmatch(name)]
+    inner = [store.inside(name) for name in folders]
+    found = [StoredFile(one, METADATA) for one in inner if one.is_file(METADATA)]
+    return found[0] if len(found) == 1 else None
 
 
 def open_file(source: str, file: StoredFile) -> FileCheckpoint:
@@ -357,7 +381,7 @@ def open_weights(file: StoredFile) -> WeightFile:
     hint = "its folder" if file.name.endswith(_INDEX) else "a folder or one of these"
     raise CheckpointError(
         f"{file} is not a file of weights that covmerge reads "
-        f"({', '.join((_SAFETENSORS, *_TORCH, _GGUF))}): pass {hint}"
+        f"({', '.join(WEIGHT_SUFFIXES)}): pass {hint}"
     )
 
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import importlib
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
-from covmerge.checkpoints.base import check_name, check_unchanged, find_header
+from covmerge.checkpoints.base import check_name
 from covmerge.checkpoints.json_file import shorten
 from covmerge.checkpoints.layout import MAX_HEADER_BYTES, MAX_TENSORS, Slot
-from covmerge.checkpoints.ranges import open_stored, read_into
+from covmerge.checkpoints.ranges import SlottedFile, open_stored, read_into
 from covmerge.errors import CheckpointError
 from covmerge.stores.store import Opened, StoredFile
 from covmerge.types import Json, TensorHeader
@@ -52,7 +49,7 @@ class GgufSettings(dict[str, Json]):
     """
 
 
-class GgufFile:
+class GgufFile(SlottedFile):
     """A GGUF file whose header has been checked.
 
     Attributes:
@@ -60,36 +57,15 @@ class GgufFile:
         settings: see `GgufSettings`.
     """
 
-    notes: tuple[str, ...] = ()
-
     def __init__(self, file: StoredFile) -> None:
-        self._file = file
-        self._where = str(file)
         with open_stored(file) as opened:
-            self._stamp = opened.stamp
-            parser = _Header(opened, self._stamp[0], self._where)
+            stamp = opened.stamp
+            parser = _Header(opened, stamp[0], str(file))
             metadata, entries = parser.metadata(), parser.entries()
-        _check_entries(entries, self._stamp[0], self._where)
-        self._slots = {entry.slot.header.name: entry.slot for entry in entries}
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: slot.header for name, slot in self._slots.items()}
-        )
+        _check_entries(entries, stamp[0], str(file))
+        super().__init__(file, stamp, {entry.slot.header.name: entry.slot for entry in entries})
         types: Json = {entry.slot.header.name: entry.kind for entry in entries}
         self.settings = GgufSettings(path=str(file.path), metadata=metadata, types=types)
-
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        """See `Checkpoint.read`."""
-        header = find_header(self.headers, name, rows, self._where)
-        offset, nbytes = self._slots[name].span(rows)
-        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        with open_stored(self._file) as opened:
-            check_unchanged(self._file, self._stamp, opened.stamp)
-            read_into(data.numpy().data, opened, offset, f"{self._where}: tensor '{name}'")
-        shape = header.shape if rows is None else (len(rows), *header.shape[1:])
-        return data.view(header.dtype).reshape(shape)
-
-    def close(self) -> None:
-        """Nothing stays open between reads."""
 
 
 @dataclass(frozen=True)

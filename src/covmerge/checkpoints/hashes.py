@@ -145,10 +145,7 @@ def _slots(file: _Reader) -> tuple[Mapping[str, Slot], bytes]:
         return {}, b""
     where, start = str(file.file), bytearray(min(file.size, LENGTH_BYTES))
     file.fill(memoryview(start))
-    try:
-        header = bytearray(data_start(bytes(start), file.size, where) - LENGTH_BYTES)
-        file.fill(memoryview(header))
-        start += header
-        return parse_header(bytes(header), file.size, where), bytes(start)
-    except CheckpointError:  # damaged: its hash will say so
-        return {}, bytes(start)
+    header = bytearray(data_start(bytes(start), file.size, where) - LENGTH_BYTES)
+    file.fill(memoryview(header))
+    start += header
+    return parse_header(bytes(header), file.size, where), bytes(start)

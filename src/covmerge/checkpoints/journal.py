@@ -10,17 +10,14 @@ journal only claims: whoever resumes reads the bytes back and compares.
 
 from __future__ import annotations
 
-import json
-import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from covmerge.checkpoints.differences import changes
-from covmerge.checkpoints.strict_json import dumps
+from covmerge.checkpoints.sealed import check_seal, parsed, sealed
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores.local import local_file
 from covmerge.stores.store import StoredFile, WritableFile
@@ -32,8 +29,6 @@ FORMAT = 2
 _MAX_BYTES = 2**30
 _TOLD = ("recipe", "torch")  # of what a hash is of, what is told with its values
 _MOST_CHANGES = 5  # that are named
-_SEAL = re.compile(rb',"crc":"[0-9a-f]{8}"}')
-_SEAL_BYTES = len(',"crc":"01234567"}')
 
 Key = tuple[str, tuple[int, int]]
 
@@ -58,6 +53,33 @@ class Entry:
     def key(self) -> Key:
         """What identifies the work item."""
         return self.tensor, self.rows
+
+    def as_json(self) -> dict[str, Json]:
+        """The same as plain JSON."""
+        return {
+            "tensor": self.tensor,
+            "rows": self.rows,
+            "checksum": self.checksum,
+            "stats": self.stats,
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Entry:
+        """Return the entry that was written as JSON; other keys are passed over.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match record:
+            case {
+                "tensor": str(tensor),
+                "rows": [int(start), int(stop)],
+                "checksum": str(checksum),
+                "stats": {},  # any mapping
+            } if 0 <= start <= stop:
+                return cls(tensor, (start, stop), checksum, record["stats"])
+            case _:
+                raise ValueError("it is not a journal entry")
 
 
 class Journal:
@@ -92,7 +114,7 @@ class Journal:
         file = local_file(path)
         if file.store.exists(file.name):
             raise InputError(f"{file} exists: pass --resume to go on, --overwrite to start again")
-        line = _line({"plan": plan_hash, "format": FORMAT, "of": of}, "journal")
+        line = sealed({"plan": plan_hash, "format": FORMAT, "of": of}, "journal")
         file.store.create(file.name, len(line), line, needed=len(line))
         return cls(file, {})
 
@@ -132,36 +154,21 @@ class Journal:
             InputError: the statistics hold what JSON cannot, such as NaN.
             ResourceError: the disk is full; the journal is then as it was before.
         """
-        record: dict[str, Json] = {
-            "tensor": entry.tensor,
-            "rows": entry.rows,
-            "checksum": entry.checksum,
-            "stats": entry.stats,
-        }
-        line = _line(record, f"journal entry of '{entry.tensor}'")
+        line = sealed(entry.as_json(), f"journal entry of '{entry.tensor}'")
         self._file.store.append(self._file.name, line)
         self._finished[entry.key] = entry
-
-
-def _line(record: Mapping[str, Json], what: str) -> bytes:
-    text = dumps(record, what=what).encode()
-    return text[:-1] + _seal(text) + b"\n"
-
-
-def _seal(text: bytes) -> bytes:
-    """The end of a line whose record is `text`: its checksum as the last key."""
-    return f',"crc":"{zlib.crc32(text):08x}"}}'.encode()
 
 
 def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
     """The lines that end in a newline, and their bytes in all."""
     try:
-        content = file.read(_MAX_BYTES + 1, follow=False)
+        size = file.stamp()[0]
+        content = b"" if size > _MAX_BYTES else file.read(size, follow=False)
     except OSError as error:
         raise CheckpointError(
             f"cannot read the journal {file}: {error.strerror}; start over with --overwrite"
         ) from error
-    if len(content) > _MAX_BYTES:
+    if size > _MAX_BYTES:
         raise CheckpointError(
             f"cannot read the journal {file}: it is larger than {_MAX_BYTES} bytes, which none is; "
             "start over with --overwrite"
@@ -196,32 +203,24 @@ def _check_plan(
 def _parse_entry(file: StoredFile, number: int, line: bytes) -> Entry:
     record = _parse(file, number, line)
     _check_seal(file, number, line)
-    match record:
-        case {
-            "tensor": str(tensor),
-            "rows": [int(start), int(stop)],
-            "checksum": str(checksum),
-            "stats": {},  # any mapping
-        } if 0 <= start <= stop:
-            return Entry(tensor, (start, stop), checksum, record["stats"])
-        case _:
-            raise _damaged(file, number, "it is not a journal entry")
+    try:
+        return Entry.from_json(record)
+    except ValueError as error:
+        raise _damaged(file, number, str(error)) from error
 
 
 def _parse(file: StoredFile, number: int, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return parsed(line)
+    except ValueError as error:
         raise _damaged(file, number, str(error)) from error
-    if not isinstance(record, dict):
-        raise _damaged(file, number, "it is not a JSON object")
-    return cast("dict[str, Any]", record)
 
 
 def _check_seal(file: StoredFile, number: int, line: bytes) -> None:
-    text, seal = line[:-_SEAL_BYTES] + b"}", line[-_SEAL_BYTES:]
-    if not _SEAL.fullmatch(seal) or seal != _seal(text):
-        raise _damaged(file, number, "its checksum is another")
+    try:
+        check_seal(line)
+    except ValueError as error:
+        raise _damaged(file, number, str(error)) from error
 
 
 def _damaged(file: StoredFile, number: int, why: str) -> CheckpointError:

@@ -19,11 +19,15 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class Storage(_Fixed):
-    """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them."""
+    """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them.
+
+    `start` is the byte of the file at which they begin, where they lie in it as they are.
+    """
 
     dtype: torch.dtype
     count: int
     read: Callable[[int, int], bytes]
+    start: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covmerge.checkpoints.json_file import read_object, shorten
-from covmerge.errors import CheckpointError, InputError
+from covmerge.errors import CheckpointError, InputError, RecipeError
 from covmerge.stores.local import local_store
 from covmerge.stores.store import Store, StoredFile
 from covmerge.stores.walk import tree
@@ -143,6 +145,19 @@ def read_manifest(folder: Path | Store) -> dict[str, Any]:
     return manifest
 
 
+@contextmanager
+def recorded_in(folder: Path) -> Generator[None]:
+    """Name the manifest in what is wrong with the recipe that it records.
+
+    Raises:
+        RecipeError: what is wrong.
+    """
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"the recipe in {folder / MANIFEST_NAME}: {error}") from error
+
+
 def unknown_files(store: Store) -> list[str]:
     """Return what an output of covmerge holds that covmerge did not write, as paths in it.
 
@@ -185,4 +200,6 @@ def _read(store: Store) -> dict[str, Any]:
         ) from error
     except CheckpointError as error:
         raise InputError(f"{file} cannot be read as a covmerge manifest: {error}") from error
+    except OSError as error:  # a loop of links
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error
     return manifest

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 from torch import Tensor, nn
 
@@ -13,14 +15,16 @@ from covmerge.checkpoints.adapter import (
     open_adapter_hub,
 )
 from covmerge.checkpoints.base import Checkpoint
-from covmerge.checkpoints.folder import open_folder
+from covmerge.checkpoints.folder import WEIGHT_SUFFIXES, FileCheckpoint, open_folder
 from covmerge.checkpoints.hub import open_hub
 from covmerge.checkpoints.memory import MemoryCheckpoint, open_module
+from covmerge.checkpoints.remote import RemoteCheckpoint
 from covmerge.errors import CheckpointError
 from covmerge.identifiers import hub_id
-from covmerge.stores.address import local_path
+from covmerge.stores.address import PAGES, Address, address_of, hub_address
 from covmerge.stores.local import LocalFolder
-from covmerge.stores.store import Store
+from covmerge.stores.remote import remote_store
+from covmerge.stores.store import Store, child
 
 
 def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Checkpoint:
@@ -30,8 +34,9 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
         source: a folder as transformers saves it, or PEFT (then it is an `AdapterCheckpoint`); one
             `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file (also of a whole pickled module, of
             which nothing is run); `"org/name"` or `"org/name@revision"` on the Hugging Face Hub,
-            where nothing of that name exists here; a state dict; or a torch module, of which the
-            config is known if it is a model of transformers.
+            where nothing of that name exists here; the address of a folder or a file of weights,
+            `s3://`, `gs://` or `https://`; a state dict; or a torch module,
+            of which the config is known if it is a model of transformers.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is malformed or unsafe to read.
@@ -49,8 +54,12 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
         return open_module(source)
     if isinstance(source, Mapping):
         return MemoryCheckpoint(source)
+    if (named := hub_address(source)) is not None:
+        return open_adapter_hub(str(source), *named) or open_hub(str(source), *named)
+    if (address := address_of(source)) is not None:
+        return open_remote(address)
     try:
-        path = local_path(source).expanduser()
+        path = Path(source).expanduser()
         if path.is_dir():
             return open_store(str(source), LocalFolder(path))
         if path.is_file():
@@ -69,6 +78,36 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
             "is written org/name or org/name@revision"
         )
     return open_adapter_hub(source, *named) or open_hub(source, *named)
+
+
+def open_remote(address: Address) -> Checkpoint:
+    """Open what lies at an address: a file of weights by its suffix, else a folder.
+
+    Raises:
+        CheckpointError: as `open_checkpoint`.
+    """
+    try:
+        return _open_remote(address)
+    except OSError as error:
+        raise CheckpointError(f"{address} cannot be read: {error.strerror}") from error
+
+
+def _open_remote(address: Address) -> Checkpoint:
+    source = str(address)
+    parent, _, name = address.path.rpartition("/")
+    if parent and name.endswith(WEIGHT_SUFFIXES):
+        store = remote_store(replace(address, path=parent))
+        file = child(store, unquote(name) if address.scheme in PAGES else name)
+        return open_adapter_file(
+            source, file, lambda files: RemoteCheckpoint(files, store, whole=False)
+        )
+    store = remote_store(address)
+
+    def stored_as(files: FileCheckpoint) -> Checkpoint:
+        return RemoteCheckpoint(files, store, whole=True)
+
+    adapter = open_adapter_folder(source, store, stored_as)
+    return adapter or stored_as(open_folder(source, store))
 
 
 def open_store(source: str, store: Store) -> Checkpoint:

@@ -17,7 +17,7 @@ from typing import Any
 from covmerge.checkpoints.json_file import shorten
 from covmerge.errors import CheckpointError
 
-CPU_SECONDS = 10
+CPU_SECONDS = 4
 
 _MAX_PATTERNS = 10_000
 _MAX_LENGTH = 1000  # characters

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickletools
 import zipfile
 from collections.abc import Generator
-from typing import IO
+from typing import IO, cast
 
 from covmerge.errors import CheckpointError
 
@@ -17,7 +17,8 @@ MAX_WHOLE_BYTES = 4 * 2**30  # of formats without an index
 SAVE_AGAIN = "load it where you trust it, and save its state dict with safetensors.torch.save_file"
 
 _MAX_PICKLE_BYTES = 100_000_000
-_MAX_STEPS = 2_000_000  # a tensor takes 40
+MAX_STEPS = 2_000_000  # a tensor takes 40
+_FIXED = 8  # bytes of the longest argument whose length is not told by the file
 
 
 def check_whole(size: int, where: str) -> None:
@@ -59,7 +60,7 @@ def check_archive(archive: zipfile.ZipFile, where: str) -> None:
             check_steps(description, where)
 
 
-def check_steps(pickled: IO[bytes], where: str, pickles: int = 1) -> None:
+def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int = MAX_STEPS) -> None:
     """Count the steps of some pickles in a row, each of which may make an object.
 
     What is no pickle is left to whoever loads it.
@@ -67,19 +68,48 @@ def check_steps(pickled: IO[bytes], where: str, pickles: int = 1) -> None:
     Raises:
         CheckpointError: there are too many.
     """
-    left = _MAX_STEPS
+    left = most
+    bounded = _Bounded(pickled, where)
     for _ in range(pickles):
-        for _ in _opcodes(pickled):
+        for _ in _opcodes(bounded):
             left -= 1
             if left < 0:
                 raise CheckpointError(
-                    f"{where} describes its tensors in more than {_MAX_STEPS} steps, which is far "
+                    f"{where} describes its tensors in more than {most} steps, which is far "
                     f"more than any model needs: {SAVE_AGAIN}"
                 )
 
 
-def _opcodes(pickled: IO[bytes]) -> Generator[object]:
+class _Bounded:
+    """A file in which no step has an argument longer than what is left: room would be made for it first."""
+
+    def __init__(self, file: IO[bytes], where: str) -> None:
+        self._file, self._where = file, where
+        place = file.tell()
+        self._size = file.seek(0, 2)
+        file.seek(place)
+
+    def read(self, count: int) -> bytes:
+        """Read some bytes, as `pickletools` asks for them."""
+        left = self._size - self._file.tell()
+        if count > max(left, _FIXED):  # shorter ones `pickletools` finds cut short for itself
+            raise CheckpointError(
+                f"{self._where} is cut short: a step of its pickle has {count} bytes, and {left} are "
+                "left: fetch the file again"
+            )
+        return self._file.read(count)
+
+    def readline(self) -> bytes:
+        """Read a line."""
+        return self._file.readline()
+
+    def tell(self) -> int:
+        """Return the place in the file."""
+        return self._file.tell()
+
+
+def _opcodes(pickled: _Bounded) -> Generator[object]:
     try:
-        yield from pickletools.genops(pickled)
+        yield from pickletools.genops(cast("IO[bytes]", pickled))
     except (ValueError, MemoryError):
         return

@@ -11,13 +11,21 @@ import os
 import pickletools
 import struct
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 import torch
 
 from covmerge.checkpoints.laid import Storage
-from covmerge.checkpoints.pickle_bounds import ZIP_MAGIC, check_archive, check_steps, check_whole
+from covmerge.checkpoints.pickle_bounds import (
+    MAX_STEPS,
+    ZIP_MAGIC,
+    check_archive,
+    check_steps,
+    check_whole,
+)
 from covmerge.checkpoints.unpickler import NEXT, Loading, StorageOf, Unpickler
 from covmerge.errors import CheckpointError
 from covmerge.stores.regular_file import open_regular, reading
@@ -39,9 +47,7 @@ def load_records(path: Path) -> object:
             size = os.fstat(file.fileno()).st_size
             loading = Loading(where, 2 * size)
             if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
-                with zipfile.ZipFile(file) as archive:
-                    check_archive(archive, where)
-                    return _load_archive(archive, path, file, loading)
+                return _load_archive(file, size, loading, partial(_read_at, path))
             check_whole(size, where)
             file.seek(0)
             return _load_bytes(file.read(), loading)
@@ -50,16 +56,75 @@ def load_records(path: Path) -> object:
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes make zipfile and the unpickler raise anything
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise CheckpointError(
-            f"{where} cannot be read as a pickled module ({type(error).__name__}: {reason}): {NEXT}"
-        ) from error
+        raise _unreadable(where, "a pickled module", error) from error
+
+
+def load_archive(file: IO[bytes], size: int, where: str) -> object:
+    """Return what is pickled in a zip of `torch.save`, as `load_records`.
+
+    Args:
+        file: the zip.
+        size: its bytes.
+        where: what messages call it.
+
+    Raises:
+        CheckpointError: as `load_records`.
+    """
+
+    def read(start: int, count: int) -> bytes:
+        file.seek(start)
+        return file.read(count)
+
+    try:
+        return _load_archive(file, size, Loading(where, 2 * size), read)
+    except CheckpointError:
+        raise
+    except Exception as error:  # as above
+        raise _unreadable(where, "a tensor", error) from error
+
+
+def load_metadata(data: bytes, where: str, steps: int) -> object:
+    """Return a plain pickle that holds no tensor, as `load_records`.
+
+    Args:
+        data: it.
+        where: what messages call it.
+        steps: the most that it may take.
+
+    Raises:
+        CheckpointError: as `load_records`.
+    """
+    try:
+        return _unpickle(data, Loading(where, 2 * len(data)), _no_storage(where), steps)
+    except CheckpointError:
+        raise
+    except Exception as error:  # as above
+        raise _unreadable(where, "metadata", error) from error
+
+
+def _unreadable(where: str, what: str, error: Exception) -> CheckpointError:
+    reason = (str(error).strip().splitlines() or [""])[0]
+    return CheckpointError(
+        f"{where} cannot be read as {what} ({type(error).__name__}: {reason}): {NEXT}"
+    )
 
 
 def _load_archive(
-    archive: zipfile.ZipFile, path: Path, file: IO[bytes], loading: Loading
+    file: IO[bytes], size: int, loading: Loading, read_at: Callable[[int, int], bytes]
 ) -> object:
     """A zip of torch: `*/data.pkl`, and a member `*/data/KEY` for each storage."""
+    with zipfile.ZipFile(file) as archive:
+        check_archive(archive, loading.where)
+        return _load_members(archive, file, size, loading, read_at)
+
+
+def _load_members(
+    archive: zipfile.ZipFile,
+    file: IO[bytes],
+    size: int,
+    loading: Loading,
+    read_at: Callable[[int, int], bytes],
+) -> object:
     where = loading.where
     found = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
     if len(found) != 1:
@@ -79,13 +144,13 @@ def _load_archive(
                 f"take {count * dtype.itemsize}: {NEXT}"
             )
         start = _data_start(file, entry)
-        if start + entry.file_size > os.fstat(file.fileno()).st_size:
+        if start + entry.file_size > size:
             raise CheckpointError(f"{where}: {member} goes on after the end of the file: {NEXT}")
 
         def read(first: int, wanted: int) -> bytes:
-            return _read_at(path, start + first * dtype.itemsize, wanted * dtype.itemsize)
+            return read_at(start + first * dtype.itemsize, wanted * dtype.itemsize)
 
-        return Storage(dtype, count, read)
+        return Storage(dtype, count, read, start)
 
     return _unpickle(archive.read(found[0]), loading, storage)
 
@@ -149,10 +214,10 @@ def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> bytes:
     return data
 
 
-def _next_pickle(stream: io.BytesIO, where: str) -> bytes:
+def _next_pickle(stream: io.BytesIO, where: str, steps: int = MAX_STEPS) -> bytes:
     """Return the bytes of one pickle, checked for what would take memory before any check of ours."""
     start = stream.tell()
-    check_steps(stream, where)
+    check_steps(stream, where, most=steps)
     stream.seek(start)
     left = stream.getbuffer().nbytes - start
     for opcode, argument, _ in pickletools.genops(stream):
@@ -174,6 +239,6 @@ def _no_storage(where: str) -> StorageOf:
     return refuse
 
 
-def _unpickle(data: bytes, loading: Loading, storage: StorageOf) -> object:
-    checked = _next_pickle(io.BytesIO(data), loading.where)
+def _unpickle(data: bytes, loading: Loading, storage: StorageOf, steps: int = MAX_STEPS) -> object:
+    checked = _next_pickle(io.BytesIO(data), loading.where, steps)
     return Unpickler(checked, loading, storage, _load_bytes).load()

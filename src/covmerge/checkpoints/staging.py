@@ -11,11 +11,17 @@ from pathlib import Path
 from covmerge.checkpoints.manifest import unknown_files
 from covmerge.checkpoints.trainer import refuse_as_step
 from covmerge.errors import InputError
+from covmerge.stores.address import address_of, hub_address
 from covmerge.stores.destination import Destination
 from covmerge.stores.local_destination import LocalDestination
 from covmerge.stores.lock import TakenError
+from covmerge.stores.remote_destination import RemoteDestination
 from covmerge.stores.store import WritableFile, WritableStore
 from covmerge.stores.walk import tree
+
+
+class OutputTakenError(InputError):
+    """Another process is making the output."""
 
 
 class Staging:
@@ -151,8 +157,9 @@ class Staging:
         try:
             locked = self.out.take()
         except TakenError as error:
-            raise InputError(
-                f"another process is merging into {self.out}: wait for it, or choose another name"
+            raise OutputTakenError(
+                f"another process is merging into {self.out}: wait for it, or choose another name. Where "
+                "they are to share the work, start all of them with --executor ranks"
             ) from error
         if not locked:
             self.notes.append(
@@ -183,12 +190,15 @@ class Staging:
 
 
 def destination_of(out: Path | Destination) -> Destination:
-    """Return a folder that is given by its path as a destination.
+    """Return a folder that is given by its path or its address as a destination.
 
     Raises:
-        InputError: it is a name that no output can have.
+        InputError: it is a name that no output can have, or nothing is written there.
     """
-    return LocalDestination(out) if isinstance(out, Path) else out
+    if not isinstance(out, Path):
+        return out
+    address = None if hub_address(out) else address_of(out)
+    return LocalDestination(out) if address is None else RemoteDestination(address)
 
 
 def find_unfinished(out: Path) -> Path | None:
@@ -205,13 +215,14 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
     Files are told apart by what they are, not by their paths: links and mounts are seen through.
 
     Args:
-        out: the output folder; it need not exist. Another destination has no input in it.
-        inputs: files and folders; those that do not exist are left to their reader to refuse.
+        out: the output folder; it need not exist. Another destination has no input of this machine in it.
+        inputs: files, folders and addresses; those that do not exist are left to their reader to refuse.
 
     Raises:
         InputError: the message names both paths.
     """
     destination = destination_of(out)
+    _check_addresses(str(destination), inputs)
     folder = destination.output.folder
     if folder is None:
         return
@@ -230,6 +241,16 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
             raise InputError(
                 f"the input {given} lies in {aside}, where the work on the output {folder} would go on "
                 "and be removed: they overlap, choose an output of another name"
+            )
+
+
+def _check_addresses(out: str, inputs: Sequence[Path]) -> None:
+    if (address := address_of(out)) is None:
+        return
+    for given in inputs:
+        if not hub_address(given) and (other := address_of(given)) and address.overlaps(other):
+            raise InputError(
+                f"the output {address} and the input {other} overlap: choose an output elsewhere"
             )
 
 

@@ -1,8 +1,9 @@
-"""The checkpoints that transformers' Trainer leaves in its folder while it runs."""
+"""The checkpoints that a trainer leaves in its folder while it runs: transformers' Trainer, torchtitan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,13 +11,15 @@ from itertools import combinations
 from pathlib import Path
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
-from covmerge.checkpoints.folder import STEP
+from covmerge.checkpoints.distributed import METADATA
+from covmerge.checkpoints.folder import FileCheckpoint
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.checkpoints.open import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores.address import local_path
 from covmerge.text import some
 
+_NAMES = tuple(re.compile(rf"{name}-(0|[1-9][0-9]{{0,17}})") for name in ("checkpoint", "step"))
 _STATE = "trainer_state.json"  # the last file that the Trainer writes of a checkpoint
 _OWN = (
     *(_STATE, "training_args.bin", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*.pth"),
@@ -55,14 +58,15 @@ def last_steps(folder: str, count: int | None, beside: Path) -> list[SavedStep]:
     """
     try:
         run = beside / local_path(folder).expanduser()
-        named = {path: STEP.fullmatch(path.name) for path in run.iterdir() if path.is_dir()}
+        folders = [path for path in run.iterdir() if path.is_dir()]
     # RuntimeError: a home folder that nobody has; ValueError: a NUL.
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"the run {beside / folder} cannot be listed ({_reason(error)}): pass the folder that the "
             "trainer wrote its checkpoints to (output_dir)"
         ) from error
-    found = sorted((int(match[1]), path) for path, match in named.items() if match)
+    named = [_numbered(folders, name) for name in _NAMES]
+    found = next(filter(None, named), named[0])
     if len(found) < (count or 1):
         have = f"{len(found)} checkpoints ({some((p.name for _, p in found), 5)})"
         raise CheckpointError(
@@ -92,12 +96,18 @@ def refuse_as_step(out: Path, source: Path) -> None:
         InputError: the next merge of the run would take it for one of the trainer's, and so would the
             trainer when it goes on.
     """
-    named = STEP.fullmatch(out.name) and STEP.fullmatch(source.name)
+    named = any(name.fullmatch(out.name) and name.fullmatch(source.name) for name in _NAMES)
     if named and source.is_dir() and out.parent.exists() and out.parent.samefile(source.parent):
         raise InputError(
             f"the output {out} would be taken for a checkpoint of the training run in {out.parent}: choose "
             "another name, or another folder"
         )
+
+
+def _numbered(folders: Iterable[Path], name: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """The folders that are named so, by their numbers."""
+    named = ((path, name.fullmatch(path.name)) for path in folders)
+    return sorted((int(match[1]), path) for path, match in named if match)
 
 
 def _names(folder: Path) -> list[str]:
@@ -123,6 +133,9 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
             raise CheckpointError(f"its {_STATE} is empty")
         with closing(open_checkpoint(str(folder))) as checkpoint:
             is_adapter = isinstance(checkpoint, AdapterCheckpoint)
+            in_shards = (
+                isinstance(checkpoint, FileCheckpoint) and METADATA in checkpoint.weight_names
+            )
     except CheckpointError as error:
         if any(_matches(name, _SHARDS) for name in names):
             raise CheckpointError(
@@ -133,7 +146,12 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
             f"{folder} is incomplete, as a checkpoint is whose run was killed while it was saved "
             f"({error}): remove this folder, or move it elsewhere, and the last ones are those before it"
         ) from error
-    return SavedStep(step, folder, is_adapter, tuple(n for n in names if _matches(n, _OWN)))
+    own = tuple(
+        name
+        for name in names
+        if _matches(name, _OWN) and not (in_shards and _matches(name, _SHARDS))
+    )
+    return SavedStep(step, folder, is_adapter, own)
 
 
 def _size(path: Path) -> int:

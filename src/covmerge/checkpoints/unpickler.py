@@ -91,6 +91,7 @@ class Ordered(dict[object, object], metaclass=Sealed):
     """What stands in for an `OrderedDict`, without its attributes: torch keeps versions in them."""
 
     __slots__ = ()
+    origin = "collections.OrderedDict"
 
     def __setstate__(self, state: object) -> None:
         """Let them go by."""

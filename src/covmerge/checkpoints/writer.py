@@ -31,10 +31,11 @@ class ShardWriter:
     Args:
         folder: an existing folder, or another store.
         layout: where each tensor lies.
+        made: another process has made the files, and nothing is created.
 
     Raises:
         ResourceError: the disk cannot hold the files; those that this call created are removed.
-        CheckpointError: a file exists that differs from the layout.
+        CheckpointError: a file exists that differs from the layout, or is not there but was made.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -47,11 +48,15 @@ class ShardWriter:
         True
     """
 
-    def __init__(self, folder: Path | WritableStore, layout: Layout) -> None:
+    def __init__(self, folder: Path | WritableStore, layout: Layout, *, made: bool = False) -> None:
         self._store = local_store(folder)
         self._shards = {name: shard for shard in layout.shards for name in shard.entries}
         self._files = [shard.file_name for shard in layout.shards]
-        _create_missing(self._store, layout)
+        if made:
+            for shard in layout.shards:
+                _refuse_different(StoredFile(self._store, shard.file_name), shard)
+        else:
+            _create_missing(self._store, layout)
 
     @property
     def in_files(self) -> bool:

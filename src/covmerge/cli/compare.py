@@ -59,7 +59,7 @@ def compare(
     overwrite: options.Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
-    workers: options.Workers = 1,
+    workers: options.Workers = "1",
     max_memory: options.MaxMemory = None,
     as_json: options.AsJson = False,
     as_csv: options.AsCsv = False,

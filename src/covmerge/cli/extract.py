@@ -42,7 +42,7 @@ def extract(
     overwrite: options.Overwrite = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
-    workers: options.Workers = 1,
+    workers: options.Workers = "1",
     max_memory: options.MaxMemory = None,
     as_json: options.AsJson = False,
 ) -> None:

@@ -12,7 +12,7 @@ from covmerge.cli.console import say, stderr
 from covmerge.cli.outcome import RECIPES
 from covmerge.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.comparison import Wanted
-from covmerge.engine import RunOptions
+from covmerge.engine import AUTO, RunOptions, Workers, with_executor
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
@@ -20,6 +20,7 @@ from covmerge.recipe import Recipe, dump_recipe, load_recipe, output_as, parse_r
 from covmerge.recipe.load import load_stages
 from covmerge.recipe.mergekit import Told
 from covmerge.recipe.strict_yaml import parse_yaml
+from covmerge.stores.address import local_path
 
 _ENTRY = re.compile(r",(?![^(]*\))")  # a comma outside parentheses
 
@@ -136,6 +137,7 @@ def read_stages(file: Path | None, flags: RecipeFlags, out: Path) -> list[tuple[
     if len(stages) < 2:
         return [(out, read_recipe(file, flags))]
     _say(told)
+    local_path(out)  # the stages lie beside it
     if flags.base or flags.weights or flags.statistics or flags.base_statistics:
         raise RecipeError(
             f"{file} has several recipes: --base, --weight, --stats and --base-stats are of one, "
@@ -196,7 +198,10 @@ def run_options(
     threads: int | None,
     max_memory: str | None,
     *,
-    workers: int = 1,
+    workers: str = "1",
+    executor: str | None = None,
+    address: str | None = None,
+    patience: float = 120.0,
     resume: bool = False,
     overwrite: bool = False,
 ) -> RunOptions:
@@ -204,17 +209,27 @@ def run_options(
 
     Raises:
         RecipeError: a size that is none.
+        InputError: an executor that is none, or does not go with the others.
     """
-    return RunOptions(
+    options = RunOptions(
         device=device,
         threads=threads,
-        workers=workers,
+        workers=_workers(workers),
         max_memory=None if max_memory is None else parse_size(max_memory),
         resume=resume,
         overwrite=overwrite,
         progress=BytesProgress(stderr()),
         collecting=ExamplesProgress(stderr()),
     )
+    return with_executor(options, executor, address=address, patience=patience)
+
+
+def _workers(given: str) -> Workers:
+    if given == AUTO:
+        return AUTO
+    if not (given.isascii() and given.isdigit() and int(given) > 0):
+        raise RecipeError(f"--workers {given!r} is neither a number of processes nor '{AUTO}'")
+    return int(given)
 
 
 def methods_to_compare(given: str) -> str | list[Wanted]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from covmerge.engine import usable_device
+from covmerge.engine import torch_threads, usable_device
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe
 
@@ -51,12 +51,8 @@ def measure_speed(recipe: Recipe, dtype: torch.dtype, device: str, threads: int 
         InputError: the device cannot be used.
     """
     target = usable_device(device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
+    with torch_threads(threads):
         flops = _product_rate(dtype, target)
-    finally:
-        torch.set_num_threads(before)
     experts = [expert.source for expert in recipe.experts.values()]
     sources = experts if recipe.base is None else [recipe.base, *experts]
     file = next(_weight_files(sources), None)

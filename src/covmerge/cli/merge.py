@@ -24,7 +24,7 @@ def merge(
         typer.Argument(
             metavar="OUT",
             show_default=False,
-            help="Folder to write; with --dry-run it may be left out.",
+            help="Folder to write, or s3://BUCKET/FOLDER; with --dry-run it may be left out.",
         ),
     ] = None,
     base: options.Base = None,
@@ -116,7 +116,10 @@ def merge(
     ] = False,
     device: options.Device = "cpu",
     threads: options.Threads = None,
-    workers: options.Workers = 1,
+    workers: options.Workers = "1",
+    executor: options.Executor = None,
+    address: options.Address = None,
+    patience: options.Patience = 120.0,
     max_memory: options.MaxMemory = None,
     dry_run: Annotated[
         bool,
@@ -171,7 +174,15 @@ def merge(
         lenient=lenient,
     )
     how = flags.run_options(
-        device, threads, max_memory, workers=workers, resume=resume, overwrite=overwrite
+        device,
+        threads,
+        max_memory,
+        workers=workers,
+        executor=executor,
+        address=address,
+        patience=patience,
+        resume=resume,
+        overwrite=overwrite,
     )
     if out is None or dry_run:
         merging.dry_run(flags.read_recipe(file, said), out, how, as_json=as_json)
@@ -179,6 +190,6 @@ def merge(
         recipes = flags.read_stages(file, said, out)
         recipe = recipes[-1][1]
         if report:
-            merging.check_report(recipe)
+            merging.check_report(recipe, out)
         stages.merge_stages(recipes, how)
         merging.merge_to(recipe, out, how, report=report, as_json=as_json)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from covmerge import api
-from covmerge.checkpoints import Staging
+from covmerge.checkpoints import Staging, destination_of
 from covmerge.cli.console import print_json, printable, say, stderr, stdout
 from covmerge.cli.machine import measure_speed
 from covmerge.cli.progress import BytesProgress
@@ -20,6 +20,7 @@ from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import FILE_NAME, ReportJob, check_packages, write_html
 from covmerge.result import MergeResult
+from covmerge.stores.address import local_path
 
 # What the spectra of a report may take of the FLOPs of its merge. A decomposition has five to ten times the
 # seconds of as many FLOPs in products.
@@ -36,7 +37,7 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
     """
     plan, memory = api.plan_recipe(recipe, options)
     speed = measure_speed(recipe, plan.compute_dtype, options.device, options.threads)
-    room = None if out is None else room_for([plan], out)
+    room = None if out is None else room_for([plan], destination_of(out).work.folder or out)
     if as_json:
         print_json(plan_summary(plan, memory, speed, room))
     else:
@@ -48,13 +49,14 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         room.check()
 
 
-def check_report(recipe: Recipe) -> None:
+def check_report(recipe: Recipe, out: Path) -> None:
     """Refuse, before the work, what no report can be made of.
 
     Raises:
-        InputError: a package of the page is missing, or the recipe has no base.
+        InputError: a package of the page is missing, the recipe has no base, or the output is elsewhere.
     """
     check_packages()
+    local_path(out)
     if recipe.base is None:
         raise InputError("--report shows updates of a base, and the recipe has none: leave it out")
 
@@ -74,6 +76,9 @@ def merge_to(
         result = api.run_recipe(recipe, out, options)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; run again with --resume") from None
+    if result.verification is None:  # another rank has published it
+        _say_published(result, as_json=as_json)
+        return
     run = _cost(result, options, wall_seconds=time.perf_counter() - start)
     if not as_json:
         show = show_adapter if recipe.output.format == "adapter" else show_result
@@ -84,6 +89,14 @@ def merge_to(
     elif page is not None:
         stdout().print(printable(f"\nReport: {page}"), soft_wrap=True)
     _warn_of_memory(run["peak_memory"], options.max_memory)
+
+
+def _say_published(result: MergeResult, *, as_json: bool) -> None:
+    """Say that the output is there, which another process made."""
+    if as_json:
+        print_json({"path": str(result.path), "run": dict(result.run), "notes": list(result.notes)})
+    else:
+        stdout().print(printable(f"{result.path}: {'; '.join(result.notes)}"), soft_wrap=True)
 
 
 def _write_page(result: MergeResult, out: Path, options: RunOptions) -> Path:
@@ -111,7 +124,7 @@ def _cost(result: MergeResult, options: RunOptions, *, wall_seconds: float) -> d
 def _summary(result: MergeResult, run: dict[str, Any]) -> dict[str, Any]:
     report = result.verification
     return {
-        "path": str(result.path),
+        "path": str(result.path or (report and report.folder)),
         "method": result.recipe.method,
         "run": run,
         "totals": result.stats["totals"],

@@ -18,7 +18,8 @@ Base = Annotated[
     typer.Option(
         metavar="SOURCE",
         rich_help_panel=WHAT,
-        help="Folder, file or org/name@revision that the experts were fine-tuned from.",
+        help="Folder, file, address (s3://, https://) or org/name@revision that the experts were "
+        "fine-tuned from.",
     ),
 ]
 Experts = Annotated[
@@ -149,9 +150,38 @@ Threads = Annotated[
     typer.Option(min=1, metavar="N", rich_help_panel=RUN, help="CPU threads."),
 ]
 Workers = Annotated[
-    int,
+    str,
     typer.Option(
-        min=1, metavar="N", rich_help_panel=RUN, help="Processes that share the work; same bytes."
+        metavar="N|auto",
+        rich_help_panel=RUN,
+        help="Processes that share the work, with the same bytes. auto: as many as the work, the cores and "
+        "the memory are worth; it says why.",
+    ),
+]
+Executor = Annotated[
+    str | None,
+    typer.Option(
+        metavar="threads|processes|ranks|ray",
+        rich_help_panel=RUN,
+        help="What does the work. ranks: this command was started several times, by srun or torchrun, for "
+        "one output, and all share the work. ray: the nodes of a Ray cluster do it. By default threads, or "
+        "processes with --workers.",
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT|auto",
+        rich_help_panel=RUN,
+        help="The Ray cluster of --executor ray; within `ray job submit` it is known.",
+    ),
+]
+Patience = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        rich_help_panel=RUN,
+        help="How long a rank that is not heard of is taken to be there.",
     ),
 ]
 MaxMemory = Annotated[

@@ -12,6 +12,7 @@ from covmerge.engine import RunOptions
 from covmerge.inspection import SpectraOf
 from covmerge.reporting import FILE_NAME, ReportJob, check_page, write_html
 from covmerge.reporting.page import summary
+from covmerge.stores.address import local_path
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def report(out: Path, flags: Flags) -> None:
         CheckFailed: the output fails its verification; the report is there.
     """
     check_one_form(as_json=flags.as_json, as_csv=flags.as_csv)
-    read_manifest(out)  # a wrong folder is told before a missing package
+    read_manifest(local_path(out))  # a wrong folder is told before a missing package
     path = flags.html or (None if flags.as_json or flags.as_csv else out / FILE_NAME)
     if path is not None:
         check_page(path, overwrite=flags.run.overwrite)

@@ -23,6 +23,7 @@ from covmerge.export.library import architecture, part_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
 from covmerge.result import MergeResult
+from covmerge.stores.store import Store
 from covmerge.text import counted, some
 from covmerge.verification import Verification
 
@@ -76,7 +77,8 @@ def show_plan(
                     "peak memory",
                     f"{format_size(memory.peak)} expected: {format_size(memory.resident)} process, "
                     f"{format_size(memory.workspace)} workspace, "
-                    f"{format_size(memory.in_flight)} read ahead and not yet written",
+                    f"{format_size(memory.in_flight)} read ahead and not yet written"
+                    + _workers(memory.workers, memory.why),
                 ),
                 ("largest", f"{largest.tensor.name}, {format_size(largest.memory)} while merged"),
                 ("disk", _disk(plan, room)),
@@ -99,6 +101,8 @@ def plan_summary(
             "resident": memory.resident,
             "workspace": memory.workspace,
             "in_flight": memory.in_flight,
+            "workers": memory.workers,
+            **({"workers_because": memory.why} if memory.why else {}),
         },
         "disk": {
             "needed": plan.write_bytes,
@@ -115,16 +119,15 @@ def plan_summary(
 
 def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
     """Print what a merge to disk did; `run` is its cost, as in the JSON summary."""
-    out = cast("Path", result.path)
+    report = cast("Verification", result.verification)
     stats = result.stats
     totals = stats["totals"]
-    console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
+    console.print(f"Merged {_what(result.recipe)}: {printable(str(report.folder))}", soft_wrap=True)
     rules = table("role", "rule", "tensors", right=("tensors",))
     for row in totals["by_rule"]:
         rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
     console.print(rules)
-    report = result.verification
-    checks = [] if report is None else [check.name for check in report.checks]
+    checks = [check.name for check in report.checks]
     console.print(
         facts(
             [
@@ -144,13 +147,13 @@ def show_result(console: Console, result: MergeResult, run: Mapping[str, Any]) -
         )
     )
     console.print("\nNext:")
-    for line in _next_commands(out):
+    for line in _next_commands(report.folder):
         console.print(f"  {line}", soft_wrap=True)
 
 
 def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) -> None:
     """Print what a merge of adapters into one did."""
-    out = cast("Path", result.path)
+    out = cast("Verification", result.verification).folder
     stats = result.stats
     console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
     places = {
@@ -280,8 +283,16 @@ def _run(run: Mapping[str, Any]) -> str:
         f"overlapping; {run['threads']} threads on {run['device']}; "
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
         + _base_inputs(run)
+        + _workers(run.get("workers", 1), run.get("workers_because", ""))
         + (f"; {resumed} of {run['items']} items were done by an earlier run" if resumed else "")
     )
+
+
+def _workers(count: int, why: str) -> str:
+    """How many processes did the work, where it was not one, or was not said."""
+    if count == 1 and not why:
+        return ""
+    return f"; {count} process{'' if count == 1 else 'es'}{f' ({why})' if why else ''}"
 
 
 def _base_inputs(run: Mapping[str, Any]) -> str:
@@ -293,9 +304,9 @@ def _base_inputs(run: Mapping[str, Any]) -> str:
     return f"; the base's inputs {spent}"
 
 
-def _next_commands(out: Path) -> list[str]:
+def _next_commands(out: Path | Store) -> list[str]:
     commands = [f"covmerge verify {shlex.quote(str(out))}"]
-    if (out / "config.json").is_file():
+    if isinstance(out, Path) and (out / "config.json").is_file():
         config = read_config(out / "config.json")
         part = part_class(config)
         named = architecture(config) or "AutoModel"  # as the model card has it

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from covmerge import api
+from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.staging import Staging, check_not_input
 from covmerge.cli.console import say
@@ -35,7 +36,13 @@ def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) ->
     *stages, _ = recipes
     if not stages:
         return
+    if options.rank is not None:
+        raise InputError(
+            "ranks share one merge, and this file has several stages: leave out --executor ranks, or merge "
+            "one stage after the other"
+        )
     _check_places(recipes, options)  # before any of the work
+    _check_sources(recipes)
     for folder, recipe in stages:
         if _is_taken(folder, options):
             _check_same(folder, recipe)
@@ -66,6 +73,19 @@ def _check_places(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -
             Staging(folder, overwrite=options.overwrite).check()
 
 
+def _check_sources(recipes: Sequence[tuple[Path, Recipe]]) -> None:
+    """Open what later recipes read of models that are there already, as their own merges will.
+
+    Raises:
+        CheckpointError: one is not there, or cannot be read.
+    """
+    made = {str(folder) for folder, _ in recipes}
+    for _, recipe in recipes[1:]:
+        for source in dict.fromkeys(_models(recipe)):
+            if source not in made:
+                open_checkpoint(source).close()
+
+
 def _is_taken(folder: Path, options: RunOptions) -> bool:
     """Whether a stage is finished already, and gone on from."""
     return options.resume and (folder / MANIFEST_NAME).exists()
@@ -73,12 +93,13 @@ def _is_taken(folder: Path, options: RunOptions) -> bool:
 
 def _sources(recipe: Recipe) -> list[str]:
     """What a recipe reads, as it names it."""
+    return [*_models(recipe), *statistics_of(recipe).values()]
+
+
+def _models(recipe: Recipe) -> list[str]:
+    """The models that a recipe reads."""
     experts = [expert.source for expert in recipe.experts.values()]
-    return [
-        *(() if recipe.base is None else (recipe.base,)),
-        *experts,
-        *statistics_of(recipe).values(),
-    ]
+    return [*(() if recipe.base is None else (recipe.base,)), *experts]
 
 
 def _places(sources: Iterable[str]) -> Iterator[Path]:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def verify(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="Folder that `covmerge merge` wrote, or its address."),
+    ],
     deep: Annotated[
         bool,
         typer.Option(

@@ -75,21 +75,33 @@ def normal_equations(covariances: Sequence[Covariance]) -> NormalEquations:
 def _primal(covariances: Sequence[Covariance]) -> NormalEquations:
     update, dtype = covariances[0].update, covariances[0].dtype
     d_out, d_in = update.shape
-    outer = cube_choice(d_out, d_in, dtype.itemsize).taken == "outer"
     total = update.new_zeros(d_in, d_in, dtype=dtype)
     numerator = update.new_zeros(d_out, d_in, dtype=dtype)
     for covariance in covariances:
-        root, scale = covariance.root(), covariance.scale
-        if outer:
-            add_gram_(total, root, scale)
-            numerator.addmm_(gram(root.mT), root, alpha=scale)
-        else:
-            own = gram(root)
-            total.add_(own, alpha=scale)
-            numerator.addmm_(root, own, alpha=scale)
-        if covariance.ridge:
-            numerator.add_(root, alpha=covariance.ridge)
+        add_own_(total, numerator, covariance.root(), covariance)
     return NormalEquations(mirror_(total), numerator, sum(c.ridge for c in covariances))
+
+
+def add_own_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covariance) -> None:
+    """Add s RᵀR to the lower block triangle of a sum, and R(s RᵀR + εI) to the numerator.
+
+    Args:
+        lower: `(d_in, d_in)`, for `covmerge.linalg.symmetric.mirror_`.
+        numerator: `(d_out, d_in)`.
+        root: R, of their dtype.
+        covariance: s and ε.
+    """
+    scale = covariance.scale
+    d_out, d_in = root.shape
+    if cube_choice(d_out, d_in, root.dtype.itemsize).taken == "outer":
+        add_gram_(lower, root, scale)
+        numerator.addmm_(gram(root.mT), root, alpha=scale)
+    else:
+        own = gram(root)
+        lower.add_(own, alpha=scale)
+        numerator.addmm_(root, own, alpha=scale)
+    if covariance.ridge:
+        numerator.add_(root, alpha=covariance.ridge)
 
 
 def _dual(covariances: Sequence[Covariance]) -> NormalEquations:

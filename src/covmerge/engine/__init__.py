@@ -10,8 +10,13 @@ selection  what surveys look for: the reduction of the work of counting
 survey     passes before the merge: thresholds over all tensors
 outputs    where results go: memory, or files at planned places
 executor   what carries work out: batches in, what was done out
+workers    how many processes a merge is worth
 threads    the executor that reads, computes and writes in threads
 processes  the executor whose processes open the sources for themselves
+cluster    the executor of a Ray cluster
+serving    one batch from its operands to its bytes, in processes that do one after the other
+ranks      the executor of equal processes that were started by somebody else
+portable   errors that go from one process to another
 run        one run: surveys, then what is not finished, and the journal
 budget     bytes that may be alive at once
 progress   what is called as a run advances: an object, a function, a class of bars
@@ -20,6 +25,7 @@ room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
 entries    items joined to tensors, tensors to totals; what methods noticed, each as its own type
 ties       tied tensors that are stored twice
+thread_count  how many threads torch computes with, thread by thread
 """
 
 from covmerge.engine.advice import account_of_lengths
@@ -29,19 +35,23 @@ from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
-from covmerge.engine.options import RunOptions, torch_threads, usable_device
+from covmerge.engine.options import RunOptions, usable_device, with_executor
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.progress import AnyProgress, Progress, Silent, as_progress
+from covmerge.engine.ranks import Gathering, LeaderGoneError, Rank, Ranks, Session, find_rank
 from covmerge.engine.room import Room, room_for
-from covmerge.engine.run import Figures, RunResult, run
+from covmerge.engine.run import Figures, RunResult, run, run_part
 from covmerge.engine.survey import find_thresholds
+from covmerge.engine.thread_count import torch_threads, use_threads
 from covmerge.engine.threads import Threads
 from covmerge.engine.ties import check_ties
 from covmerge.engine.worker import work
+from covmerge.engine.workers import AUTO, Workers
 
 __all__ = [
+    "AUTO",
     "AnyProgress",
     "Batch",
     "Change",
@@ -50,7 +60,9 @@ __all__ = [
     "Executor",
     "Figures",
     "FileOutput",
+    "Gathering",
     "Layer",
+    "LeaderGoneError",
     "MemoryOutput",
     "MemoryPlan",
     "NoOutput",
@@ -58,18 +70,23 @@ __all__ = [
     "Output",
     "Processes",
     "Progress",
+    "Rank",
+    "Ranks",
     "Room",
     "RunOptions",
     "RunResult",
+    "Session",
     "Silent",
     "Sizes",
     "Sources",
     "Span",
     "Task",
     "Threads",
+    "Workers",
     "account_of_lengths",
     "as_progress",
     "check_ties",
+    "find_rank",
     "find_thresholds",
     "look_cost",
     "peak_memory",
@@ -77,10 +94,13 @@ __all__ = [
     "read_inputs",
     "room_for",
     "run",
+    "run_part",
     "seen_in",
     "tensor_entries",
     "torch_threads",
     "totals",
     "usable_device",
+    "use_threads",
+    "with_executor",
     "work",
 ]

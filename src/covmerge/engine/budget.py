@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from covmerge.engine.executor import moved_together
+from covmerge.engine.executor import held_together
 from covmerge.errors import ResourceError
 from covmerge.plan import Plan
 from covmerge.recipe import format_size
@@ -72,6 +72,7 @@ class MemoryPlan:
         in_flight: inputs read ahead plus results not yet written, at most.
         lanes: items that are computed at once, where they are small.
         workers: processes that share the work, each with an item at a time; 1: none but this.
+        why: so many, where that was not said.
     """
 
     resident: int
@@ -79,6 +80,7 @@ class MemoryPlan:
     in_flight: int
     lanes: int
     workers: int = 1
+    why: str = ""
 
     @property
     def peak(self) -> int:
@@ -93,6 +95,7 @@ def plan_memory(
     device: torch.device,
     threads: int | None = None,
     workers: int = 1,
+    processes: int = 1,
     held: int = 0,
     shared: int = 0,
 ) -> MemoryPlan:
@@ -104,6 +107,7 @@ def plan_memory(
         device: where the work is done.
         threads: cores of the CPU; None: torch's setting.
         workers: processes that are to share the work, as far as all of them fit.
+        processes: as many as this one on the machine, which share what it has free.
         held: bytes that stay taken throughout.
         shared: copies of a layer's updates that methods running together may keep.
 
@@ -116,7 +120,7 @@ def plan_memory(
     """
     resident = psutil.Process().memory_info().rss + _OVERHEAD + held
     together = list(zip(*(plan.items for plan in plans), strict=True))
-    moved = list(map(moved_together, together))
+    moved = [held_together(items) + sum(item.write_bytes for item in items) for items in together]
     spaces = [
         max(item.workspace for item in items) + shared * items[0].read_bytes for items in together
     ]
@@ -124,7 +128,7 @@ def plan_memory(
     largest, workspace = max(moved), max(spaces)
     beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
-    free = resident - held + psutil.virtual_memory().available
+    free = resident - held + psutil.virtual_memory().available // processes
     limit = free if max_memory is None else max_memory
     if resident + workspace + largest > limit:
         given = "of memory are free" if max_memory is None else "are allowed (--max-memory)"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from covmerge.checkpoints.masks import pack
 from covmerge.engine.layer import Change, Layer
 from covmerge.errors import TensorError
+from covmerge.linalg.bits import pack
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.spectral import truncated_svd
 from covmerge.methods.factored import MergedFactors

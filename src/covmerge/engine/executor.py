@@ -83,6 +83,11 @@ class Executor(Protocol):
         ...
 
 
+def held_together(items: Sequence[WorkItem]) -> int:
+    """Bytes of what several plans read that are held until they have computed the same rows."""
+    return max(item.held_bytes for item in items) + sum(item.statistics_bytes for item in items)
+
+
 def read_together(items: Sequence[WorkItem]) -> int:
     """Bytes that several plans read for the same rows: the checkpoints once, statistics for each."""
     return max(item.read_bytes for item in items) + sum(item.statistics_bytes for item in items)

@@ -62,6 +62,8 @@ class Inputs:
         merged: those of a merged model that is looked at.
         measured: by kind of statistic, by expert.
         base_inputs: the Gram matrix of the layer's inputs in the base, where a method looks at it.
+        known: by expert, what an overview of its whole tensor says of these rows.
+        sources: where whoever looks a tensor over reads it; nothing of it was read here.
     """
 
     base: Tensor
@@ -71,6 +73,8 @@ class Inputs:
     )
     merged: Update = None
     base_inputs: Tensor | None = None
+    known: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sources: Sources | None = None
 
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """In which dtype the experts' weights are stored; adapters have none of their own."""
@@ -99,6 +103,8 @@ class Sizes:
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     """Read the operands of the work on some rows, in the stored dtypes; one item for each plan."""
     first = items[0]
+    if first.overview:
+        return Inputs(torch.empty(0), {}, sources=sources)
     merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
     base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
     own = (
@@ -230,6 +236,18 @@ def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.devi
     padded = torch.zeros_like(base)
     torch.sub(update, base[: len(update)], out=padded[: len(update)])
     return padded
+
+
+def seen_of(
+    stored: Update, base: Tensor, dtype: torch.dtype, device: torch.device, *, weights: bool
+) -> Tensor:
+    """Return some rows of an expert as a method sees them, its weights or its update."""
+    if not weights:
+        return dense(
+            None if stored is None else _update(stored, base, dtype, device), base, dtype, device
+        )
+    assert stored is None or isinstance(stored, Tensor), "adapters are merged whole"
+    return base if stored is None else _weights(stored, base, dtype, device)
 
 
 def _weights(stored: Tensor, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

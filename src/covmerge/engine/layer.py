@@ -110,7 +110,7 @@ class Layer:
             surveyed = None if limits is None else [limits[expert] for expert in self._given]
             measured = self._measured(item.tensor, method)
             seen = self._base_inputs(item.tensor)
-            with _naming(item.tensor):
+            with naming(item.tensor):
                 found = [
                     merge_factors(
                         method, own, self._weights, merge.parameters, surveyed, measured, seen
@@ -124,7 +124,7 @@ class Layer:
             write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
             return Change(stack, noticed)
         groups = list(self._groups(item, merge, method, thresholds.get(merge.key)))
-        with _naming(item.tensor):
+        with naming(item.tensor):
             results = [method(group, **merge.parameters) for group in groups]
         noticed = [result.stats for result in results]
         if merge.layout is None:
@@ -251,6 +251,9 @@ class Layer:
                 factors=tuple(own),
                 rounding=rounding,
                 base=base,
+                known=tuple(self._inputs.known[expert] for expert in self._given)
+                if self._inputs.known
+                else (),
                 inputs=self._base_inputs(item.tensor),
             )
 
@@ -290,7 +293,7 @@ class Layer:
 
 
 @contextmanager
-def _naming(tensor: TensorPlan) -> Generator[None]:
+def naming(tensor: TensorPlan) -> Generator[None]:
     """Say which tensor a method cannot merge; the method itself knows no names."""
     try:
         yield

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
+from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
 from covmerge.engine.executor import Executor
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.progress import Progress, Silent
+from covmerge.engine.ranks import Rank, find_rank
 from covmerge.engine.threads import Threads
-from covmerge.errors import InputError
+from covmerge.engine.workers import AUTO, Choice, Workers, choose_workers
+from covmerge.errors import InputError, ResourceError, did_you_mean
 from covmerge.plan import Plan
 from covmerge.statistics import Progress as Collecting
+
+EXECUTORS = ("threads", "processes", "ranks", "ray")
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,12 @@ class RunOptions:
     Attributes:
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None: torch's setting.
-        workers: processes that share the work; 1: this one does it, in threads. They import the main
+        workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
+            work, the cores and the memory are worth. They import the main
             script anew, which must merge under `if __name__ == "__main__":` then.
+        rank: which of several processes this is that were all started to do this merge; None: the only.
+        cluster: the address of the Ray cluster that does the work; None: none does.
+        patience: seconds for which a rank that is not heard of is taken to be there.
         max_memory: bytes that the process may take; None: what the machine has free.
         resume: go on with an interrupted run.
         overwrite: replace an output of covmerge.
@@ -36,7 +45,10 @@ class RunOptions:
 
     device: str = "cpu"
     threads: int | None = None
-    workers: int = 1
+    workers: Workers = 1
+    rank: Rank | None = None
+    cluster: str | None = None
+    patience: float = 120.0
     max_memory: int | None = None
     resume: bool = False
     overwrite: bool = False
@@ -54,34 +66,79 @@ class RunOptions:
         return self.progress or Silent()
 
     def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:
-        """Divide the memory; see `plan_memory`."""
+        """Divide the memory; see `plan_memory`. What a cluster does is held against its nodes' instead."""
+        if self.cluster is not None:
+            resident = psutil.Process().memory_info().rss + held + CLIENT_HOLDS
+            return MemoryPlan(resident, 0, 0, lanes=1)
+        if self.workers == AUTO:
+            return self._memory_of_chosen(plans, held, shared)
+        return self._memory_of(self.workers, plans, held, shared)
+
+    def _memory_of_chosen(self, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
+        """Divide the memory among as many processes as are worth it."""
+        chosen = choose_workers(
+            plans,
+            device=self.torch_device,
+            threads=self.threads or torch.get_num_threads(),
+            in_memory=held > 0,
+        )
+        if chosen.workers > 1:
+            try:
+                memory = self._memory_of(chosen.workers, plans, held, shared)
+            except ResourceError:
+                chosen = Choice(1, "the memory holds no more than one process")
+            else:
+                few = "" if memory.workers == chosen.workers else "; the memory holds no more"
+                return replace(memory, why=chosen.why + few)
+        return replace(self._memory_of(1, plans, held, shared), why=chosen.why)
+
+    def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
         return plan_memory(
             plans,
             self.max_memory,
             device=self.torch_device,
             threads=self.threads,
-            workers=self.workers,
+            workers=workers,
+            processes=1 if self.rank is None else self.rank.local,
             held=held,
             shared=shared,
         )
 
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
         """Return what carries the work out; `opener` says how other processes open the sources."""
+        if self.cluster is not None:
+            return Cluster(self.cluster, opener(), self.max_memory)
         if memory.workers > 1:
             return Processes(memory.workers, opener())
         return Threads(in_flight=memory.in_flight, lanes=memory.lanes)
 
 
-@contextmanager
-def torch_threads(count: int | None) -> Generator[None]:
-    """Give torch this many threads for a while; None leaves its setting."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def with_executor(
+    options: RunOptions, name: str | None, *, address: str | None, patience: float
+) -> RunOptions:
+    """Return options with the executor of a name; None: threads, or processes where there are workers.
+
+    Raises:
+        InputError: there is none of this name, or it does not go with the other options.
+    """
+    if name is not None and name not in EXECUTORS:
+        raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
+    if not patience > 0:
+        raise InputError(f"--patience {patience:g}: give seconds above 0")
+    if name == "threads" and options.workers != 1:
+        raise InputError("--executor threads is one process: leave out --workers")
+    if name == "processes" and options.workers == 1:
+        options = replace(options, workers=AUTO)
+    if name == "ray" and options.workers != 1:
+        raise InputError("--executor ray: the cluster says how many work; leave out --workers")
+    if name != "ray" and address is not None:
+        raise InputError(f"--address {address} is that of a Ray cluster: give --executor ray too")
+    return replace(
+        options,
+        rank=find_rank() if name == "ranks" else None,
+        cluster=cluster_address(address) if name == "ray" else None,
+        patience=patience,
+    )
 
 
 def usable_device(name: str) -> torch.device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -12,15 +11,18 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
+from filelock import FileLock
 
-from covmerge.engine.executor import Batch, Done, Span, Task
-from covmerge.engine.inputs import Sources, read_inputs
-from covmerge.engine.selection import Selections
-from covmerge.engine.worker import work
-from covmerge.errors import CovmergeError, InputError, ResourceError
+from covmerge.engine.executor import Batch, Done, Task
+from covmerge.engine.inputs import Sources
+from covmerge.engine.portable import portable
+from covmerge.engine.serving import serve
+from covmerge.errors import InputError, ResourceError
 
 # What opens the sources of a run in another process.
 Opener = Callable[[], AbstractContextManager[Sources]]
@@ -44,13 +46,15 @@ class Processes:
         self._opener = opener
         self._threads = 1
         self._workers: list[_Worker] = []
+        self._folder = TemporaryDirectory(prefix="covmerge-")
+        self._alone = Path(self._folder.name) / "alone"
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`. What a process that died had not handed over is done once more.
 
         Raises:
             ResourceError: two processes died over one batch.
-        InputError: a process could not start.
+            InputError: a process could not start.
         """
         if task.outputs and not all(output.in_files for output in task.outputs):
             raise InputError("a merge in memory cannot be shared by processes: leave out --workers")
@@ -69,15 +73,18 @@ class Processes:
         except BaseException:
             self.close()  # whatever the processes are at is of no use any more
             raise
-        for selections in stage.counts:
+        for counts in stage.counts:
             assert task.selections is not None
-            task.selections.absorb(selections)  # not before: a process starts with what is there
+            task.selections.absorb_counted(
+                memoryview(counts)
+            )  # not before: a process starts with what is there
 
     def close(self) -> None:
         """End the processes."""
         for worker in self._workers:
             worker.stop()
         self._workers = []
+        self._folder.cleanup()
 
     def _ready(self) -> list[_Worker]:
         busy = [worker for worker in self._workers if worker.batch is not None]
@@ -125,8 +132,7 @@ class Processes:
             if index in stage.retried:
                 raise ResourceError(
                     f"two worker processes ended over '{batch[0].tensor.name}' (the last by "
-                    f"{_ended(dead.process)}): is the memory used up? Take fewer --workers, and go on "
-                    "with --resume"
+                    f"{_ended(dead.process)}): is the memory used up? Take fewer --workers"
                 )
             stage.retried.add(index)
             stage.again.append((index, batch))
@@ -140,7 +146,9 @@ class Processes:
     def _start(self) -> _Worker:
         ours, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(
-            target=_serve, args=(theirs, self._opener, self._threads), daemon=True
+            target=_serve,
+            args=(theirs, self._opener, self._threads, str(self._alone)),
+            daemon=True,
         )
         process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
@@ -165,7 +173,7 @@ class _Stage:
     again: deque[tuple[int, Batch]] = field(default_factory=deque[tuple[int, Batch]])
     retried: set[int] = field(default_factory=set[int])
     seen: set[int] = field(default_factory=set[int])
-    counts: list[Selections] = field(default_factory=list[Selections])
+    counts: list[bytes] = field(default_factory=list[bytes])
 
     def next(self) -> tuple[int, Batch] | None:
         """Return what is to be done next; None: nothing."""
@@ -226,8 +234,9 @@ def _ended(process: BaseProcess) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _serve(connection: Connection[Any, Any], opener: Opener, threads: int) -> None:
+def _serve(connection: Connection[Any, Any], opener: Opener, threads: int, alone: str) -> None:
     """What a worker process does until the run is over, or its parent is gone."""
+    lock = FileLock(alone)  # of the system: it ends with a process that is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is ended by its parent
     task: Task | None = None
     try:
@@ -239,46 +248,12 @@ def _serve(connection: Connection[Any, Any], opener: Opener, threads: int) -> No
                     continue
                 assert task is not None
                 if message is None:
-                    connection.send(task.selections)
+                    assert task.selections is not None
+                    connection.send(task.selections.counted())
                     continue
                 index, batch = cast("tuple[int, Batch]", message)
-                connection.send(list(_do(index, batch, task, threads)))
+                connection.send(list(serve(index, batch, task, threads, lock)))
     except EOFError:
         return
     except BaseException as error:
-        connection.send(_portable(error))
-
-
-def _do(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
-    cores = 1 if batch[0].is_narrow(task.context.device) else threads
-    torch.set_num_threads(cores)
-    start = time.perf_counter()
-    inputs = read_inputs(batch, task.sources)
-    spans = [("read", start, time.perf_counter())]
-    results = work(batch, inputs, task.context, task.selections)
-    for number, item in enumerate(batch):
-        start = time.perf_counter()
-        result = next(results)
-        spans.append(("compute", start, time.perf_counter()))
-        checksum = ""
-        if task.outputs:
-            checksum = task.outputs[number].write(item.places, result.tensors)
-            spans.append(("write", spans[-1][2], time.perf_counter()))
-        taken = tuple(Span(stage, id(task), begun, ended) for stage, begun, ended in spans)
-        yield Done(index, number, checksum, result.stats, taken)
-        spans = []
-
-
-def _portable(error: BaseException) -> BaseException:
-    """An error that another process can raise; of one that does not pickle, its words."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        kinds = (
-            kind for kind in type(error).__mro__ if kind.__module__ == CovmergeError.__module__
-        )
-        for kind in kinds:
-            with suppress(TypeError):
-                return kind(str(error))
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        connection.send(portable(error))

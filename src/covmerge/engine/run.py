@@ -87,23 +87,12 @@ def run(
         CovmergeError: as the work raises; the first error ends it.
     """
     plans = [plan for plan, _ in work]
-    batches: list[Batch] = list(zip(*(plan.items for plan in plans), strict=True))
+    batches = _batches(plans)
     progress.start(survey_bytes(plans) + sum(map(moved_together, batches)))
     begun = time.perf_counter()
     try:
-        task = Task(sources, context)
-
-        def count(counted: Sequence[Batch], selections: Selections) -> Generator[Done]:
-            own = replace(task, selections=selections)
-            return executor.run(enumerate(counted), own)
-
-        thresholds = find_thresholds(plans, count, progress.advance)
+        task = _surveyed(work, Task(sources, context), executor, progress.advance)
         surveyed = time.perf_counter()
-        task = replace(
-            task,
-            context=replace(context, thresholds=thresholds),
-            outputs=[output for _, output in work],
-        )
         record = _Record(batches, task.outputs, journal, progress, follow)
         # Closed by hand: an error here must not leave threads at work.
         with closing(executor.run(record.unfinished(), task)) as finished:
@@ -115,6 +104,44 @@ def run(
     surveying = Span("survey", 0, 0.0, surveyed - begun)
     seconds = time.perf_counter() - begun
     return [record.result(number, begun, seconds, surveying) for number in range(len(plans))]
+
+
+def run_part(
+    plan: Plan, output: Output, sources: Sources, context: Context, *, executor: Executor
+) -> None:
+    """Do a part of what another process runs, keeps the journal of, and ends.
+
+    Raises:
+        CovmergeError: as `run`.
+    """
+    task = _surveyed([(plan, output)], Task(sources, context), executor, _untold)
+    with closing(executor.run(enumerate(_batches([plan])), task)) as finished:
+        for _ in finished:
+            pass
+
+
+def _untold(what: str, size: int) -> None:
+    """Who keeps the journal tells how far the work is."""
+
+
+def _batches(plans: Sequence[Plan]) -> list[Batch]:
+    return list(zip(*(plan.items for plan in plans), strict=True))
+
+
+def _surveyed(
+    work: Sequence[tuple[Plan, Output]],
+    task: Task,
+    executor: Executor,
+    advance: Callable[[str, int], None],
+) -> Task:
+    """Find the thresholds, and return what the merge needs."""
+
+    def count(counted: Sequence[Batch], selections: Selections) -> Generator[Done]:
+        return executor.run(enumerate(counted), replace(task, selections=selections))
+
+    thresholds = find_thresholds([plan for plan, _ in work], count, advance)
+    context = replace(task.context, thresholds=thresholds)
+    return replace(task, context=context, outputs=[output for _, output in work])
 
 
 class _Record:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -50,11 +51,30 @@ class Selections:
         if not select.settled:
             select.add(vector)
 
-    def absorb(self, other: Selections) -> None:
-        """Add what another, of the same pass, has counted."""
-        for select, counted in zip(self._all(), other._all(), strict=True):
-            if not select.settled:
-                select.absorb(counted)
+    def emptied(self) -> Selections:
+        """Return one of the same pass that has counted nothing."""
+        other = copy.deepcopy(self)
+        for select in other._all():
+            select.forget()
+        return other
+
+    def counted(self) -> bytes:
+        """Return what was counted in this pass, for `absorb_counted`."""
+        return b"".join(select.counted() for select in self._all() if not select.settled)
+
+    def absorb_counted(self, counts: memoryview) -> None:
+        """Add what another, of the same pass, has counted.
+
+        Raises:
+            ValueError: it is of something else.
+        """
+        selects = [select for select in self._all() if not select.settled]
+        if len(counts) != sum(select.counted_bytes for select in selects):
+            raise ValueError(f"{len(counts)} bytes of counts are not of this pass")
+        start = 0
+        for select in selects:
+            select.absorb_counted(counts[start : start + select.counted_bytes])
+            start += select.counted_bytes
 
     def end_pass(self) -> None:
         """Settle what all rows of a pass tell."""

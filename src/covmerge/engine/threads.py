@@ -13,8 +13,9 @@ import torch
 
 from covmerge.engine.budget import Budget
 from covmerge.engine.encode import Result
-from covmerge.engine.executor import Batch, Done, Span, Task, moved_together, read_together
+from covmerge.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.engine.inputs import Inputs, read_inputs
+from covmerge.engine.thread_count import use_threads
 from covmerge.engine.worker import work
 
 
@@ -89,9 +90,10 @@ class _Pipeline:
 
     def _read(self) -> None:
         # Reading converts and scales, no more; a second thread would wait for it on a core of the lanes.
-        torch.set_num_threads(1)
+        use_threads(1)
         for index, batch in self._batches:
-            if not self._budget.acquire(moved_together(batch)):
+            written = sum(item.write_bytes for item in batch)
+            if not self._budget.acquire(held_together(batch) + written):
                 return
             with _span("read") as taken:
                 inputs = read_inputs(batch, self._task.sources)
@@ -100,9 +102,9 @@ class _Pipeline:
         self._to_compute.put(None)
 
     def _compute_all(self) -> None:
-        torch.set_num_threads(self._threads)  # of this thread: those that come later have one
+        use_threads(self._threads)
         with ThreadPoolExecutor(
-            self._lanes, "covmerge-lane", initializer=torch.set_num_threads, initargs=(1,)
+            self._lanes, "covmerge-lane", initializer=use_threads, initargs=(1,)
         ) as narrow:
             while not self._errors and (given := self._to_compute.get()) is not None:
                 self._hand_out(*given, narrow)
@@ -136,7 +138,7 @@ class _Pipeline:
         narrow.submit(on_one_core, [inputs])
 
     def _finish(self, batch: Batch, cores: int) -> None:
-        self._budget.release(read_together(batch))
+        self._budget.release(held_together(batch))
         self._free.release(cores)
 
     def _compute(self, index: int, batch: Batch, inputs: Inputs, read: Span) -> None:

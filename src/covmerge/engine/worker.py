@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from covmerge.engine.encode import Result, encode, held_whole
-from covmerge.engine.inputs import Inputs, Sizes, in_parts
+from covmerge.engine.inputs import Inputs, Sizes, Sources, in_parts, read_inputs
 from covmerge.engine.layer import Context, Layer
 from covmerge.engine.look import look_at
+from covmerge.engine.overview import in_lanes, overview
 from covmerge.engine.selection import Selections
-from covmerge.plan import AdapterTensor, Copy, Count, Look, Merge, Unwritten, WorkItem
+from covmerge.plan import (
+    AdapterTensor,
+    Copy,
+    Count,
+    Look,
+    Merge,
+    Unwritten,
+    WorkItem,
+    parts_at_once,
+)
 from covmerge.types import Json
 
 
@@ -57,6 +69,8 @@ def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:
     if isinstance(operation, Look):
         return look_at(item, operation, inputs, context)
     assert isinstance(operation, Merge)
+    if inputs.sources is not None:
+        return _by_overview(item, operation, inputs.sources, context)
     return _in_parts(item, operation, inputs, context)
 
 
@@ -77,7 +91,26 @@ def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) ->
         done += len(merged)
         parts.append(result.stats)
     assert rows is not None
-    return Result((rows,), {key: _added([part[key] for part in parts]) for key in parts[0]})
+    return Result((rows,), _added_up(parts))
+
+
+def _by_overview(item: WorkItem, merge: Merge, sources: Sources, context: Context) -> Result:
+    """Look a tensor over, then read it again and merge it part by part."""
+    (thresholds,) = context.thresholds
+    found = overview(item, merge, context.method(merge.method), sources, context)
+    rows = torch.empty(item.shape, dtype=item.tensor.output.dtype)
+
+    def merged(part: WorkItem) -> Mapping[str, Any]:
+        assert part.rows is not None
+        known = {expert: own.rows(part.rows) for expert, own in found.items()}
+        inputs = replace(read_inputs([part], sources), known=known)
+        result = _merged(Layer([part], inputs, context), part, merge, context, thresholds)
+        (rows[part.rows.start : part.rows.stop],) = result.tensors
+        return result.stats
+
+    assert item.at_once is not None
+    parts = list(item.parts(item.at_once))
+    return Result((rows,), _added_up(in_lanes(merged, parts, parts_at_once(rows.numel()))))
 
 
 def _merged(
@@ -117,6 +150,11 @@ def _count(
                 selections.add(count, expert, vector)
     for _ in items:
         yield Result()
+
+
+def _added_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
+    """What parts of an item measured, of all of it."""
+    return {key: _added([part[key] for part in parts]) for key in parts[0]}
 
 
 def _added(values: Sequence[Any]) -> Json:

@@ -186,7 +186,9 @@ class _Card:
             return f"`{parent.hub.commit[:_HASH]}`"
         content: Mapping[str, str] = self.manifest["sources"][key]["content"]
         name, digest = next(iter(content.items()))
-        return f"sha256 `{digest.removeprefix('sha256:')[:_HASH]}` ({inline(name)})"
+        kind, _, value = digest.partition(":")  # a version is whatever its server calls it
+        short = value[:_HASH]
+        return f"{kind} {f'`{short}`' if short.isalnum() else inline(short)} ({inline(name)})"
 
     def _licence(self) -> Iterator[str]:
         shared = shared_licence(self.parents.licences)

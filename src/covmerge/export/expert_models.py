@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, unpack
+from covmerge.checkpoints import MASKS_FOLDER, Checkpoint
 from covmerge.checkpoints.folder import open_file
 from covmerge.checkpoints.hashes import sha256_of
 from covmerge.checkpoints.json_file import read_object
@@ -19,6 +19,7 @@ from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, did_you_mean
+from covmerge.linalg.bits import unpack
 from covmerge.quantised import open_plain
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.store import Store, StoredFile, WritableFile, WritableStore
@@ -100,7 +101,7 @@ def load_expert(
         for name in masks.headers:
             _check_shapes(name, masks, unified, start)
             mask = unpack(masks.read(name), unified.headers[name].shape)
-            wide = torch.promote_types(weights[name].dtype, torch.float32)
+            wide = torch.float64 if weights[name].dtype is torch.float64 else torch.float32
             origin = start.read(name).to(wide)
             update = (weights[name].to(wide) - origin) * mask * factor
             weights[name] = (origin + update).to(weights[name].dtype)
@@ -152,7 +153,8 @@ def _check_base(folder: Path, base: Checkpoint) -> None:
 
 def _check_shapes(name: str, masks: Checkpoint, unified: Checkpoint, base: Checkpoint) -> None:
     wanted = unified.headers.get(name)
-    if wanted is None or masks.headers[name] != packed_header(wanted):
+    floating = wanted is not None and wanted.dtype.is_floating_point
+    if wanted is None or not floating or masks.headers[name] != packed_header(wanted):
         raise CheckpointError(f"{masks.source}: the mask of '{name}' does not fit the model")
     own = base.headers.get(name)
     if own is None or own.shape != wanted.shape:

@@ -42,14 +42,23 @@ def files_of(layouts: Mapping[str, Layout]) -> list[str]:
     ]
 
 
-def open_output(store: WritableStore, layouts: Mapping[str, Layout]) -> FileOutput:
+def open_output(
+    store: WritableStore, layouts: Mapping[str, Layout], *, made: bool = False
+) -> FileOutput:
     """Reserve the space of all files; those of an earlier run are kept.
+
+    Args:
+        store: where they lie.
+        layouts: by part.
+        made: another process has done that.
 
     Raises:
         ResourceError: the disk is full.
+        CheckpointError: files that were made are not there, or others.
     """
     writers = {
-        part: ShardWriter(store.inside(folder_of(part)), layout) for part, layout in layouts.items()
+        part: ShardWriter(store.inside(folder_of(part)), layout, made=made)
+        for part, layout in layouts.items()
     }
     return FileOutput(writers)
 

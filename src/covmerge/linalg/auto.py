@@ -8,6 +8,8 @@ explain` prints all of it.
 |--------------------|-----------------------|--------------------------------------------------------|
 | `system_choice`    | primal, dual          | the fewer FLOPs; dual only while T·d_out < d_in: beyond |
 |                    |                       | that only the ridge gives its Gram matrix full rank     |
+| `precision_choice` | mixed, float64        | float32, primal: mixed, where cheaper; float64 where    |
+|                    |                       | the data want it (see `covariance.mixed`)               |
 | `cube_choice`      | inner, outer          | the fewer FLOPs                                         |
 | `symmetric_choice` | whole, strips         | strips, unless the matrix is one strip                  |
 | `spectrum_choice`  | svd, gram             | float64: SVD; float32: the float64 eigenproblem of the  |
@@ -26,6 +28,11 @@ import torch
 
 # A float64 operation takes the time of two in float32, the unit in which costs are estimated.
 FLOAT64 = 2.0
+# What passes over the updates beside take of the time of products, for each entry.
+_PASSES = 1000.0
+# Elements of all updates that are multiplied together, or so many rows where these are long: C is read
+# once for each.
+DOTS_BLOCK, DOTS_ROWS = 2**18, 256
 # Strips of a symmetric product: few enough that each is a large product, many enough to save.
 _STRIPS, _LEAST_STRIP, _LARGEST_STRIP = 6, 128, 384
 
@@ -77,6 +84,28 @@ def system_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
         "dual" if small and routes["dual"].flops < routes["primal"].flops else "primal",
         "fewer FLOPs; dual only while T·d_out < d_in",
     )
+
+
+def precision_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
+    """How the closed form is solved to float64's digits (see `covmerge.covariance.mixed`)."""
+    route = system_choice(d_out, d_in, count, itemsize).taken
+    sums, solve = (cost(route, d_out, d_in, count, 4) for cost in (sums_cost, solve_cost))
+    matrix = d_out * d_in
+    beside = _PASSES * matrix * count
+    routes = {
+        "mixed": Cost(
+            sums.flops + solve.flops + d_in**3 / 3 + beside,
+            sums.workspace + solve.workspace + 3 * matrix * 8,
+        ),
+        "float64": Cost(
+            FLOAT64 * (sums.flops + solve.flops + d_in**3 / 3),
+            2 * (sums.workspace + solve.workspace),
+        ),
+    }
+    possible = route == "primal" and itemsize != torch.float64.itemsize
+    taken = _cheapest(routes) if possible else "float64"
+    why = "float32, primal: the fewer FLOPs; float64 where the data want it"
+    return Choice("(ΣRC)(ΣC)⁻¹ in float64", routes, taken, why)
 
 
 def cube_choice(n: int, d_in: int, itemsize: int) -> Choice:
@@ -150,7 +179,8 @@ def routes(
     side = count * d_out if system.taken == "dual" else d_in
     found = [] if rank is None else [factored_choice(d_out, d_in, [rank] * count, itemsize)]
     if system.taken == "primal":
-        found += [system, cube_choice(d_out, d_in, itemsize), symmetric_choice(d_out, d_in)]
+        found += [system, precision_choice(d_out, d_in, count, itemsize)]
+        found += [cube_choice(d_out, d_in, itemsize), symmetric_choice(d_out, d_in)]
     else:
         found += [system, symmetric_choice(d_in, side)]
     spectrum = spectrum_choice(d_out, d_in, min(d_out, d_in), itemsize)
@@ -207,17 +237,29 @@ def svd_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
 
 
 def metric_cost(d_out: int, d_in: int, itemsize: int) -> Cost:
-    """Cost of the spectrum of ΔC^½, C `(d_in, d_in)` in float64 (see `covmerge.linalg.metric`)."""
-    matrix = d_out * d_in
+    """Cost of two spectra of ΔC^½, C `(d_in, d_in)` in float64 (see `covmerge.linalg.metric`).
+
+    FLOPs where C has a Cholesky factor, memory where it has none.
+    """
+    matrix, inputs = d_out * d_in, d_in * d_in
+    root = FLOAT64 * d_in**3 / 3
     if d_out <= d_in and itemsize != torch.float64.itemsize:
-        products = FLOAT64 * 2.0 * matrix * (d_in + d_out)
-        return eigh_cost(d_out) + Cost(products, 2 * matrix * 8)
-    # The root, which stays, by an eigenproblem where it has no Cholesky factor.
-    root, spectrum = eigh_cost(d_in), svd_cost(d_out, d_in, min(d_out, d_in), itemsize)
+        products = 1.0 * matrix * d_in + FLOAT64 * symmetric_cost(d_in, d_out)
+        spectrum = eigh_cost(d_out) + Cost(products, 2 * matrix * 8)
+        return Cost(root + 2 * spectrum.flops, spectrum.workspace + inputs * (8 + itemsize))
+    spectrum = svd_cost(d_out, d_in, min(d_out, d_in), itemsize)
     return Cost(
-        root.flops + spectrum.flops + 2.0 * matrix * d_in,
-        max(root.workspace, spectrum.workspace + matrix * itemsize) + d_in * d_in * 8,
+        root + 2 * (spectrum.flops + 1.0 * matrix * d_in),
+        max(eigh_cost(d_in).workspace, spectrum.workspace + matrix * itemsize)
+        + inputs * (8 + itemsize),
     )
+
+
+def dots_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    """Cost of all ⟨Δ_tC, Δ_u⟩ (see `covmerge.linalg.metric`)."""
+    flops = 1.0 * count * d_out * d_in * (d_in + 2 * count)
+    rows = min(count * d_out, max(DOTS_BLOCK // d_in, DOTS_ROWS))
+    return Cost(flops, 2 * (rows * d_in + d_in * d_in) * itemsize)
 
 
 def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:

@@ -91,6 +91,17 @@ def all_above(system: Tensor, floor: float) -> bool:
     return _factor_in_place(shifted)
 
 
+def lower_factor(system: Tensor) -> Tensor | None:
+    """L, lower triangular, with L Lᵀ = A, or None if A is not positive definite.
+
+    Example:
+        >>> lower_factor(torch.tensor([[4.0, 2.0], [2.0, 2.0]])).tolist()
+        [[2.0, 0.0], [1.0, 1.0]]
+    """
+    factor = system.clone()
+    return factor.tril_() if _factor_in_place(factor) else None
+
+
 def _factor_in_place(matrix: Tensor) -> bool:
     """Replace the lower triangle by L; False if the matrix is not positive definite.
 

@@ -27,6 +27,8 @@ def norm(tensor: Tensor) -> float:
     size = float(_linalg.vector_norm(tensor))
     if _EASY[0] < size < _EASY[1] or not tensor.numel() or tensor.dtype not in _FLOATS:
         return size
+    if not size and not tensor.any():  # as of a tensor that an expert left as it was
+        return 0.0
     exponent = exponent_of([tensor])
     near_one = tensor.to(torch.float64) * 2.0**-exponent
     return float(_linalg.vector_norm(near_one)) * 2.0**exponent

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 _STEP = 2**24  # numbers between two states that are kept: of 10^9 they are 150 kB
+_AT_ONCE = 2**18  # words that are made at once: they stay in the cache
 _DIGITS = 24  # of a float32, in bits
 
 
@@ -43,16 +44,29 @@ class MersenneTwister:
 
     def uniform(self, place: int, shape: tuple[int, ...]) -> Tensor:
         """Return the float32 numbers in [0, 1) from a place on, on the CPU."""
-        bits = self._at(place)
-        size = prod(shape)
-        numbers = torch.empty(size, dtype=torch.float32)
-        for start in range(0, size, _STEP):
-            part = numbers[start : start + _STEP]
-            words = torch.as_tensor(bits.random_raw(len(part)).astype(np.int64))
-            part.copy_(words.bitwise_and_(2**_DIGITS - 1)).mul_(2.0**-_DIGITS)
-        with self._lock:
-            self._keep(place + size, bits)
-        return numbers.reshape(shape)
+        return self.along(place, prod(shape))(shape)
+
+    def along(self, place: int, count: int) -> Callable[[tuple[int, ...]], Tensor]:
+        """Return a function that gives so many numbers from a place on, shape after shape."""
+        bits: np.random.MT19937 | None = None
+        left = count
+
+        def uniform(shape: tuple[int, ...]) -> Tensor:
+            nonlocal bits, left
+            if bits is None:
+                bits = self._at(place)
+            numbers = torch.empty(prod(shape), dtype=torch.float32)
+            for start in range(0, len(numbers), _AT_ONCE):
+                part = numbers[start : start + _AT_ONCE]
+                words = torch.as_tensor(bits.random_raw(len(part)).astype(np.int64))
+                part.copy_(words.bitwise_and_(2**_DIGITS - 1)).mul_(2.0**-_DIGITS)
+            left -= len(numbers)
+            if not left:  # where the next expert's numbers begin
+                with self._lock:
+                    self._keep(place + count, bits)
+            return numbers.reshape(shape)
+
+        return uniform
 
     def _at(self, place: int) -> np.random.MT19937:
         """The generator at a place, from the nearest state before it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import log2
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 _DIGIT = 17  # bits that one pass settles: the counters, one MiB, stay in the cache
 _NEAR = 7  # a guess is taken to be right to so many bits
+# Every sixteenth of so many values tells nearly how large one of a rank is.
+_SAMPLED, _LEAST_SAMPLED = 16, 2**20
 _PART = 2**19  # values that are counted at once: temporaries stay small, whatever the block
 
 
@@ -25,6 +27,11 @@ class MagnitudeSelect:
     rank falls; two passes settle a float32, four a float64. With a guess that is less than 1/128 off
     one settles a float32, three a float64; with another guess it takes one more. Memory does not
     depend on the number of values.
+
+    Attributes:
+        settled: whether `value` is known.
+        below: how many magnitudes are smaller than it, once it is.
+        up_to: how many are not larger.
 
     Example:
         >>> blocks = [torch.tensor([3.0, -1.0]), torch.tensor([0.5, -4.0])]
@@ -49,7 +56,8 @@ class MagnitudeSelect:
         self._float = dtype
         self._int = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
         self._adding = threading.Lock()
-        self.settled = rank == 0  # whether all bits are known
+        self.settled = rank == 0
+        self.below = self.up_to = 0
         self._look_everywhere()
         if near is not None:
             guess = int(torch.tensor(near, dtype=dtype).view(self._int))
@@ -80,10 +88,24 @@ class MagnitudeSelect:
                 self._counts[0] += below
                 self._counts[-1] += len(bits) - below - len(inside)
 
-    def absorb(self, other: MagnitudeSelect) -> None:
-        """Add what another one, at the same place of the same pass, has counted."""
+    @property
+    def counted_bytes(self) -> int:
+        """Length of `counted`."""
+        return self._counts.nbytes
+
+    def counted(self) -> bytes:
+        """Return what was counted in this pass."""
+        return bytes(self._counts.view(torch.uint8).numpy().data)
+
+    def absorb_counted(self, counts: memoryview) -> None:
+        """Add what another one, at the same place of the same pass, has `counted`."""
         with self._adding:
-            self._counts += other._counts
+            self._counts += torch.frombuffer(bytearray(counts), dtype=torch.int64)
+
+    def forget(self) -> None:
+        """Take back what was counted in this pass."""
+        with self._adding:
+            self._counts.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the lock, so that another process can count.
@@ -91,7 +113,7 @@ class MagnitudeSelect:
         The counters as bytes: torch would put a tensor into memory that both processes share.
         """
         state = {name: value for name, value in vars(self).items() if name != "_adding"}
-        return state | {"_counts": bytes(self._counts.view(torch.uint8).numpy().data)}
+        return state | {"_counts": self.counted()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         counts = torch.frombuffer(bytearray(state["_counts"]), dtype=torch.int64)
@@ -115,6 +137,7 @@ class MagnitudeSelect:
         if found in (0, len(below) - 1):  # the guess was wrong
             self._look_everywhere()
             return
+        self.below, self.up_to = int(below[found - 1]), int(below[found])
         self._low += (found - 1) << self._shift
         self.settled = self._shift == 0
         self._look(self._low, self._shift)
@@ -141,11 +164,41 @@ def kth_magnitude(vector: Tensor, rank: int) -> float:
         >>> kth_magnitude(torch.tensor([3.0, -1.0, 0.5, -4.0]), 3)
         3.0
     """
-    select = MagnitudeSelect(rank, vector.dtype)
-    while not select.settled:
-        select.add(vector)
-        select.end_pass()
-    return select.value
+    (found,) = search(vector, [rank])
+    return found.value
+
+
+def search(vector: Tensor, ranks: Sequence[int]) -> list[MagnitudeSelect]:
+    """Find the magnitudes of some ranks, counted from 1; every sixteenth of many gives a guess.
+
+    Raises:
+        ValueError: there are fewer values than a rank asks for.
+
+    Example:
+        >>> [found.value for found in search(torch.tensor([3.0, -1.0, 0.5, -4.0]), [1, 4])]
+        [0.5, 4.0]
+    """
+    near: list[float | None] = [None] * len(ranks)
+    if vector.numel() >= _LEAST_SAMPLED:
+        sample = vector.reshape(-1)[::_SAMPLED]
+        scaled = [min(rank, max(1, rank // _SAMPLED)) for rank in ranks]
+        near = [found.value for found in _searched(sample, scaled, [None] * len(ranks))]
+    return _searched(vector, ranks, near)
+
+
+def _searched(
+    vector: Tensor, ranks: Sequence[int], near: Sequence[float | None]
+) -> list[MagnitudeSelect]:
+    """Carry out searches, pass by pass."""
+    found = [
+        MagnitudeSelect(rank, vector.dtype, near=guess)
+        for rank, guess in zip(ranks, near, strict=True)
+    ]
+    for one in found:
+        while not one.settled:
+            one.add(vector)
+            one.end_pass()
+    return found
 
 
 def _split(numbers: Tensor, width: int) -> tuple[int, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from covmerge.linalg.auto import triangle_block
@@ -21,7 +22,6 @@ def add_gram_(lower: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
         alpha: factor of the product.
 
     Example:
-        >>> import torch
         >>> rows = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
         >>> mirror_(add_gram_(torch.zeros(2, 2), rows)).tolist()
         [[1.0, 2.0], [2.0, 5.0]]
@@ -43,6 +43,31 @@ def gram(rows: Tensor) -> Tensor:
     """Return RᵀR `(n, n)` of R `(m, n)`."""
     n = rows.shape[1]
     return mirror_(add_gram_(rows.new_zeros(n, n), rows))
+
+
+def half(symmetric: Tensor) -> Tensor:
+    """Return H, lower triangular, with H + Hᵀ = C `(n, n)`.
+
+    Example:
+        >>> half(torch.tensor([[2.0, 1.0], [1.0, 4.0]])).tolist()
+        [[1.0, 0.0], [1.0, 2.0]]
+    """
+    lower = symmetric.tril()
+    lower.diagonal().div_(2.0)
+    return lower
+
+
+def times_lower(rows: Tensor, lower: Tensor) -> Tensor:
+    """Return R · L `(m, n)` for R `(m, n)` and a lower triangular L, at little more than half the work.
+
+    Example:
+        >>> times_lower(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [1.0, 2.0]])).tolist()
+        [[3.0, 4.0]]
+    """
+    found = torch.empty_like(rows)
+    for strip in _strips(lower):
+        torch.mm(rows[:, strip.start :], lower[strip.start :, strip], out=found[:, strip])
+    return found
 
 
 def _strips(matrix: Tensor) -> Iterator[slice]:

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from covmerge.covariance.estimate import Covariance
+from covmerge.covariance.mixed import solve_mixed
 from covmerge.covariance.normal import normal_equations
 from covmerge.linalg.auto import (
-    FLOAT64,
     Cost,
+    dots_cost,
     metric_cost,
+    precision_choice,
     solve_cost,
     sums_cost,
     system_choice,
 )
 from covmerge.linalg.cholesky import all_above
-from covmerge.linalg.lapack import multi_dot, norm
+from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
 from covmerge.linalg.spectral import EXACT, rank_tolerance
@@ -44,20 +46,24 @@ _CLEARLY = 1.1
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # With C₀: what it costs beside comes from it.
-    route = system_choice(d_out, d_in, count, 8).taken
+    # With C₀: what it costs beside comes from it. Memory as where float32 could not tell.
+    matrix, route = d_out * d_in, system_choice(d_out, d_in, count, 8).taken
     sums = sums_cost(route, d_out, d_in, count, 8)
     solve = solve_cost(route, d_out, d_in, count, 8)
-    matrix, inputs = d_out * d_in, d_in * d_in
     spectra = metric_cost(d_out, d_in, itemsize)
-    products = 2.0 * matrix * (count * (d_in + count) + 2 * min(d_out, d_in))
+    dots = dots_cost(d_out, d_in, count, itemsize)
     return Cost(
-        FLOAT64 * (sums.flops + solve.flops) + 2 * spectra.flops + products,
+        precision_choice(d_out, d_in, count, itemsize).cost.flops
+        + spectra.flops
+        + dots.flops
+        + 4.0 * matrix * min(d_out, d_in),
         max(
-            2 * matrix * 8 + sums.workspace + solve.workspace, spectra.workspace + matrix * itemsize
+            2 * matrix * 8 + sums.workspace + solve.workspace,
+            spectra.workspace + matrix * itemsize,
+            dots.workspace,
         )
         + 2 * matrix * itemsize
-        + inputs * (8 + itemsize),
+        + d_in * d_in * (8 + itemsize),
     )
 
 
@@ -124,9 +130,10 @@ def auto(group: LinearGroup) -> Merged:
     agreement = min(1.0, float(shares.square().sum()) / alike)
     rtol = rank_tolerance(group.shape, first.dtype, None)
     fused = _least_squares(active, shares, rtol).to(first.dtype)
-    left, sigma = seen.directions(
+    spectrum = seen.spectrum(
         fused, rtol=rtol, rounding=EXACT if known else _rounding_of_sum(active)
     )
+    sigma = spectrum.sigma
     if not len(sigma) and known:
         return auto(replace(group, inputs=None))  # which see nothing of the updates
     noticed = Equalised(
@@ -142,9 +149,7 @@ def auto(group: LinearGroup) -> Merged:
     scale = agreement * whole / float((sigma * lift).sum())
     # What C₀ does not see is lifted as what it hardly sees; without C₀ that is rounding.
     unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
-    merged = multi_dot([left * (lift * scale - unseen).to(left.dtype), left.mT, fused])
-    if unseen:
-        merged.add_(fused, alpha=unseen)
+    merged = spectrum.lifted(lift * scale, unseen)
     lifted = sigma * lift * scale
     together = float((lengths * torch.tensor(active.weights, dtype=torch.float64)).sum())
     noticed = replace(
@@ -194,16 +199,21 @@ def _least_squares(active: Active, shares: Tensor, rtol: float) -> Tensor:
     """
     ridge = _UNSEEN / active.d_in
     covariances = [
-        Covariance(update, scale=1.0 / size**2, ridge=ridge, exact=True).times(weight * float(s))
+        Covariance(update, scale=1.0 / size**2, ridge=ridge).times(weight * float(s))
         for update, weight, size, s in zip(
             active.updates, active.weights, active.norms, shares, strict=True
         )
     ]
-    normal = normal_equations(covariances)
     rounding = Rounding.together(
         error.times(sqrt(own.scale))
         for error, own in zip(active.rounding, covariances, strict=True)
     )
+    energy = sum(own.scale * size**2 for own, size in zip(covariances, active.norms, strict=True))
+    floor = _CLEARLY * max(rtol**2 * energy, rounding.edge**2)
+    solved = solve_mixed(covariances, energy=energy, floor=floor)
+    if solved is not None:
+        return solved
+    normal = normal_equations([replace(own, exact=True) for own in covariances])
     floor = max(rtol**2 * largest_eigenvalue(normal.gram), rounding.edge**2)
     if all_above(normal.gram, _CLEARLY * floor):
         return solve_ridge(normal)[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Literal
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.masks import drop_below
 from covmerge.linalg.select import kth_magnitude, threshold_rank
-from covmerge.methods.registry import Parameters, Unit
+from covmerge.methods.registry import Groups, Parameters, Unit
 
 Density = Annotated[
     float, Field(gt=0, le=1, description="share of an expert's entries, the largest, that is kept")
@@ -54,6 +56,24 @@ def thresholds_of(vectors: Sequence[Tensor], density: float) -> tuple[float, ...
     """
     rank = threshold_rank(density, vectors[0].numel())
     return tuple(kth_magnitude(vector, rank) for vector in vectors)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The magnitude from which an expert's entries of a tensor are kept."""
+
+    value: float
+
+    def rows(self, rows: range) -> float:
+        """Return it, which is that of any rows."""
+        del rows
+        return self.value
+
+
+def find_threshold(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Threshold:
+    """Find one expert's threshold of a tensor that comes in blocks of rows."""
+    sizes = torch.cat([group.updates[0].abs().reshape(-1) for group in groups()])
+    return Threshold(kth_magnitude(sizes, threshold_rank(parameters["density"], prod(shape))))
 
 
 def merge_agreeing(

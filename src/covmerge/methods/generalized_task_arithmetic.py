@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -19,8 +21,8 @@ from covmerge.methods.arithmetic import (
     weights_of,
     wide,
 )
-from covmerge.methods.registry import Laws, Parameters, Reference, Unit, register
-from covmerge.methods.sparsify import Numbers, Sparsify, sparse
+from covmerge.methods.registry import Groups, Laws, Overview, Parameters, Reference, Unit, register
+from covmerge.methods.sparsify import Kept, Numbers, Rows, Sparsify, keep
 from covmerge.registry import PerExpert
 from covmerge.types import LinearGroup
 
@@ -38,6 +40,49 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     """What each expert keeps and three sums; magnitudes of one expert, and their order."""
     size = d_out * d_in
     return Cost(60.0 * count * size, size * (itemsize * (count + 4) + 2 * 8))
+
+
+def _kept(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Kept:
+    """What S keeps of one expert."""
+    one = {name: _only(parameters[name]) for name in ("density", "gamma", "epsilon", "drawn")}
+    seed: int = parameters["seed"]
+
+    def blocks() -> Iterator[Rows]:
+        in_order = _in_order(one["drawn"], seed, prod(shape))
+        for group in groups():
+            base, (model,) = inputs_of(group, parameters["arithmetic"])
+            yield Rows(model - base, in_order or partial(_own_numbers, group, 0, seed))
+
+    return keep(
+        blocks,
+        shape,
+        parameters["sparsify"],
+        density=one["density"],
+        gamma=one["gamma"],
+        epsilon=one["epsilon"],
+        rescale=parameters["rescale"],
+    )
+
+
+def _only(value: Any) -> Any:
+    """The value of the one expert that parameters are of."""
+    return cast("list[Any]", value)[0] if isinstance(value, list) else value
+
+
+def _own_numbers(group: LinearGroup, expert: int, seed: int, shape: tuple[int, ...]) -> Tensor:
+    """An expert's random numbers, of its own stream."""
+    return group.streams[expert].uniform(seed, shape)
+
+
+def _in_order(place: int | str | None, seed: int, count: int) -> Numbers | None:
+    """An expert's random numbers of one tensor, from its place in torch's one stream on."""
+    return mersenne_twister(seed).along(place, count) if isinstance(place, int) else None
+
+
+def _overview_bytes(parameters: Parameters) -> float:
+    """Magnitudes in order, with their places; or magnitudes, where lengths are asked for; bits of all."""
+    ordered = parameters["sparsify"] in ("magnitude", "band")
+    return 17.0 if ordered else 5.0 if parameters["rescale"] else 1.0
 
 
 @register(
@@ -59,6 +104,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     cost=_cost,
     unit=_unit,
     sees="weights",
+    overview=Overview(_kept, _overview_bytes),
 )
 def generalized_task_arithmetic(
     group: LinearGroup,
@@ -153,30 +199,36 @@ def generalized_task_arithmetic(
     base, models = inputs_of(group, arithmetic)
     factors = torch.tensor(weights_of(weight, group), dtype=base.dtype, device=base.device)
     shares, bands, widths = each(density, group), each(gamma, group), each(epsilon, group)
-    nowhere: list[int | None] = [None] * len(models)
-    starts = nowhere if drawn is None or isinstance(drawn, str) else each(drawn, group)
+    places = each(drawn, group) if isinstance(drawn, int | list) else [None] * len(models)
     added: list[Tensor] = []
     for t, model in enumerate(models):
-        left = sparse(
-            model - base,
-            sparsify,
-            density=shares[t],
-            gamma=bands[t],
-            epsilon=widths[t],
-            rescale=rescale,
-            numbers=_numbers(group, t, seed, starts[t]),
-        )
-        added.append(left.mul_(factors[t]))
+        update = model - base
+        if group.known:
+            kept: Kept = group.known[t]
+        else:
+            in_order = _in_order(places[t], seed, update.numel())
+            whole = [Rows(update, in_order or partial(_own_numbers, group, t, seed))]
+            kept = keep(
+                partial(iter, whole),
+                update.shape,
+                sparsify,
+                density=shares[t],
+                gamma=bands[t],
+                epsilon=widths[t],
+                rescale=rescale,
+            )
+        added.append(kept.of(update).mul_(factors[t]))
     if consensus:
         elected = (_sum(added) >= 0).to(base.dtype).mul_(2).sub_(1)
         total = torch.zeros_like(base, dtype=wide(base.dtype))
         divisor = torch.zeros_like(total)
         for own, factor in zip(added, factors, strict=True):
-            agreed = (own.sign() == elected).to(base.dtype)
+            # 1 where the sign is the elected one; booleans would take several times as long.
+            agreed = own.sign().mul_(elected).clamp_min_(0)
             total.add_(own.mul_(agreed))
             divisor.add_(agreed.mul_(factor))
         total, divisor = total.to(base.dtype), divisor.to(base.dtype)
-        divisor[divisor == 0] = 1
+        divisor.masked_fill_(divisor == 0, 1)
     else:
         total, divisor = _sum(added), factors.sum()
         divisor = torch.where(divisor.abs() < _NO_SHARE, torch.ones_like(divisor), divisor)
@@ -185,17 +237,6 @@ def generalized_task_arithmetic(
     if scale != 1:
         total.mul_(scale)
     return (base + total).to(group.models[0].dtype)
-
-
-def _numbers(group: LinearGroup, expert: int, seed: int, place: int | None) -> Numbers:
-    """An expert's random numbers: of its own stream, or from its place in torch's one stream."""
-
-    def uniform(shape: tuple[int, ...]) -> Tensor:
-        if place is None:
-            return group.streams[expert].uniform(seed, shape)
-        return mersenne_twister(seed).uniform(place, shape)
-
-    return uniform
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

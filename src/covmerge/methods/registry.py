@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +51,34 @@ class Survey:
 
     density: Callable[[Parameters], float | None]
     vectors: Callable[[LinearGroup, Parameters], tuple[Tensor, ...]]
+
+
+class Known(Protocol):
+    """What an overview found of an expert's tensor."""
+
+    def rows(self, rows: range) -> Any:
+        """Return what it says of some rows."""
+        ...
+
+
+# One expert's part of a tensor, in blocks of rows, each time from the first.
+Groups = Callable[[], Iterator[LinearGroup]]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A look over each expert's whole tensor before its rows are merged, of a method that sees a tensor.
+
+    With it a large tensor is read twice and merged row by row, so that it is held of one expert at most;
+    the result is, bit for bit, that of the whole.
+
+    Attributes:
+        of: `(groups, shape, parameters)` of one expert -> what its rows must know of the whole.
+        entry_bytes: memory for each entry that this takes at most, with what is kept, from the parameters.
+    """
+
+    of: Callable[[Groups, Sequence[int], Parameters], Known]
+    entry_bytes: Callable[[Parameters], float]
 
 
 @dataclass(frozen=True)
@@ -154,6 +182,8 @@ class Method(Declared):
         data: the statistics of the experts' data that it needs.
         protocol: how these must have been collected (`covmerge collect --protocol`).
         survey: what it must know of all tensors before the first is merged.
+        overview: what of a whole tensor its rows need to know, where it sees a tensor; then it goes by
+            rows, with `LinearGroup.known`, where a tensor is large.
         factored: the sides on which its result turns with low-rank updates, so that adapters are
             merged exactly in a basis of their factors there (see `covmerge.methods.factored`); or a
             function of the parameters that says so.
@@ -185,6 +215,7 @@ class Method(Declared):
     data: Data = "none"
     protocol: str = "inputs"
     survey: Survey | None = None
+    overview: Overview | None = None
     factored: Sides | Callable[[Parameters], Sides] = "none"
     noticed: type[Noticed] = Noticed
     writes_masks: bool = False

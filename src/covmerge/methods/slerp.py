@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import nan
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.lapack import lengths
 from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of, wide
-from covmerge.methods.registry import Laws, register
+from covmerge.methods.registry import Groups, Laws, Overview, Parameters, register
 from covmerge.types import LinearGroup
 
 _PART = 2**20  # entries at once
@@ -28,6 +29,30 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(12.0 * size, (count + 2) * size * itemsize + 8 * min(size, _PART) * itemsize)
 
 
+@dataclass(frozen=True)
+class Shares:
+    """What the base and the model are multiplied by, numbers of the dtype of the sums."""
+
+    of_base: Tensor
+    of_model: Tensor
+
+    def rows(self, rows: range) -> Shares:
+        """The same of any rows."""
+        del rows
+        return self
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Shares:
+    del shape
+
+    def ways() -> Iterator[tuple[Tensor, Tensor]]:
+        for group in groups():
+            base, (model,) = inputs_of(group, parameters["arithmetic"])
+            yield base, model
+
+    return _shares(ways, parameters["t"])
+
+
 @register(
     "slerp",
     equation="W̄ = sin((1 − t)θ)/sin θ W₀ + sin(tθ)/sin θ W_1,  cos θ = ⟨W₀, W_1⟩ / ‖W₀‖‖W_1‖",
@@ -40,6 +65,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     unit="tensor",
+    overview=Overview(_overview, lambda parameters: 0.0),
     sees="weights",
     experts=(1, 1),
 )
@@ -67,31 +93,56 @@ def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter
         [0.707107, 0.707107]
     """
     base, (model,) = inputs_of(group, arithmetic)
-    dtype = wide(base.dtype)
-    result = torch.empty_like(base).view(1, -1)
-    ways = base.reshape(1, -1), model.reshape(1, -1)
-    place = torch.tensor([[t]], dtype=dtype, device=base.device)
-
-    def parts() -> Iterator[tuple[int, Tensor, Tensor]]:
-        for start in range(0, result.shape[1], _PART):
-            one, other = (way[:, start : start + _PART].to(dtype) for way in ways)
-            yield start, one, other
-
-    def length(norms: list[Tensor]) -> Tensor:
-        whole = lengths(torch.stack(norms), axis=0)
-        return torch.where(whole > _SHORT, whole, torch.ones_like(whole))
-
-    if not result.numel():
+    if not base.numel():
         return group.models[0].clone()
-    norms = [[lengths(x, axis=1, keep=True) for x in own] for _, *own in parts()]
-    first, second = (length([pair[which] for pair in norms]) for which in (0, 1))
-    products = [((x / first) * (y / second)).sum(dim=1, keepdim=True) for _, x, y in parts()]
+    shares: Shares
+    (shares,) = group.known or (_shares(lambda: iter([(base, model)]), t),)
+    dtype = wide(base.dtype)
+    result = torch.empty_like(base).view(-1)
+    for start in range(0, len(result), _PART):
+        x, y = (way.reshape(-1)[start : start + _PART].to(dtype) for way in (base, model))
+        result[start : start + _PART] = shares.of_base * x + shares.of_model * y
+    return result.view(base.shape).to(group.models[0].dtype)
+
+
+def _shares(ways: Callable[[], Iterator[tuple[Tensor, Tensor]]], t: float) -> Shares:
+    """Measure the angle between two whole tensors, which come in pieces, and what it makes of t.
+
+    Sums are of parts of a fixed size, and then of the parts.
+    """
+    norms = [[lengths(x, axis=1, keep=True) for x in pair] for pair in _parts(ways())]
+    first, second = (_length([pair[which] for pair in norms]) for which in (0, 1))
+    products = [((x / first) * (y / second)).sum(dim=1, keepdim=True) for x, y in _parts(ways())]
     cosine = torch.stack(products).sum(dim=0).clamp_(-1, 1)
+    place = torch.tensor([[t]], dtype=cosine.dtype, device=cosine.device)
     straight = cosine.abs() > _STRAIGHT
     angle = torch.acos(torch.where(straight, torch.zeros_like(cosine), cosine))
     sine = torch.sin(angle)
-    from_base = torch.where(straight, 1 - place, torch.sin((1 - place) * angle) / sine)
-    from_model = torch.where(straight, place, torch.sin(place * angle) / sine)
-    for start, x, y in parts():
-        result[:, start : start + _PART] = from_base * x + from_model * y
-    return result.view(base.shape).to(group.models[0].dtype)
+    return Shares(
+        torch.where(straight, 1 - place, torch.sin((1 - place) * angle) / sine).view(()),
+        torch.where(straight, place, torch.sin(place * angle) / sine).view(()),
+    )
+
+
+def _length(norms: list[Tensor]) -> Tensor:
+    whole = lengths(torch.stack(norms), axis=0)
+    return torch.where(whole > _SHORT, whole, torch.ones_like(whole))
+
+
+def _parts(ways: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors in parts `(1, n)` of one size, wherever the pieces end that they come in."""
+    first: Tensor | None = None
+    second: Tensor | None = None
+    for base, model in ways:
+        x, y = base.reshape(1, -1), model.reshape(1, -1)
+        first = x if first is None else torch.cat([first, x], dim=1)
+        second = y if second is None else torch.cat([second, y], dim=1)
+        while first.shape[1] > _PART:
+            yield _wide(first[:, :_PART]), _wide(second[:, :_PART])
+            first, second = first[:, _PART:], second[:, _PART:]
+    if first is not None and second is not None:
+        yield _wide(first), _wide(second)
+
+
+def _wide(part: Tensor) -> Tensor:
+    return part.to(wide(part.dtype))

@@ -8,12 +8,13 @@ from covmerge.methods.elect import (
     Scale,
     TrimParameter,
     elect_cost,
+    find_threshold,
     merge_agreeing,
     surveyed_density,
     thresholds_of,
     trim_unit,
 )
-from covmerge.methods.registry import Laws, Parameters, Reference, Survey, register
+from covmerge.methods.registry import Laws, Overview, Parameters, Reference, Survey, register
 from covmerge.types import LinearGroup, Merged
 
 
@@ -42,6 +43,7 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
     ),
     cost=elect_cost,
     unit=trim_unit,
+    overview=Overview(find_threshold, lambda parameters: 16.0),
     survey=Survey(surveyed_density, lambda group, parameters: group.updates),
     published_tuning="λ, on labelled validation data; where there is none it is 1",
 )
@@ -83,6 +85,6 @@ def ties(
         [2.0, -2.0, 0.0]
     """
     del trim  # the engine's survey has followed it
-    thresholds = group.thresholds or thresholds_of(group.updates, density)
+    thresholds = group.thresholds or group.known or thresholds_of(group.updates, density)
     merged = merge_agreeing(group.updates, group.weights, thresholds=thresholds, combine=merge)
     return Merged(merged.mul_(scale))

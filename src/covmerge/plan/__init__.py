@@ -28,7 +28,7 @@ from covmerge.plan.operations import Copy, Count, Look, Merge, Operation
 from covmerge.plan.slices import stacked
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.varied import Settings
-from covmerge.plan.work import TensorPlan, WorkItem
+from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
 
 __all__ = [
     "BASE",
@@ -57,6 +57,8 @@ __all__ = [
     "build_plans",
     "expert_key",
     "head_part",
+    "looked_over_at_once",
     "mask_part",
+    "parts_at_once",
     "stacked",
 ]

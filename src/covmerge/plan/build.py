@@ -33,7 +33,7 @@ from covmerge.plan.operands import BASE, Operand, expert_key
 from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.rules import Rules
 from covmerge.plan.types import Plan, Survey
-from covmerge.plan.work import TensorPlan, WorkItem
+from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
 from covmerge.recipe import Recipe
 from covmerge.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
 from covmerge.text import counted
@@ -473,6 +473,9 @@ def _work_item(
     layout = tensor.operation.layout
     dense = not any(name in models[expert].low_rank for expert, name in present)
     at_once = _rows_at_once(tensor.operation, shape) if alone and dense else None
+    overview = at_once is None and alone and dense and _looks_over(tensor, shape)
+    if overview:
+        at_once = _rows_of_a_part(shape)
     part = shape if at_once is None else (min(at_once, shape[0]), *shape[1:])
     if layout is None:
         shapes = [(part[0] if len(part) > 1 else 1, prod(part[1:] if len(part) > 1 else part))]
@@ -496,15 +499,23 @@ def _work_item(
             cost + svd_cost(*shape, tensor.form.place.rank, itemsize)
             for cost, shape in zip(costs, shapes, strict=True)
         ]
+    workspace = held + measured * itemsize + max(cost.workspace for cost in costs)
+    if overview:
+        assert method.overview is not None
+        looking = method.overview.entry_bytes(tensor.operation.parameters) * numel
+        merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
+        merging += count * numel // 8
+        workspace = max(int(looking * looked_over_at_once(numel, count)), merging)
     return WorkItem(
         tensor,
         rows,
         read_bytes=raw,
         write_bytes=write,
-        workspace=held + measured * itemsize + max(cost.workspace for cost in costs),
+        workspace=workspace,
         flops=sum(cost.flops for cost in costs) * (numel / max(1, prod(part))),
         statistics_bytes=measured * torch.float32.itemsize,
         at_once=at_once,
+        overview=overview,
     )
 
 
@@ -545,7 +556,25 @@ def _rows_at_once(action: Merge, shape: tuple[int, ...]) -> int | None:
     # What a method says of its masks is of a whole item.
     if not by_rows or not shape or action.writes_masks:
         return None
+    return _rows_of_a_part(shape)
+
+
+def _rows_of_a_part(shape: tuple[int, ...]) -> int:
     return max(1, _PART_ELEMENTS // max(1, prod(shape[1:])))
+
+
+def _looks_over(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor that must be known whole is read twice: smaller ones cost less memory than time."""
+    merge = tensor.operation
+    return (
+        isinstance(merge, Merge)
+        and merge.procedure.overview is not None
+        and merge.procedure.unit_for(merge.parameters) == "tensor"
+        and isinstance(tensor.form, ModelTensor)
+        and not merge.writes_masks
+        and len(shape) > 1
+        and prod(shape) > BLOCK_ELEMENTS
+    )
 
 
 def _goes_by_rows(unit: Unit, shape: tuple[int, ...]) -> bool:

@@ -110,8 +110,10 @@ class Plan:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read from all checkpoints and statistics, the surveys' passes included."""
-        merging = sum(item.read_bytes + item.statistics_bytes for item in self.items)
+        """Bytes read from all checkpoints and statistics, passes of surveys and overviews included."""
+        merging = sum(
+            (1 + item.overview) * item.read_bytes + item.statistics_bytes for item in self.items
+        )
         return merging + sum(
             passes * item.read_bytes
             for survey in self.surveys

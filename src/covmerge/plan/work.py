@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -17,6 +17,10 @@ from covmerge.types import Role, TensorHeader
 
 # Items of at most so many elements are computed on one core each.
 _NARROW_ELEMENTS = 4 * 2**20
+# Of an overview: so many parts are merged at once, at most, a core each; and experts are looked over at
+# once as long as they have so many elements together.
+_PARTS_AT_ONCE = 8
+_LOOKED_OVER_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,18 @@ class TensorPlan:
         return Stream(f"{self.name}\0{expert}", first_element)
 
 
+def parts_at_once(elements: int) -> int:
+    """How many parts of a tensor of so many elements are merged at once, where it was looked over."""
+    return 1 if elements <= _NARROW_ELEMENTS else _PARTS_AT_ONCE  # a narrow item has one core
+
+
+def looked_over_at_once(elements: int, experts: int) -> int:
+    """How many experts' tensors of so many elements are looked over at once."""
+    if elements <= _NARROW_ELEMENTS:
+        return 1
+    return max(1, min(experts, _LOOKED_OVER_ELEMENTS // elements))
+
+
 @dataclass(frozen=True)
 class WorkItem:
     """A row range of one tensor: read, computed and written as a whole.
@@ -98,6 +114,8 @@ class WorkItem:
         statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
         at_once: rows that are merged at once, where what a row becomes does not depend on others;
             None: all of them.
+        overview: a method that must know the whole looks it over first, expert by expert; then rows are
+            read again, and merged `at_once`.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.
         thin: nothing of it is ever as large as its rows: factors in, factors out.
@@ -111,12 +129,18 @@ class WorkItem:
     flops: float
     statistics_bytes: int = 0
     at_once: int | None = None
+    overview: bool = False
     thin: bool = False
 
     @property
     def memory(self) -> int:
         """Bytes alive while the item is computed."""
-        return self.read_bytes + self.statistics_bytes + self.workspace + self.write_bytes
+        return self.held_bytes + self.statistics_bytes + self.workspace + self.write_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Stored bytes that are alive from their reading to the end of the computation."""
+        return 0 if self.overview else self.read_bytes
 
     @property
     def key(self) -> tuple[str, tuple[int, int]]:
@@ -151,6 +175,12 @@ class WorkItem:
         if layout is None or rows is None or layout.stacked:
             return layout
         return layout if len(rows) == self.tensor.stored.shape[0] else None
+
+    def parts(self, rows: int) -> Iterator[WorkItem]:
+        """Yield the work on so many of its rows after the other."""
+        assert self.rows is not None
+        for start in range(0, len(self.rows), rows):
+            yield replace(self, rows=self.rows[start : start + rows], overview=False)
 
     def leading(self, share: float) -> WorkItem:
         """Return the first of its rows, one at least."""

@@ -9,7 +9,7 @@ lack them, and is then named.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,6 +37,7 @@ _STATED = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
 }
+_DEPTH = 2  # in modules, to the one that names begin with
 _ROPE = "rope.freq_base"
 _ROUNDED = 1e-6
 _PLAIN = {"F32": torch.float32, "F16": torch.float16}
@@ -108,7 +109,9 @@ def find(stored: Stored) -> Found:
     try:
         model, _ = empty_model(config, len(types))
         processor = made(config=config)
-        names: dict[str, str] = loader.get_gguf_hf_weights_map(model, processor)
+        names: dict[str, str] = loader.get_gguf_hf_weights_map(_Outer(model, 0), processor)
+        if not types.keys() <= names.keys() | _OF_NO_PARAMETER:
+            names = loader.get_gguf_hf_weights_map(_Outer(model, _DEPTH), processor)
     except SkeletonUnavailable as error:
         stored.refuse(f"transformers cannot build its model ({error})")
     except Exception as error:  # a stranger's config can make it fail in any way
@@ -130,6 +133,25 @@ def find(stored: Stored) -> Found:
     stated = str(dtype).removeprefix("torch.")
     unused = frozenset(name for name in types if name not in names)
     return Found(tensors, said, unused, {**config, "dtype": stated}, turned=True)
+
+
+class _Outer:
+    """A model, and of its modules only those that are no deeper than `depth`.
+
+    transformers looks for the tensors' names in the model, and then once more in every module of it, for
+    the few architectures whose names lack their beginning: nearly all of the time to open a small model,
+    and minutes where a name is of no parameter at all.
+    """
+
+    def __init__(self, module: Any, depth: int) -> None:
+        self.config = getattr(module, "config", None)
+        self.state_dict = module.state_dict
+        self._inside = module.named_children() if depth else ()
+        self._depth = depth
+
+    def named_children(self) -> Iterator[tuple[str, _Outer]]:
+        """The modules in it that are looked into."""
+        return ((name, _Outer(module, self._depth - 1)) for name, module in self._inside)
 
 
 def _config(stored: Stored, loader: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from covmerge.recipe.mergekit import (
 from covmerge.recipe.run import RUN, compile_run
 from covmerge.recipe.schema import NOTHING, RANDOM, Recipe, WithRun
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_documents, parse_yaml
-from covmerge.stores.address import local_path
+from covmerge.stores.address import address_of, hub_address, local_path
 from covmerge.stores.regular_file import open_regular
 
 _MAX_BYTES = 1 << 20
@@ -222,7 +222,13 @@ def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
 
 
 def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
+    # Statistics are read by path alone.
+    of_model = key[-1] not in ("statistics", "base_statistics")
     try:
+        if of_model and hub_address(source) is not None:
+            return source
+        if of_model and (address := address_of(source)) is not None:
+            return str(address)
         path = local_path(source)
     except InputError as error:
         raise RecipeError(f"{origin.where(key)}: {key_path(key)}: {error}") from None

@@ -20,7 +20,8 @@ class Run(StrictModel):
 
     folder: Annotated[str, Field(min_length=1)] = Field(
         description="Folder that the trainer wrote its checkpoints to: checkpoint-500/, checkpoint-1000/ "
-        "and so on (path relative to the recipe file). They may be full models or adapters."
+        "and so on, or step-500/ (path relative to the recipe file). They may be full models, adapters, or "
+        "folders of torch.distributed.checkpoint."
     )
     last: int | None = Field(
         default=None,

@@ -158,7 +158,8 @@ class Expert(StrictModel):
     """One fine-tuned model of the base."""
 
     source: Source = Field(
-        description="Path of a checkpoint (relative to the recipe file) or org/name@revision."
+        description="Path of a checkpoint (relative to the recipe file), its address (s3, gs, "
+        "https) or org/name@revision."
     )
     weight: Weight = Field(
         default=1.0,
@@ -426,8 +427,8 @@ class Recipe(StrictModel):
 
     base: Source | None = Field(
         description="The model that every expert was fine-tuned from: path of a checkpoint "
-        "(relative to the recipe file) or org/name@revision. `null` for methods that merge the models "
-        "themselves and need none: config, tokenizer and names are then the first expert's."
+        "(relative to the recipe file), address or org/name@revision. `null` for methods that merge the "
+        "models themselves and need none: config, tokenizer and names are then the first expert's."
     )
     experts: dict[Annotated[str, AfterValidator(expert_name)], Expert] = Field(
         min_length=1,

@@ -83,8 +83,9 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
     if len(documents) > 1:
         _, second = documents[1]
         raise RecipeError(
-            f"{second.where(())}: a second document starts here; a recipe is one document, and "
-            "`covmerge merge FILE OUT` takes several that are stages of mergekit's"
+            f"{second.where(())}: a second document starts here, and a recipe is one. Several, as stages "
+            "of mergekit's, are merged by `covmerge merge FILE OUT`; a dry run, and all else, is of one "
+            "document in a file of its own"
         )
     return documents[0]
 

@@ -30,7 +30,7 @@ def by_twin(name: str) -> Method:
     def kernel(group: LinearGroup, **parameters: Any) -> Merged:
         return Merged(TWINS[name](group, **parameters))
 
-    return replace(method, kernel=kernel, factored="none", writes_masks=False)
+    return replace(method, kernel=kernel, factored="none", writes_masks=False, overview=None)
 
 
 def choose(plan: Plan, count: int) -> dict[str, str]:

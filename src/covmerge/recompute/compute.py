@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
-from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
+from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
 from covmerge.engine import (
     Batch,
     Context,
@@ -33,6 +33,7 @@ from covmerge.recipe import parse_recipe
 from covmerge.recompute.choice import by_twin, choose
 from covmerge.recompute.sources import check_sources, pinned, sources_of
 from covmerge.sources import OpenCheckpoints
+from covmerge.stores.remote import store_at
 from covmerge.text import some
 from covmerge.types import TensorHeader
 from covmerge.verification import Check
@@ -88,7 +89,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
     is no twin, or the tensor is too large for one, the method's own code is run in float64.
 
     Args:
-        folder: the output.
+        folder: the output, by path or address.
         tensors: how many are taken, evenly, of those that were merged; first those that a twin can do.
 
     Returns:
@@ -97,15 +98,15 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
     Raises:
         InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    recipe = pinned(parse_recipe(manifest["recipe"], origin=str(folder / MANIFEST_NAME)), manifest)
+    store = store_at(folder)
+    manifest = read_manifest(store)
+    recipe = pinned(parse_recipe(manifest["recipe"], origin=store.where(MANIFEST_NAME)), manifest)
     if recipe.output.format == "adapter":
         raise InputError(
             f"{folder} is an adapter, and only merged models are computed again: verify it without "
             "--deep"
         )
-    with sources_of(recipe) as checkpoints:
+    with recorded_in(folder), sources_of(recipe) as checkpoints:
         checkpoints.materialize()
         check_sources(checkpoints, manifest)
         exact = recipe.model_copy(update={"dtype": "float64"})
@@ -182,4 +183,6 @@ def _unrounded(item: WorkItem) -> WorkItem:
     """The item with a result in float64."""
     output = item.tensor.output
     header = TensorHeader(output.name, output.shape, torch.float64)
-    return replace(item, tensor=replace(item.tensor, output=header))
+    unrounded = replace(item, tensor=replace(item.tensor, output=header))
+    # A twin knows no overview: it sees the whole.
+    return replace(unrounded, overview=False, at_once=None) if item.overview else unrounded

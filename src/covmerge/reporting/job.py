@@ -9,7 +9,7 @@ from typing import Any
 
 from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
-from covmerge.checkpoints.manifest import read_manifest
+from covmerge.checkpoints.manifest import read_manifest, recorded_in
 from covmerge.engine import RunOptions, seen_in
 from covmerge.inspection import InspectJob, SpectraOf
 from covmerge.methods import registry
@@ -51,7 +51,7 @@ class ReportJob:
         """
         manifest = read_manifest(self.folder)
         recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / "covmerge.json"))
-        with open_recipe(recipe) as checkpoints:
+        with recorded_in(self.folder), open_recipe(recipe) as checkpoints:
             plan, _ = checkpoints.plan(recipe)
             job = InspectJob(
                 recipe=recipe,

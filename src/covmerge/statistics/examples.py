@@ -24,6 +24,8 @@ Batch = Mapping[str, Tensor]
 Examples = str | Path | Iterable[Batch]
 
 MADE = 256  # examples, where they are made and nobody says how many
+_MAX_LINE = 2**24  # characters of an example
+_MAX_JSON = 2**26  # of a list, which is parsed as a whole
 LABELS = "labels"  # key of a batch that holds what the model was trained to say
 
 
@@ -122,8 +124,20 @@ def _named_errors(path: Path) -> Generator[None]:
         raise InputError(f"{path}, {error}") from error
 
 
+def _bounded(file: TextIO) -> Iterator[str]:
+    """The lines of a file, none of which may take all memory."""
+    number = 1
+    while line := file.readline(_MAX_LINE + 1):
+        if len(line) > _MAX_LINE:
+            raise InputError(
+                f"line {number}: has more than {_MAX_LINE} characters: write shorter ones"
+            )
+        yield line
+        number += 1
+
+
 def _lines(file: TextIO) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(_bounded(file), start=1):
         yield f"line {number}", line.rstrip("\r\n")
 
 
@@ -137,7 +151,12 @@ def _json_lines(file: TextIO) -> Iterator[tuple[str, object]]:
 
 
 def _json(file: TextIO) -> Iterator[tuple[str, object]]:
-    records: object = json.load(file)
+    content = file.read(_MAX_JSON + 1)
+    if len(content) > _MAX_JSON:
+        raise InputError(
+            f"the whole: has more than {_MAX_JSON} characters: write .jsonl, a line for each example"
+        )
+    records: object = json.loads(content)
     if not isinstance(records, list):
         raise InputError("the whole: a JSON list of texts or of objects is needed")
     for number, record in enumerate(cast("list[object]", records), start=1):
@@ -145,7 +164,7 @@ def _json(file: TextIO) -> Iterator[tuple[str, object]]:
 
 
 def _csv(file: TextIO) -> Iterator[tuple[str, object]]:
-    for number, row in enumerate(csv.DictReader(file), start=1):
+    for number, row in enumerate(csv.DictReader(_bounded(file)), start=1):
         yield f"row {number}", row
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from covmerge.checkpoints import Checkpoint
+from covmerge.checkpoints.folder import PREFERRED
 from covmerge.errors import InputError
 from covmerge.quantised import Dequantised
 from covmerge.statistics.examples import (
@@ -266,7 +267,7 @@ def _load(transformers: Any, skeleton: Skeleton, checkpoint: Checkpoint) -> tupl
     """Return the model and the parameters that were not stored."""
     model_class = getattr(transformers, skeleton.architecture)
     source, given = checkpoint.folder, dict[str, Any]()
-    if isinstance(checkpoint, Dequantised):
+    if isinstance(checkpoint, Dequantised) or not _holds_weights(checkpoint.folder):
         config = model_class.config_class.from_dict(dict(checkpoint.config or {}))
         weights = {name: checkpoint.read(name) for name in checkpoint.headers}
         source, given = None, {"config": config, "state_dict": weights}
@@ -282,6 +283,11 @@ def _load(transformers: Any, skeleton: Skeleton, checkpoint: Checkpoint) -> tupl
         )
     found = cast("Mapping[str, Any]", info)
     return model, {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
+
+
+def _holds_weights(folder: Path | None) -> bool:
+    """Whether a folder has weights that transformers loads; others lie elsewhere or are in shards."""
+    return folder is not None and any((folder / name).is_file() for name in PREFERRED)
 
 
 @contextmanager

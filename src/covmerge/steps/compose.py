@@ -138,6 +138,7 @@ def with_steps(method: Method, before: Sequence[StepUse], after: Sequence[StepUs
         unit=unit,
         cost=_cost(method, before, (*before, *after)),
         survey=survey,
+        overview=None,
         factored="none" if needs_base else _factored(method, steps),
         needs_base=needs_base,
     )

@@ -5,6 +5,8 @@
         journal.jsonl                   finished work; with it a merge can be resumed
         output/                         becomes models/merged
         replaced/                       what models/merged was, for the moment of the exchange
+        ranks/                          who does what, where several processes share the work
+        removed/                        one of these folders, while it is removed
 
 Only `output/` is ever renamed into place, so a finished output holds no trace of the work. What else lies
 there is somebody's, and is never removed.
@@ -22,11 +24,18 @@ from covmerge.errors import InputError
 from covmerge.stores.address import local_path
 from covmerge.stores.disk import disk_errors, fsync_path
 from covmerge.stores.local import LocalFolder
-from covmerge.stores.lock import Lock
+from covmerge.stores.lock import REMOVED, Lock
 from covmerge.stores.store import WritableFile
 
 _PARTIAL = ".covmerge-partial"
-_LAID = {"lock": False, "journal.jsonl": False, "output": True, "replaced": True}  # is it a folder
+_LAID = {  # is it a folder?
+    "lock": False,
+    "journal.jsonl": False,
+    "output": True,
+    "replaced": True,
+    "ranks": True,
+    REMOVED: True,
+}
 
 
 class LocalDestination:
@@ -169,8 +178,11 @@ def _resolve(out: Path) -> Path:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(_partial_of(resolved))  # the longer of the two names
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
+        why = (
+            getattr(error, "strerror", None) or error
+        )  # the whole of an OSError has the name once more
         raise InputError(
-            f"{str(out)!r} cannot be the name of an output ({error}): choose another"
+            f"{str(out)!r} cannot be the name of an output ({why}): choose another"
         ) from error
     return resolved
 

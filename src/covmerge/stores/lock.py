@@ -15,6 +15,7 @@ from filelock import lock_descriptor
 from covmerge.stores.descriptor import open_descriptor
 
 _NAME = "lock"
+REMOVED = "removed"  # a folder of the folder, while it is removed
 
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 
@@ -78,14 +79,22 @@ class Lock:
     def clear_folder(self, only: Collection[str] | None = None) -> None:
         """Remove all that the folder holds but the lock, or what has one of these names.
 
+        A folder is renamed first: a process that worked in it finds it gone, and puts nothing into it
+        while it is removed.
+
         Raises:
             OSError: something cannot be removed.
         """
+        removed = self._path.parent / REMOVED
+        if removed.is_symlink():
+            removed.unlink()
+        elif removed.is_dir():  # by a process that was killed meanwhile
+            shutil.rmtree(removed)
         for child in self._path.parent.iterdir():
             if only is not None and child.name not in only:
                 continue
             if child.is_dir() and not child.is_symlink():
-                shutil.rmtree(child)
+                shutil.rmtree(child.rename(removed))
             elif child != self._path:
                 child.unlink()
 

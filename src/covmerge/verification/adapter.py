@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from typing import Any
 
+import torch
+
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.engine import use_threads
 from covmerge.linalg.lapack import norm
 from covmerge.stores.store import Store
 from covmerge.text import some
@@ -32,14 +36,8 @@ def check_adapter(
         for name in (place["tensor"], *place.get("ties", ()))
     }
     ranks: dict[str, int | None] = {n: header.rank for n, header in written.low_rank.items()}
-    # Of an update a bound, which is zero, or not finite, where the update is.
-    sizes: dict[str, float] = {}
-    for name in ranks:
-        factors = written.read_factors(name)
-        sizes[name] = norm(factors.left) * norm(factors.right)
-    for name in written.headers:
-        ranks[name] = None
-        sizes[name] = norm(written.read(name).float())
+    sizes = _sizes(written)
+    ranks |= dict.fromkeys(written.headers)
     wrong = sorted(n for n in {*ranks, *wanted} if ranks.get(n, 0) != wanted.get(n, 0))
     bad = [name for name, size in sizes.items() if not isfinite(size)]
     changed = any(size for name, size in sizes.items() if ranks[name] is not None)
@@ -59,3 +57,22 @@ def check_adapter(
         ),
         check_heads(store, manifest),
     )
+
+
+def _sizes(written: AdapterCheckpoint) -> dict[str, float]:
+    """Norms: of an update a bound, which is zero, or not finite, where the update is."""
+
+    def of_factors(name: str) -> float:
+        factors = written.read_factors(name)
+        return norm(factors.left) * norm(factors.right)
+
+    def of_whole(name: str) -> float:
+        return norm(written.read(name).float())
+
+    # Factors are too thin to share a sum among cores: each core has tensors of its own.
+    with ThreadPoolExecutor(
+        torch.get_num_threads(), initializer=use_threads, initargs=(1,)
+    ) as pool:
+        low_rank = dict(zip(written.low_rank, pool.map(of_factors, written.low_rank), strict=True))
+        whole = dict(zip(written.headers, pool.map(of_whole, written.headers), strict=True))
+    return low_rank | whole

@@ -17,7 +17,7 @@ from covmerge.linalg.finite import all_finite
 from covmerge.plan import stacked
 from covmerge.quantised import open_plain
 from covmerge.recipe import Slice
-from covmerge.stores.local import local_store
+from covmerge.stores.remote import store_at
 from covmerge.stores.store import Store
 from covmerge.text import some
 from covmerge.types import Role, TensorHeader
@@ -37,7 +37,7 @@ def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Ver
     adapter its updates with their ranks.
 
     Args:
-        folder: the output, or the store that holds it.
+        folder: the output, by path or address, or the store that holds it.
         base: the base checkpoint; None opens the source that the manifest names, and fetches it if
             it is on the Hub. Where that is not to be had, the comparison falls back on the recorded
             norms and says so.
@@ -45,11 +45,14 @@ def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Ver
     Raises:
         InputError: the folder is not an output of covmerge.
     """
-    where = Path(folder) if isinstance(folder, str) else folder
-    store = local_store(where)
-    manifest = read_manifest(store)
-    checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
-    return Verification(where, (check_files(store, manifest, found), *checks))
+    store = store_at(folder) if isinstance(folder, str | Path) else folder
+    try:
+        manifest = read_manifest(store)
+        checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
+        files = check_files(store, manifest, found)
+    except OSError as error:  # of a server, which may fail at any moment
+        raise CheckpointError(f"{store} cannot be read: {error.strerror or error}") from error
+    return Verification(store.folder or store, (files, *checks))
 
 
 def examine(

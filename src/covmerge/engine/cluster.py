@@ -1,0 +1,331 @@
+"""The executor of a Ray cluster: items as its tasks. Paths travel to them, and tensors never do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from secrets import token_hex
+from typing import Any, cast
+
+import torch
+
+from covmerge.engine.executor import Batch, Done, Task, moved_together
+from covmerge.engine.inputs import Sources
+from covmerge.engine.portable import portable
+from covmerge.engine.processes import Opener
+from covmerge.engine.serving import check_there, cores_of, serve
+from covmerge.errors import InputError, ResourceError
+from covmerge.recipe import format_size
+from covmerge.version import __version__
+
+# What a process of a task holds beside its item: Python, torch, the buffers of BLAS.
+_TASK_HOLDS = 512 * 2**20
+CLIENT_HOLDS = 256 * 2**20  # what Ray takes in the process that gives out the work
+# Small items go to one task together, as far as every core has several: to start one takes a millisecond.
+_LOT_BYTES = 64 * 2**20
+_LOTS_A_CORE = 8
+_AHEAD = 2  # tasks that wait for each core
+_RETRIES = 3  # of a task whose process or node was lost
+_ANSWERS_IN = 10  # seconds
+_WAIT = 0.2  # seconds between two looks at what another machine wrote
+
+_Lot = Sequence[tuple[int, Batch]]
+
+
+class Cluster:
+    """An executor. Its process keeps the journal, and reads back what other machines have written.
+
+    A task whose process or node is lost is done again by Ray. One that counts returns its counters, and
+    so every row is counted once, however often it was read.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it.
+        opener: opens the sources; it is pickled.
+        max_memory: bytes that the process of a task may take; None: what its node has.
+
+    Raises:
+        InputError: there is no Ray, or no cluster at the address.
+    """
+
+    def __init__(self, address: str, opener: Opener, max_memory: int | None) -> None:
+        self._ray, self._joined = _connect(address)
+        self._opener = opener
+        self._max_memory = max_memory
+        self._key = token_hex(8)
+
+    def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
+        """See `Executor.run`.
+
+        Raises:
+            ResourceError: no node is large enough for an item, or its tasks were lost again and again.
+        """
+        if task.outputs and not all(output.in_files for output in task.outputs):
+            raise InputError(
+                "a merge in memory cannot be shared by machines: leave out --executor ray"
+            )
+        ray, threads = self._ray, torch.get_num_threads()
+        setup = _Setup(self._key, self._opener, replace(task, sources=Sources({})), threads)
+        given = ray.put(setup)
+        cores = int(ray.cluster_resources().get("CPU", 1))
+        lots = _lots(list(batches), cores)
+        waiting = iter(sorted(lots, key=_size, reverse=True))
+        here = ray.get_runtime_context().get_node_id()
+        running: dict[Any, _Lot] = {}
+        try:
+            while self._submit(waiting, running, given, task, threads):
+                (ready, *_), _ = ray.wait(list(running))
+                lot = running.pop(ready)
+                answer = self._answer(ready, lot)
+                if answer.counts is not None:
+                    assert task.selections is not None
+                    task.selections.absorb_counted(memoryview(answer.counts))
+                for done in answer.done:
+                    if answer.node != here:
+                        batch = dict(lot)[done.index]
+                        check_there(done, batch, task, "another node", _pause)
+                    yield _now(done, answer.ended)
+        finally:
+            for reference in running:
+                with suppress(Exception):
+                    ray.cancel(reference, force=True)
+
+    def close(self) -> None:
+        """See `Executor.close`: leave the cluster, unless this process was in it before."""
+        if self._joined:
+            self._ray.shutdown()
+
+    def _submit(
+        self,
+        waiting: Iterator[_Lot],
+        running: dict[Any, _Lot],
+        given: Any,
+        task: Task,
+        threads: int,
+    ) -> bool:
+        """Give the cluster as much as keeps it busy; False: nothing is left to do or to wait for."""
+        most = 1 + _AHEAD * int(self._ray.cluster_resources().get("CPU", 1))
+        while len(running) < most and (lot := next(waiting, None)) is not None:
+            needs = self._needs(lot, task, threads)
+            function = self._ray.remote(_do).options(max_retries=_RETRIES, **needs)
+            # In a list: a reference alone would be looked up anew for every task.
+            running[function.remote([given], lot)] = lot
+        return bool(running)
+
+    def _needs(self, lot: _Lot, task: Task, threads: int) -> dict[str, Any]:
+        """What a node must have free for a task, as Ray's options.
+
+        Raises:
+            ResourceError: none has as much.
+        """
+        largest = max((batch for _, batch in lot), key=_memory)
+        memory = _TASK_HOLDS + _memory(largest)
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        room = max((node.get("memory", 0) for node in nodes), default=0)
+        allowed = room if self._max_memory is None else min(room, self._max_memory)
+        if memory > allowed:
+            raise ResourceError(
+                f"'{largest[0].tensor.name}' needs {format_size(memory)} of memory in one process, and no "
+                f"node of the cluster may give more than {format_size(int(allowed))} "
+                "(--max-memory, and what Ray was started with)"
+            )
+        cores = max(cores_of(batch, task, threads) for _, batch in lot)
+        most = max((int(node.get("CPU", 0)) for node in nodes), default=1)
+        gpus = {"num_gpus": 1} if task.context.device.type == "cuda" else {}
+        return {"num_cpus": min(cores, max(1, most)), "memory": memory, **gpus}
+
+    def _answer(self, reference: Any, lot: _Lot) -> _Answer:
+        lost = self._ray.exceptions.RayError
+        try:
+            answer: _Answer | BaseException = self._ray.get(reference)
+        except lost as error:
+            names = ", ".join(dict.fromkeys(batch[0].tensor.name for _, batch in lot[:3]))
+            raise ResourceError(
+                f"Ray could not do '{names}', which it tried {1 + _RETRIES} times "
+                f"({type(error).__name__}: {str(error).splitlines()[0]}). Is the memory of its nodes too "
+                "small?"
+            ) from error
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+
+def cluster_address(given: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the address of the cluster: what was given, or that of the job that this is part of.
+
+    Raises:
+        InputError: there is neither, or it is one through which no folder is shared.
+    """
+    address = given or environment.get("RAY_ADDRESS")
+    if not address:
+        raise InputError(
+            "--executor ray: which cluster? Give --address HOST:PORT, or --address auto on one of its "
+            "machines; within `ray job submit` it is known"
+        )
+    if address.startswith(("ray://", "http://", "https://")):
+        raise InputError(
+            f"--address {address}: this process reads and writes the folder that the nodes share, so it "
+            "runs on one of them. Start it by `ray job submit`, or give HOST:PORT"
+        )
+    return address
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What the tasks of one run have in common.
+
+    Attributes:
+        key: of the executor, whose sources a process keeps open.
+        opener: opens them.
+        task: without sources.
+        threads: of an item that is computed on all cores.
+        versions: of covmerge and torch, which must be those of the nodes.
+    """
+
+    key: str
+    opener: Opener
+    task: Task
+    threads: int
+    versions: tuple[str, str] = (__version__, torch.__version__)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What became of a lot.
+
+    Attributes:
+        done: its items.
+        counts: what was counted, if that was the work.
+        node: where it was done.
+        ended: when, by the clock of the spans.
+    """
+
+    done: Sequence[Done]
+    counts: bytes | None
+    node: str
+    ended: float
+
+
+class _Kept:
+    """What a process of the cluster keeps from one task to the next."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._stack = ExitStack()
+        self._reference: object = None
+        self._setup: _Setup | None = None
+
+    def setup(self, reference: Any) -> tuple[_Setup, Task]:
+        """Return what a task needs, with open sources."""
+        if self._setup is None or self._reference != reference:
+            self._setup, self._reference = cast("_Setup", _ray().get(reference)), reference
+        setup = self._setup
+        if self._key != setup.key:
+            self._stack.close()
+            _check_versions(setup.versions)
+            self._sources = self._stack.enter_context(setup.opener())
+            self._key = setup.key
+        return setup, replace(setup.task, sources=self._sources)
+
+
+_kept = _Kept()
+
+
+def _do(given: list[Any], lot: _Lot) -> _Answer | BaseException:
+    """Do a lot, in a process of the cluster."""
+    try:
+        setup, task = _kept.setup(given[0])
+        counted = None if task.selections is None else task.selections.emptied()
+        task = replace(task, selections=counted)
+        done = [one for index, batch in lot for one in serve(index, batch, task, setup.threads)]
+        counts = None if counted is None else counted.counted()
+        node: str = _ray().get_runtime_context().get_node_id()
+        return _Answer(done, counts, node, time.perf_counter())
+    except Exception as error:
+        return portable(error)
+
+
+def _check_versions(wanted: tuple[str, str]) -> None:
+    here = (__version__, torch.__version__)
+    if here != wanted:
+        raise InputError(
+            f"the nodes of the cluster have covmerge {here[0]} and torch {here[1]}, and who merges has "
+            f"{wanted[0]} and {wanted[1]}: install the same on all"
+        )
+
+
+def _ray() -> Any:
+    """Return Ray, which is imported by who uses it alone.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise InputError('--executor ray needs Ray: pip install "covmerge[ray]"') from error
+
+
+def _connect(address: str) -> tuple[Any, bool]:
+    """Return Ray, connected to a cluster, and whether it was not before.
+
+    Raises:
+        InputError: it is not installed, or there is no cluster.
+    """
+    ray = _ray()
+    if ray.is_initialized():
+        return ray, False
+    try:
+        _check_answers(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        first, *_ = str(error).splitlines() or [type(error).__name__]
+        raise InputError(f"--address {address}: there is no Ray cluster ({first})") from error
+    return ray, True
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError where nobody listens; Ray itself would try for several minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=_ANSWERS_IN).close()
+
+
+def _lots(batches: list[tuple[int, Batch]], cores: int) -> list[list[tuple[int, Batch]]]:
+    """Put neighbours together, so that each task is worth its start and each core has several."""
+    total = sum(moved_together(batch) for _, batch in batches)
+    most = min(_LOT_BYTES, total // (_LOTS_A_CORE * max(1, cores)))
+    lots: list[list[tuple[int, Batch]]] = []
+    size = most
+    for index, batch in batches:
+        own = moved_together(batch)
+        if size + own > most:
+            lots.append([])
+            size = 0
+        lots[-1].append((index, batch))
+        size += own
+    return lots
+
+
+def _size(lot: _Lot) -> int:
+    return sum(moved_together(batch) for _, batch in lot)
+
+
+def _memory(batch: Batch) -> int:
+    return moved_together(batch) + max(item.workspace for item in batch)
+
+
+def _pause() -> None:
+    time.sleep(_WAIT)
+
+
+def _now(done: Done, ended: float) -> Done:
+    """The same by this machine's clock: as if its task had ended now."""
+    later = time.perf_counter() - ended
+    spans = tuple(replace(s, start=s.start + later, stop=s.stop + later) for s in done.spans)
+    return replace(done, spans=spans)

@@ -1,0 +1,15 @@
+"""Several equal processes, on one machine or many, do one merge: by files of a shared folder alone.
+
+rank      which of how many a process is
+shares    who does what first
+ledger    what each rank has done, and whether it is still there
+claims    whose an item is
+session   what they have in common while one of them leads
+executor  the executor that does this rank's part, and yields what all have done
+"""
+
+from covmerge.engine.ranks.executor import Ranks
+from covmerge.engine.ranks.rank import Rank, find_rank
+from covmerge.engine.ranks.session import Gathering, LeaderGoneError, Session
+
+__all__ = ["Gathering", "LeaderGoneError", "Rank", "Ranks", "Session", "find_rank"]

@@ -1,0 +1,30 @@
+"""How many threads torch computes with, thread by thread."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+
+def use_threads(count: int) -> None:
+    """Let torch compute with `count` threads whatever this thread asks of it from now on.
+
+    `torch.set_num_threads` alone does not: what a thread was given lasts until its first operation,
+    which takes the number that any thread set last. Asking for the number is such an operation.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(count)
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Generator[None]:
+    """Give torch this many threads for a while; None leaves its setting."""
+    before = torch.get_num_threads()
+    if count is not None:
+        use_threads(count)
+    try:
+        yield
+    finally:
+        use_threads(before)

@@ -1,0 +1,81 @@
+"""How many processes a merge is worth: what `--workers auto` decides, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+import torch
+
+from covmerge.engine.executor import moved_together
+from covmerge.engine.survey import survey_bytes
+from covmerge.plan import Plan
+from covmerge.recipe import format_size
+
+Workers = int | Literal["auto"]
+AUTO = "auto"
+
+# Below, the seconds that the processes take to start are a good part of the merge.
+_SMALL = 8 * 2**30
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many processes, and why."""
+
+    workers: int
+    why: str
+
+
+def choose_workers(
+    plans: Sequence[Plan],
+    *,
+    device: torch.device,
+    threads: int,
+    cores: int | None = None,
+    in_memory: bool = False,
+) -> Choice:
+    """Choose by what the work is, before the memory has its say.
+
+    One process reads in one thread, computes small items on all of its cores at once and large ones on all
+    of them one after the other, and writes in one thread. Others help it where there are cores beside its
+    own, or where reading and converting is most of the work.
+
+    Args:
+        plans: that run together.
+        device: where the mathematics runs.
+        threads: cores of the CPU that this process computes on.
+        cores: of the machine that it may use; None: as the system says.
+        in_memory: the result stays in this process.
+    """
+    cores = usable_cores() if cores is None else cores
+    batches = list(zip(*(plan.items for plan in plans), strict=True))
+    size = survey_bytes(plans) + sum(map(moved_together, batches))
+    flops = [sum(item.flops for item in batch) for batch in batches]
+    wide = sum(
+        own for own, batch in zip(flops, batches, strict=True) if not batch[0].is_narrow(device)
+    )
+    if in_memory:
+        return Choice(1, "the result stays in this process")
+    if device.type != "cpu":
+        return Choice(1, f"the mathematics runs on {device}, which one process keeps busy")
+    if cores < 2:
+        return Choice(1, "there is one core")
+    if size < _SMALL:
+        return Choice(
+            1, f"{format_size(size)} are soon read and written, and processes take seconds to start"
+        )
+    if wide > sum(flops) / 2 and 2 * threads > cores:
+        return Choice(1, "most of the mathematics is of matrices that each take all cores")
+    workers = min(max(2, cores // threads if threads < cores else cores), len(batches))
+    return Choice(workers, f"{format_size(size)} to read and write, and {cores} cores")
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return psutil.cpu_count() or 1

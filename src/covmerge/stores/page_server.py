@@ -1,0 +1,151 @@
+"""Files of a web server, read by ranges over HTTP with fsspec's session.
+
+A web server lists no folders. What a model's folder may hold is asked for by name.
+"""
+
+# pyright: reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from covmerge.errors import InputError
+from covmerge.stores.address import Address
+from covmerge.stores.retries import ChangedError, RefusedError, all_of, persist
+from covmerge.stores.server import Look
+
+SILENCE = 30.0  # seconds without a byte
+
+_WHOLE = 2**24  # the longest file that is read of a server that sends all of it
+_RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII)
+_AT_ONCE = 8
+_WEIGHTS = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_lora_weights")
+_NAMES = (
+    *(f"{name}.safetensors" for name in _WEIGHTS),
+    *(f"{name}.safetensors.index.json" for name in _WEIGHTS[:2]),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
+    *("config.json", "generation_config.json", "adapter_config.json", "covmerge.json", "README.md"),
+    ".metadata",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),
+    *("preprocessor_config.json", "processor_config.json", "modules.json"),
+)
+
+
+class PageServer:
+    """Files of web servers; a path is the address, with its parts quoted."""
+
+    def __init__(self) -> None:
+        try:
+            from aiohttp import ClientTimeout
+            from fsspec.implementations.http import HTTPFileSystem
+        except ImportError as error:
+            raise InputError(
+                f"https:// takes further packages: pip install 'covmerge[remote]' ({error})"
+            ) from None
+        # `trust_env`: proxies, and credentials of ~/.netrc, which go to their own host alone.
+        timeout = ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE)
+        system: Any = HTTPFileSystem(
+            client_kwargs={"trust_env": True, "timeout": timeout},
+            encoded=True,
+            skip_instance_cache=True,
+        )
+        self._system = system
+        self.loop = system.loop
+
+    @classmethod
+    def at(cls, address: Address) -> tuple[PageServer, str]:
+        """Return the server of an address, and what it calls the place."""
+        return cls(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
+
+    def inside(self, folder: str, name: str) -> str:
+        """See `Server.inside`."""
+        return f"{folder}/{quote(name)}"
+
+    def shown(self, path: str) -> str:
+        """See `Server.shown`."""
+        return path
+
+    async def look(self, path: str) -> Look:
+        """See `Server.look`: asked for is the first byte, which also shows whether there are ranges."""
+        async with await self._get(path, 0, 1) as answer:
+            if str(answer.headers.get("Content-Type", "")).startswith("text/html"):
+                raise FileNotFoundError(path)  # a page that says so, or lists a folder
+            found = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
+            if found is not None:
+                return Look(int(found[3]), _version(answer))
+            length = str(answer.headers.get("Content-Length", ""))
+            if answer.status == 200 and length.isdecimal() and int(length) <= _WHOLE:
+                return Look(int(length), _version(answer))
+        raise RefusedError("the server sends no ranges of it: download it, and pass its folder")
+
+    async def listed(self, folder: str) -> Mapping[str, Look | None]:
+        """See `Server.listed`: what a model's folder may hold, as far as it is there."""
+        gate = asyncio.Semaphore(_AT_ONCE)
+        hidden: list[PermissionError] = []
+
+        async def ask(name: str) -> Look | None:
+            async with gate:
+                try:
+                    return await persist(lambda: self.look(self.inside(folder, name)))
+                except FileNotFoundError:
+                    return None
+                except PermissionError as error:  # some say so of what is not there
+                    hidden.append(error)
+                    return None
+
+        looks = await all_of(map(ask, _NAMES))
+        found = {name: look for name, look in zip(_NAMES, looks, strict=True) if look is not None}
+        if hidden and not found:
+            raise hidden[0]
+        return found
+
+    async def fetch(self, path: str, target: memoryview, offset: int, seen: Look) -> None:
+        """See `Server.fetch`; no more is taken than was asked for, whatever is sent."""
+        async with await self._get(path, offset, len(target)) as answer:
+            if seen.version and _version(answer) != seen.version:
+                raise ChangedError
+            told = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
+            before = 0
+            if answer.status != 206:
+                if offset + len(target) > _WHOLE:
+                    raise RefusedError("the server sends no ranges of it any more")
+                before = offset
+            elif told is None or told[1] is None or int(told[1]) != offset:
+                raise OSError("another range was sent")
+            done = 0
+            async for chunk in answer.content.iter_any():
+                new = chunk[before:][: len(target) - done]
+                before = max(0, before - len(chunk))
+                target[done : done + len(new)] = new
+                done += len(new)
+                if done == len(target):
+                    return
+        raise OSError(f"sent {done} bytes of {len(target)}")
+
+    async def _get(self, path: str, offset: int, count: int) -> Any:
+        session = await self._system.set_session()
+        # An encoding would make the range one of compressed bytes.
+        headers = {"Range": f"bytes={offset}-{offset + count - 1}", "Accept-Encoding": "identity"}
+        answer = await session.get(self._system.encode_url(path), headers=headers)
+        empty = answer.status == 416 and _RANGE.fullmatch(
+            str(answer.headers.get("Content-Range", ""))
+        )
+        if not (empty and empty[3] == "0"):
+            try:
+                answer.raise_for_status()
+            except BaseException:
+                answer.close()
+                raise
+        return answer
+
+
+def _version(answer: Any) -> str:
+    """What the server says of the version of a file."""
+    said = (answer.headers.get(name) for name in ("ETag", "Last-Modified"))
+    return " ".join(str(one) for one in said if one)

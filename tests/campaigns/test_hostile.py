@@ -1,0 +1,40 @@
+"""A short run of the campaign of hostile inputs, the same every time."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.readers import READERS
+from tests.forked import run
+
+HOME = Path(__file__).parent.parent.parent
+PROGRAM = "import sys; from tests.campaigns.hostile import main; sys.exit(main(sys.argv[1:]))"
+# These load transformers, which takes longer than all inputs of the others.
+SLOW = ("config.json", "GGUF", "quantised", "tokenizer", "whole merge")
+
+
+def campaign(readers, count):
+    named = [word for reader in readers for word in ("--reader", reader)]
+    done = run(
+        PROGRAM,
+        *named,
+        "--seed",
+        7,
+        "--count",
+        count,
+        "--minutes",
+        60,
+        path=[HOME, HOME / "src"],
+        cwd=HOME,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"| all | {count * len(readers)} |" in done.stdout
+
+
+def test_readers_keep_their_promise():
+    campaign([name for name in READERS if name not in SLOW], 40)
+
+
+@pytest.mark.slow
+def test_readers_that_load_transformers_keep_it_too():
+    campaign(SLOW, 25)

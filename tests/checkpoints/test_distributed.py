@@ -1,0 +1,245 @@
+"""Folders of torch.distributed.checkpoint, written by torch itself: by one process, and by several."""
+
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from covmerge.api import run_recipe
+from covmerge.checkpoints import open_checkpoint
+from covmerge.checkpoints.distributed import METADATA
+from covmerge.checkpoints.trainer import last_steps
+from covmerge.errors import CheckpointError
+from covmerge.recipe import parse_recipe
+from tests.checkpoints.shards import MATRIX, write_shards
+from tests.forked import SERVER
+
+# 2-d, 1-d, scalar, empty; of several dtypes
+STATE = {
+    "w": MATRIX,
+    "b": torch.arange(7).to(torch.bfloat16),
+    "step": torch.tensor(3),
+    "none": torch.empty(0, 4),
+    "mask": torch.tensor([True, False]),
+    "turned": torch.arange(12.0).reshape(3, 4).T,
+}
+
+
+def save(content: dict[str, Any], folder: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is one process
+        dcp.save(content, storage_writer=filesystem.FileSystemWriter(folder, **options))
+    return folder
+
+
+def equals(folder: Path, state: dict[str, torch.Tensor]) -> bool:
+    checkpoint = open_checkpoint(folder)
+    assert set(checkpoint.headers) == set(state)
+    for name, value in state.items():
+        found = checkpoint.read(name)
+        assert found.dtype == value.dtype and found.is_contiguous() and torch.equal(found, value)
+        if value.ndim:
+            for start, stop in ((0, 0), (1, len(value)), (len(value) // 2, len(value))):
+                if start <= stop:
+                    assert torch.equal(checkpoint.read(name, range(start, stop)), value[start:stop])
+    return True
+
+
+def test_a_state_dict_by_itself(tmp_path: Path) -> None:
+    assert equals(save(STATE, tmp_path / "plain"), STATE)
+    plain = {name: value.contiguous() for name, value in STATE.items() if name != "step"}
+    style = filesystem.SerializationFormat.SAFETENSORS
+    assert equals(save(plain, tmp_path / "safe", serialization_format=style), plain)
+
+
+def test_a_model_beside_its_optimizer(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 5)).sum().backward()
+    optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}
+    for number, saved in enumerate((content, {"app": content})):
+        folder = save(saved, tmp_path / str(number))
+        assert equals(folder, model.state_dict())
+        assert "the 4 tensors under" in open_checkpoint(folder).notes[0]
+    with pytest.raises(
+        CheckpointError, match=r"tensors under 'a', 'b', and none of these is called"
+    ):
+        open_checkpoint(save({"a": {"w": STATE["w"]}, "b": {"w": STATE["w"]}}, tmp_path / "two"))
+
+
+@pytest.mark.slow
+def test_shards_of_four_processes(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    started = [SERVER.Process(target=write_shards, args=(n, str(folder))) for n in range(4)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * 4
+    assert len(list(folder.glob("*.distcp"))) == 4
+    assert equals(folder, {name: MATRIX for name in ("rows", "columns", "blocks", "half", "whole")})
+
+
+def test_a_run_of_such_checkpoints_is_averaged(tmp_path: Path) -> None:
+    states = [{"fc.weight": torch.full((4, 3), float(n))} for n in (1, 2, 6)]
+    for number, state in enumerate(states, 1):
+        folder = tmp_path / "titan" / f"step-{number}00"
+        save(state, folder)
+        trained = tmp_path / "trainer" / f"checkpoint-{number}00"
+        save({"model": state}, trained / "pytorch_model_fsdp_0")
+        save({"optimizer": {"x": torch.ones(2)}}, trained / "optimizer_0")
+        (trained / "trainer_state.json").write_text("{}")
+        torch.save({}, trained / "scheduler.pt")
+    for run in ("titan", "trainer"):
+        steps = last_steps(run, 2, tmp_path)
+        assert [step.step for step in steps] == [200, 300]
+        assert not any("pytorch_model_fsdp_0" in step.own for step in steps)
+        recipe = parse_recipe({"run": {"folder": str(tmp_path / run), "last": 2}})
+        merged = run_recipe(recipe, tmp_path / f"{run}-out")
+        assert merged.verification is not None and merged.verification.ok
+        found = open_checkpoint(tmp_path / f"{run}-out").read("fc.weight")
+        assert torch.equal(found, torch.full((4, 3), 4.0))
+    (tmp_path / "titan" / "step-300" / METADATA).unlink()  # which is written last
+    with pytest.raises(CheckpointError, match=r"step-300 is incomplete"):
+        last_steps("titan", 2, tmp_path)
+
+
+def test_other_weights_beside_it_have_precedence(tmp_path: Path) -> None:
+    folder = save({"model": STATE}, tmp_path / "checkpoint")
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    assert list(open_checkpoint(folder).headers) == ["x"]
+
+
+def test_blocks_are_put_together(tmp_path: Path) -> None:
+    blocks = {f"{r}{c}": MATRIX[r : r + 4, c : c + 3].clone() for r in (0, 4) for c in (0, 3)}
+    folder = save({**blocks, "other": torch.ones(2)}, tmp_path / "blocks")
+
+    def join(metadata: Metadata) -> None:
+        boxes = {
+            name: ((int(name[0]), int(name[1])), block.shape) for name, block in blocks.items()
+        }
+        for name, (offsets, _) in boxes.items():
+            of_block = metadata.storage_data.pop(MetadataIndex(name, torch.Size([0, 0])))
+            metadata.storage_data[MetadataIndex("w", torch.Size(offsets))] = of_block
+            del metadata.state_dict_metadata[name]
+        stored = [chunk(*box) for box in boxes.values()]
+        kind = TensorProperties(torch.float32)
+        metadata.state_dict_metadata["w"] = TensorStorageMetadata(kind, MATRIX.shape, stored)
+        metadata.planner_data = None
+
+    assert equals(spoil(folder, join), {"w": MATRIX, "other": torch.ones(2)})
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("/tmp/covmerge-was-here",)
+
+
+def spoil(folder: Path, change: Any) -> Path:
+    """A copy with other metadata."""
+    spoilt = folder.with_name("spoilt")
+    shutil.rmtree(spoilt, ignore_errors=True)
+    shutil.copytree(folder, spoilt)
+    metadata = pickle.loads((folder / METADATA).read_bytes())
+    changed = change(metadata)
+    (spoilt / METADATA).write_bytes(pickle.dumps(metadata if changed is None else changed))
+    return spoilt
+
+
+def chunk(*box: tuple[int, ...]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
+
+
+def test_what_a_stranger_may_have_written(tmp_path: Path) -> None:
+    folder = save({"w": STATE["w"], "v": STATE["w"] + 1}, tmp_path / "good")
+
+    def declare(size: tuple[int, ...], *chunks: ChunkStorageMetadata, dtype=torch.float32) -> Any:
+        def change(metadata: Metadata) -> None:
+            stored = TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), list(chunks))
+            metadata.state_dict_metadata["w"] = stored
+            old = metadata.storage_data[MetadataIndex("w", torch.Size([0, 0]))]
+            for one in chunks:
+                metadata.storage_data[MetadataIndex("w", one.offsets)] = old
+
+        return change
+
+    def place(**changes: Any) -> Any:
+        def change(metadata: Metadata) -> None:
+            vars(metadata.storage_data[MetadataIndex("w", torch.Size([0, 0]))]).update(changes)
+
+        return change
+
+    def elsewhere(metadata: Metadata) -> None:
+        of_v = metadata.storage_data[MetadataIndex("v", torch.Size([0, 0]))]
+        metadata.storage_data[MetadataIndex("w", torch.Size([0, 0]))] = of_v
+
+    def hostile(metadata: Metadata) -> None:
+        metadata.planner_data = Hostile()
+
+    cases = {
+        "not made up of its 1 chunks": declare((8, 5), chunk((0, 0), (7, 5))),
+        "not made up of its 2 chunks": declare(
+            (7, 5), chunk((0, 0), (4, 5)), chunk((3, 0), (4, 5))
+        ),
+        "is not in it": declare((7, 5), chunk((1, 0), (7, 5))),
+        "which is .* bytes long: it was cut short": declare(
+            (700, 5000), chunk((0, 0), (700, 5000))
+        ),
+        "is longer than any can be": declare((2**40, 2**40), chunk((0, 0), (7, 5))),
+        "is longer than any": declare((0, 2**40, 2**40), chunk((0, 0, 0), (0, 2**40, 2**40))),
+        "no dense tensor of a dtype": declare((7, 5), chunk((0, 0), (7, 5)), dtype=torch.qint8),
+        "have the same bytes of": elsewhere,
+        "only bare names": place(relative_path="../good/__0_0.distcp"),
+        "has -1 where sizes|where sizes should be": place(offset=-1),
+        "by an extension of torch's": place(transform_descriptors=["zstd"]),
+        "has a dict where DCP has a Metadata": lambda _: {},
+        "has no state_dict_metadata": lambda _: Metadata(state_dict_metadata=None),  # type: ignore[arg-type]
+        "has a Hostile|has a mkdir where DCP has": lambda _: Hostile(),
+    }
+    for message, change in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(spoil(folder, change))
+    assert open_checkpoint(spoil(folder, hostile)).read("w").shape == (7, 5)
+    assert not Path("/tmp/covmerge-was-here").exists()
+
+
+def test_files_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
+    folder = save({"w": STATE["w"]}, tmp_path / "good")
+    data = (folder / "__0_0.distcp").read_bytes()
+    checkpoint = open_checkpoint(folder)
+    (folder / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        checkpoint.read("w")
+    (folder / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="cut short, fetch it again"):
+        open_checkpoint(folder)
+    other = save({"w": STATE["w"].to(torch.float64)[:4]}, tmp_path / "other")
+    shutil.copy(other / "__0_0.distcp", folder)
+    with pytest.raises(CheckpointError, match=r"cut short|files are of different checkpoints"):
+        open_checkpoint(folder).read("w")
+    (folder / "__0_0.distcp").write_bytes(data[:200] + b"\xff" * (len(data) - 200))
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: tensor 'w' cannot be read as"):
+        open_checkpoint(folder).read("w")
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="cannot be opened: No such file"):
+        open_checkpoint(folder)
+    (folder / METADATA).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read as metadata"):
+        open_checkpoint(folder)

@@ -1,0 +1,142 @@
+"""The executor of a Ray cluster: several nodes, started on this machine, and one of them lost."""
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import covmerge
+from covmerge.engine.cluster import _lots, cluster_address
+from covmerge.errors import InputError, ResourceError, TensorError
+from tests.e2e.test_resume import digests, save_plain
+from tests.interrupted import InterruptAfter
+
+cluster_utils = pytest.importorskip(
+    "ray.cluster_utils", reason="Ray is not installed: pip install 'covmerge[ray]'"
+)
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A head that does nothing itself, and two nodes."""
+    head = {**NODE, "num_cpus": 0, "include_dashboard": False}
+    found = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        found.add_node(**NODE)
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return save_plain(tmp_path_factory.mktemp("plain"), layers=24, width=64)
+
+
+# Ray's own processes and sockets end when they end.
+quiet = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
+
+
+@quiet
+@pytest.mark.slow
+def test_the_same_bytes_as_threads(cluster, plain, tmp_path):
+    for method in ("ace", "ties"):
+        covmerge.merge(*plain, method, tmp_path / method)
+        out = tmp_path / f"{method}-ray"
+        covmerge.merge(*plain, method, out, executor="ray", address=cluster.address)
+        assert digests(out) == digests(tmp_path / method)
+
+
+class LoseANode:
+    """Kills a node of the cluster when the first item is done."""
+
+    def __init__(self, cluster, node):
+        self.cluster, self.node, self.lost = cluster, node, False
+
+    def start(self, total):
+        pass
+
+    def advance(self, what, size, *, resumed=False):
+        if not self.lost:
+            self.lost = True
+            self.cluster.remove_node(self.node, allow_graceful=False)
+
+    def finish(self):
+        pass
+
+
+@quiet
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ace", "ties"])
+def test_a_node_that_is_lost(cluster, plain, tmp_path, method):
+    covmerge.merge(*plain, method, tmp_path / "whole")
+    losing = LoseANode(cluster, cluster.add_node(**NODE))
+    covmerge.merge(
+        *plain, method, tmp_path / "out", executor="ray", address=cluster.address, progress=losing
+    )
+    assert losing.lost
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+@quiet
+@pytest.mark.slow
+def test_what_a_cluster_began_is_resumed_by_threads(cluster, plain, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # as within `ray job submit`
+    stop = InterruptAfter(5)
+    with pytest.raises(KeyboardInterrupt):
+        covmerge.merge(*plain, "ace", tmp_path / "out", executor="ray", progress=stop)
+    done = covmerge.merge(*plain, "ace", tmp_path / "out", resume=True)
+    assert done.run["resumed_items"] >= 5
+    covmerge.merge(*plain, "ace", tmp_path / "whole")
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+@quiet
+@pytest.mark.slow
+def test_an_error_in_a_task_ends_the_merge(cluster, plain, tmp_path):
+    base, experts = plain
+    bad = load_file(experts["e1"])
+    bad["layers.7.proj.weight"][2, 3] = float("nan")
+    save_file(bad, tmp_path / "bad.safetensors")
+    given = {**experts, "e1": tmp_path / "bad.safetensors"}
+    out = tmp_path / "out"
+    with pytest.raises(TensorError, match=r"layers\.7.*first at \[2, 3\]"):
+        covmerge.merge(base, given, "average", out, executor="ray", address=cluster.address)
+    with pytest.raises(ResourceError, match="no node of the cluster may give more than"):
+        covmerge.merge(
+            base, experts, "ace", out, executor="ray", address=cluster.address, max_memory="100MB"
+        )
+    with pytest.raises(InputError, match="leave out --executor ray"):
+        covmerge.merge(base, experts, "ace", executor="ray", address=cluster.address)
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.safetensors"]
+
+
+def test_which_cluster(plain, tmp_path):
+    assert cluster_address("auto", {}) == "auto"
+    assert cluster_address(None, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
+    for address, words in ((None, "which cluster?"), ("ray://head:10001", "ray job submit")):
+        with pytest.raises(InputError, match=words):
+            cluster_address(address, {})
+    with pytest.raises(InputError, match=r"--address 127.0.0.1:1: there is no Ray cluster \("):
+        covmerge.merge(*plain, "ace", tmp_path / "out", executor="ray", address="127.0.0.1:1")
+    assert list(tmp_path.iterdir()) == []
+    for given, words in (
+        ({"address": "auto"}, "give --executor ray too"),
+        ({"executor": "ray", "workers": 2}, "leave out --workers"),
+    ):
+        with pytest.raises(InputError, match=words):
+            covmerge.merge(*plain, "ace", tmp_path / "out", **given)
+
+
+def test_each_core_has_several_lots_and_neighbours_stay_together(plain):
+    from covmerge.plan import build_plan
+    from covmerge.recipe import parse_recipe
+    from covmerge.sources import open_checkpoints
+
+    base, experts = plain
+    given = {"base": str(base), "experts": {n: str(p) for n, p in experts.items()}, "method": "ace"}
+    with open_checkpoints(base, experts, {}) as opened:
+        plan = build_plan(parse_recipe(given), opened.base, opened.experts)
+    batches = [(index, (item,)) for index, item in enumerate(plan.items)]
+    for cores in (1, 2, 64):
+        lots = _lots(batches, cores)
+        assert [one for lot in lots for one in lot] == batches
+        assert len(lots) >= min(len(batches), 8 * cores)

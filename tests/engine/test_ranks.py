@@ -1,0 +1,363 @@
+"""Ranks: as many processes as you like do one merge, with the same bytes, whatever becomes of them."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import covmerge
+from covmerge import api
+from covmerge.engine import Rank, RunOptions, find_rank
+from covmerge.engine.ranks.shares import own_first, shares
+from covmerge.errors import CheckpointError, InputError, ResourceError, TensorError
+from covmerge.recipe import parse_recipe
+from tests.e2e.test_resume import digests, save_plain
+from tests.forked import Forked, fork_workers
+from tests.held import COMMAND_LINE, wait_until
+from tests.interrupted import InterruptAfter
+
+PATIENCE = 3.0
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    return save_plain(folder, layers=12, width=64)
+
+
+@pytest.fixture(scope="module")
+def whole(plain, tmp_path_factory):
+    """What one process writes, by method."""
+    base, experts = plain
+    folder = tmp_path_factory.mktemp("whole")
+    for method in ("ace", "ties"):
+        covmerge.merge(base, experts, method, folder / method)
+    return {method: digests(folder / method) for method in ("ace", "ties")}
+
+
+def recipe_of(plain, method):
+    base, experts = plain
+    named = {name: str(path) for name, path in experts.items()}
+    return parse_recipe({"base": str(base), "experts": named, "method": method})
+
+
+def merge_rank(plain, method, out, number, world, **options):
+    """One rank, in a thread of this process."""
+    given = {"patience": PATIENCE, **options}
+    return api.run_recipe(
+        recipe_of(plain, method), out, RunOptions(rank=Rank(number, world), **given)
+    )
+
+
+def merge_ranks(plain, method, out, world, **options):
+    """All ranks at once: their results, or errors, in order."""
+    with ThreadPoolExecutor(world) as pool:
+        each = [
+            pool.submit(merge_rank, plain, method, out, number, world, **options)
+            for number in range(world)
+        ]
+        return [one.exception() or one.result() for one in each]
+
+
+@pytest.mark.parametrize("method", ["ace", "ties"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_the_same_bytes_for_any_number_of_ranks(plain, whole, tmp_path, together, method, world):
+    together(world)
+    results = merge_ranks(plain, method, tmp_path / "out", world)
+    assert digests(tmp_path / "out") == whole[method]
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert [result.path for result in results] == [tmp_path / "out"] * world
+    assert [result.verification is not None for result in results] == [True] + [False] * (world - 1)
+    for result in results[1:]:
+        assert result.stats["totals"] == results[0].stats["totals"]
+        assert "another rank has published" in result.notes[0]
+    assert world == 1 or sum(result.run["own_items"] for result in results[1:]) > 0
+
+
+@pytest.mark.slow
+def test_ranks_of_processes(plain, whole, tmp_path, monkeypatch):
+    fork_workers(monkeypatch)
+    merge_ranks(plain, "ties", tmp_path / "out", 2, workers=2)
+    assert digests(tmp_path / "out") == whole["ties"]
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Have ranks wait for each other once, and take a moment for each item, so that each has some."""
+    from covmerge.engine import threads
+    from covmerge.engine.ranks import Ranks
+
+    run, read = Ranks.run, threads.read_inputs
+
+    def ranks_of(world):
+        met = threading.Barrier(world)
+
+        def waiting(self, batches, task):
+            if self._stages == 0:
+                met.wait(30)
+            return run(self, batches, task)
+
+        monkeypatch.setattr(Ranks, "run", waiting)
+        monkeypatch.setattr(
+            threads, "read_inputs", lambda *given: (time.sleep(0.02), read(*given))[1]
+        )
+
+    return ranks_of
+
+
+def command(plain, method, out, number, world, *more):
+    base, experts = plain
+    sources = [f"--expert={name}={path}" for name, path in experts.items()]
+    arguments = ["merge", "--base", base, *sources, f"--method={method}", "--executor=ranks"]
+    environment = {**os.environ, "RANK": str(number), "WORLD_SIZE": str(world)}
+    return [*arguments, "--patience=8", "--threads=1", *more, out], environment
+
+
+# Reads nothing before a file is there.
+_WAIT = """
+import sys, time
+from pathlib import Path
+import covmerge.engine.threads as reader
+
+read, go = reader.read_inputs, Path(sys.argv.pop(1))
+
+def waiting(*given):
+    while not go.exists():
+        time.sleep(0.005)
+    return read(*given)
+
+reader.read_inputs = waiting
+"""
+
+
+@contextmanager
+def started(plain, method, out, gos):
+    """A process for each rank, which reads when its file of `gos` is there."""
+    with ExitStack() as stack:
+        ranks = []
+        for number, go in enumerate(gos):
+            given, environment = command(plain, method, out, number, len(gos))
+            ranks.append(Forked(_WAIT + COMMAND_LINE, go, *given, environment=environment))
+            stack.callback(ranks[-1].wait)
+            stack.callback(ranks[-1].kill)
+        yield ranks
+
+
+def has_claimed(session, number):
+    return any(f"-{number}." in claim.read_text() for claim in session.glob("claims/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ace", "ties"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_a_killed_rank_had_is_done_by_others(plain, whole, tmp_path, method, killed):
+    """In the merge or in a pass before it; the one that leads, or another."""
+    out, go, never = tmp_path / "out", tmp_path / "go", tmp_path / "never"
+    session = tmp_path / ".out.covmerge-partial" / "ranks" / "0"
+    gos = [never if number == killed else go for number in range(3)]
+    with started(plain, method, out, gos) as ranks:
+        wait_until(lambda: has_claimed(session, killed), ranks[killed])
+        wait_until(lambda: len(list(session.glob("*.jsonl"))) == 3, ranks[killed])
+        time.sleep(2)  # the others have seen it alive
+        ranks[killed].kill()
+        go.touch()
+        said = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks].count(0) == 2, said
+    assert ranks[killed].returncode == -signal.SIGKILL
+    assert digests(out) == whole[method]
+    assert sorted(tmp_path.iterdir()) == [go, out]
+
+
+@pytest.mark.slow
+def test_ranks_that_were_all_killed_are_resumed_by_any_number(plain, whole, tmp_path):
+    out, never = tmp_path / "out", tmp_path / "never"
+    session = tmp_path / ".out.covmerge-partial" / "ranks" / "0"
+    with started(plain, "ace", out, [never] * 2) as ranks:
+        for number in range(2):
+            wait_until(partial(has_claimed, session, number), ranks[number])
+    assert not out.exists()
+    with pytest.raises(InputError, match="pass --resume to go on"):
+        covmerge.merge(*plain, "ace", out)
+    covmerge.merge(*plain, "ace", out, resume=True)
+    assert digests(out) == whole["ace"]
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_what_ranks_had_done_is_not_done_again(plain, whole, tmp_path):
+    """Ctrl-C at the rank that leads; with nobody to take over, a restart believes what is there."""
+    stop = InterruptAfter(5)
+    with pytest.raises(KeyboardInterrupt):
+        merge_rank(plain, "ace", tmp_path / "out", 0, 2, progress=stop)
+    session = tmp_path / ".out.covmerge-partial" / "ranks" / "0"
+    assert sum(path.read_text().count("checksum") for path in session.glob("*.jsonl")) >= 5
+    first, *_ = merge_ranks(plain, "ace", tmp_path / "out", 2, resume=True)
+    assert first.run["resumed_items"] >= 5
+    assert digests(tmp_path / "out") == whole["ace"]
+
+
+def test_a_rank_that_was_taken_for_gone_counts_nothing_twice(
+    plain, whole, tmp_path, together, monkeypatch
+):
+    """The others void what it had counted, while it goes on as if nothing was."""
+    from covmerge.engine.ranks import executor, ledger
+
+    together(2)
+    slow, waiting = threading.Event(), executor.settle
+
+    def late(path, content):
+        if content and "-1." in path.name and not slow.is_set():
+            slow.set()
+            time.sleep(3)  # far longer than anybody waits
+        return waiting(path, content)
+
+    def dead(self, every):
+        if not self._path.name.startswith("1."):
+            beat(self, every)
+
+    beat = ledger.Ledger._beat
+    monkeypatch.setattr(executor, "settle", late)
+    monkeypatch.setattr(ledger.Ledger, "_beat", dead)
+    results = merge_ranks(plain, "ties", tmp_path / "out", 2, patience=0.5)
+    assert slow.is_set() and not any(isinstance(one, Exception) for one in results)
+    assert digests(tmp_path / "out") == whole["ties"]
+
+
+def test_what_others_voided_that_are_gone_is_counted_again(plain, whole, tmp_path, monkeypatch):
+    from covmerge.engine.ranks import executor
+
+    settle, voided = executor.settle, []
+
+    def after_it_was_voided(path, content):
+        if content and not voided:
+            voided.append(settle(path, b""))
+        return settle(path, content)
+
+    monkeypatch.setattr(executor, "settle", after_it_was_voided)
+    merge_rank(plain, "ties", tmp_path / "out", 0, 1)
+    assert voided == [True]
+    assert digests(tmp_path / "out") == whole["ties"]
+
+
+def test_a_late_rank_finds_the_work_done(plain, tmp_path):
+    merge_rank(plain, "ace", tmp_path / "out", 0, 2)
+    late = merge_rank(plain, "ace", tmp_path / "out", 1, 2)
+    assert late.run["own_items"] == 0
+    with pytest.raises(InputError, match="is of another recipe"):
+        merge_rank(plain, "ties", tmp_path / "out", 1, 2)
+    with pytest.raises(InputError, match="--overwrite to replace it"):
+        merge_rank(plain, "ace", tmp_path / "out", 0, 2)
+
+
+def test_an_output_is_replaced_by_ranks(plain, whole, tmp_path):
+    covmerge.merge(*plain, "average", tmp_path / "out")
+    results = merge_ranks(plain, "ace", tmp_path / "out", 2, overwrite=True)
+    assert not any(isinstance(one, Exception) for one in results)
+    assert digests(tmp_path / "out") == whole["ace"]
+
+
+def test_an_error_of_one_ends_all(plain, tmp_path, together):
+    together(3)
+    base, experts = plain
+    bad = load_file(experts["e1"])
+    bad["layers.7.proj.weight"][2, 3] = float("nan")
+    save_file(bad, tmp_path / "bad.safetensors")
+    given = base, {**experts, "e1": tmp_path / "bad.safetensors"}
+    results = merge_ranks(given, "average", tmp_path / "out", 3, patience=1.0)
+    assert all(isinstance(one, InputError) for one in results)
+    assert any(isinstance(one, TensorError) and "layers.7" in str(one) for one in results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.safetensors"]
+
+
+def test_a_rank_without_one_that_leads(plain, tmp_path):
+    with pytest.raises(InputError, match=r"rank 1 of 2 found no rank that leads.*for 0 s"):
+        merge_rank(plain, "ace", tmp_path / "out", 1, 2, patience=0.3)
+
+
+def test_unfinished_work_is_gone_on_with_only_where_that_is_said(plain, tmp_path):
+    stop = InterruptAfter(5)
+    with pytest.raises(KeyboardInterrupt):
+        merge_rank(plain, "ace", tmp_path / "out", 0, 2, progress=stop)
+    first, second = merge_ranks(plain, "ace", tmp_path / "out", 2, patience=0.5)
+    assert "pass --resume to go on" in str(first)
+    assert "found no rank that leads" in str(second)
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_would_merge_different_things(plain, tmp_path):
+    with ThreadPoolExecutor(2) as pool:
+        slow = InterruptAfter(100)
+        advance = slow.advance
+        slow.advance = lambda *given, **more: (time.sleep(0.3), advance(*given, **more))
+        first = pool.submit(merge_rank, plain, "ace", tmp_path / "out", 0, 2, progress=slow)
+        other = pool.submit(merge_rank, plain, "ties", tmp_path / "out", 1, 2, patience=1.0)
+        assert "would merge something else" in str(other.exception())
+        assert first.exception() is None
+
+
+def test_rows_that_another_machine_does_not_show(plain, tmp_path, together, monkeypatch):
+    together(2)
+    monkeypatch.setattr("covmerge.engine.serving._LOOKS", 2)
+    monkeypatch.setattr(
+        "covmerge.engine.outputs.FileOutput.read_back", lambda self, places: "another"
+    )
+    results = merge_ranks(plain, "ace", tmp_path / "out", 2, patience=1.0)
+    assert isinstance(results[0], CheckpointError)
+    assert "shows one what another has written" in str(results[0])
+
+
+def test_memory_is_that_of_each_rank(plain, tmp_path):
+    with pytest.raises(ResourceError, match="are allowed"):
+        merge_rank(plain, "ace", tmp_path / "out", 0, 1, max_memory=2**20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_which_rank_this_is():
+    assert find_rank({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == Rank(1, 4, 2)
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # a shell within an allocation
+    assert find_rank(slurm) == Rank(0, 1)
+    assert find_rank({**slurm, "RANK": "2", "WORLD_SIZE": "3"}) == Rank(2, 3)
+    for wrong, words in (
+        ({}, "neither RANK and WORLD_SIZE nor SLURM_PROCID and SLURM_NTASKS"),
+        ({"RANK": "0"}, "neither RANK"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "is no rank"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is '-1'"),
+        ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK is 'x'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            find_rank(wrong)
+
+
+def test_shares_are_balanced_and_all_is_done_once():
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 1000, (200,), generator=generator).tolist()
+    for count in (1, 2, 3, 7):
+        loads = [sum(sizes[place] for place in share) for share in shares(sizes, count)]
+        assert max(loads) - min(loads) <= max(sizes)
+        for number in range(count):
+            assert sorted(own_first(sizes, number, count)) == list(range(200))
+
+
+def test_options_that_do_not_go_together(plain, tmp_path, monkeypatch):
+    base, experts = plain
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for given, words in (
+        ({"executor": "rank"}, "Did you mean 'ranks'"),
+        ({"executor": "threads", "workers": 2}, "leave out --workers"),
+        ({"executor": "ranks", "patience": 0}, "--patience 0"),
+        ({"executor": "ranks", "out": None}, "give an output folder"),
+    ):
+        with pytest.raises(InputError, match=words):
+            covmerge.merge(base, experts, "ace", **{"out": tmp_path / "out", **given})
+    stateful = load_file(base)
+    covmerge.merge(
+        stateful, [experts["e1"], experts["e0"]], "ace", tmp_path / "out", executor="ranks"
+    )
+    assert (tmp_path / "out" / "covmerge.json").exists()

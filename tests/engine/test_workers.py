@@ -1,0 +1,110 @@
+"""How many processes `--workers auto` chooses, and that they do not multiply the cores."""
+
+import pytest
+import torch
+
+import covmerge
+from covmerge.engine import Context, NoOutput, RunOptions, Task
+from covmerge.engine import workers as choosing
+from covmerge.engine.serving import serve
+from covmerge.engine.workers import choose_workers, usable_cores
+from covmerge.plan import WorkItem, build_plan
+from covmerge.recipe import parse_recipe
+from covmerge.sources import open_checkpoints
+from tests.cli.runs import covmerge as command
+from tests.e2e.test_resume import save_plain
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return save_plain(tmp_path_factory.mktemp("plain"), layers=4, width=64)
+
+
+@pytest.fixture(scope="module")
+def plan(plain):
+    base, experts = plain
+    given = {"base": str(base), "experts": {n: str(p) for n, p in experts.items()}, "method": "ace"}
+    with open_checkpoints(base, experts, {}) as opened:
+        yield build_plan(parse_recipe(given), opened.base, opened.experts)
+
+
+def test_small_work_stays_in_one_process(plan):
+    chosen = choose_workers([plan], device=CPU, threads=8, cores=8)
+    assert chosen.workers == 1 and "processes take seconds to start" in chosen.why
+
+
+@pytest.mark.parametrize(
+    "given, workers, why",
+    [
+        ({"threads": 8, "cores": 8}, 4, "8 cores"),  # no more than there are items
+        ({"threads": 1, "cores": 3}, 3, "3 cores"),
+        ({"threads": 1, "cores": 1}, 1, "there is one core"),
+        ({"threads": 8, "cores": 8, "in_memory": True}, 1, "stays in this process"),
+        ({"threads": 8, "cores": 8, "device": torch.device("meta")}, 1, "runs on meta"),
+    ],
+)
+def test_large_work_is_shared_where_that_helps(plan, monkeypatch, given, workers, why):
+    monkeypatch.setattr(choosing, "_SMALL", 1)
+    chosen = choose_workers([plan], **{"device": CPU, **given})
+    assert (chosen.workers, why in chosen.why) == (workers, True), chosen
+
+
+def test_large_matrices_stay_in_one_process(plan, monkeypatch):
+    monkeypatch.setattr(choosing, "_SMALL", 1)
+    monkeypatch.setattr(WorkItem, "is_narrow", lambda self, device: False)
+    chosen = choose_workers([plan], device=CPU, threads=8, cores=8)
+    assert chosen.workers == 1 and "each take all cores" in chosen.why
+    assert choose_workers([plan], device=CPU, threads=2, cores=8).workers == 4
+
+
+def test_the_memory_has_its_say(plan, monkeypatch):
+    monkeypatch.setattr(choosing, "_SMALL", 1)
+    monkeypatch.setattr(choosing, "usable_cores", lambda: 4)
+    options = RunOptions(workers="auto", threads=1)
+    assert options.memory([plan]).workers == 4
+    one = RunOptions(threads=1).memory([plan])
+    little = RunOptions(workers="auto", threads=1, max_memory=one.peak).memory([plan])
+    assert (little.workers, little.why) == (1, "the memory holds no more than one process")
+    some = RunOptions(workers="auto", threads=1, max_memory=3 * one.resident + 2**28)
+    assert some.memory([plan]).why.endswith("the memory holds no more")
+
+
+def test_the_choice_is_told_and_not_recorded(plain, tmp_path):
+    result = covmerge.merge(*plain, "ace", tmp_path / "out", workers="auto")
+    assert result.run["workers"] == 1
+    assert "are soon read" in result.run["workers_because"]
+    assert "soon read" not in (tmp_path / "out" / "covmerge.json").read_text()
+
+
+def test_on_the_command_line(plain, tmp_path):
+    base, experts = plain
+    sources = [f"--expert={name}={path}" for name, path in experts.items()]
+    given = ["merge", "--base", base, *sources, "--method=ace", "--dry-run"]
+    assert command(*given, "--workers=auto", "--json").json["memory"]["workers_because"]
+    wrong = command(*given, "--workers=0", code=2).stderr
+    assert "--workers '0' is neither a number of processes nor 'auto'" in wrong
+    assert usable_cores() >= 1
+
+
+def test_what_takes_all_cores_is_computed_alone(plain, plan, monkeypatch):
+    entered = []
+
+    class Alone:
+        def __enter__(self):
+            entered.append(torch.get_num_threads())
+
+        def __exit__(self, *_):
+            pass
+
+    base, experts = plain
+    before = torch.get_num_threads()
+    with open_checkpoints(base, experts, {}) as opened:
+        task = Task(opened.sources(), Context(torch.float32, CPU, ({},)), (NoOutput(),))
+        list(serve(0, (plan.items[0],), task, 2, Alone()))
+        assert entered == []
+        monkeypatch.setattr(WorkItem, "is_narrow", lambda self, device: False)
+        list(serve(0, (plan.items[0],), task, 2, Alone()))
+    torch.set_num_threads(before)
+    assert entered == [2]

@@ -1,0 +1,89 @@
+"""Tensors that are looked over and then merged by rows: the bytes of those that are merged whole."""
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from covmerge.engine import RunOptions, overview, worker
+from covmerge.errors import NotFiniteError
+from covmerge.plan import build, work
+from tests.mergekit.kept import digest, goldens
+from tests.mergekit.models import save_models
+from tests.mergekit.ours import merge_in_memory
+
+LOOKED_OVER = {
+    "slerp",
+    "ties",
+    "dare_ties",
+    "dare_linear",
+    "della",
+    "della_linear",
+    "breadcrumbs_ties",
+}
+RECIPES = {
+    f"{recipe['merge_method']}{seed}": (seed, recipe)
+    for seed, recipe, *_ in goldens()
+    if recipe["merge_method"] in LOOKED_OVER and "slices" not in recipe
+}
+# What falls to equal magnitudes hangs on torch's sort of the whole, and what is rescaled on its sum.
+HALF = {
+    "merge_method": "ties",
+    "base_model": "./half/base",
+    "models": [{"model": f"./half/t{t}", "parameters": {"density": 0.4}} for t in range(3)],
+    "parameters": {"weight": 0.4, "rescale": True},
+}
+OWN = {
+    "method": "ties",
+    "base": "./llama/base",
+    "experts": {"a": "./llama/t0", "b": "./llama/t1"},
+    "parameters": {"trim": "tensor"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("models")
+    save_models(found)
+    return found
+
+
+@pytest.fixture
+def looked_over(monkeypatch, folder):
+    """Names of the tensors that are looked over, from now on those of more than 40 entries."""
+    monkeypatch.chdir(folder)
+    found = []
+
+    def noting(item, *given):
+        found.append(item.tensor.name)
+        return overview.overview(item, *given)
+
+    def small():
+        monkeypatch.setattr(build, "BLOCK_ELEMENTS", 40)
+        monkeypatch.setattr(build, "_PART_ELEMENTS", 17)
+        monkeypatch.setattr(work, "_NARROW_ELEMENTS", 60)
+        monkeypatch.setattr(worker, "overview", noting)
+        return found
+
+    return small
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "half", "own"])
+def test_bytes_are_those_of_the_whole(recipe, folder, looked_over):
+    seed, given = {**RECIPES, "half": (0, HALF), "own": (0, OWN)}[recipe]
+    whole = merge_in_memory(given, folder, seed, RunOptions(threads=1))
+    found = looked_over()
+    by_rows = merge_in_memory(given, folder, seed, RunOptions(threads=2))
+    assert digest(by_rows) == digest(whole)
+    assert len(found) > 5
+
+
+def test_what_is_not_finite_is_named_with_its_place(folder, looked_over, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / "llama" / "t0", broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][21, 3] = float("nan")
+    save_file(tensors, broken / "model.safetensors")
+    looked_over()
+    with pytest.raises(NotFiniteError, match=r"embed_tokens.* NaN or Inf .*\[21, 3\]"):
+        merge_in_memory({**OWN, "experts": {"a": str(broken)}}, folder, 0)

@@ -1,0 +1,72 @@
+"""An S3 server for all tests, a bucket for each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covmerge.stores import retries
+from tests.remote.servers import KEYS, Server, s3, serving
+from tests.verification.test_files import save_models
+
+_NUMBERS = count()
+
+
+@dataclass
+class Bucket:
+    """An empty bucket of a server."""
+
+    server: Server
+    name: str
+    system: Any
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}"
+
+    def put(self, path: Path, name: str) -> str:
+        """Copy a file or a folder there, and return its address."""
+        for file in [path] if path.is_file() else sorted(path.rglob("*")):
+            if file.is_file():
+                inner = "" if file == path else f"/{file.relative_to(path).as_posix()}"
+                self.system.pipe_file(f"{self.name}/{name}{inner}", file.read_bytes())
+        return f"{self.url}/{name}"
+
+    def contents(self) -> dict[str, bytes]:
+        """All that it holds."""
+        names = self.system.find(self.name)
+        return {name.removeprefix(f"{self.name}/"): self.system.cat_file(name) for name in names}
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Server]:
+    with serving(s3()) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "WAITS", (0.01,) * 5)
+
+
+@pytest.fixture
+def bucket(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    import fsspec
+
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3_server.url}.items():
+        monkeypatch.setenv(name, value)
+    system = fsspec.filesystem("s3", use_listings_cache=False)
+    name = f"bucket-{next(_NUMBERS)}"
+    system.mkdir(name)
+    s3_server.requests.clear()
+    yield Bucket(s3_server, name, system)
+    s3_server.faults.clear()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A base with companion files, and two experts; tests only read them."""
+    return save_models(tmp_path_factory.mktemp("remote") / "models")

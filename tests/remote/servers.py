@@ -1,0 +1,149 @@
+"""Servers on loopback: moto's S3, and files over HTTP; both do wrong what they are told to."""
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "AKIASECRETSECRET",
+    "AWS_SECRET_ACCESS_KEY": "verysecretverysecret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+Fault = Callable[[App, dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+@dataclass
+class Server:
+    """A running server, what it was asked, and what it is to do wrong.
+
+    Attributes:
+        url: of it.
+        requests: method, path and range of all so far.
+        faults: by a pattern of "METHOD path", what is done instead, and how often.
+    """
+
+    url: str = ""
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    faults: list[tuple[str, Fault, int]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fail(self, pattern: str, fault: Fault, times: int = 1) -> None:
+        """Do a number of requests wrong."""
+        self.faults.append((pattern, fault, times))
+
+    def app(self, right: App) -> App:
+        """What answers: `right`, but for the faults."""
+
+        def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            asked = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
+            with self._lock:
+                self.requests.append((*asked.split(" ", 1), environ.get("HTTP_RANGE", "")))
+                found = next((f for f in self.faults if re.search(f[0], asked)), None)
+                if found is not None:
+                    self.faults.remove(found)
+                    if found[2] > 1:
+                        self.faults.append((*found[:2], found[2] - 1))
+            return right(environ, start) if found is None else found[1](right, environ, start)
+
+        return answer
+
+
+def _handler() -> type[WSGIRequestHandler]:
+    from moto.moto_server.werkzeug_app import MotoRequestHandler
+
+    class Quiet(MotoRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log(self, *_: object) -> None: ...
+
+    return Quiet
+
+
+@contextmanager
+def serving(app: App) -> Iterator[Server]:
+    """Serve an application from a thread."""
+    server = Server()
+    running = make_server(
+        "127.0.0.1", 0, server.app(app), threaded=True, request_handler=_handler()
+    )
+    running.daemon_threads = True
+    server.url = f"http://127.0.0.1:{running.server_port}"
+    thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
+
+
+def s3() -> App:
+    """Moto's S3."""
+    from moto.moto_server.werkzeug_app import create_backend_app
+
+    return create_backend_app("s3")
+
+
+def files(folder: Path, headers: dict[str, str] | None = None, ranges: bool = True) -> App:
+    """The files of a folder, by ranges, with an ETag that is another after each change."""
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        path = folder / environ["PATH_INFO"].lstrip("/")
+        if not path.is_file():
+            start("404 Not Found", [("Content-Length", "0")])
+            return []
+        data, status = path.read_bytes(), path.stat()
+        said = {"ETag": f'"{status.st_mtime_ns:x}"'} if headers is None else headers
+        if ranges and (asked := re.fullmatch(r"bytes=(\d+)-(\d+)", environ.get("HTTP_RANGE", ""))):
+            first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+            part = data[first : last + 1]
+            told = {"Content-Range": f"bytes {first}-{last}/{len(data)}"} if part else {}
+            if not part:
+                told = {"Content-Range": f"bytes */{len(data)}"}
+            code = "206 Partial Content" if part else "416 Range Not Satisfiable"
+        else:
+            part, told, code = data, {}, "200 OK"
+        start(code, [*{"Content-Length": str(len(part)), **told, **said}.items()])
+        return [part]
+
+    return answer
+
+
+def status(code: str) -> Fault:
+    """Answer by an error."""
+
+    def fault(_: App, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        start(code, [("Content-Length", "0")])
+        return []
+
+    return fault
+
+
+def cut(right: App, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    """Send half of the answer, and close the connection."""
+    data = b"".join(right(environ, start))
+    yield data[: len(data) // 2]
+    raise ConnectionAbortedError
+
+
+def late(seconds: float) -> Fault:
+    """Send half of the answer, and the rest later."""
+
+    def fault(right: App, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        data = b"".join(right(environ, start))
+        yield data[: len(data) // 2]
+        threading.Event().wait(seconds)
+        yield data[len(data) // 2 :]
+
+    return fault

@@ -1,0 +1,179 @@
+"""Outputs in buckets: the same bytes as a folder, complete or no output, nothing replaced unasked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import covmerge
+from covmerge.errors import InputError
+from covmerge.stores import object_server
+from covmerge.stores.address import Address
+from covmerge.stores.remote_destination import RemoteDestination
+from covmerge.verification import verify
+from tests.cli.runs import covmerge as run
+from tests.cli.runs import words
+from tests.e2e.test_memory_output import files, merge_into
+from tests.interrupted import InterruptAfter
+from tests.remote.conftest import Bucket
+from tests.remote.servers import KEYS, cut, status
+
+CLAIM = "merged/.covmerge-upload.json"
+SHARDS = {"output": {"shard_size": "150KB"}}
+
+
+def destination(bucket: Bucket) -> RemoteDestination:
+    return RemoteDestination(Address("s3", f"{bucket.name}/merged"))
+
+
+def sent(bucket: Bucket) -> dict[str, bytes]:
+    return {n: data for n, data in bucket.contents().items() if n.startswith("merged/")}
+
+
+def nothing_aside() -> bool:
+    from covmerge.cache import user_cache
+
+    uploads = user_cache() / "uploads"
+    return not uploads.exists() or list(uploads.iterdir()) == []
+
+
+def test_a_merge_from_a_bucket_into_it(bucket: Bucket, models, tmp_path: Path) -> None:
+    base, experts = models
+    there = {
+        name: bucket.put(path, f"experts/{name}.safetensors") for name, path in experts.items()
+    }
+    recipe = tmp_path / "merge.yml"
+    lines = [f"base: {bucket.put(base, 'base')}", f"experts: {json.dumps(there)}"]
+    recipe.write_text("\n".join([*lines, "method: ties", "output: {shard_size: 150KB}"]))
+    bucket.server.fail("GET .*safetensors", cut, 2)
+    bucket.server.fail("PUT .*safetensors", status("503 Slow Down"), 2)
+    bucket.server.requests.clear()
+    ran = run("merge", recipe, f"{bucket.url}/merged", "--workers", 1)
+    assert f"{bucket.url}/merged" in words(ran.stdout) and bucket.server.faults == []
+    order = [path for method, path, _ in bucket.server.requests if method in ("PUT", "DELETE")]
+    names = [path.split("/merged/")[1] for path in dict.fromkeys(order)]
+    assert names[0] == Path(CLAIM).name and names[-1] == "covmerge.json"
+    assert set(names[-3:-1]) == {"config.json", "model.safetensors.index.json"}
+
+    covmerge.merge(base, experts, "ties", tmp_path / "out", shard_size="150KB")
+    here, far = files(tmp_path / "out"), sent(bucket)
+    apart = ("merged/covmerge.json", "merged/README.md")  # which say where the sources lie
+    assert far.keys() == here.keys()
+    assert all(far[name] == here[name] for name in far if name not in apart)
+    assert not any(KEYS[key].encode() in data for key in list(KEYS)[:2] for data in far.values())
+    assert nothing_aside()
+
+    assert "every check passed" in words(run("verify", f"{bucket.url}/merged", "--deep").stdout)
+    again = run("merge", recipe, f"{bucket.url}/merged", code=2)
+    assert "exists: pass --overwrite" in words(again.stderr)
+    for name in experts:
+        inside = run("merge", recipe, f"{bucket.url}/experts/{name}.safetensors/x", code=2)
+        assert "overlap" in words(inside.stderr)
+    assert sent(bucket) == far
+
+
+def test_an_interrupted_merge_is_gone_on_with(bucket: Bucket, models, tmp_path: Path) -> None:
+    base, experts = models
+    with pytest.raises(KeyboardInterrupt):
+        merge_into(destination(bucket), base, experts, progress=InterruptAfter(2), **SHARDS)
+    assert sent(bucket) == {}
+    with pytest.raises(InputError, match=r"an unfinished merge into s3://.* --resume to go on"):
+        merge_into(destination(bucket), base, experts, **SHARDS)
+    done = merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
+    assert done.run["resumed_items"] >= 1 and done.path is None
+    covmerge.merge(base, experts, "average", tmp_path / "out", shard_size="150KB")
+    assert sent(bucket) == files(tmp_path / "out") and nothing_aside()
+
+
+@pytest.mark.parametrize("broken", ["model-00002", "covmerge.json"])
+def test_an_upload_that_breaks_off_is_no_output(
+    bucket: Bucket, models, tmp_path: Path, monkeypatch, broken: str
+) -> None:
+    base, experts = models
+    send = object_server.ObjectServer.send
+
+    async def break_off(self, file, path):
+        if broken in path:
+            raise PermissionError
+        await send(self, file, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_server.ObjectServer, "send", break_off)
+        with pytest.raises(InputError, match=r"cannot be reached or written .* --resume"):
+            merge_into(destination(bucket), base, experts, **SHARDS)
+    assert CLAIM in sent(bucket) and "merged/covmerge.json" not in sent(bucket)
+    # Another machine has none of the work, and keeps away.
+    with monkeypatch.context() as patch:
+        patch.setenv("COVMERGE_CACHE", str(tmp_path / "elsewhere"))
+        with pytest.raises(InputError, match=r"is being written from another machine"):
+            merge_into(destination(bucket), base, experts, overwrite=True, **SHARDS)
+    with pytest.raises(InputError, match="unfinished merge"):
+        merge_into(destination(bucket), base, experts, **SHARDS)
+    merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
+    assert verify(f"{bucket.url}/merged").ok and CLAIM not in sent(bucket) and nothing_aside()
+
+
+def test_an_output_is_replaced_on_demand_only(bucket: Bucket, models) -> None:
+    base, experts = models
+    merge_into(destination(bucket), base, experts, **SHARDS)
+    first = sent(bucket)
+    with pytest.raises(InputError, match=r"merged exists: pass --overwrite"):
+        merge_into(destination(bucket), base, experts)
+    bucket.system.pipe_file(f"{bucket.name}/merged/thesis.tex", b"precious")
+    with pytest.raises(InputError, match=r"did not write, so it is not deleted: thesis.tex"):
+        merge_into(destination(bucket), base, experts, overwrite=True)
+    bucket.system.rm_file(f"{bucket.name}/merged/thesis.tex")
+    assert sent(bucket) == first
+
+    bucket.server.requests.clear()
+    merge_into(destination(bucket), base, experts, overwrite=True)  # in fewer files
+    changes = [
+        (m, Path(path).name) for m, path, _ in bucket.server.requests if m in ("PUT", "DELETE")
+    ]
+    known, gone, again = (
+        changes.index((method, name))
+        for method, name in (
+            ("PUT", Path(CLAIM).name),
+            ("DELETE", "covmerge.json"),
+            ("PUT", "covmerge.json"),
+        )
+    )
+    assert (known, gone, again) == (0, 1, len(changes) - 2)  # no output in between
+    assert verify(f"{bucket.url}/merged").ok and "merged/model.safetensors" in sent(bucket)
+    assert not any("-of-0000" in name for name in sent(bucket))
+
+
+def test_what_appears_meanwhile_is_not_overwritten(bucket: Bucket, models) -> None:
+    class Meanwhile(InterruptAfter):
+        def finish(self):
+            bucket.system.pipe_file(f"{bucket.name}/merged/config.json", b"{}")
+
+    base, experts = models
+    with pytest.raises(InputError, match=r"merged exists: pass --overwrite"):
+        merge_into(destination(bucket), base, experts, progress=Meanwhile(0), **SHARDS)
+    assert sent(bucket) == {"merged/config.json": b"{}"}
+    bucket.system.rm_file(f"{bucket.name}/merged/config.json")
+    merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
+    assert verify(f"{bucket.url}/merged").ok
+
+
+def test_a_file_is_sent_in_parts(bucket: Bucket, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(object_server, "_PIECE", 5 * 2**20)
+    large = tmp_path / "large"
+    large.write_bytes(bytes(range(256)) * 2**16)  # 16 MiB
+    work = destination(bucket)
+    bucket.server.fail("PUT .*large", status("500 Internal Server Error"), 1)
+    from covmerge.stores.remote import ask
+
+    ask(work._server, lambda: work._server.send(large, f"{bucket.name}/large"))
+    assert bucket.contents()["large"] == large.read_bytes()
+    puts = [
+        path for method, path, _ in bucket.server.requests if method == "PUT" and "large" in path
+    ]
+    assert len(puts) == 4 + 1  # and the part that failed once more
+
+
+@pytest.mark.parametrize("out", ["https://host/merged", "s3://bucket", "gs://bucket"])
+def test_where_nothing_is_written(models, out: str) -> None:
+    with pytest.raises(InputError, match=r"no output is written to|takes further packages"):
+        covmerge.merge(models[0], models[1], "average", out)

@@ -1,0 +1,292 @@
+"""Checkpoints in buckets and on web servers: the same tensors as here, whatever fails on the way."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import covmerge
+from covmerge import open_checkpoint
+from covmerge.errors import CheckpointError
+from covmerge.stores import page_server, remote
+from covmerge.stores.address import Address
+from covmerge.stores.remote import remote_store
+from covmerge.stores.store import StoredFile
+from covmerge.verification import verify
+from tests.checkpoints.test_distributed import save as save_shards
+from tests.e2e.models import build
+from tests.remote.conftest import Bucket
+from tests.remote.servers import KEYS, Server, cut, files, late, serving, status
+from tests.statistics.models import save_family
+
+BASE = "model.safetensors"
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+    """A web server and its folder."""
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    with serving(files(folder)) as server:
+        yield server, folder
+
+
+def equals(checkpoint, path: Path) -> bool:
+    stored = load_file(path)
+    return list(checkpoint.headers) == list(stored) and all(
+        torch.equal(checkpoint.read(name), value) for name, value in stored.items()
+    )
+
+
+def test_a_folder_of_a_bucket(bucket: Bucket, models) -> None:
+    base, _ = models
+    address = bucket.put(base, "models/base")
+    bucket.put(base / "config.json", "models/README.md")
+    checkpoint = open_checkpoint(address)
+    assert checkpoint.source == address and checkpoint.config == {"hidden_size": 96}
+    assert equals(checkpoint, base / BASE)
+    assert torch.equal(
+        checkpoint.read("h.1.proj.weight", range(3, 9)),
+        load_file(base / BASE)["h.1.proj.weight"][3:9],
+    )
+    assert checkpoint.folder is None and checkpoint.readme() is None
+    checkpoint.materialize()
+    beside = checkpoint.companions()
+    assert beside is not None and {path.name for path in beside.iterdir()} == {
+        "1_Pooling",
+        "config.json",
+        "tokenizer.json",
+    }
+    found = checkpoint.fingerprint()
+    assert set(found) == {"model.safetensors", "config.json"}
+    assert found["model.safetensors"].startswith("version:")
+    checkpoint.close()
+    assert not beside.exists()
+
+
+def test_a_file_and_an_adapter_of_a_bucket(bucket: Bucket, models, tmp_path: Path) -> None:
+    base, experts = models
+    alone = open_checkpoint(bucket.put(experts["e0"], "e0.safetensors"))
+    assert equals(alone, experts["e0"]) and alone.companions() is None
+    covmerge.extract(base, experts["e0"], tmp_path / "lora", 2)
+    here = open_checkpoint(tmp_path / "lora")
+    there = open_checkpoint(bucket.put(tmp_path / "lora", "lora"))
+    name = "h.1.proj.weight"
+    assert torch.equal(there.read_update(name).left, here.read_update(name).left)
+    assert there.identity()["kind"] == "remote"
+
+
+def test_shards_of_a_bucket(bucket: Bucket, models, tmp_path: Path) -> None:
+    state = load_file(models[1]["e0"])
+    folder = save_shards({"model": state, "optimizer": {"x": torch.ones(3)}}, tmp_path / "shards")
+    checkpoint = open_checkpoint(bucket.put(folder, "shards"))
+    assert set(checkpoint.headers) == set(state)
+    assert all(torch.equal(checkpoint.read(name), value) for name, value in state.items())
+    assert set(checkpoint.fingerprint()) == {".metadata", "__0_0.distcp"}
+
+
+def test_small_reads_are_served_together_and_large_ones_in_parts(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PART", 2**16)
+    monkeypatch.setattr(remote, "_SMALL", 2**17)
+    monkeypatch.setattr(remote, "_WINDOW", 2**14)
+    many = {f"bias.{n:03}": torch.randn(8) for n in range(100)}
+    path = tmp_path / "m.safetensors"
+    save_file({**many, "weight": torch.randn(400, 100)}, path)
+    address = bucket.put(path, "m.safetensors")
+    bucket.server.requests.clear()
+    checkpoint = open_checkpoint(address)
+    for name in many:
+        checkpoint.read(name)
+    reads = [r for r in bucket.server.requests if r[0] == "GET"]
+    assert len(reads) <= 3  # the header, and what is beside it
+    bucket.server.requests.clear()
+    assert equals(checkpoint, path)
+    assert sum(r[0] == "GET" and r[2] != "" for r in bucket.server.requests) <= 2 + 3
+
+
+def test_a_long_file_is_read_ahead(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytes(range(256)) * 1024
+    bucket.system.pipe_file(f"{bucket.name}/folder/long", content)
+    monkeypatch.setattr(remote, "_WINDOW", 2**12)
+    file = StoredFile(remote_store(Address("s3", f"{bucket.name}/folder")), "long")
+    found = bytearray()
+    chunk = memoryview(bytearray(2**10))
+    bucket.server.requests.clear()
+    with file.open() as opened:
+        while count := opened.read_at(chunk, len(found)):
+            found += chunk[:count]
+    assert found == content
+    assert len([r for r in bucket.server.requests if r[0] == "GET"]) == 7  # 4, 8, ... 256 KiB
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [status("500 Internal Server Error"), status("503 Slow Down"), cut],
+    ids=["500", "503", "cut"],
+)
+def test_what_fails_in_passing_is_asked_for_again(bucket: Bucket, models, fault) -> None:
+    base, _ = models
+    address = bucket.put(base, "base")
+    bucket.server.fail(r"(GET|HEAD) /", fault, 3)
+    assert equals(open_checkpoint(address), base / BASE)
+    assert bucket.server.faults == []
+
+
+def test_a_server_that_stands_still_is_asked_again(pages, models, monkeypatch) -> None:
+    server, folder = pages
+    monkeypatch.setattr(page_server, "SILENCE", 0.3)
+    shutil.copytree(models[0], folder / "base")
+    address = f"{server.url}/base"
+    server.fail("model.safetensors$", late(1.0))
+    assert equals(open_checkpoint(address), models[0] / BASE)
+    assert server.faults == []
+
+
+def test_what_fails_for_good_names_the_file_and_no_secret(bucket: Bucket, models) -> None:
+    address = bucket.put(models[0], "base")
+    checkpoint = open_checkpoint(address)
+    bucket.server.fail("GET", status("500 Internal Server Error"), 1000)
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.read("h.3.proj.weight")
+        open_checkpoint(address)
+    shown = f"{error.value!r} {error.value.__cause__!r}"
+    assert "cannot be" in shown and "it failed 6 times (status 500)" in shown and address in shown
+    assert not any(KEYS[name] in shown for name in list(KEYS)[:2])
+
+
+def test_what_is_not_allowed_is_asked_for_once(bucket: Bucket, models) -> None:
+    address = bucket.put(models[0], "base")
+    bucket.server.requests.clear()
+    bucket.server.fail("GET", status("403 Forbidden"), 1000)
+    with pytest.raises(CheckpointError, match=r"cannot be listed: the server does not let you"):
+        open_checkpoint(address)
+    assert len(bucket.server.requests) == 1
+
+
+def test_a_server_that_is_gone(bucket: Bucket, models) -> None:
+    address = bucket.put(models[0], "base")
+    index = b'{"weight_map": {"w": "model-00001.safetensors"}}'
+    bucket.system.pipe_file(f"{bucket.name}/sharded/model.safetensors.index.json", index)
+    bucket.server.fail("HEAD", status("500 Internal Server Error"), 1000)
+    for source in (f"{bucket.url}/sharded", f"{address}/{BASE}"):
+        with pytest.raises(CheckpointError, match=r"s3://.* it failed 6 times \(status 500\)"):
+            open_checkpoint(source)
+    with pytest.raises(CheckpointError, match=r"s3://.* it failed 6 times \(status 500\)"):
+        verify(address)
+
+
+def test_without_credentials(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in list(KEYS)[:2]:
+        monkeypatch.delenv(name)
+    type(bucket.system).clear_instance_cache()
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match=r"no credentials: give them in the environment"):
+        open_checkpoint(f"{bucket.url}/base")
+    type(bucket.system).clear_instance_cache()
+
+
+def test_a_changed_file_is_refused(bucket: Bucket, models, monkeypatch) -> None:
+    base, experts = models
+    address = bucket.put(base, "base")
+    checkpoint = open_checkpoint(address)
+    bucket.system.pipe_file(f"{bucket.name}/base/{BASE}", experts["e0"].read_bytes())
+    with pytest.raises(
+        CheckpointError, match=r"s3://.*base/model.safetensors changed while it was"
+    ):
+        checkpoint.fingerprint()
+    monkeypatch.setattr(remote, "_FRESH", 0.0)
+    with pytest.raises(CheckpointError, match=r"changed while it was in use"):
+        checkpoint.read("h.0.proj.weight")
+
+
+def test_what_there_is_not(bucket: Bucket, models) -> None:
+    for address in (f"{bucket.url}/nothing", "s3://no-such-bucket/base"):
+        with pytest.raises(CheckpointError, match=r"s3://.* holds no weights"):
+            open_checkpoint(address)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be opened: No such file"):
+        open_checkpoint(f"{bucket.url}/x.safetensors")
+    bucket.put(models[0] / "config.json", "pickled/pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"is a pickle, and those are read from folders"):
+        open_checkpoint(f"{bucket.url}/pickled")
+
+
+def test_names_stay_below_their_prefix(bucket: Bucket, models) -> None:
+    bucket.put(models[0], "secret")
+    index = b'{"weight_map": {"w": "../secret/model.safetensors"}}'
+    bucket.system.pipe_file(f"{bucket.name}/open/model.safetensors.index.json", index)
+    with pytest.raises(CheckpointError, match=r"only bare names"):
+        open_checkpoint(f"{bucket.url}/open")
+
+
+def test_a_folder_of_a_web_server(pages, models) -> None:
+    server, folder = pages
+    shutil.copytree(models[0], folder / "my base")
+    (folder / "my base" / "README.md").write_text("---\nlicense: mit\n---\n")
+    checkpoint = open_checkpoint(f"{server.url}/my%20base/")
+    assert equals(checkpoint, models[0] / BASE)
+    beside, card = checkpoint.companions(), checkpoint.readme()
+    assert beside is not None and (beside / "tokenizer.json").is_file()
+    assert card is not None and "mit" in card.read_text()
+    checkpoint.close()
+    assert equals(open_checkpoint(f"{server.url}/my%20base/{BASE}"), models[0] / BASE)
+    (folder / "my base" / BASE).rename(folder / "a b.safetensors")
+    assert equals(open_checkpoint(f"{server.url}/a%20b.safetensors"), folder / "a b.safetensors")
+    (folder / "a b.safetensors").rename(folder / "my base" / BASE)
+    (folder / "my base" / BASE).touch()
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        checkpoint.fingerprint()
+
+
+def test_a_web_server_without_ranges_or_versions(tmp_path: Path, models, monkeypatch) -> None:
+    shutil.copytree(models[0], tmp_path / "base")
+    with serving(files(tmp_path, headers={}, ranges=False)) as server:
+        checkpoint = open_checkpoint(f"{server.url}/base")
+        assert equals(checkpoint, models[0] / BASE)
+        here = open_checkpoint(models[0]).fingerprint()
+        assert checkpoint.fingerprint() == here  # nothing tells versions: the files are hashed
+        monkeypatch.setattr(page_server, "_WHOLE", 100)
+        with pytest.raises(CheckpointError, match=r"sends no ranges of it: download it"):
+            open_checkpoint(f"{server.url}/base/{BASE}")
+
+
+def test_a_web_server_may_send_what_it_likes(pages, models) -> None:
+    server, folder = pages
+    shutil.copytree(models[0], folder / "base")
+    checkpoint = open_checkpoint(f"{server.url}/base")
+
+    def more(right, environ, start):
+        """Whatever was asked for, another range, and far more of it."""
+        start("206 Partial Content", [("Content-Range", "bytes 0-9/10"), ("ETag", '"x"')])
+        return (bytes(2**20) for _ in range(1000))
+
+    server.fail("GET", more, 1000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*changed while it was in use"):
+        checkpoint.read("h.3.proj.weight", range(1))
+        checkpoint._store._windows._held.clear()
+        checkpoint.read("h.3.proj.weight", range(1))
+
+
+@pytest.mark.slow
+def test_a_base_that_is_run_lies_in_a_bucket_or_in_shards(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, experts = save_family(build("llama"), tmp_path)
+    sharded = shutil.copytree(base, tmp_path / "sharded")
+    save_shards(load_file(base / BASE), sharded)
+    (sharded / BASE).unlink()
+    found = []
+    for number, source in enumerate((base, bucket.put(Path(base), "base"), sharded)):
+        monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / f"cache{number}"))
+        out = tmp_path / f"out{number}"
+        merged = covmerge.merge(source, experts, out=out, base_statistics="random")
+        assert any("256 random inputs through the base" in note for note in merged.notes)
+        found.append((out / BASE).read_bytes())
+    assert found[0] == found[1] == found[2]
