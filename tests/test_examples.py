@@ -37,6 +37,9 @@ covmerge.push("./merged", "org/name")
 covmerge.inspect("./base", {"code": "./code"}).faults
 covmerge.extract("./base", "./code", "./lora", rank=8, allow=["unchanged-expert"])
 covmerge.merge("./base", ["./code", "./math"]).stats["totals"]["merged_norm"]
+covmerge.merge("./base", ["./code"]).tensors["fc.weight"].shape
+nothing: None = covmerge.merge("./base", ["./code"], "ace", "./merged", eps=1e-4).tensors
+seconds: float = covmerge.merge("./base", ["./code"]).run["compute_seconds"]
 """
 
 # Libraries of which no public signature has a type: mypy would read all of them.

@@ -17,19 +17,10 @@ if TYPE_CHECKING:
     # Each from the file that defines it: `covmerge.verification.verify` and `covmerge.statistics.collect`
     # are a file and the function in it, and checkers differ on which of the two the package has.
     from covmerge import methods, steps, testing
-    from covmerge.api import (
-        MergeResult,
-        compare,
-        extract,
-        inspect,
-        merge,
-        plan_recipe,
-        report,
-        run_recipe,
-    )
+    from covmerge.api import compare, extract, inspect, merge, plan_recipe, report, run_recipe
     from covmerge.checkpoints import open_checkpoint
     from covmerge.comparison import Comparison
-    from covmerge.engine import RunOptions
+    from covmerge.engine import Progress, RunOptions
     from covmerge.export import load_expert
     from covmerge.layer import merge_layer
     from covmerge.linalg.auto import Cost
@@ -38,6 +29,7 @@ if TYPE_CHECKING:
     from covmerge.publish import push
     from covmerge.recipe import Recipe, load_recipe, parse_recipe
     from covmerge.reporting import figures as figures
+    from covmerge.result import MergedFolder, MergedTensors, MergeResult
     from covmerge.statistics.collect import collect
     from covmerge.statistics.generated import Generated
     from covmerge.statistics.regmean_pp import collect_regmean_pp
@@ -52,9 +44,12 @@ _HOMES = {
     "Laws": "covmerge.methods.registry",
     "LinearGroup": "covmerge.types",
     "LowRank": "covmerge.types",
-    "MergeResult": "covmerge.api",
+    "MergeResult": "covmerge.result",
     "Merged": "covmerge.types",
+    "MergedFolder": "covmerge.result",
+    "MergedTensors": "covmerge.result",
     "Noticed": "covmerge.noticed",
+    "Progress": "covmerge.engine",
     "Reference": "covmerge.methods.registry",
     "RunOptions": "covmerge.engine",
     "Seen": "covmerge.noticed",
@@ -98,7 +93,10 @@ __all__ = [
     "LowRank",
     "MergeResult",
     "Merged",
+    "MergedFolder",
+    "MergedTensors",
     "Noticed",
+    "Progress",
     "Recipe",
     "Reference",
     "RunOptions",

@@ -5,22 +5,102 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
+
+from torch import nn
 
 from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
-from covmerge.engine import MemoryPlan, Progress, RunOptions, Workers, with_executor
+from covmerge.engine import (
+    AnyProgress,
+    MemoryPlan,
+    RunOptions,
+    Workers,
+    as_progress,
+    with_executor,
+)
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
-from covmerge.output import MergeResult
+from covmerge.phrasing import told_in_python
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, output_as, parse_recipe, parse_size
 from covmerge.reporting import Report, ReportJob
+from covmerge.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.sources import Source, open_checkpoints, open_recipe, statistics_of
 from covmerge.steps import Steps
 
+Form = Literal["model", "adapter", "peft", "kohya", "diffusers"]
 
+
+# A call that says nothing of `out` fits both overloads; the first one counts.
+@overload
+def merge(  # pyright: ignore[reportOverlappingOverload]
+    base: Source,
+    experts: Mapping[str, Source] | Sequence[Source],
+    method: str = "",
+    out: None = None,
+    *,
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    statistics: Mapping[str, str | Path] | None = None,
+    base_statistics: str | Path | None = None,
+    before: Steps = (),
+    after: Steps = (),
+    tensors: Mapping[str, str] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    allow: Sequence[str] = (),
+    dtype: str = "float32",
+    out_dtype: str = "base",
+    shard_size: int | str = "5GB",
+    form: Form = "model",
+    rank: int | None = None,
+    whole: bool = False,
+    device: str = "cpu",
+    threads: int | None = None,
+    workers: Workers = 1,
+    executor: Literal["threads", "processes", "ranks", "ray"] | None = None,
+    address: str | None = None,
+    patience: float = 120.0,
+    max_memory: int | str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: AnyProgress | None = None,
+    **params: Any,
+) -> MergedTensors: ...
+@overload
+def merge(
+    base: Source,
+    experts: Mapping[str, Source] | Sequence[Source],
+    method: str = "",
+    out: str | Path = ...,
+    *,
+    weights: Mapping[str, float] | Sequence[float] | None = None,
+    statistics: Mapping[str, str | Path] | None = None,
+    base_statistics: str | Path | None = None,
+    before: Steps = (),
+    after: Steps = (),
+    tensors: Mapping[str, str] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    allow: Sequence[str] = (),
+    dtype: str = "float32",
+    out_dtype: str = "base",
+    shard_size: int | str = "5GB",
+    form: Form = "model",
+    rank: int | None = None,
+    whole: bool = False,
+    device: str = "cpu",
+    threads: int | None = None,
+    workers: Workers = 1,
+    executor: Literal["threads", "processes", "ranks", "ray"] | None = None,
+    address: str | None = None,
+    patience: float = 120.0,
+    max_memory: int | str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: AnyProgress | None = None,
+    **params: Any,
+) -> MergedFolder: ...
+@told_in_python
 def merge(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
@@ -38,7 +118,7 @@ def merge(
     dtype: str = "float32",
     out_dtype: str = "base",
     shard_size: int | str = "5GB",
-    form: Literal["model", "adapter", "peft", "kohya", "diffusers"] = "model",
+    form: Form = "model",
     rank: int | None = None,
     whole: bool = False,
     quantise: str = "none",
@@ -52,7 +132,7 @@ def merge(
     max_memory: int | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     **params: Any,
 ) -> MergeResult:
     """Merge experts of one base into one model.
@@ -60,7 +140,8 @@ def merge(
     W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t + P)⁻¹ per linear layer, with the method's C_t and P.
 
     Args:
-        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+            torch module.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
         method: a registered name; see `covmerge.methods.names()`. Without one it is `auto` where all
             experts are adapters or there are `base_statistics`, `average` of one expert alone, else `ace`.
@@ -94,8 +175,12 @@ def merge(
         max_memory: bytes the process may take; obeyed, or refused before any work.
         resume: go on with an interrupted merge to `out`.
         overwrite: replace an earlier output.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work: a function of the bytes done, the bytes in all
+            and the tensor last done, a `Progress`, or a class of bars such as `tqdm.auto.tqdm`.
         **params: the method's parameters.
+
+    Returns:
+        `MergedTensors` without `out`, `MergedFolder` with it.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -154,6 +239,7 @@ def merge(
         return job.run(checkpoints)
 
 
+@told_in_python
 def extract(
     base: Source,
     expert: Source,
@@ -170,8 +256,8 @@ def extract(
     device: str = "cpu",
     threads: int | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
-) -> MergeResult:
+    progress: AnyProgress | None = None,
+) -> MergedFolder:
     """Turn a full fine-tune into an adapter: the best one of its rank, layer by layer.
 
     BA = Σ_{i ≤ rank} σ_i u_i v_iᵀ of Δ = W − W₀ `(d_out, d_in)`, with B `(d_out, rank)` and A
@@ -179,7 +265,8 @@ def extract(
     `stats` and in `covmerge.json`.
 
     Args:
-        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+            torch module.
         expert: the model that was fine-tuned from it.
         out: folder to write.
         rank: of every layer's update.
@@ -193,7 +280,7 @@ def extract(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics; None leaves torch's setting.
         overwrite: replace an earlier output.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work; see `merge`.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -229,6 +316,7 @@ def extract(
     )
 
 
+@told_in_python
 def compare(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
@@ -251,14 +339,15 @@ def compare(
     workers: Workers = 1,
     max_memory: int | str | None = None,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> Comparison:
     """Merge by many methods in one reading pass, and say how their results differ.
 
     Every task vector is read once for all methods; see `merge` for the arguments they share.
 
     Args:
-        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+            torch module.
         experts: sources by name, or a sequence.
         methods: names, or pairs of a name and its parameters, which may name a method several times;
             `all` for every method that can run on what is given.
@@ -279,7 +368,7 @@ def compare(
         workers: processes that share the work.
         max_memory: bytes the process may take.
         overwrite: replace an earlier output.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work; see `merge`.
 
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
@@ -322,6 +411,7 @@ def compare(
         return job.run(checkpoints)
 
 
+@told_in_python
 def inspect(
     base: Source,
     experts: Mapping[str, Source] | Sequence[Source],
@@ -333,7 +423,7 @@ def inspect(
     device: str = "cpu",
     threads: int | None = None,
     max_memory: int | str | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
 ) -> Inspection:
     """Look at experts before they are merged: do they fit, what did they change, where do they clash?
 
@@ -341,7 +431,8 @@ def inspect(
     finding of the result and not an error.
 
     Args:
-        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, or a state dict.
+        base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
+            torch module.
         experts: sources by name, or a sequence.
         spectra: whose singular values are taken, for ranks and overlaps, which is most of the work:
             of all matrices, of some, evenly, where all would be long, or of none.
@@ -351,7 +442,7 @@ def inspect(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics.
         max_memory: bytes the process may take.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work; see `merge`.
 
     Raises:
         InputError: a source that cannot be opened.
@@ -385,6 +476,7 @@ def inspect(
         return job.run(checkpoints)
 
 
+@told_in_python
 def report(
     out: str | Path,
     *,
@@ -392,7 +484,7 @@ def report(
     device: str = "cpu",
     threads: int | None = None,
     max_memory: int | str | None = None,
-    progress: Progress | None = None,
+    progress: AnyProgress | None = None,
     merged: MergeResult | None = None,
 ) -> Report:
     """Say what a merge did, layer by layer: reads the output, its base and its experts again.
@@ -403,7 +495,7 @@ def report(
         device: where the mathematics runs.
         threads: CPU threads of the mathematics.
         max_memory: bytes the process may take.
-        progress: called for every finished piece of work.
+        progress: called for every finished piece of work; see `merge`.
         merged: the merge that wrote it, whose times are shown too.
 
     Raises:
@@ -427,6 +519,10 @@ def run_inspection(job: InspectJob) -> Inspection:
         return job.run(checkpoints)
 
 
+@overload
+def run_recipe(recipe: Recipe, out: None, options: RunOptions | None = None) -> MergedTensors: ...
+@overload
+def run_recipe(recipe: Recipe, out: Path, options: RunOptions | None = None) -> MergedFolder: ...
 def run_recipe(recipe: Recipe, out: Path | None, options: RunOptions | None = None) -> MergeResult:
     """Carry out a recipe; see `merge`."""
     target = None if out is None else destination_of(out)
@@ -516,7 +612,7 @@ def _options(
     patience: float = 120.0,
     resume: bool = False,
     overwrite: bool = False,
-    progress: Progress | None,
+    progress: AnyProgress | None,
 ) -> RunOptions:
     options = RunOptions(
         device=device,
@@ -525,14 +621,14 @@ def _options(
         max_memory=None if max_memory is None else parse_size(max_memory),
         resume=resume,
         overwrite=overwrite,
-        progress=progress,
+        progress=None if progress is None else as_progress(progress),
     )
     return with_executor(options, executor, address=address, patience=patience)
 
 
 def _label(source: Source) -> str:
     """How a source is written in the recipe that is recorded."""
-    return "<state dict>" if isinstance(source, Mapping) else str(source)
+    return "<state dict>" if isinstance(source, Mapping | nn.Module) else str(source)
 
 
 def _named(experts: Mapping[str, Source] | Sequence[Source]) -> dict[str, Source]:

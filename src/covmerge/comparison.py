@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -14,6 +15,7 @@ from typing import Any, cast
 from covmerge.checkpoints import AdapterCheckpoint, Staging, check_not_input
 from covmerge.engine import (
     Context,
+    Figures,
     MemoryPlan,
     NoOutput,
     Output,
@@ -29,12 +31,15 @@ from covmerge.export import write_manifest
 from covmerge.judgement import check_fit
 from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
+from covmerge.notebook import paragraph, table_html
 from covmerge.output import OutputFiles
 from covmerge.plan import OF_BASE, Plan, Settings
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.statistics.file import StatisticsFile
 from covmerge.stores.address import local_path
+from covmerge.table import Table, Tabular
+from covmerge.text import some
 from covmerge.types import Json
 from covmerge.version import __version__
 
@@ -75,14 +80,14 @@ class Row:
     cosines: Mapping[str, float]
     stable_rank: float | None
     retention: Mapping[str, float]
-    retention_by_layer: Mapping[str, Mapping[str, float | None]]
+    retention_by_layer: Mapping[str, Mapping[str, float | None]] = field(repr=False)
     seconds: float
     workspace: int
     folder: str | None
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Tabular):
     """What a comparison found.
 
     Attributes:
@@ -100,7 +105,7 @@ class Comparison:
     rows: tuple[Row, ...]
     update_norms: Mapping[str, float]
     left_out: Mapping[str, str]
-    run: Mapping[str, Any]
+    run: Figures
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     adapters: bool
@@ -121,6 +126,51 @@ class Comparison:
         }
         return max(served, key=served.__getitem__) if served else None
 
+    def __repr__(self) -> str:
+        labels, best = some([row.label for row in self.rows]), self.recommended
+        where = "" if self.path is None else f", in {self.path}"
+        advice = "" if best is None else f"; recommended: {best}"
+        return f"<Comparison: {labels} of {some(self.update_norms)}{where}{advice}>"
+
+    def table(self) -> Table:
+        """One row for each entry: parameters, size, cost, and by expert cosine and retention."""
+        experts = list(self.update_norms)
+        columns = ("label", "method", "parameters", "norm", "stable_rank", "seconds", "workspace")
+        by_expert = [f"{what} {name}" for what in ("cosine", "retention") for name in experts]
+        return Table(
+            (*columns, *by_expert),
+            tuple(
+                (
+                    row.label,
+                    row.method,
+                    json.dumps(row.parameters),
+                    row.norm,
+                    row.stable_rank,
+                    row.seconds,
+                    row.workspace,
+                    *(row.cosines[name] for name in experts),
+                    *(row.retention.get(name) for name in experts),
+                )
+                for row in self.rows
+            ),
+        )
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        said = [("warning", text) for text in self.warnings]
+        said += [(f"no {name}", why) for name, why in self.left_out.items()]
+        table = self.table()
+        drawn = {
+            name for name in table.columns if name.startswith(("norm", "seconds", "retention"))
+        }
+        return "".join(
+            [
+                paragraph(repr(self)),
+                *(paragraph(f"{label}: {text}") for label, text in said),
+                table_html(table, drawn=drawn, most=len(self.rows)),
+            ]
+        )
+
     def as_json(self) -> dict[str, Json]:
         """All of it as plain JSON."""
         return {
@@ -129,7 +179,7 @@ class Comparison:
             "recommended": self.recommended,
             "update_norms": dict(self.update_norms),
             "left_out": dict(self.left_out),
-            "run": dict(self.run),
+            "run": cast("Mapping[str, Json]", dict(self.run)),
             "notes": list(self.notes),
             "warnings": list(self.warnings),
         }

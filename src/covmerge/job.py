@@ -27,10 +27,11 @@ from covmerge.engine import (
 from covmerge.errors import InputError
 from covmerge.judgement import check_fit
 from covmerge.linalg.bits import unpack
-from covmerge.output import MergeResult, OutputFiles, merge_stats, run_figures
+from covmerge.output import OutputFiles, merge_stats, run_figures
 from covmerge.plan import MODEL, Plan, head_part, mask_part
 from covmerge.rank_job import RankJob
-from covmerge.recipe import Recipe
+from covmerge.recipe import Recipe, dump_recipe
+from covmerge.result import MergedTensors, MergeResult
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.stores.destination import Destination
 
@@ -78,7 +79,7 @@ class Job:
         """Whether another process is to make the output."""
         return self.options.rank is not None and self.options.rank.number > 0
 
-    def _to_memory(self, work: _Work) -> MergeResult:
+    def _to_memory(self, work: _Work) -> MergedTensors:
         plan = work.plan
         work.checkpoints.materialize()
         output = MemoryOutput(plan.parts)
@@ -87,8 +88,7 @@ class Job:
         stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
         found = output.tensors
-        return MergeResult(
-            path=None,
+        return MergedTensors(
             tensors=found[MODEL],
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
@@ -142,11 +142,13 @@ class Job:
                 raise _NothingBegunError
             session = None if gathering is None else stack.enter_context(gathering.lead())
             work.checkpoints.materialize()
-            digest = work.plan.digest(work.checkpoints.identity())
+            sources = work.checkpoints.identity()
+            digest = work.plan.digest(sources)
+            told = {"recipe": dump_recipe(work.plan.recipe), "torch": torch.__version__, **sources}
             # A journal of another plan is an error that leaves the earlier work as it is; whatever
             # goes wrong after it leaves nothing behind.
             begin = Journal.resume if staging.resuming else Journal.create
-            journal = begin(staging.journal, digest)
+            journal = begin(staging.journal, digest, told)
             for entry in () if gathering is None else gathering.earlier():
                 journal.append(entry)
             try:

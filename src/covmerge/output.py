@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
@@ -18,7 +16,6 @@ from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.engine import (
     MemoryPlan,
     RunResult,
-    Span,
     account_of_lengths,
     account_of_losses,
     peak_memory,
@@ -41,6 +38,7 @@ from covmerge.export import (
     write_manifest,
     write_rescalers,
 )
+from covmerge.export.generation import notes_on_generation
 from covmerge.methods import WORDS
 from covmerge.methods.emr import rescalers_of
 from covmerge.noticed import Account, account_of
@@ -51,7 +49,8 @@ from covmerge.plan import (
     Plan,
 )
 from covmerge.quantised import is_quantised
-from covmerge.recipe import Recipe, dump_recipe
+from covmerge.recipe import dump_recipe
+from covmerge.result import MergedFolder, RunFigures, Stats
 from covmerge.sources import Fingerprints, OpenCheckpoints
 from covmerge.stores.store import Store, WritableStore
 from covmerge.stores.walk import remove_others
@@ -60,44 +59,6 @@ from covmerge.text import some
 from covmerge.types import Json
 from covmerge.verification import DIFFERS, Check, Verification, examine
 from covmerge.version import __version__
-
-
-@dataclass(frozen=True)
-class MergeResult:
-    """What a merge gave.
-
-    Attributes:
-        path: the output folder; None for an output in memory, of tensors or of files.
-        tensors: merged weights by name; None for a merge to disk.
-        masks: per expert, what EMR-Merging masks; empty for every other method and for a merge to
-            disk, which has them as files. The factors are `stats["rescalers"]`.
-        heads: per expert, its own task head; empty for a merge to disk, which has them as files.
-        recipe: what was carried out, its method named.
-        stats: per tensor and in total, as in `covmerge.json`.
-        run: seconds and memory of this run.
-        seconds: of mathematics by tensor, of those that this run merged.
-        timeline: when this run surveyed, read, computed and wrote.
-        noticed: what the method noticed, in words: labels and what stands beside them.
-        notes: what the plan and the run want a reader to know.
-        warnings: what may make the result worse, and what to do.
-        verification: result of re-reading the output, for a merge to disk.
-    """
-
-    path: Path | None
-    tensors: dict[str, Tensor] | None
-    heads: Mapping[str, Mapping[str, Tensor]]
-    recipe: Recipe
-    stats: Mapping[str, Any]
-    run: Mapping[str, Any]
-    noticed: tuple[tuple[str, str], ...] = ()
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    verification: Verification | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    timeline: tuple[Span, ...] = ()
-    masks: Mapping[str, Mapping[str, Tensor]] = field(
-        default_factory=dict[str, Mapping[str, Tensor]]
-    )
 
 
 class OutputFiles:
@@ -147,7 +108,7 @@ class OutputFiles:
         *,
         warnings: Sequence[str] = (),
         may_equal_base: bool = False,
-    ) -> MergeResult:
+    ) -> MergedFolder:
         """Write all that belongs to the output beside its weights, and check it.
 
         Args:
@@ -172,10 +133,11 @@ class OutputFiles:
             *plan.notes,
             *account.notes,
             *self._copied.notes,
-            *(self._adapter_notes(stats) if self._is_adapter else ()),
+            *(self._adapter_notes(stats) if self._is_adapter else self._generation_notes()),
             *self._parents.notes,
         )
-        record = manifest(plan, fingerprints, notes, warnings, {**self._vocabulary(), **stats})
+        said = cast("Mapping[str, Json]", stats)
+        record = manifest(plan, fingerprints, notes, warnings, {**self._vocabulary(), **said})
         beside.append(write_card(store, plan, self._parents, base.config, record))
         sealed = seal(
             store,
@@ -186,17 +148,15 @@ class OutputFiles:
             may_equal_base=may_equal_base,
             removed=self._removed,
         )
-        return MergeResult(
-            out.folder,
-            None,
-            {},
-            plan.recipe,
-            stats,
-            run_figures(done, memory, self._checkpoints),
-            account.rows,
-            (*notes, *sealed.notes),
-            warnings,
-            sealed.report,
+        return MergedFolder(
+            path=out.folder,
+            recipe=plan.recipe,
+            stats=stats,
+            run=run_figures(done, memory, self._checkpoints),
+            noticed=account.rows,
+            notes=(*notes, *sealed.notes),
+            warnings=warnings,
+            verification=sealed.report,
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
@@ -214,9 +174,9 @@ class OutputFiles:
         decided = self._checkpoints.text.vocabulary
         return {} if decided is None else {"vocabulary": decided.as_json()}
 
-    def _write_beside(self, stats: Mapping[str, Json]) -> list[str]:
+    def _write_beside(self, stats: Stats) -> list[str]:
         """Write the index of a model in several files, and the factors beside masks."""
-        factors = cast("Mapping[str, float] | None", stats.get("rescalers"))
+        factors = stats.get("rescalers")
         index = write_index(self._layouts[MODEL], self._store)
         rescalers = None if factors is None else write_rescalers(self._store, factors)
         return [name for name in (index, rescalers) if name is not None]
@@ -236,6 +196,10 @@ class OutputFiles:
                 self._checkpoints.base,
             )
         ]
+
+    def _generation_notes(self) -> Iterator[str]:
+        experts = {n: e.folder for n, e in self._checkpoints.experts.items()}
+        return notes_on_generation(self._checkpoints.base.folder, experts)
 
     def _adapter_notes(self, stats: Mapping[str, Any]) -> Iterator[str]:
         yield from bases_that_differ(self._adapters)
@@ -332,7 +296,7 @@ def _config_dtype(plan: Plan) -> torch.dtype | None:
     return None if stored == "base" else getattr(torch, stored)
 
 
-def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[dict[str, Json], Account]:
+def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, Account]:
     """What covmerge.json says of a finished merge: totals, heads, each tensor; and that in words."""
     entries = tensor_entries(plan, done)
     seen = seen_in(plan, entries)
@@ -341,8 +305,10 @@ def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[dict[st
     factors = rescalers_of(seen)
     counted = totals(entries, account.totals)
     account += account_of_losses(counted)
-    rescaled = {"rescalers": factors} if factors else {}
-    return {"totals": counted, "heads": heads, **rescaled, "tensors": entries}, account
+    stats: Stats = {"totals": counted, "heads": heads, "tensors": entries}
+    if factors:
+        stats["rescalers"] = factors
+    return stats, account
 
 
 def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
@@ -354,13 +320,10 @@ def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
     return found
 
 
-def run_figures(
-    done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoints
-) -> dict[str, Json]:
+def run_figures(done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoints) -> RunFigures:
     """Seconds and memory of a run; of the base's inputs 0 where they were kept from an earlier one."""
     made = checkpoints.made
-    return {
-        **({} if made is None else {"base_inputs_seconds": made.seconds or 0.0}),
+    figures: RunFigures = {
         "seconds": done.seconds,
         "survey_seconds": done.survey_seconds,
         "read_seconds": done.read_seconds,
@@ -371,5 +334,9 @@ def run_figures(
         "peak_memory": peak_memory(),
         "expected_peak_memory": memory.peak,
         "workers": memory.workers,
-        **({"workers_because": memory.why} if memory.why else {}),
     }
+    if memory.why:
+        figures["workers_because"] = memory.why
+    if made is not None:
+        figures["base_inputs_seconds"] = made.seconds or 0.0
+    return figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from covmerge.checkpoints import OutputTakenError
 from covmerge.checkpoints.manifest import read_manifest
@@ -23,9 +23,9 @@ from covmerge.engine import (
 )
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import open_output, plan_parts
-from covmerge.output import MergeResult
 from covmerge.plan import Plan
 from covmerge.recipe import dump_recipe
+from covmerge.result import MergedFolder, MergeResult, RunFigures, Stats
 from covmerge.sources import OpenCheckpoints
 from covmerge.stores.destination import Destination
 
@@ -158,13 +158,12 @@ class RankJob:
     def _published(self, own: int) -> MergeResult:
         """What there is to say of a merge that another rank has ended."""
         manifest: dict[str, Any] = read_manifest(self.out.output)
-        return MergeResult(
-            self.out.output.folder,
-            None,
-            {},
-            self.plan.recipe,
-            {key: manifest[key] for key in _STATS if key in manifest},
-            {"items": len(self.plan.items), "own_items": own},
+        return MergedFolder(
+            path=self.out.output.folder,
+            recipe=self.plan.recipe,
+            stats=cast("Stats", {key: manifest[key] for key in _STATS if key in manifest}),
+            run=cast("RunFigures", {"items": len(self.plan.items), "own_items": own}),
+            verification=None,
             notes=(
                 f"{self.rank}: {own} of {len(self.plan.items)} items were done here, and another rank "
                 "has published",

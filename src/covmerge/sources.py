@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from covmerge.checkpoints import (
     AdaptedBase,
@@ -18,6 +18,7 @@ from covmerge.checkpoints import (
     Checkpoint,
     open_checkpoint,
 )
+from covmerge.checkpoints.unwrapped import unwrapped
 from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threads
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.export import Parents, hash_companions, read_parents
@@ -31,7 +32,7 @@ from covmerge.types import Json
 from covmerge.unsaid import Settled, settle
 from covmerge.vocabulary import Text, decide
 
-Source = str | Path | Mapping[str, Tensor]
+Source = str | Path | Mapping[str, Tensor] | nn.Module
 Tokens = tuple[TokenizerRules | None, str | None]  # and the chat template
 
 
@@ -281,9 +282,10 @@ def open_checkpoints(
                 f"expert '{adapter}' is an adapter, and the recipe has no base that it is of: give one"
             )
         sources: dict[str | None, Checkpoint] = (
-            {} if stored is None else {None: plain_base(stored, given.values())}
+            {} if stored is None else {None: unwrapped(plain_base(stored, given.values()))}
         )
-        sources |= {name: dequantised(model) for name, model in given.items()}
+        known = sources[None].headers if None in sources else ()
+        sources |= {name: unwrapped(dequantised(model), known) for name, model in given.items()}
         text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
         seen = text.seen(sources)
         start = None if base is None else stacked(slices, None, seen.pop(None))

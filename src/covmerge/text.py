@@ -25,3 +25,13 @@ def some(names: Iterable[str], limit: int = 4, *, quoted: bool = False, between:
     shown = [f"'{name}'" if quoted else name for name in names]
     more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
     return between.join(shown[:limit]) + more
+
+
+def counted(count: int, singular: str, plural: str | None = None) -> str:
+    """Write a number of things.
+
+    Example:
+        >>> counted(1, "check"), counted(2, "matrix", "matrices")
+        ('1 check', '2 matrices')
+    """
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 import psutil
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints.memory import MemoryCheckpoint
+from covmerge.checkpoints.unwrapped import Unwrapped
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import NOTHING, RANDOM, Recipe, format_size
@@ -89,6 +91,10 @@ def why_not(
     """Say why the base cannot be run, or is not; None: it can."""
     if isinstance(base, Donor | Stacked):
         return "the base is no model of its own"
+    if isinstance(base, Unwrapped):
+        return "the base's tensors are not stored under the names of its model"
+    if isinstance(base, MemoryCheckpoint) and base.config is not None:
+        return "the base is in memory, and it is run from a folder"
     if base.config is None:
         return "the base has no config.json, by which transformers would run it"
     if find_spec("transformers") is None:

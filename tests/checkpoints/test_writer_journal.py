@@ -48,7 +48,7 @@ def test_what_was_appended_is_read(file: StoredFile) -> None:
 
 def test_the_first_line_names_plan_and_format(file: StoredFile) -> None:
     head = json.loads(file.read(2**20).decode().splitlines()[0])
-    assert head == {"plan": "plan", "format": 2, "crc": head["crc"]}
+    assert head == {"plan": "plan", "format": 2, "of": None, "crc": head["crc"]}
     assert file.store.names() == [file.name]
 
 
@@ -145,7 +145,7 @@ def test_of_two_lines_for_the_same_rows_the_later_counts(file: StoredFile) -> No
 
 
 def test_another_plan_is_refused(file: StoredFile) -> None:
-    with pytest.raises(InputError, match=r"belongs to plan plan, .* now other: .*--overwrite"):
+    with pytest.raises(InputError, match=r"another merge: the recipe, .*--overwrite"):
         Journal.resume(file, "other")
 
 

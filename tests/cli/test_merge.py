@@ -132,8 +132,8 @@ def test_transformers_loads_what_the_report_says(tmp_path):
     ran = covmerge("merge", "--base", base, *named, tmp_path / "out dir")
     text = words(ran.stdout)
     assert f"covmerge verify '{tmp_path}/out dir'" in text
-    assert f'AutoModel.from_pretrained("{tmp_path}/out dir")' in text
-    transformers.AutoModel.from_pretrained(tmp_path / "out dir")
+    assert f'LlamaForCausalLM.from_pretrained("{tmp_path}/out dir")' in text
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out dir")
     assert words(covmerge("verify", tmp_path / "out dir").stdout).endswith("every check passed")
 
 

@@ -2,18 +2,24 @@
 
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import covmerge as covmerge_in_python
 from covmerge import api
-from covmerge.cli import merging
-from covmerge.errors import CheckFailed
+from covmerge.cli import merging, outcome
+from covmerge.errors import CheckFailed, TensorError
+from covmerge.methods import registry
+from covmerge.methods.other_names import OTHER_NAMES
+from covmerge.phrasing import in_form
 from tests.cli.runs import covmerge, flags, save_plain, write_recipe
 from tests.e2e.test_resume import PARTIAL
 from tests.e2e.test_resume import save_plain as save_large
@@ -107,6 +113,90 @@ def test_an_interrupt_exits_with_130_and_a_hint(models, monkeypatch):
     replace_run(monkeypatch, KeyboardInterrupt())
     ran = covmerge("merge", *flags(models), models / "out", code=130)
     assert (ran.stdout, ran.stderr) == ("", "interrupted; run again with --resume\n")
+
+
+def test_sigterm_says_what_an_interrupt_says(models, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(outcome, "_terminated", [])
+
+    def run(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(api, "run_recipe", run)
+    try:
+        outcome.interrupt_on_sigterm()
+        ran = covmerge("merge", *flags(models), models / "out", code=143)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (ran.stdout, ran.stderr) == ("", "interrupted; run again with --resume\n")
+
+
+def test_errors_name_the_fix_in_the_form_that_was_typed(models, monkeypatch):
+    monkeypatch.chdir(models)
+    extra = load_file(models / "a.safetensors")
+    save_file({**extra, "more": torch.ones(2)}, models / "a.safetensors")
+    recipe = write_recipe(models)
+    typed = covmerge("merge", *flags(models), "out", code=2).stderr
+    assert "`--tensors extra=ignore`" in typed and "{" not in typed
+    written = covmerge("merge", recipe, "out", code=2).stderr
+    assert "`tensors: {extra: ignore}`" in written
+    with pytest.raises(TensorError, match=r'`tensors=\{"extra": "ignore"\}`'):
+        covmerge_in_python.merge("base.safetensors", {"a": "a.safetensors"})
+    unchanged = ["--expert=c=base.safetensors", "--tensors=extra=ignore"]
+    typed = covmerge("merge", *flags(models), *unchanged, "out", code=2)
+    assert "go on with --allow unchanged-expert" in typed.stderr
+    experts = "{b: b.safetensors, c: base.safetensors}"
+    recipe.write_text(f"base: base.safetensors\nexperts: {experts}\nmethod: ace\n")
+    assert (
+        "go on with `allow: [unchanged-expert]`" in covmerge("merge", recipe, "out", code=2).stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "recipe", "python"),
+    [
+        ("(--as peft)", "(`output: {format: adapter, names: peft}`)", '(form="peft")'),
+        ("(--as model)", "(`output: {format: model}`)", '(form="model")'),
+        ("(--out-dtype float32)", "(`output: {dtype: float32}`)", '(out_dtype="float32")'),
+        ("leave out --workers", "leave out --workers", "leave out workers"),
+        ("are allowed (--max-memory)", "are allowed (--max-memory)", "are allowed (max_memory)"),
+        ("--allow a-b --allow c-d", "`allow: [a-b, c-d]`", 'allow=["a-b", "c-d"]'),
+        ("(--whole holds them)", "(`output: {whole: true}` holds them)", "(whole=True holds them)"),
+        (
+            "name --base and each --other",
+            "name --base and each --other",
+            "name --base and each --other",
+        ),
+        ("a-folder/--rank", "a-folder/--rank", "a-folder/--rank"),
+    ],
+)
+def test_flags_in_other_words(flags, recipe, python):
+    assert in_form(flags, "flags") == flags
+    assert (in_form(flags, "recipe"), in_form(flags, "python")) == (recipe, python)
+
+
+def test_a_dry_run_says_that_the_output_is_there(models):
+    covmerge("merge", *flags(models), "--method=average", models / "out")
+    dry = covmerge("merge", *flags(models), models / "out", "--dry-run", code=2)
+    assert "out exists: pass --overwrite" in dry.stderr and "disk" in dry.stdout
+    covmerge("merge", *flags(models), models / "out", "--dry-run", "--overwrite")
+    (models / "out" / "mine.txt").write_text("x")
+    dry = covmerge("merge", *flags(models), models / "out", "--dry-run", "--overwrite", code=2)
+    assert "mine.txt" in dry.stderr
+
+
+def test_what_others_call_a_method_is_known(models):
+    def said(name):
+        return covmerge("merge", *flags(models), "--method", name, models / "out", code=2).stderr
+
+    assert "Here it is `dare_task_arithmetic`" in said("dare_linear")
+    assert "Here it is `tsv_m`" in said("TSVM")
+    assert "Did you mean 'iso_c'?" in said("Iso-C")
+    assert "Did you mean 'ties'?" in said("tiess")
+    for name, own in OTHER_NAMES.items():
+        assert name not in registry, name
+        assert re.search(r"`([\w+]+)`", own)[1] in registry, name
 
 
 def test_an_interrupt_elsewhere_has_no_hint(models, monkeypatch):

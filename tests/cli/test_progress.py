@@ -92,3 +92,12 @@ def test_a_bar_on_a_terminal(plan):
     assert plan.items[-1].tensor.name in shown
     assert " 0.00 s left" in shown
     assert shown.endswith("\x1b[2K")  # the bar is gone when the report comes
+
+
+def test_a_second_pass_says_what_it_is_for(plan):
+    clock, log = Clock(), console()
+    progress = BytesProgress(log, clock, label="report: ")
+    progress.start(size(plan.items))
+    clock.now += 20
+    advance(progress, plan.items[0])
+    assert log.file.getvalue().startswith("report: ")

@@ -136,7 +136,9 @@ def test_a_method_that_does_not_look_at_them(models):
 def test_of_one_expert_no_inputs_of_the_base_are_asked_for(models):
     one = {"e1": models / "e1"}
     file = models / "base.covstats.safetensors"
-    with pytest.raises(RecipeError, match=r"one expert alone .* Leave out .*\(--base-stats\)\.$"):
+    with pytest.raises(
+        RecipeError, match=r"one expert alone .* Leave out .*\(base_statistics\)\.$"
+    ):
         covmerge.merge(models / "base", one, base_statistics=file)
     update = torch.randn(3, 4, generator=torch.manual_seed(0))
     with pytest.raises(covmerge.errors.TensorError, match=r"one expert alone .* leave out"):

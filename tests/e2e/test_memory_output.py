@@ -12,8 +12,8 @@ from covmerge.checkpoints import open_store
 from covmerge.engine import RunOptions
 from covmerge.errors import CheckFailed, InputError, TensorError
 from covmerge.job import Job
-from covmerge.output import MergeResult
 from covmerge.recipe import parse_recipe
+from covmerge.result import MergeResult
 from covmerge.sources import open_recipe
 from covmerge.stores.destination import Destination
 from covmerge.stores.local_destination import LocalDestination

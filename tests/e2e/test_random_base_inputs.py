@@ -111,7 +111,9 @@ def test_it_is_refused_before_the_base_is_run(models, tmp_path, never_run):
         covmerge.compare(base, experts, ["ties", "average"], base_statistics="random")
     with pytest.raises(RecipeError, match="random: one expert alone"):
         covmerge.merge(base, {"e1": experts["e1"]}, base_statistics="random")
-    with pytest.raises(ResourceError, match=r"GiB are allowed .* leave out --base-stats random"):
+    with pytest.raises(
+        ResourceError, match=r"GiB are allowed .* leave out base_statistics=.random"
+    ):
         covmerge.merge(base, experts, base_statistics="random", max_memory="100MB")
     assert not kept(tmp_path)
 

@@ -116,9 +116,11 @@ def interrupt_after(tmp_path, base, experts, items):
 def test_unfinished_work_needs_a_decision(tmp_path):
     base, experts = save_plain(tmp_path, layers=4, width=32)
     interrupt_after(tmp_path, base, experts, items=2)
-    with pytest.raises(InputError, match="--resume to go on, --overwrite to start again"):
+    with pytest.raises(InputError, match="resume=True to go on, overwrite=True to start again"):
         covmerge.merge(base, experts, out=tmp_path / "out")
-    with pytest.raises(InputError, match="overwrite"):
+    with pytest.raises(
+        InputError, match=r"parameters\.eps was not set and is now 0\.5\..*overwrite"
+    ):
         covmerge.merge(base, experts, out=tmp_path / "out", resume=True, eps=0.5)
     assert (tmp_path / PARTIAL / "journal.jsonl").exists()  # another recipe destroys nothing
     covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
@@ -176,7 +178,9 @@ def test_a_source_that_kept_its_size_and_time_is_not_resumed(tmp_path, changed):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = path.stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    with pytest.raises(InputError, match=r"sources or covmerge changed since.*--overwrite"):
+    with pytest.raises(
+        InputError, match=r"another merge: (base|expert \w+) changed\..*overwrite=True"
+    ):
         covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
 
 
@@ -188,10 +192,10 @@ def test_companion_files_that_changed_are_not_resumed(tmp_path, name):
     before = path.stat()
     path.write_text(path.read_text().replace("1", "2").replace("32", "33"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(InputError, match=r"sources or covmerge changed since.*--overwrite"):
+    with pytest.raises(InputError, match=r"changed\..*overwrite=True"):
         covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     (base / "merges.txt").write_text("a b")
-    with pytest.raises(InputError, match=r"sources or covmerge changed since.*--overwrite"):
+    with pytest.raises(InputError, match=r"changed\..*overwrite=True"):
         covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
 
 
@@ -322,11 +326,11 @@ def test_a_damaged_journal_is_named_and_kept(tmp_path):
     journal = tmp_path / PARTIAL / "journal.jsonl"
     content = journal.read_text()
     journal.write_text(re.sub(r'"merged":[^,]+', '"merged":1e300', content, count=1))
-    with pytest.raises(InputError, match=r"line 2 of the journal .*checksum.*--overwrite"):
+    with pytest.raises(InputError, match=r"line 2 of the journal .*checksum.*overwrite=True"):
         covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     journal.unlink()
     journal.symlink_to("/dev/zero")
-    with pytest.raises(InputError, match=r"cannot read the journal .*--overwrite"):
+    with pytest.raises(InputError, match=r"cannot read the journal .*overwrite=True"):
         covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     assert not (tmp_path / "out").exists()
     covmerge.merge(base, experts, out=tmp_path / "out", overwrite=True)

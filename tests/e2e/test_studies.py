@@ -352,7 +352,7 @@ class TestCompare:
             assert_same(
                 weights_in(tmp_path / "tight" / method), weights_in(tmp_path / "free" / method)
             )
-        with pytest.raises(CovmergeError, match="--max-memory"):
+        with pytest.raises(CovmergeError, match="max_memory"):
             covmerge.compare(base, experts, methods, tmp_path / "refused", max_memory="1MB")
         assert not (tmp_path / "refused").exists()
 

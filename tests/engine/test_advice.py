@@ -33,7 +33,7 @@ def ridges(result):
 
 def test_an_expert_that_epsilon_outweighs_is_a_warning_with_an_epsilon_that_helps():
     (warning,) = ridges(merged([1e-3, 0.5]))
-    assert "ε outweighs an expert in 1 tensors (fc.weight)" in warning
+    assert "ε outweighs an expert in 1 tensor (fc.weight)" in warning
     eps = float(re.search(r"--set eps=(\S+?)\)", warning)[1])
     assert eps == pytest.approx(0.1 * 1e-3**2 / 16, rel=0.6)
     again = merged([1e-3, 0.5], eps=eps)
@@ -59,7 +59,7 @@ def test_a_merged_update_longer_than_its_experts_together_is_said():
 
     result = merged([1e-3, 0.5])
     (warning,) = said(result.warnings)
-    assert "in 1 tensors (fc.weight), 3.83 times in 'fc.weight'" in warning
+    assert "in 1 tensor (fc.weight), 3.83 times in 'fc.weight'" in warning
     assert not said(result.notes)
     # A little is no blow-up: ACE follows directions that few experts have.
     result = merged([0.4, 0.5], gate="scale_free")

@@ -178,7 +178,7 @@ class TestWhatTheHubReads:
     def test_tensors_in_memory(self, tmp_path):
         card, _ = merge(tmp_path, {"w": torch.zeros(2, 2)}, [{"w": torch.eye(2)}])
         assert card.data.base_model is None
-        assert "base: <1 tensors in memory>" in section(card, "Recipe")
+        assert "base: <1 tensor in memory>" in section(card, "Recipe")
 
     @pytest.mark.parametrize(
         ("files", "config", "expected"),

@@ -225,7 +225,7 @@ def test_missing_and_extra_tensors(bert):
     change(bert / "b", edit)
     text = only_fault(inspect(bert), "b")
     assert "lacks 1 of the base's tensors (encoder.layer.0.output.dense.bias)" in text
-    assert "has 1 tensors that the base lacks (encoder.layer.0.output.gate.weight)" in text
+    assert "has 1 tensor that the base lacks (encoder.layer.0.output.gate.weight)" in text
 
 
 def test_the_same_expert_twice_and_one_that_was_never_trained(bert):

@@ -69,7 +69,7 @@ def stopped(folder, name, **given):
         with pytest.raises(InputError) as caught:
             run()
         text = str(caught.value)
-        assert f"{name}: expert 'b': " in text and f"--allow {name}" in text, (what, text)
+        assert f"{name}: expert 'b': " in text and f'allow=["{name}"]' in text, (what, text)
         nothing_is_left(folder)
     return text
 

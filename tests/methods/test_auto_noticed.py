@@ -56,7 +56,7 @@ def test_rows_and_totals_over_matrices():
     assert rows["φ, directions"].startswith("70% (50% to 90%) of those that the layers have")
     assert rows["q, flattening"].startswith("0.45 (0.40 to 0.50), where 0 is least squares")
     assert rows["λ, length"] == "1.30 (1.20 to 1.40) times that of least squares"
-    assert rows["counted less"].startswith("'math' in 1 tensors (a)")
+    assert rows["counted less"].startswith("'math' in 1 tensor (a)")
     assert account.totals["inputs_known"] == 1 and account.totals["flattening"] == 0.45
     assert account.totals["counted_less"] == {"math": ["a"]}
     alone = dict(account_of(seen[1:]).rows)

@@ -184,7 +184,7 @@ class TestExtra:
             {"a": state(layers__1__mlp__up_proj__weight=(8, 4))},
             tensors={"extra": "ignore"},
         )
-        assert any("'a': 1 tensors left out" in note for note in plan.notes)
+        assert any("'a': 1 tensor left out" in note for note in plan.notes)
 
     def test_heads_are_kept_per_expert(self):
         experts = {

@@ -45,7 +45,7 @@ def test_what_vllm_does_not_take():
     assert "no LoRA of convolutions" in who_loads_it([layer(4, (8, 3, 3, 3))], [])
     norm = WholeTensor(("model.norm.weight",), TensorHeader("n", (8,), torch.float32))
     note = who_loads_it([layer(4)], [norm])
-    assert "vLLM does not" in note and "1 tensors are held whole (model.norm.weight)" in note
+    assert "vLLM does not" in note and "1 tensor is held whole (model.norm.weight)" in note
     assert "lm_head" in who_loads_it([layer(4)], [], ["lm_head"])
 
 

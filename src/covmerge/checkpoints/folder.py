@@ -32,11 +32,14 @@ from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.stores.paths import safe_child
 from covmerge.stores.store import Stamp, Store, StoredFile, child
+from covmerge.text import counted, some
 from covmerge.types import Json, TensorHeader
 
 CONFIG = "config.json"
 QUANTISATION = "quantization_config"
 
+PIPELINE = "model_index.json"  # of diffusers: which models it is of, each in a folder
+STEP = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")  # of a training run, by transformers' Trainer
 DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of weights
 
 _SAFETENSORS = ".safetensors"
@@ -193,10 +196,17 @@ class WeightsChoice:
         return (f"{where}: {self.name} was read, and not {', '.join(unread)}",)
 
 
-def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
+def choose_weights(
+    names: Collection[str], where: str, folders: Collection[str] = ()
+) -> WeightsChoice:
     """Choose what to read among the files of a folder or repository, as transformers does.
 
     A single safetensors file of another name serves as well, unless it is one shard of several.
+
+    Args:
+        names: of the files.
+        where: it is, for messages.
+        folders: beside them, in which models may be.
 
     Raises:
         CheckpointError: there are no weights, or no telling which to read.
@@ -215,10 +225,27 @@ def choose_weights(names: Collection[str], where: str) -> WeightsChoice:
             f"{where} holds {len(present)} safetensors files and no {PREFERRED[1]} to say how "
             f"they belong together: {_some(present)}. Pass the one file to merge, or add the index"
         )
+    if PIPELINE in names:
+        raise CheckpointError(
+            f"{where} is a pipeline of diffusers, of several models ({some(sorted(folders), 10)}): merge "
+            f"what was trained, each model by itself, such as {where}/{_trained(folders)}"
+        )
+    steps = sorted(int(found[1]) for f in folders if (found := STEP.fullmatch(f)))
+    if steps:
+        raise CheckpointError(
+            f"{where} is the folder of a training run, with {counted(len(steps), 'checkpoint')} and no "
+            f"model of its own: pass the last, {where}/checkpoint-{steps[-1]}, or average the last with "
+            f"`covmerge merge --run {where} --last {min(5, len(steps))} OUT`"
+        )
     raise CheckpointError(
         f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
         "folder that does, or a file"
     )
+
+
+def _trained(folders: Collection[str]) -> str:
+    """The part of a pipeline that is mostly trained."""
+    return next((name for name in ("transformer", "unet") if name in folders), "unet")
 
 
 def _refuse_lone_shard(present: Sequence[str], where: str) -> None:
@@ -306,7 +333,7 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         return FileCheckpoint(source, {found: files}, store=store, beside=beside)
     packed = [name for name in names if name.endswith(_GGUF)]
     alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
-    choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where)
+    choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where, store.folders())
     beside = [_existing(store, CONFIG)] if CONFIG in names else []
     if not choice.is_index:
         weights = _open_all([_existing(store, choice.name)])

@@ -1,6 +1,6 @@
 """What a merge has finished, one JSON line a work item, so that a killed merge can be resumed.
 
-    {"plan":"<hash>","format":2,"crc":"<hex>"}
+    {"plan":"<hash>","format":2,"of":{"recipe":{},"sources":{}},"crc":"<hex>"}
     {"tensor":"h.0.attn.c_attn.weight","rows":[0,768],"checksum":"<hex>","stats":{},"crc":"<hex>"}
 
 A line is appended by a single `write`: a kill leaves at most one torn line, the last, and that is
@@ -16,15 +16,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from covmerge.checkpoints.differences import changes
 from covmerge.checkpoints.sealed import check_seal, parsed, sealed
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores.local import local_file
 from covmerge.stores.store import StoredFile, WritableFile
+from covmerge.text import some
 from covmerge.types import Json
 
 FORMAT = 2
 
 _MAX_BYTES = 2**30
+_TOLD = ("recipe", "torch")  # of what a hash is of, what is told with its values
+_MOST_CHANGES = 5  # that are named
 
 Key = tuple[str, tuple[int, int]]
 
@@ -94,8 +98,15 @@ class Journal:
         self._finished = finished
 
     @classmethod
-    def create(cls, path: Path | WritableFile, plan_hash: str) -> Journal:
+    def create(
+        cls, path: Path | WritableFile, plan_hash: str, of: Mapping[str, Json] | None = None
+    ) -> Journal:
         """Start an empty journal for the plan; a journal that exists is an error.
+
+        Args:
+            path: the journal.
+            plan_hash: tells the plan from others.
+            of: what the hash is of, as far as a user can tell it, to name what changed.
 
         Raises:
             InputError: `path` exists, or cannot be written.
@@ -103,13 +114,15 @@ class Journal:
         file = local_file(path)
         if file.store.exists(file.name):
             raise InputError(f"{file} exists: pass --resume to go on, --overwrite to start again")
-        line = sealed({"plan": plan_hash, "format": FORMAT}, "journal")
+        line = sealed({"plan": plan_hash, "format": FORMAT, "of": of}, "journal")
         file.store.create(file.name, len(line), line, needed=len(line))
         return cls(file, {})
 
     @classmethod
-    def resume(cls, path: Path | WritableFile, plan_hash: str) -> Journal:
-        """Read a journal and go on with it; a torn last line is cut off.
+    def resume(
+        cls, path: Path | WritableFile, plan_hash: str, of: Mapping[str, Json] | None = None
+    ) -> Journal:
+        """Read a journal and go on with it; a torn last line is cut off. The arguments are `create`'s.
 
         Of two lines for the same rows (recomputed after a failed check) the later one counts.
 
@@ -121,7 +134,7 @@ class Journal:
         lines, size = _complete_lines(file)
         if not lines:
             raise _damaged(file, 1, "it is missing")
-        _check_plan(file, lines[0], plan_hash)
+        _check_plan(file, lines[0], plan_hash, of)
         finished: dict[Key, Entry] = {}
         for number, line in enumerate(lines[1:], start=2):
             entry = _parse_entry(file, number, line)
@@ -164,7 +177,9 @@ def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
     return content[:size].split(b"\n")[:-1], size
 
 
-def _check_plan(file: StoredFile, line: bytes, plan_hash: str) -> None:
+def _check_plan(
+    file: StoredFile, line: bytes, plan_hash: str, of: Mapping[str, Json] | None
+) -> None:
     head = _parse(file, 1, line)  # its checksum is looked at when its format is known
     if head.get("format") != FORMAT:
         raise CheckpointError(
@@ -173,9 +188,15 @@ def _check_plan(file: StoredFile, line: bytes, plan_hash: str) -> None:
         )
     _check_seal(file, 1, line)
     if head.get("plan") != plan_hash:
+        known = head.get("of")
+        changed = changes(known, of, _TOLD) if known and of else []
+        what = (
+            some(changed, _MOST_CHANGES, between="; ")
+            if changed
+            else ("the recipe, its sources or covmerge changed since")
+        )
         raise InputError(
-            f"{file} belongs to plan {head.get('plan')}, and the plan is now {plan_hash}: the "
-            "recipe, its sources or covmerge changed since; start over with --overwrite"
+            f"{file} is of another merge: {what}. Take these back to go on, or start over with --overwrite"
         )
 
 

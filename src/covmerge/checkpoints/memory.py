@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from covmerge.checkpoints.base import Pace, copy_rows, find_header, header_of
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import HubModel
+from covmerge.text import counted
 from covmerge.types import Json, TensorHeader
 
 
@@ -23,13 +25,15 @@ class MemoryCheckpoint:
     The tensors are not copied before they are read: do not change them meanwhile.
     """
 
-    config: Mapping[str, Any] | None = None
     folder: Path | None = None
     hub: HubModel | None = None
     notes: tuple[str, ...] = ()
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.source = f"<{len(tensors)} tensors in memory>"
+    def __init__(
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None
+    ) -> None:
+        self.config = config
+        self.source = f"<{counted(len(tensors), 'tensor')} in memory>"
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header_of(name, tensor, self.source) for name, tensor in tensors.items()}
         )
@@ -69,3 +73,21 @@ class MemoryCheckpoint:
     def close(self) -> None:
         """Let go of the tensors."""
         self._tensors = {}
+
+
+def open_module(module: nn.Module) -> MemoryCheckpoint:
+    """See the tensors of a module as a checkpoint; its config, if it is a model of transformers.
+
+    Raises:
+        CheckpointError: it holds an adapter beside its weights.
+    """
+    tensors = module.state_dict()
+    adapted = next((name for name in tensors if ".lora_A." in name), None)
+    if adapted is not None:
+        raise CheckpointError(
+            f"the {type(module).__name__} holds an adapter beside its weights ('{adapted}'): pass the "
+            "folder of the adapter, or the model with it folded in (merge_and_unload())"
+        )
+    # As transformers writes config.json; the configs of other libraries are not read.
+    write = getattr(getattr(module, "config", None), "to_json_string", None)
+    return MemoryCheckpoint(tensors, None if write is None else json.loads(write()))

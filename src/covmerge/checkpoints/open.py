@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from covmerge.checkpoints.adapter import (
     open_adapter_file,
@@ -17,7 +17,7 @@ from covmerge.checkpoints.adapter import (
 from covmerge.checkpoints.base import Checkpoint
 from covmerge.checkpoints.folder import WEIGHT_SUFFIXES, FileCheckpoint, open_folder
 from covmerge.checkpoints.hub import open_hub
-from covmerge.checkpoints.memory import MemoryCheckpoint
+from covmerge.checkpoints.memory import MemoryCheckpoint, open_module
 from covmerge.checkpoints.remote import RemoteCheckpoint
 from covmerge.errors import CheckpointError
 from covmerge.identifiers import hub_id
@@ -27,7 +27,7 @@ from covmerge.stores.remote import remote_store
 from covmerge.stores.store import Store, child
 
 
-def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
+def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Checkpoint:
     """Open a checkpoint: only its headers and its config are read.
 
     Args:
@@ -35,7 +35,8 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
             `.safetensors`, `.bin`, `.pt`, `.pth` or `.ckpt` file (also of a whole pickled module, of
             which nothing is run); `"org/name"` or `"org/name@revision"` on the Hugging Face Hub,
             where nothing of that name exists here; the address of a folder or a file of weights,
-            `s3://`, `gs://` or `https://`; or a state dict.
+            `s3://`, `gs://` or `https://`; a state dict; or a torch module,
+            of which the config is known if it is a model of transformers.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is malformed or unsafe to read.
@@ -49,6 +50,8 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
         tensor([[2, 3],
                 [4, 5]])
     """
+    if isinstance(source, nn.Module):
+        return open_module(source)
     if isinstance(source, Mapping):
         return MemoryCheckpoint(source)
     if (named := hub_address(source)) is not None:

@@ -110,6 +110,15 @@ class Staging:
             )
         return None
 
+    def foresee(self) -> None:
+        """Refuse what entering the context would refuse now; nothing is created.
+
+        Raises:
+            InputError: the output exists or may not be replaced, or an unfinished merge waits.
+        """
+        self.check()
+        self._check_unfinished()
+
     def __enter__(self) -> Staging:
         self.check()  # before anything is created
         self._take()
@@ -158,13 +167,18 @@ class Staging:
                 "merge writes there"
             )
 
-    def _prepare(self) -> None:
+    def _check_unfinished(self) -> bool:
+        """Return whether there is an unfinished merge; refuse to decide what becomes of it."""
         unfinished = self.out.begun()
         if unfinished and not (self._resume or self._overwrite):
             raise InputError(
                 f"an unfinished merge into {self.out} lies in {self.out.aside}: "
                 "pass --resume to go on, --overwrite to start again"
             )
+        return unfinished
+
+    def _prepare(self) -> None:
+        unfinished = self._check_unfinished()
         self.resuming = unfinished and self._resume
         if self.resuming:
             return

@@ -21,7 +21,7 @@ from covmerge.cli.inspect import inspect
 from covmerge.cli.malloc import keep_freed_memory
 from covmerge.cli.merge import merge
 from covmerge.cli.methods import methods
-from covmerge.cli.outcome import ReportingGroup
+from covmerge.cli.outcome import ReportingGroup, interrupt_on_sigterm
 from covmerge.cli.push import push
 from covmerge.cli.report import report
 from covmerge.cli.schema import schema
@@ -43,7 +43,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Merge fine-tuned models of one base into one, without data.",
-    epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted, 143 terminated.",
 )
 app.command(cls=TakesTheirFlags)(merge)
 for command in (
@@ -77,4 +77,5 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     keep_freed_memory()
+    interrupt_on_sigterm()
     app(prog_name="covmerge")

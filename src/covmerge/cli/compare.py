@@ -62,6 +62,7 @@ def compare(
     workers: options.Workers = "1",
     max_memory: options.MaxMemory = None,
     as_json: options.AsJson = False,
+    as_csv: options.AsCsv = False,
 ) -> None:
     """Merge by many methods in one reading pass, and put them beside each other.
 
@@ -90,4 +91,5 @@ def compare(
         out=out,
         run=flags.run_options(device, threads, max_memory, workers=workers, overwrite=overwrite),
         as_json=as_json,
+        as_csv=as_csv,
     )

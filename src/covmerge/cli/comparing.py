@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge import api
-from covmerge.cli.console import print_json, printable, stdout
+from covmerge.cli.console import check_one_form, print_csv, print_json, printable, stdout
 from covmerge.cli.show import NOTE, WARNING, facts, table
 from covmerge.cli.units import format_seconds
 from covmerge.comparison import SPENT, CompareJob, Comparison, Wanted
@@ -28,6 +28,7 @@ def compare(
     out: Path | None,
     run: RunOptions,
     as_json: bool,
+    as_csv: bool,
 ) -> None:
     """Compare, and print the table.
 
@@ -35,10 +36,13 @@ def compare(
         InputError: anything wrong with the inputs; nothing is left behind.
         CheckFailed: a model failed its verification.
     """
+    check_one_form(as_json=as_json, as_csv=as_csv)
     job = CompareJob(recipe, methods, parameters, out, run)
     comparison = api.run_comparison(job)
     if as_json:
         print_json(comparison.as_json())
+    elif as_csv:
+        print_csv(comparison)
     else:
         show(stdout(), comparison)
 

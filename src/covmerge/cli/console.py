@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from covmerge.errors import InputError
+from covmerge.table import Tabular
 from covmerge.text import printable
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -35,3 +37,18 @@ def say(kind: str, message: str) -> None:
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print one JSON value to stdout, in ASCII, so that it survives every pipe."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def check_one_form(*, as_json: bool, as_csv: bool) -> None:
+    """Refuse two forms of one output, before the work.
+
+    Raises:
+        InputError: both are wanted.
+    """
+    if as_json and as_csv:
+        raise InputError("--json and --csv both say what is printed: leave out one of them")
+
+
+def print_csv(found: Tabular) -> None:
+    """Print the rows of a result to stdout."""
+    typer.echo(found.table().csv(), nl=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.cli.console import say, stderr
+from covmerge.cli.outcome import RECIPES
 from covmerge.cli.progress import BytesProgress, ExamplesProgress
 from covmerge.comparison import Wanted
 from covmerge.engine import AUTO, RunOptions, Workers, with_executor
@@ -21,7 +22,6 @@ from covmerge.recipe.mergekit import Told
 from covmerge.recipe.strict_yaml import parse_yaml
 from covmerge.stores.address import local_path
 
-_SUFFIXES = (".yml", ".yaml", ".json")
 _ENTRY = re.compile(r",(?![^(]*\))")  # a comma outside parentheses
 
 
@@ -86,7 +86,7 @@ def place_paths(
         return None, first
     if dry_run and first is not None:
         return first, None
-    if first is not None and (first.is_file() or first.suffix in _SUFFIXES):
+    if first is not None and (first.is_file() or first.suffix in RECIPES):
         raise RecipeError(
             f"no output folder is given: covmerge merge {first} OUT (without OUT, --dry-run only)"
         )

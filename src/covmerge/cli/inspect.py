@@ -36,6 +36,7 @@ def inspect(
     threads: options.Threads = None,
     max_memory: options.MaxMemory = None,
     as_json: options.AsJson = False,
+    as_csv: options.AsCsv = False,
 ) -> None:
     """Look at experts before merging: do they fit, what did they change, where do they clash?
 
@@ -55,5 +56,6 @@ def inspect(
             html=html,
             run=flags.run_options(device, threads, max_memory, overwrite=overwrite),
             as_json=as_json,
+            as_csv=as_csv,
         ),
     )

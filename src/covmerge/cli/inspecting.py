@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge import api
-from covmerge.cli.console import print_json, printable, stdout
+from covmerge.cli.console import check_one_form, print_csv, print_json, printable, stdout
 from covmerge.cli.show import facts, table
 from covmerge.cli.units import format_seconds
 from covmerge.covariance.gate import Statistic
@@ -26,6 +26,7 @@ from covmerge.judgement.names import block_of, kind_of
 from covmerge.methods.choice import PREFERRED
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import Report, check_page, write_html
+from covmerge.text import counted
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _STYLES = {Severity.FAULT: "red", Severity.WARNING: "yellow", Severity.NOTE: None}
@@ -42,6 +43,7 @@ class Flags:
     html: Path | None
     run: RunOptions
     as_json: bool
+    as_csv: bool
 
 
 def inspect(recipe: Recipe, flags: Flags) -> None:
@@ -51,6 +53,7 @@ def inspect(recipe: Recipe, flags: Flags) -> None:
         InputError: a source that cannot be opened, or no place for the page.
         Exit: with 1 if there is a fault.
     """
+    check_one_form(as_json=flags.as_json, as_csv=flags.as_csv)
     if flags.html is not None:
         check_page(flags.html, overwrite=flags.run.overwrite)
     job = InspectJob(
@@ -64,6 +67,8 @@ def inspect(recipe: Recipe, flags: Flags) -> None:
         write_html(Report(title, inspection), flags.html, overwrite=flags.run.overwrite)
     if flags.as_json:
         print_json(inspection.as_json())
+    elif flags.as_csv:
+        print_csv(inspection)
     else:
         show(stdout(), inspection)
         if flags.html is not None:
@@ -75,7 +80,7 @@ def inspect(recipe: Recipe, flags: Flags) -> None:
 def show(console: Console, inspection: Inspection) -> None:
     """Print findings, and pictures of 80 columns that need no colour."""
     base, count = printable(inspection.base), len(inspection.experts)
-    console.print(f"Inspected {_counted(count, 'expert')} of {base}", soft_wrap=True)
+    console.print(f"Inspected {counted(count, 'expert')} of {base}", soft_wrap=True)
     said = Table.grid(padding=(0, 2))
     for finding in inspection.findings:
         who = "" if finding.expert is None else f"'{finding.expert}' "
@@ -94,9 +99,9 @@ def show(console: Console, inspection: Inspection) -> None:
         if any(layer.foreseen for layer in inspection.matrices):
             console.print(*_foreseen(inspection), sep="\n")
     run = inspection.run
-    if run:
-        peak = f"peak memory {format_size(int(str(run['peak_memory'])))}"
-        console.print(facts([("run", f"{format_seconds(float(str(run['seconds'])))}, {peak}")]))
+    if "seconds" in run and "peak_memory" in run:
+        peak = f"peak memory {format_size(run['peak_memory'])}"
+        console.print(facts([("run", f"{format_seconds(run['seconds'])}, {peak}")]))
 
 
 def spark(values: Sequence[float], most: float, bars: str = _BARS) -> str:
@@ -235,7 +240,3 @@ def _groups(inspection: Inspection) -> dict[str, list[list[LayerView]]]:
 
 def _kinds(inspection: Inspection) -> Iterator[str]:
     return (kind_of(layer.name) for layer in inspection.matrices)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count != 1 else "")

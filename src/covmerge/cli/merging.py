@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from covmerge import api
-from covmerge.api import MergeResult
-from covmerge.checkpoints import destination_of
-from covmerge.cli.console import print_json, printable, say, stdout
+from covmerge.checkpoints import Staging, destination_of
+from covmerge.cli.console import print_json, printable, say, stderr, stdout
 from covmerge.cli.machine import measure_speed
+from covmerge.cli.progress import BytesProgress
 from covmerge.cli.show import plan_summary, show_adapter, show_plan, show_result
 from covmerge.engine import RunOptions, room_for
 from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import FILE_NAME, ReportJob, check_packages, write_html
+from covmerge.result import MergeResult
 from covmerge.stores.address import local_path
+
+# What the spectra of a report may take of the FLOPs of its merge. A decomposition has five to ten times the
+# seconds of as many FLOPs in products.
+_SPECTRAL_SHARE = 0.2
 
 
 def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: bool) -> None:
@@ -26,6 +32,7 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
 
     Raises:
         InputError: whatever would stop the merge before its first tensor.
+            The plan is printed before what the place of the output would stop.
         ResourceError: the output does not fit on the disk; the plan is printed before.
     """
     plan, memory = api.plan_recipe(recipe, options)
@@ -35,6 +42,8 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         print_json(plan_summary(plan, memory, speed, room))
     else:
         show_plan(stdout(), plan, memory, speed, room)
+    if out is not None:
+        Staging(out, overwrite=options.overwrite, resume=options.resume).foresee()
     # What an earlier merge holds may be the space that this one will use.
     if room is not None and not (options.resume or options.overwrite):
         room.check()
@@ -91,7 +100,14 @@ def _say_published(result: MergeResult, *, as_json: bool) -> None:
 
 
 def _write_page(result: MergeResult, out: Path, options: RunOptions) -> Path:
-    job = ReportJob(out, options=options, seconds=result.seconds, measured=result.run)
+    job = ReportJob(
+        out,
+        options=replace(options, progress=BytesProgress(stderr(), label="report: ")),
+        seconds=result.seconds,
+        measured=result.run,
+        verification=result.verification,
+        share=_SPECTRAL_SHARE,
+    )
     write_html(job.run(), out / FILE_NAME)
     return out / FILE_NAME
 

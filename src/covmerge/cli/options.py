@@ -193,6 +193,14 @@ MaxMemory = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help="Print one JSON object.")]
+AsCsv = Annotated[
+    bool,
+    typer.Option(
+        "--csv",
+        rich_help_panel=RUN,
+        help="Print one table of comma-separated values and nothing else.",
+    ),
+]
 Spectra = Annotated[
     str,
     typer.Option(

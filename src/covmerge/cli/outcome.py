@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from typing import Any, NoReturn
 
 import typer
@@ -10,9 +11,27 @@ from typer.core import TyperGroup
 
 from covmerge.cli.console import say, stderr
 from covmerge.errors import CovmergeError, ResourceError
+from covmerge.phrasing import Form, in_form
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
+RECIPES = (".yml", ".yaml", ".json")  # what their names end in
+_RECIPE = "covmerge.recipe"
+TERMINATED = 143  # 128 + SIGTERM
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+# Signals that were met, of this process.
+_terminated: list[int] = []
+
+
+def interrupt_on_sigterm() -> None:
+    """Have SIGTERM, by which schedulers and containers stop a process, end it as Ctrl-C does."""
+
+    def stop(number: int, _: object) -> None:
+        _terminated.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 class ReportingGroup(TyperGroup):
@@ -21,15 +40,22 @@ class ReportingGroup(TyperGroup):
     Anything unexpected keeps its traceback.
     """
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Note whether a recipe is among the arguments, in whose words errors are told then."""
+        named = (arg for arg in args if not arg.startswith("-"))
+        ctx.meta[_RECIPE] = any(arg.endswith(RECIPES) for arg in named)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
+        form: Form = "recipe" if ctx.meta[_RECIPE] else "flags"
         try:
             return super().invoke(ctx)
         except CovmergeError as error:
-            _fail(error)
+            _fail(error, form)
         except KeyboardInterrupt as stop:
             stderr().print(str(stop) or "interrupted")
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(TERMINATED if _terminated else INTERRUPTED) from None
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
@@ -41,6 +67,6 @@ class ReportingGroup(TyperGroup):
             )
 
 
-def _fail(error: CovmergeError) -> NoReturn:
-    say("error", str(error))
+def _fail(error: CovmergeError, form: Form = "flags") -> NoReturn:
+    say("error", in_form(str(error), form))
     raise typer.Exit(error.exit_code) from None

@@ -21,8 +21,11 @@ class _Display:
 
     first = ""  # beside the empty bar
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, clock: Callable[[], float] = time.monotonic, *, label: str = ""
+    ) -> None:
         self._console = console
+        self._label = label
         self._clock = clock
         self._bar = Bar(
             BarColumn(bar_width=16),
@@ -37,7 +40,7 @@ class _Display:
         self._total: int | None = total
         self._done: int = 0
         self._start = self._said = self._clock()
-        self._task = self._bar.add_task(self.first, total=total)
+        self._task = self._bar.add_task(self._label + self.first, total=total)
         self._bar.start()
 
     def finish(self) -> None:
@@ -51,6 +54,7 @@ class _Display:
 
     def _show(self, line: str) -> None:
         """Move the bar, or print a line if the last one is old."""
+        line = self._label + line
         self._bar.update(self._task, completed=self._done, description=line)
         if self._bar.disable and self._clock() - self._said >= _LINE_EVERY:
             self._said = self._clock()

@@ -38,6 +38,14 @@ def report(
             help="Print all numbers as one JSON object; a page only with --html.",
         ),
     ] = False,
+    as_csv: Annotated[
+        bool,
+        typer.Option(
+            "--csv",
+            rich_help_panel=options.RUN,
+            help="Print a table of all layers as comma-separated values; a page only with --html.",
+        ),
+    ] = False,
 ) -> None:
     """Say what a merge did, layer by layer, on one page that needs no network.
 
@@ -54,5 +62,6 @@ def report(
             spectra=spectra,
             run=flags.run_options(device, threads, max_memory, overwrite=overwrite),
             as_json=as_json,
+            as_csv=as_csv,
         ),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from covmerge.checkpoints.manifest import read_manifest
-from covmerge.cli.console import print_json, printable, stdout
+from covmerge.cli.console import check_one_form, print_csv, print_json, printable, stdout
 from covmerge.engine import RunOptions
 from covmerge.inspection import SpectraOf
 from covmerge.reporting import FILE_NAME, ReportJob, check_page, write_html
@@ -23,6 +23,7 @@ class Flags:
     spectra: str
     run: RunOptions
     as_json: bool
+    as_csv: bool
 
 
 def report(out: Path, flags: Flags) -> None:
@@ -32,8 +33,9 @@ def report(out: Path, flags: Flags) -> None:
         InputError: not an output of covmerge, or no place for the page.
         CheckFailed: the output fails its verification; the report is there.
     """
+    check_one_form(as_json=flags.as_json, as_csv=flags.as_csv)
     read_manifest(local_path(out))  # a wrong folder is told before a missing package
-    path = flags.html or (None if flags.as_json else out / FILE_NAME)
+    path = flags.html or (None if flags.as_json or flags.as_csv else out / FILE_NAME)
     if path is not None:
         check_page(path, overwrite=flags.run.overwrite)
     job = ReportJob(out, spectra=cast("SpectraOf", flags.spectra), options=flags.run)
@@ -42,6 +44,8 @@ def report(out: Path, flags: Flags) -> None:
         write_html(found, path, overwrite=flags.run.overwrite)
     if flags.as_json:
         print_json(found.as_json())
+    elif flags.as_csv:
+        print_csv(found)
     else:
         stdout().print(printable(f"{summary(found)}\nReport: {path}"), soft_wrap=True)
     if found.verification is not None:

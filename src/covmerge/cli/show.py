@@ -13,18 +13,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from covmerge.api import MergeResult
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.folder import read_config
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
 from covmerge.cli.units import format_flops, format_seconds
 from covmerge.engine import MemoryPlan, Room
-from covmerge.export.library import part_class
+from covmerge.export.library import architecture, part_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
+from covmerge.result import MergeResult
 from covmerge.stores.store import Store
-from covmerge.text import some
+from covmerge.text import counted, some
 from covmerge.verification import Verification
 
 _LAYERS = 12  # of a table by layer
@@ -194,7 +194,7 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
                 *((NOTE, note) for note in result.notes),
                 (
                     "adapter",
-                    f"{len(merged)} tensors, rank {min(ranks)} to {max(ranks)}"
+                    f"{counted(len(merged), 'tensor')}, rank {min(ranks)} to {max(ranks)}"
                     + (f"; {whole} tensors whole" if whole else ""),
                 ),
                 (
@@ -276,7 +276,7 @@ def _rounding(result: MergeResult) -> list[tuple[str, str]]:
 
 
 def _heads(heads: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    kept = [f"{expert} ({len(names)} tensors)" for expert, names in heads.items()]
+    kept = [f"{expert} ({counted(len(names), 'tensor')})" for expert, names in heads.items()]
     return [("heads kept", f"{', '.join(kept)}, one file each under heads/")] if kept else []
 
 
@@ -329,8 +329,10 @@ def _base_inputs(run: Mapping[str, Any]) -> str:
 def _next_commands(out: Path | Store) -> list[str]:
     commands = [f"covmerge verify {shlex.quote(str(out))}"]
     if isinstance(out, Path) and (out / "config.json").is_file():
-        part = part_class(read_config(out / "config.json"))
-        library, loader = ("diffusers", part) if part else ("transformers", "AutoModel")
+        config = read_config(out / "config.json")
+        part = part_class(config)
+        named = architecture(config) or "AutoModel"  # as the model card has it
+        library, loader = ("diffusers", part) if part else ("transformers", named)
         load = f"from {library} import {loader}; {loader}.from_pretrained({json.dumps(str(out))})"
         commands.append(f"python -c {shlex.quote(load)}")
     return [printable(command) for command in commands]

@@ -20,6 +20,7 @@ ranks      the executor of equal processes that were started by somebody else
 portable   errors that go from one process to another
 run        one run: surveys, then what is not finished, and the journal
 budget     bytes that may be alive at once
+progress   what is called as a run advances: an object, a function, a class of bars
 options    how a run is done: device, threads, memory, resume, progress
 room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
@@ -37,13 +38,14 @@ from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
 from covmerge.engine.losses import account_of_losses
-from covmerge.engine.options import RunOptions, Silent, usable_device, with_executor
+from covmerge.engine.options import RunOptions, usable_device, with_executor
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes
+from covmerge.engine.progress import AnyProgress, Progress, Silent, as_progress
 from covmerge.engine.ranks import Gathering, LeaderGoneError, Rank, Ranks, Session, find_rank
 from covmerge.engine.room import Room, room_for
-from covmerge.engine.run import Progress, RunResult, run, run_part
+from covmerge.engine.run import Figures, RunResult, run, run_part
 from covmerge.engine.survey import find_thresholds
 from covmerge.engine.thread_count import torch_threads, use_threads
 from covmerge.engine.threads import Threads
@@ -53,11 +55,13 @@ from covmerge.engine.workers import AUTO, Workers
 
 __all__ = [
     "AUTO",
+    "AnyProgress",
     "Batch",
     "Change",
     "Context",
     "Done",
     "Executor",
+    "Figures",
     "FileOutput",
     "Gathering",
     "Layer",
@@ -84,6 +88,7 @@ __all__ = [
     "Workers",
     "account_of_lengths",
     "account_of_losses",
+    "as_progress",
     "check_ties",
     "find_rank",
     "find_thresholds",

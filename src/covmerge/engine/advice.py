@@ -7,7 +7,7 @@ from typing import Any
 
 from covmerge.measures.length import times_as_long
 from covmerge.noticed import Account, Seen
-from covmerge.text import some
+from covmerge.text import counted, some
 
 _BLOWN_UP = 2.0  # times the sum of the experts' lengths from which it is more than worth knowing
 
@@ -53,6 +53,6 @@ def account_of_lengths(
 def _longest(ratios: Mapping[str, float]) -> str:
     longest = max(ratios, key=lambda name: ratios[name])
     return (
-        f"the merged update is longer than the experts' together in {len(ratios)} tensors "
+        f"the merged update is longer than the experts' together in {counted(len(ratios), 'tensor')} "
         f"({some(list(ratios), 2)}), {ratios[longest]:.3g} times in '{longest}'"
     )

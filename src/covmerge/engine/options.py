@@ -12,8 +12,8 @@ from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
 from covmerge.engine.executor import Executor
 from covmerge.engine.processes import Opener, Processes
+from covmerge.engine.progress import Progress, Silent
 from covmerge.engine.ranks import Rank, find_rank
-from covmerge.engine.run import Progress
 from covmerge.engine.threads import Threads
 from covmerge.engine.workers import AUTO, Choice, Workers, choose_workers
 from covmerge.errors import InputError, ResourceError, did_you_mean
@@ -21,19 +21,6 @@ from covmerge.plan import Plan
 from covmerge.statistics import Progress as Collecting
 
 EXECUTORS = ("threads", "processes", "ranks", "ray")
-
-
-class Silent:
-    """Progress for callers that want none."""
-
-    def start(self, total: int) -> None:
-        """Work begins."""
-
-    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Some of it is done."""
-
-    def finish(self) -> None:
-        """Work is over."""
 
 
 @dataclass(frozen=True)

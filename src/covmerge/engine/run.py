@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Protocol
+
+from typing_extensions import TypedDict
 
 from covmerge.checkpoints import Entry, Journal
 from covmerge.engine.executor import (
@@ -21,26 +22,23 @@ from covmerge.engine.executor import (
 from covmerge.engine.inputs import Sources
 from covmerge.engine.layer import Context
 from covmerge.engine.outputs import Output
+from covmerge.engine.progress import Progress
 from covmerge.engine.selection import Selections
 from covmerge.engine.survey import find_thresholds, survey_bytes
 from covmerge.plan import Plan, WorkItem
 from covmerge.types import Json
 
 
-class Progress(Protocol):
-    """Called as a run advances, from one thread at a time."""
+class Figures(TypedDict):
+    """Seconds of the stages, which overlap, and bytes of memory."""
 
-    def start(self, total: int) -> None:
-        """Work begins: so many bytes will be read and written."""
-        ...
-
-    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """So many of them are done, or were found done by an earlier run; `what` was the last."""
-        ...
-
-    def finish(self) -> None:
-        """Work is over, in success or failure."""
-        ...
+    seconds: float
+    survey_seconds: float
+    read_seconds: float
+    compute_seconds: float
+    write_seconds: float
+    peak_memory: int
+    expected_peak_memory: int
 
 
 @dataclass(frozen=True)

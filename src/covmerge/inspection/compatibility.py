@@ -14,7 +14,7 @@ from covmerge.findings import Finding, Severity
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture
 from covmerge.plan.rules import Rules
 from covmerge.recipe import Recipe
-from covmerge.text import some
+from covmerge.text import counted, some
 
 _TOKENIZER = "tokenizer.json"
 # Files that hold a vocabulary, where there is no tokenizer.json.
@@ -113,7 +113,7 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
         refused = tensors.extra == "error"
         yield Finding(
             Severity.FAULT if refused else Severity.WARNING,
-            f"has {len(extra)} tensors that the base lacks ({some(extra, 3)})"
+            f"has {counted(len(extra), 'tensor')} that the base lacks ({some(extra, 3)})"
             + (": leave them out by `tensors: {extra: ignore}`" if refused else ""),
             name,
         )

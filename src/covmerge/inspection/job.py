@@ -26,7 +26,7 @@ from covmerge.engine import (
 from covmerge.errors import InputError
 from covmerge.findings import Finding, Severity
 from covmerge.inspection.compatibility import check_headers, check_tokenizers, lenient
-from covmerge.inspection.result import Inspection, LayerView, SpectrumView
+from covmerge.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.inspection.verdicts import findings_of
 from covmerge.judgement import judge
 from covmerge.judgement.names import by_depth
@@ -48,11 +48,11 @@ from covmerge.plan.rules import Rules
 from covmerge.recipe import Recipe
 from covmerge.sources import OpenCheckpoints
 from covmerge.tensors import describe_checkpoint, matrix_shapes
-from covmerge.types import Json
 
 SpectraOf = Literal["all", "some", "none"]
 # Operations that "some" spectra may take together: minutes on a workstation.
 _SPECTRAL_FLOPS = 1e14
+_LEAST_SPECTRA = 4  # as many as are drawn
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,13 @@ class InspectJob:
         spectra: of which matrices singular values are taken, which is most of the work: of all, of
             some, evenly from the first to the last, where all would be long, or of none.
         options: how it is done.
+        spectral_flops: of "some" spectra, about; None: what takes a minute or so.
     """
 
     recipe: Recipe
     spectra: SpectraOf = "some"
     options: RunOptions = field(default_factory=RunOptions)
+    spectral_flops: float | None = None
 
     def run(
         self,
@@ -95,7 +97,7 @@ class InspectJob:
         if checkpoints.text.vocabulary is None:
             findings += check_tokenizers(checkpoints.base.folder, folders)
         layers: tuple[LayerView, ...] = ()
-        cost: dict[str, Json] = {}
+        cost: InspectionFigures = {}
         if fitting:
             plan = self._plan(checkpoints, fitting)
             taken, note = self._taken(plan)
@@ -224,13 +226,15 @@ class InspectJob:
         total = sum(flops.values())
         if self.spectra == "none" or not names:
             return frozenset(), []
-        if self.spectra == "all" or total <= _SPECTRAL_FLOPS:
+        allowed = _SPECTRAL_FLOPS if self.spectral_flops is None else self.spectral_flops
+        if self.spectra == "all" or total <= allowed:
             return frozenset(names), []
-        count = max(1, int(len(names) * _SPECTRAL_FLOPS / total))
+        count = min(len(names), max(_LEAST_SPECTRA, int(len(names) * allowed / total)))
         chosen = frozenset(names[i * len(names) // count] for i in range(count))
         text = (
             f"singular values were taken of {count} of {len(names)} tensors, evenly from the first to "
-            "the last (--spectra all takes all)"
+            f"the last ({'' if self.spectral_flops is None else 'covmerge report OUT '}--spectra all takes "
+            "all)"
         )
         return chosen, [Finding(Severity.NOTE, text)]
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
+
+from typing_extensions import TypedDict
 
 from covmerge.covariance.gate import DEFAULT_TAU, Gate, Statistic, gate
 from covmerge.findings import Finding, Severity
@@ -14,7 +16,20 @@ from covmerge.judgement import Layer
 from covmerge.judgement.layers import TABLES
 from covmerge.measures.retention import overall
 from covmerge.measures.sums import Sums
+from covmerge.notebook import lines_svg, paragraph, table_html
+from covmerge.table import Cell, Table, Tabular
+from covmerge.text import counted, some
 from covmerge.types import Json
+
+
+class InspectionFigures(TypedDict, total=False):
+    """Seconds and bytes of one inspection; empty where there was nothing to read."""
+
+    seconds: float
+    read_seconds: float
+    compute_seconds: float
+    peak_memory: int
+    expected_peak_memory: int
 
 
 @dataclass(frozen=True)
@@ -171,8 +186,8 @@ class LayerView:
         return dict(zip(self.experts, values, strict=False))
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(Tabular):
     """What was found of a base and its experts, and of a merged model where there is one.
 
     Attributes:
@@ -189,7 +204,7 @@ class Inspection:
     family: str | None
     findings: tuple[Finding, ...]
     layers: tuple[LayerView, ...]
-    run: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    run: InspectionFigures = field(default_factory=InspectionFigures)
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -222,6 +237,62 @@ class Inspection:
         layers = self.by_expert(lambda layer: layer.retention)
         return {e: kept for e, of in layers.items() if (kept := overall(of)) is not None}
 
+    def __repr__(self) -> str:
+        found = [f.severity for f in self.findings]
+        said = [counted(found.count(kind), str(kind)) for kind in Severity if kind in found]
+        return (
+            f"<Inspection: {some(self.experts)} of {self.base}; {counted(len(self.layers), 'tensor')}; "
+            f"{', '.join(said) or 'nothing to warn of'}>"
+        )
+
+    def table(self) -> Table:
+        """One row for each matrix and each other tensor, from input to output.
+
+        By expert its norm, ‖Δ‖/‖W₀‖ and ranks where they were taken, by pair of experts the cosine of their
+        updates; of a merged model its norm, and by expert what is retained.
+        """
+        experts, merged = self.compared, any(layer.merged_norm is not None for layer in self.layers)
+        pairs = [(one, two) for place, one in enumerate(experts) for two in experts[place + 1 :]]
+        of_each = ("update_norm", "relative_norm", "effective_rank", "rank")
+        columns = [f"{what} {name}" for what in of_each for name in experts]
+        columns += [f"cosine {one} {two}" for one, two in pairs]
+        after = ["merged_norm", *(f"retention {name}" for name in experts)] if merged else []
+        rows: list[tuple[Cell, ...]] = []
+        for layer in self.layers:
+            norms, relative, taken = layer.norms, layer.relative, layer.spectra
+            cosines = layer.pairs(layer.sums.cosines)
+            spectra = [taken.get(name) for name in experts]
+            kept = [layer.retention.get(name) for name in experts]
+            rows.append(
+                (
+                    layer.name,
+                    layer.role,
+                    "x".join(map(str, layer.shape)),
+                    layer.sums.base_norm,
+                    *(norms.get(name) for name in experts),
+                    *(relative.get(name) for name in experts),
+                    *(own and own.effective_rank for own in spectra),
+                    *(own and own.rank for own in spectra),
+                    *(cosines.get(pair) for pair in pairs),
+                    *([layer.merged_norm, *kept] if merged else []),
+                )
+            )
+        return Table(("layer", "role", "shape", "base_norm", *columns, *after), tuple(rows))
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        table = self.table()
+        drawn = {
+            name for name in table.columns if name.startswith(("relative", "merged", "retention"))
+        }
+        moved = self.by_expert(lambda layer: layer.relative)
+        parts = [paragraph(repr(self))]
+        for finding in self.findings:
+            who = "" if finding.expert is None else f"'{finding.expert}' "
+            parts.append(paragraph(f"{finding.severity}: {who}{finding.text}"))
+        parts.append(lines_svg(moved, "‖Δ‖/‖W₀‖ of the matrices from the first to the last"))
+        return "".join([*parts, table_html(table, drawn=drawn)])
+
     def as_json(self) -> dict[str, Json]:
         """All of it as plain JSON."""
         total = self.total()
@@ -245,7 +316,7 @@ class Inspection:
             "findings": [finding.as_json() for finding in self.findings],
             "summary": summary,
             "layers": {layer.name: layer.as_json() for layer in self.layers},
-            "run": dict(self.run),
+            "run": cast("Mapping[str, Json]", dict(self.run)),
         }
 
 

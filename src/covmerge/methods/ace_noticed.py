@@ -12,7 +12,7 @@ from typing_extensions import Self
 from covmerge.covariance.gate import DEFAULT_TAU
 from covmerge.methods.words import JITTER, UNCHANGED, Counted
 from covmerge.noticed import Noticed, Seen, Words
-from covmerge.text import some
+from covmerge.text import counted, some
 from covmerge.types import Json
 
 _SHARE = 0.1  # of a ridge in the covariance that it may have beside an expert
@@ -35,9 +35,9 @@ class _Gate(Words):
         names = _names(seen, lambda m: m.at_pole)
         if names:
             yield (
-                f"ACE's gate fired in {len(names)} tensors ({some(names, 2)}) whose experts are alike in "
-                "size: their norms are near 1, where the paper's γ has a pole. --set gate=scale_free has "
-                "none"
+                f"ACE's gate fired in {counted(len(names), 'tensor')} ({some(names, 2)}) whose "
+                "experts are alike in size: their norms are near 1, where the paper's γ has a pole. "
+                "--set gate=scale_free has none"
             )
 
 
@@ -57,9 +57,10 @@ class _Ridge(Words):
             least = _rounded_down(min(wanted.values()))
             smaller = f"a smaller one (--set eps={least:g}), " if least >= _LEAST_EPS else ""
             yield (
-                f"ACE's ε outweighs an expert in {len(wanted)} tensors ({some(list(wanted), 2)}): the "
-                f"merge follows ε there, not the expert, and may be lost. Take {smaller}no refinement "
-                "(--set refine=false), or another method (--method tsv_m)"
+                f"ACE's ε outweighs an expert in {counted(len(wanted), 'tensor')} "
+                f"({some(list(wanted), 2)}): the merge follows ε there, not the expert, and may be "
+                f"lost. Take {smaller}no refinement (--set refine=false), or another "
+                "method (--method tsv_m)"
             )
 
 

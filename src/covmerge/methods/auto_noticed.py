@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from covmerge.methods.words import UNCHANGED, facts
 from covmerge.noticed import Noticed, Seen, Words
-from covmerge.text import some
+from covmerge.text import counted, some
 from covmerge.types import Json
 
 _LESS = 0.9  # an expert with a smaller share counted less than the others
@@ -71,7 +71,7 @@ class _Small(Words):
         found = _less(seen)
         if found:
             where = (
-                f"'{expert}' in {len(names)} tensors ({some(names, 2)})"
+                f"'{expert}' in {counted(len(names), 'tensor')} ({some(names, 2)})"
                 for expert, names in found.items()
             )
             yield "counted less", f"{'; '.join(where)}: short beside the others there"

@@ -15,6 +15,7 @@ from covmerge.errors import TensorError
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import LinAlgError, norm
+from covmerge.methods.other_names import OTHER_NAMES
 from covmerge.methods.scaled import run_near_one
 from covmerge.noticed import Noticed
 from covmerge.registry import Declared, Parameters, Table
@@ -394,7 +395,7 @@ class Method(Declared):
 
 _Function = TypeVar("_Function", bound=Kernel)
 
-registry: Table[Method] = Table(Method, "covmerge.methods")
+registry: Table[Method] = Table(Method, "covmerge.methods", OTHER_NAMES)
 
 
 def register(name: str, **declared: Any) -> Callable[[_Function], _Function]:

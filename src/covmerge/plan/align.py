@@ -19,7 +19,7 @@ from covmerge.plan.operands import Operand
 from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription, Stacked, find_name
-from covmerge.text import some
+from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 
 # (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
@@ -225,8 +225,8 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     unknown = [name for name in adapter.low_rank if name not in taken]
     if unknown:
         raise TensorError(
-            f"expert '{expert_name}' ({adapter.checkpoint.source}) updates {len(unknown)} tensors "
-            f"that the base ({base.checkpoint.source}) lacks: "
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) updates "
+            f"{counted(len(unknown), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
             f"{some(unknown, 5, quoted=True)}. Is it an adapter of this base?"
         )
     # PEFT stores what it trained whole once for each of the names that are tied.
@@ -310,8 +310,8 @@ def _extras(
             refused.append(name)
     if refused:
         raise TensorError(
-            f"expert '{expert_name}' ({expert.checkpoint.source}) has {len(refused)} tensors that "
-            f"the base ({base.checkpoint.source}) lacks: "
+            f"expert '{expert_name}' ({expert.checkpoint.source}) has "
+            f"{counted(len(refused), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
             f"{some(refused, 5, quoted=True)}. Is it a fine-tune of this base? "
             "If these tensors may be left out, set `tensors: {extra: ignore}`; if they are a "
             "task head, add a rule with `use: head`."

@@ -37,6 +37,7 @@ from covmerge.plan.types import Plan, Survey
 from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
 from covmerge.recipe import Recipe
 from covmerge.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
+from covmerge.text import counted
 from covmerge.types import Role, TensorHeader
 from covmerge.version import __version__
 
@@ -671,7 +672,7 @@ def _notes(
         if dtypes:
             yield f"expert '{name}' stores {', '.join(sorted(dtypes))} where the base stores another dtype"
         if alignment.missing:
-            yield f"expert '{name}' lacks {len(alignment.missing)} tensors of the base"
+            yield f"expert '{name}' lacks {counted(len(alignment.missing), 'tensor')} of the base"
         for resized, rows in alignment.resized.items():
             yield (
                 f"expert '{name}': '{resized}' has {rows} rows, the base {base.headers[resized].shape[0]}; "
@@ -679,4 +680,5 @@ def _notes(
             )
         for reason in sorted(set(alignment.ignored.values())):
             left_out = [n for n, why in alignment.ignored.items() if why == reason]
-            yield f"expert '{name}': {len(left_out)} tensors left out, {reason} ({left_out[0]}, ...)"
+            count = counted(len(left_out), "tensor")
+            yield f"expert '{name}': {count} left out, {reason} ({left_out[0]}, ...)"

@@ -11,7 +11,7 @@ from covmerge.checkpoints.adapter_layout import (
     LoraForm,
     WholeTensor,
 )
-from covmerge.text import some
+from covmerge.text import counted, some
 
 # What vLLM's --max-lora-rank may be; its default is the second.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -66,6 +66,7 @@ def _refused(factors: Collection[AdaptedTensor], whole: Collection[WholeTensor])
         yield f"it has no LoRA of convolutions ({some(windows, 2)})"
     if held := [name for tensor in whole for name in tensor.names]:
         yield (
-            f"it takes nothing but factors, and {len(held)} tensors are held whole ({some(held, 2)}): "
+            "it takes nothing but factors, and "
+            f"{counted(len(held), 'tensor is', 'tensors are')} held whole ({some(held, 2)}): "
             "merge to a full model (--as model), or leave them to the base by a rule"
         )

@@ -20,6 +20,7 @@ from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.registry import Origin
 from covmerge.steps import registry as steps
+from covmerge.text import counted, some
 from covmerge.types import Json, Role, TensorHeader
 
 # Passes that an exact selection takes (`covmerge.linalg.select`), and with a good guess, by compute
@@ -69,7 +70,7 @@ class Survey:
         return (usual, guessed) if self.sample else (0, usual)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Everything decided before the first tensor is read.
 
@@ -105,6 +106,10 @@ class Plan:
     parameters: tuple[str, ...] = ()
     stem: str = "model"
     quantisation: Mapping[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        tensors, items = counted(len(self.tensors), "tensor"), counted(len(self.items), "item")
+        return f"<Plan: {some(self.recipe.experts)} by {self.recipe.method}; {tensors}, {items} of work>"
 
     @property
     def read_bytes(self) -> int:

@@ -14,6 +14,7 @@ from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.base import find_header
 from covmerge.checkpoints.folder import QUANTISATION
 from covmerge.checkpoints.gguf_file import GgufSettings
+from covmerge.checkpoints.unwrapped import unwrapped
 from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
 from covmerge.quantised import gguf
@@ -138,7 +139,7 @@ def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
     """
     checkpoint = open_checkpoint(source)
     try:
-        return dequantised(checkpoint)
+        return unwrapped(dequantised(checkpoint))
     except BaseException:
         checkpoint.close()
         raise

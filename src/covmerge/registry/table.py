@@ -9,7 +9,8 @@ is an error where that name is asked for, and spoils nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from covmerge.errors import RecipeError, did_you_mean
@@ -29,11 +30,15 @@ class Table(Generic[_D]):
     Args:
         kind: what it holds.
         group: the entry point group in which packages announce more of it.
+        other_names: what others call what is here, in lower case with `_`, and what it is called here.
     """
 
-    def __init__(self, kind: type[_D], group: str) -> None:
+    def __init__(
+        self, kind: type[_D], group: str, other_names: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._kind = kind
         self._group = group
+        self._other_names = other_names
         self._declared: dict[str, _D] = {}
         self._absent: dict[str, str] = {}
         self._broken: dict[str, RecipeError] = {}
@@ -128,9 +133,20 @@ class Table(Generic[_D]):
         elif name not in self._declared and name in self._absent:
             raise RecipeError(f"{what} is not available: {self._absent[name]}")
         elif name not in self._declared:
-            known = {*self._declared, *given}
-            raise RecipeError(f"there is no {what}." + did_you_mean(name, known))
+            raise RecipeError(
+                f"there is no {what}." + self._nearest(name, {*self._declared, *given})
+            )
         self._checked.add(name)
+
+    def _nearest(self, name: str, known: Collection[str]) -> str:
+        """What a name may have meant: what others call so, or the nearest that is known."""
+        plain = re.sub(r"[-_. ]+", "_", name.lower()).strip("_")
+        called = next((own for own in sorted(known) if own.lower() == plain), None)
+        if called is not None:
+            return f" Did you mean '{called}'?"
+        if plain in self._other_names:
+            return f" Here it is {self._other_names[plain]}."
+        return did_you_mean(name, known)
 
     def _load(self, what: str, by: Announced) -> None:
         before = dict(self._declared)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from covmerge.inspection import Inspection
+from covmerge.notebook import paragraph
 from covmerge.noticed import Seen
+from covmerge.table import Table, Tabular
 from covmerge.types import Json
 from covmerge.verification import Verification
 
@@ -27,8 +29,8 @@ class LayerCost:
     flops: float
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Tabular):
     """A look at experts, and at what a merge made of them.
 
     Attributes:
@@ -47,7 +49,19 @@ class Report:
     verification: Verification | None = None
     noticed: Mapping[str, Seen] = field(default_factory=dict[str, Seen])
     costs: Mapping[str, LayerCost] = field(default_factory=dict[str, LayerCost])
-    run: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    run: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def __repr__(self) -> str:
+        ok = self.verification is not None and self.verification.ok
+        return f"<Report: {self.title}{', verified' if ok else ''}; {self.inspection!r}>"
+
+    def table(self) -> Table:
+        """The rows of its inspection."""
+        return self.inspection.table()
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        return paragraph(repr(self)) + self.inspection.html()
 
     def as_json(self) -> dict[str, Json]:
         """All of it as plain JSON."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from covmerge.checkpoints import AdapterCheckpoint
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
@@ -18,8 +19,7 @@ from covmerge.recipe import Recipe, parse_recipe
 from covmerge.reporting.data import LayerCost, Report
 from covmerge.sources import open_recipe
 from covmerge.steps import resolve_steps
-from covmerge.types import Json
-from covmerge.verification import verify
+from covmerge.verification import Verification, verify
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,17 @@ class ReportJob:
         options: how it is done.
         seconds: of the merge's mathematics by tensor, where it was just run.
         measured: what else that run measured, as in `MergeResult.run`.
+        verification: the output's, where it was just made; None: it is verified now.
+        share: of the merge's own FLOPs, what "some" spectra may take; None: as of an inspection.
     """
 
     folder: Path
     spectra: SpectraOf = "some"
     options: RunOptions = field(default_factory=RunOptions)
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    measured: Mapping[str, Json] = field(default_factory=dict[str, Json])
+    measured: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    verification: Verification | None = None
+    share: float | None = None
 
     def run(self) -> Report:
         """Verify the output, and read it with the base and experts that its manifest names.
@@ -49,10 +53,12 @@ class ReportJob:
         manifest = read_manifest(self.folder)
         recipe = parse_recipe(manifest["recipe"], origin=str(self.folder / MANIFEST_NAME))
         with recorded_in(self.folder / MANIFEST_NAME), open_recipe(recipe) as checkpoints:
+            plan, _ = checkpoints.plan(recipe)
             job = InspectJob(
                 recipe=recipe,
                 spectra=self.spectra,
                 options=self.options,
+                spectral_flops=None if self.share is None else self.share * plan.flops,
             )
             output = open_plain(self.folder)
             if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
@@ -63,8 +69,7 @@ class ReportJob:
                 )
             finally:
                 output.close()
-            plan, _ = checkpoints.plan(recipe)
-            verification = verify(self.folder, base=checkpoints.base)
+            verification = self.verification or verify(self.folder, base=checkpoints.base)
         return Report(
             title=self.folder.resolve().name,
             inspection=inspection,

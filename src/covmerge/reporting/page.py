@@ -19,9 +19,9 @@ from covmerge.plan import Settings
 from covmerge.recipe import format_size
 from covmerge.reporting.data import Report
 from covmerge.reporting.numbers import keeps_least
-from covmerge.reporting.words import counted, number, quoted, share
+from covmerge.reporting.words import number, quoted, share
 from covmerge.steps import registry as steps
-from covmerge.text import some
+from covmerge.text import counted, some
 
 RETENTION = (
     "What is kept of an expert is predicted without data, from the experts' own updates: the share of "

@@ -11,7 +11,7 @@ from covmerge.reporting.extra import needed_for_reports
 from covmerge.reporting.figures.canvas import NothingToDraw
 from covmerge.reporting.numbers import shown_spectra
 from covmerge.reporting.svg import inline_svg
-from covmerge.reporting.tables import Table
+from covmerge.table import Table
 
 with needed_for_reports():
     from matplotlib.figure import Figure

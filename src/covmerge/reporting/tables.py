@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from covmerge.inspection import LayerView
@@ -24,22 +23,9 @@ from covmerge.reporting.numbers import (
     pairs,
     thresholds,
 )
+from covmerge.table import Cell, Table
 
-Cell = str | bool | float | None
 _PLACES = 9  # singular values of a curve
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of numbers; the first column names what they are of.
-
-    Attributes:
-        columns: headings, with units.
-        rows: as many cells each; None where there is no number.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
 
 
 def norms(look: Look) -> Table:

@@ -63,13 +63,3 @@ def shorten(name: str, limit: int) -> str:
         return name
     head = (limit - 1) // 2
     return f"{name[:head]}…{name[len(name) - (limit - 1 - head) :]}"
-
-
-def counted(count: int, singular: str, plural: str | None = None) -> str:
-    """Write a number of things.
-
-    Example:
-        >>> counted(1, "check"), counted(2, "matrix", "matrices")
-        ('1 check', '2 matrices')
-    """
-    return f"{count} {singular if count == 1 else plural or singular + 's'}"

@@ -12,7 +12,7 @@ from covmerge.tensors.names import is_head_by_name, kind_by_name, parts_by_name
 from covmerge.tensors.remembered import remembered_skeleton
 from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, architecture_of, build_skeleton
 from covmerge.tensors.views import FusedParts, MatrixLayout
-from covmerge.text import some
+from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 
 _Build = Callable[[Mapping[str, TensorHeader], Mapping[str, Any]], Skeleton]
@@ -134,6 +134,12 @@ def describe(
     if unsure:
         notes.append(
             f"{some(unsure, 1, quoted=True)}: {found[unsure[0]][0].why}; taken for '{Role.OTHER}'"
+        )
+    split = [name for name, (_, parts) in found.items() if parts is not None]
+    if split and config is None:
+        notes.append(
+            f"{counted(len(split), 'matrix is', 'matrices are')} known by name for q, k and v in one "
+            f"({some(split, 1, quoted=True)}): merged whole, or apart with `tensors: {{fused: split}}`"
         )
     outside = _outside(headers, skeleton)
     tied = _tied(headers, skeleton) if skeleton else {}

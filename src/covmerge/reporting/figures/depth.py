@@ -33,7 +33,8 @@ from covmerge.reporting.figures.canvas import (
 )
 from covmerge.reporting.grid import Panel, panels
 from covmerge.reporting.numbers import STATISTICS, Gamma, Look, gammas, kind_name, thresholds
-from covmerge.reporting.words import counted, share, shorten
+from covmerge.reporting.words import share, shorten
+from covmerge.text import counted
 
 with needed_for_reports():
     from matplotlib.figure import Figure

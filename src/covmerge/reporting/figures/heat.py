@@ -60,6 +60,11 @@ class _Scale:
     label: str
 
 
+def _alike(most: float, least: float) -> bool:
+    """Whether a ratio would be written as 1."""
+    return number(most / least, 2) == number(1.0, 2)
+
+
 def norms(look: Look) -> Figure:
     """Draw ‖Δ_t‖ / ‖W_0‖ of every expert in every layer: how far it moved.
 
@@ -74,7 +79,9 @@ def norms(look: Look) -> Figure:
     most = max(moved, key=moved.__getitem__)
     least = min((e for e in moved if moved[e]), key=moved.__getitem__)
     title = f"{quoted(most)} moved {share(moved[most])} of the base's norm"
-    if most != least:
+    if _alike(moved[most], moved[least]) and len(moved) > 1:
+        title = f"All experts moved about {share(moved[most])} of the base's norm"
+    elif most != least:
         title += f", {number(moved[most] / moved[least], 2)} times as far as {quoted(least)}"
     kinds = _by_kind(layers, most)
     if len(kinds) > 1:
@@ -105,7 +112,9 @@ def retention(look: Look) -> Figure:
         least = sorted(blocks, key=blocks.__getitem__)[:_WORST]
         title += f", least in blocks {ranges(least)}"
     best = max(kept, key=kept.__getitem__)
-    if best != worst:
+    if share(kept[best]) == share(kept[worst]) and len(kept) > 1:
+        title = f"By prediction every expert keeps {share(kept[worst])} of what it adds"
+    elif best != worst:
         title += f"; {quoted(best)} most, {share(kept[best])}"
     scale = _Scale(
         "RdBu",
@@ -134,7 +143,9 @@ def merged_cosines(look: Look) -> Figure:
     require(known, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
     most, least = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
     title = f"The merged update points most along {quoted(most)} (cosine {cosine(known[most])})"
-    if most != least:
+    if cosine(known[most]) == cosine(known[least]) and len(known) > 1:
+        title = f"The merged update points along every expert alike (cosine {cosine(known[most])})"
+    elif most != least:
         title += f", least along {quoted(least)} ({cosine(known[least])})"
     limit = limit_of(v for _, values in layers for v in values.values() if v is not None)
     scale = _Scale(

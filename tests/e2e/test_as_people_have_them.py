@@ -1,0 +1,161 @@
+"""Sources as training scripts and other libraries leave them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import covmerge
+from covmerge.checkpoints import open_checkpoint
+from covmerge.checkpoints.unwrapped import unwrapped
+from covmerge.errors import CheckpointError
+from tests.checkpoints.adapters import llama
+from tests.cli.runs import covmerge as command
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def timm():
+    """A block of a vision transformer, as timm and open_clip name it."""
+    shapes = {
+        **{"pos_embed": (1, 5, 8), "patch_embed.proj.weight": (8, 3, 2, 2), "norm.weight": (8,)},
+        **{"blocks.0.attn.qkv.weight": (24, 8), "blocks.0.attn.qkv.bias": (24,)},
+        **{"blocks.0.attn.proj.weight": (8, 8), "blocks.0.mlp.fc1.weight": (16, 8)},
+    }
+    return {name: torch.randn(shape, generator=GENERATOR) for name, shape in shapes.items()}
+
+
+def moved(tensors):
+    return {n: w + 0.01 * torch.randn(w.shape, generator=GENERATOR) for n, w in tensors.items()}
+
+
+BASE = timm()
+ONE, TWO = moved(BASE), moved(BASE)
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return covmerge.merge(BASE, {"a": ONE, "b": TWO}, "actmat")
+
+
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "model.", "module.model."]
+)
+def test_a_wrappers_prefix_changes_nothing_and_is_told(plain, prefix):
+    wrapped = {prefix + name: tensor for name, tensor in ONE.items()}
+    result = covmerge.merge(BASE, {"a": wrapped, "b": TWO}, "actmat")
+    assert equal(result.tensors, plain.tensors)
+    (note,) = [note for note in result.notes if "left out of the names" in note]
+    assert "expert 'a'" in note and all(f"'{part}.'" in note for part in prefix[:-1].split("."))
+
+
+def test_blocks_that_were_compiled_one_by_one(plain):
+    wrapped = {n.replace("blocks.0.", "blocks.0._orig_mod."): t for n, t in ONE.items()}
+    assert equal(covmerge.merge(BASE, {"a": wrapped, "b": TWO}, "actmat").tensors, plain.tensors)
+
+
+def test_a_wrapped_base_gives_a_model_under_its_own_names(plain):
+    base = {f"module.{name}": tensor for name, tensor in BASE.items()}
+    assert equal(covmerge.merge(base, {"a": ONE, "b": TWO}, "actmat").tensors, plain.tensors)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("module.fc.weight", "fc.bias"),  # not all of them
+        (
+            "model.fc.weight",
+            "model.fc.bias",
+        ),  # a backbone's own name, without a base to hold it against
+        ("fc._orig_mod.weight", "fc.weight"),  # two that would become one
+        ("module.",),
+        ("my_orig_mod.weight",),
+    ],
+)
+def test_other_names_stay(names):
+    checkpoint = open_checkpoint({name: torch.ones(1) for name in names})
+    assert unwrapped(checkpoint) is checkpoint
+
+
+def test_a_lightning_file(tmp_path, plain):
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {f"model.{n}": t for n, t in ONE.items()}, "epoch": 3}, path)
+    assert equal(covmerge.merge(BASE, {"a": path, "b": TWO}, "actmat").tensors, plain.tensors)
+
+
+def test_wrapped_files_are_merged_to_disk_verified_and_computed_again(tmp_path, plain):
+    for name, tensors in (("base", BASE), ("a", ONE)):
+        wrapped = {f"module.{n}": t for n, t in tensors.items()}
+        save_file(wrapped, tmp_path / f"{name}.safetensors")
+    save_file(TWO, tmp_path / "b.safetensors")
+    base, one, two = (tmp_path / f"{name}.safetensors" for name in ("base", "a", "b"))
+    covmerge.merge(base, {"a": one, "b": two}, "actmat", tmp_path / "out")
+    assert equal(load_file(tmp_path / "out" / "model.safetensors"), plain.tensors)
+    assert covmerge.verify(tmp_path / "out").ok
+    command("verify", tmp_path / "out", "--deep")
+
+
+def test_fused_projections_by_name_are_told(plain):
+    (note,) = [note for note in plain.notes if "q, k and v" in note]
+    assert note.startswith("1 matrix is known") and "blocks.0.attn.qkv.weight" in note
+    apart = covmerge.merge(BASE, [ONE, TWO], "actmat", tensors={"fused": "split"}).tensors
+    base, one, two, merged = (
+        own["blocks.0.attn.qkv.weight"].chunk(3) for own in (BASE, ONE, TWO, apart)
+    )
+    for place in range(3):
+        updates = [one[place] - base[place], two[place] - base[place]]
+        alone = covmerge.merge_layer(updates, method="actmat")
+        torch.testing.assert_close(merged[place] - base[place], alone)
+
+
+def test_modules_are_their_tensors():
+    base, one, two = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(3))
+    for module in (one, two):
+        module.load_state_dict(moved(base.state_dict()))
+    kept, a, b = (module.state_dict() for module in (base, one, two))
+    result = covmerge.merge(base, {"a": nn.DataParallel(one), "b": two}, "average")
+    assert equal(result.tensors, covmerge.merge(kept, {"a": a, "b": b}, "average").tensors)
+    assert result.recipe.base == "<state dict>"
+
+
+def test_a_module_of_transformers_is_known_by_its_config(tmp_path):
+    models = {name: llama() for name in ("base", "a", "b")}
+    start = models["base"].state_dict()
+    for name, model in models.items():
+        if name != "base":
+            model.load_state_dict(moved(start))
+        model.save_pretrained(tmp_path / name)
+    held = covmerge.merge(models["base"], [models["a"], models["b"]], "ace")
+    saved = covmerge.merge(tmp_path / "base", [tmp_path / "a", tmp_path / "b"], "ace")
+    assert equal({n: held.tensors[n] for n in saved.tensors}, saved.tensors)
+    assert not [note for note in held.notes if "name rules" in note]
+
+
+def test_a_module_with_an_adapter_inside_is_refused():
+    module = nn.ModuleDict({"fc": nn.ModuleDict({"lora_A": nn.Linear(2, 1)})})
+    with pytest.raises(CheckpointError, match="holds an adapter beside its weights"):
+        covmerge.merge({"fc.weight": torch.ones(1, 2)}, {"a": module}, "average")
+
+
+def test_a_pipeline_names_its_models(tmp_path):
+    for part in ("unet", "vae"):
+        (tmp_path / part).mkdir()
+        save_file({"w": torch.ones(1)}, tmp_path / part / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"unet": ["diffusers", "UNet2DConditionModel"]})
+    )
+    with pytest.raises(CheckpointError, match=r"several models \(unet, vae\).*/unet$"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_run_names_its_last_checkpoint(tmp_path):
+    for step in (90, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    with pytest.raises(CheckpointError, match=r"with 2 checkpoints .*/checkpoint-100, .*--last 2"):
+        open_checkpoint(tmp_path)
