@@ -78,5 +78,5 @@ def test_max_memory_is_obeyed_or_refused(tmp_path):
     assert tight["expected_peak_memory"] <= allowed
     refused = merge(base, experts, tmp_path / "refused", method="ace", max_memory="300MB")
     assert "ResourceError" in refused
-    assert "--max-memory" in refused
+    assert "(max_memory)" in refused
     assert not (tmp_path / "refused").exists()

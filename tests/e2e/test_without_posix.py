@@ -123,7 +123,7 @@ def test_a_merge_that_is_killed_and_resumed(tmp_path: Path, kind: str) -> None:
     assert not (folder / "out").exists()
     resumed = merge(folder, inputs)
     assert resumed.returncode == 0, resumed.stderr
-    assert "pass --resume to go on" in resumed.stderr
+    assert "pass resume=True to go on" in resumed.stderr
     ok, notes, seen = json.loads(resumed.stdout)
     assert ok and seen == json.loads(json.dumps(expected)) != []
     assert "has no locks" in " ".join(notes)  # of this Python; Windows has its own

@@ -120,7 +120,7 @@ def test_which_cluster(plain, tmp_path):
     assert list(tmp_path.iterdir()) == []
     for given, words in (
         ({"address": "auto"}, "give --executor ray too"),
-        ({"executor": "ray", "workers": 2}, "leave out --workers"),
+        ({"executor": "ray", "workers": 2}, "leave out workers"),
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(*plain, "ace", tmp_path / "out", **given)

@@ -76,12 +76,14 @@ def norms(look: Look) -> Figure:
     values = [value for _, found in layers for value in found.values() if value]
     require(values, "no expert changed a matrix of the base")
     moved = {expert: moved_by(inspection, expert) for expert in inspection.compared}
-    most = max(moved, key=moved.__getitem__)
-    least = min((e for e in moved if moved[e]), key=moved.__getitem__)
+    movers = [expert for expert in moved if moved[expert]]
+    most = max(movers, key=moved.__getitem__)
+    least = min(movers, key=moved.__getitem__)
     title = f"{quoted(most)} moved {share(moved[most])} of the base's norm"
-    if _alike(moved[most], moved[least]) and len(moved) > 1:
+    alike = _alike(moved[most], moved[least])
+    if alike and len(movers) == len(moved) > 1:
         title = f"All experts moved about {share(moved[most])} of the base's norm"
-    elif most != least:
+    elif not alike:
         title += f", {number(moved[most] / moved[least], 2)} times as far as {quoted(least)}"
     kinds = _by_kind(layers, most)
     if len(kinds) > 1:
