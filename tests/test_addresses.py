@@ -41,6 +41,7 @@ def test_others_are_refused_by_name(address: str) -> None:
     "address",
     [
         "https://me:hunter2@host/base",
+        " https://me:hunter2@host/base",  # as it was pasted
         "s3://hunter2@bucket/base",
         "https://host/base/model.safetensors?X-Amz-Signature=hunter2",
         "https://host/base#hunter2",

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,17 @@ def test_names_that_nothing_can_hold(tmp_path: Path, kind: str, name: str, messa
         source = tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(source)
+
+
+@pytest.mark.parametrize("name", [".metadata", "model.pt"])
+def test_a_million_tuples_one_in_the_next_are_no_key(tmp_path: Path, name: str):
+    # To hash it takes a call of C for each, which ends the process.
+    pickled = b"\x80\x02}" + b")" + b"\x85" * 1_000_000 + b"K\x01s."
+    path = tmp_path / name
+    if name == ".metadata":
+        path.write_bytes(pickled)
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("model/data.pkl", pickled)
+    with pytest.raises(CheckpointError, match="more than 1000 tuples, each inside the next"):
+        open_checkpoint(tmp_path if name == ".metadata" else path)

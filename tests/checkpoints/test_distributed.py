@@ -217,6 +217,11 @@ def test_what_a_stranger_may_have_written(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             open_checkpoint(spoil(folder, change))
     assert open_checkpoint(spoil(folder, hostile)).read("w").shape == (7, 5)
+    style = filesystem.SerializationFormat.SAFETENSORS
+    safe = save({"w": STATE["w"]}, tmp_path / "safe", serialization_format=style)
+    twice = declare((14, 5), chunk((0, 0), (7, 5)), chunk((7, 0), (7, 5)))
+    with pytest.raises(CheckpointError, match="two chunks of 'w' that they are the same tensor"):
+        open_checkpoint(spoil(safe, twice))
     assert not Path("/tmp/covmerge-was-here").exists()
 
 

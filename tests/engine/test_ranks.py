@@ -329,6 +329,8 @@ def test_which_rank_this_is():
         ({"RANK": "4", "WORLD_SIZE": "4"}, "is no rank"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is '-1'"),
         ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK is 'x'"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9{20}', and should"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
     ):
         with pytest.raises(InputError, match=words):
             find_rank(wrong)

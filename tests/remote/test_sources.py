@@ -1,5 +1,6 @@
 """Checkpoints in buckets and on web servers: the same tensors as here, whatever fails on the way."""
 
+import gzip
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -272,6 +273,22 @@ def test_a_web_server_may_send_what_it_likes(pages, models) -> None:
         checkpoint.read("h.3.proj.weight", range(1))
         checkpoint._store._windows._held.clear()
         checkpoint.read("h.3.proj.weight", range(1))
+
+
+def test_what_is_compressed_is_not_unpacked(pages, models) -> None:
+    """A few bytes would become as many as the server likes, and ranges be those of other bytes."""
+    server, folder = pages
+    shutil.copytree(models[0], folder / "base")
+
+    def compressed(right, environ, start):
+        packed = gzip.compress(bytes(2**20))
+        told = [("Content-Range", "bytes 0-9/10"), ("Content-Encoding", "gzip")]
+        start("206 Partial Content", [*told, ("Content-Length", str(len(packed)))])
+        return [packed]
+
+    server.fail("config.json", compressed, 10)
+    with pytest.raises(CheckpointError, match="the server sends it compressed"):
+        open_checkpoint(f"{server.url}/base")
 
 
 @pytest.mark.slow

@@ -192,6 +192,13 @@ class DistributedFiles:
             for chunk in entry.chunks:
                 if chunk.file not in self._whole:
                     spans[chunk.file].append((chunk.start, chunk.start + chunk.length))
+            # A file of safetensors has one tensor of a name.
+            whole = [chunk.file for chunk in entry.chunks if chunk.file in self._whole]
+            if len(set(whole)) < len(whole):
+                raise CheckpointError(
+                    f"{self._where} says of two chunks of '{entry.key}' that they are the same tensor of a "
+                    "file: fetch the files again"
+                )
         for name, own in spans.items():
             own.sort()
             if any(stop > start for (_, stop), (start, _) in pairwise(own)):

@@ -19,6 +19,19 @@ SAVE_AGAIN = "load it where you trust it, and save its state dict with safetenso
 _MAX_PICKLE_BYTES = 100_000_000
 MAX_STEPS = 2_000_000  # a tensor takes 40
 _FIXED = 8  # bytes of the longest argument whose length is not told by the file
+# As a key of a dict a tuple is hashed with all that lie in it, one inside the other, on the stack of C,
+# which a million overflow. A module of modules has some tens.
+_MAX_NESTING = 1000
+_MARK = -1
+_TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
+_CALLS = frozenset(
+    {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"}
+)  # may return what they are given
+_CHANGES = frozenset(
+    {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
+)  # what is below
+_PUTS = frozenset({"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"})
+_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
 
 
 def check_whole(size: int, where: str) -> None:
@@ -61,23 +74,71 @@ def check_archive(archive: zipfile.ZipFile, where: str) -> None:
 
 
 def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int = MAX_STEPS) -> None:
-    """Count the steps of some pickles in a row, each of which may make an object.
+    """Count the steps of some pickles in a row, each of which may make an object, or nest one.
 
     What is no pickle is left to whoever loads it.
 
     Raises:
-        CheckpointError: there are too many.
+        CheckpointError: there are too many, or tuples lie in tuples too deep.
     """
     left = most
     bounded = _Bounded(pickled, where)
     for _ in range(pickles):
-        for _ in _opcodes(bounded):
+        nesting = _Nesting()
+        for opcode, argument in _opcodes(bounded):
+            if nesting.after(opcode, argument) > _MAX_NESTING:
+                raise CheckpointError(
+                    f"{where} has more than {_MAX_NESTING} tuples, each inside the next, which is far more "
+                    f"than any model needs: {SAVE_AGAIN}"
+                )
             left -= 1
             if left < 0:
                 raise CheckpointError(
                     f"{where} describes its tensors in more than {most} steps, which is far "
                     f"more than any model needs: {SAVE_AGAIN}"
                 )
+
+
+class _Nesting:
+    """How many tuples lie one inside the next, of all that a pickle has on its stack and in its memo."""
+
+    def __init__(self) -> None:
+        self._stack: list[int] = []
+        self._memo: dict[object, int] = {}
+
+    def after(self, opcode: pickletools.OpcodeInfo, argument: object) -> int:
+        """Take one step, and return how many there are in what is on top of the stack."""
+        name, stack = opcode.name, self._stack
+        top = stack[-1] if stack else 0
+        if name in _PUTS:
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = top
+        elif name in _GETS:
+            stack.append(self._memo.get(argument, 0))
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "DUP":
+            stack.append(top)
+        else:
+            deepest = self._take(opcode)
+            if name in _TUPLES:
+                stack.append(deepest + 1)
+            elif name in _CALLS:
+                stack.append(deepest)
+            elif opcode.stack_after and name not in _CHANGES:
+                stack.append(0)
+        return stack[-1] if stack else 0
+
+    def _take(self, opcode: pickletools.OpcodeInfo) -> int:
+        """Take from the stack what a step does, and return the most of it."""
+        to_mark = pickletools.markobject in opcode.stack_before
+        count = len(opcode.stack_before) - (opcode.name in _CHANGES)
+        deepest = 0
+        while self._stack and (to_mark or count > 0):
+            one, count = self._stack.pop(), count - 1
+            if to_mark and one == _MARK:
+                break
+            deepest = max(deepest, one)
+        return deepest
 
 
 class _Bounded:
@@ -108,8 +169,9 @@ class _Bounded:
         return self._file.tell()
 
 
-def _opcodes(pickled: _Bounded) -> Generator[object]:
+def _opcodes(pickled: _Bounded) -> Generator[tuple[pickletools.OpcodeInfo, object]]:
     try:
-        yield from pickletools.genops(cast("IO[bytes]", pickled))
+        for opcode, argument, _ in pickletools.genops(cast("IO[bytes]", pickled)):
+            yield opcode, argument
     except (ValueError, MemoryError):
         return

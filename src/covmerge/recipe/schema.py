@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from covmerge.checkpoints.adapter_layout import LoraForm
-from covmerge.errors import RecipeError, did_you_mean
+from covmerge.errors import InputError, RecipeError, did_you_mean
 from covmerge.findings import FAULTS, fault_name
 from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
 from covmerge.recipe.run import Run
@@ -32,11 +32,16 @@ from covmerge.recipe.sizes import parse_size
 from covmerge.recipe.strict import StrictModel
 from covmerge.recipe.tokenizer import TEMPLATES, TokenizerRules, check_template
 from covmerge.recipe.varied import VARIED_SCHEMA, check_varied, is_varied
+from covmerge.stores.address import address_of
 from covmerge.types import Role
 
 
 def _source(source: str) -> str:
     if not source.isprintable() or source.strip() != source:
+        try:
+            address_of(source)
+        except InputError as error:  # which tells nothing that may be secret
+            raise ValueError(str(error)) from None
         raise ValueError(f"{source!r} has spaces around it or control characters in it")
     return source
 

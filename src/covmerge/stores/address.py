@@ -15,7 +15,7 @@ PAGES = ("https", "http")
 _HUB = "hf"
 
 # A drive of Windows is one letter; of two slashes a `Path` keeps one.
-_SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)", re.ASCII | re.I | re.S)
+_SCHEME = re.compile(r"\s*(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)", re.ASCII | re.I | re.S)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class PageServer:
         # `trust_env`: proxies, and credentials of ~/.netrc, which go to their own host alone.
         timeout = ClientTimeout(total=None, sock_connect=10, sock_read=SILENCE)
         system: Any = HTTPFileSystem(
-            client_kwargs={"trust_env": True, "timeout": timeout},
+            client_kwargs={"trust_env": True, "timeout": timeout, "auto_decompress": False},
             encoded=True,
             skip_instance_cache=True,
         )
@@ -139,6 +139,11 @@ class PageServer:
         if not (empty and empty[3] == "0"):
             try:
                 answer.raise_for_status()
+                encoding = str(answer.headers.get("Content-Encoding", "identity"))
+                if encoding.lower() != "identity":
+                    raise RefusedError(
+                        "the server sends it compressed, unasked: download it, and pass its folder"
+                    )
             except BaseException:
                 answer.close()
                 raise

@@ -14,6 +14,8 @@ _STARTERS = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
 )
 
+_MOST_DIGITS = 9
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -50,10 +52,14 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
                 _number(environment, world),
                 _number(environment, local) if local in environment else 1,
             )
-            if not (rank.number < rank.world and 1 <= rank.local):
+            if rank.number >= rank.world:
                 raise InputError(
                     f"{number}={rank.number} of {world}={rank.world} is no rank: they go from 0 to "
                     f"{world} - 1"
+                )
+            if not rank.local:
+                raise InputError(
+                    f"{local} is 0, and counts the ranks of this machine: set it right"
                 )
             return rank
     names = " nor ".join(f"{number} and {world}" for number, world, _ in _STARTERS)
@@ -65,6 +71,6 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
-    if not (text.isascii() and text.isdigit()):
-        raise InputError(f"{name} is '{text}', and should be a whole number")
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise InputError(f"{name} is '{text[:20]}', and should be a whole number")
     return int(text)
