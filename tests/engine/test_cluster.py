@@ -104,7 +104,7 @@ def test_an_error_in_a_task_ends_the_merge(cluster, plain, tmp_path):
         covmerge.merge(
             base, experts, "ace", out, executor="ray", address=cluster.address, max_memory="100MB"
         )
-    with pytest.raises(InputError, match="leave out (--)?executor.*ray"):
+    with pytest.raises(InputError, match=r"leave out executor=.ray"):
         covmerge.merge(base, experts, "ace", executor="ray", address=cluster.address)
     assert [path.name for path in tmp_path.iterdir()] == ["bad.safetensors"]
 
@@ -119,8 +119,8 @@ def test_which_cluster(plain, tmp_path):
         covmerge.merge(*plain, "ace", tmp_path / "out", executor="ray", address="127.0.0.1:1")
     assert list(tmp_path.iterdir()) == []
     for given, words in (
-        ({"address": "auto"}, "give .*executor.*ray.* too"),
-        ({"executor": "ray", "workers": 2}, "leave out --workers"),
+        ({"address": "auto"}, r"give executor=.ray. too"),
+        ({"executor": "ray", "workers": 2}, "leave out workers"),
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(*plain, "ace", tmp_path / "out", **given)
