@@ -121,7 +121,7 @@ def test_a_merge_resumes_only_by_the_method_that_was_chosen(models):
     base, out = models / "base", models / "out"
     with pytest.raises(KeyboardInterrupt):
         covmerge.merge(base, lora(models, 1, 2), out=out, progress=Progress())
-    with pytest.raises(covmerge.errors.InputError, match=r"method was .auto. and is now .ace."):
+    with pytest.raises(covmerge.errors.InputError, match=r"method was .auto. and is now .ace.\."):
         covmerge.merge(base, lora(models, 1, 2), "ace", out, resume=True)
     resumed = covmerge.merge(base, lora(models, 1, 2), out=out, resume=True)
     assert resumed.recipe.method == "auto"

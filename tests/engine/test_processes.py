@@ -185,3 +185,20 @@ def test_a_worker_that_dies_when_all_is_counted_is_counted_once(plain, tmp_path,
     covmerge.merge(base, experts, "ties", tmp_path / "killed", workers=2)
     assert killed
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_workers_that_die_whenever_they_hand_over_end_the_merge(plain, tmp_path, monkeypatch):
+    fork_workers(monkeypatch)
+    _, base, experts = plain
+    collect = Processes._collect
+
+    def kill_one(self, *given):
+        self._workers[-1].process.kill()
+        self._workers[-1].process.join()
+        collect(self, *given)
+
+    monkeypatch.setattr(Processes, "_collect", kill_one)
+    with pytest.raises(ResourceError, match="two worker processes ended while they handed over"):
+        covmerge.merge(base, experts, "ties", tmp_path / "never", workers=2)
+    assert not (tmp_path / "never").exists()

@@ -136,6 +136,13 @@ class Processes:
                 )
             stage.retried.add(index)
             stage.again.append((index, batch))
+        elif stage.lost_counts:
+            raise ResourceError(
+                f"two worker processes ended while they handed over what they had counted (the last by "
+                f"{_ended(dead.process)}): is the memory used up? Take fewer --workers"
+            )
+        else:
+            stage.lost_counts = True
         if stage.task.selections is not None:
             stage.again.extend(dead.counted)  # its counters are gone
         place = self._workers.index(dead)
@@ -162,6 +169,7 @@ class _Stage:
     Attributes:
         batches: those that nobody has begun.
         task: without sources, which every process opens for itself.
+        lost_counts: whether one died as it handed over what it had counted.
         again: what a process had when it died.
         retried: the batches during which one died.
         seen: the batches that have been handed on.
@@ -170,6 +178,7 @@ class _Stage:
 
     batches: Iterator[tuple[int, Batch]]
     task: Task
+    lost_counts: bool = False
     again: deque[tuple[int, Batch]] = field(default_factory=deque[tuple[int, Batch]])
     retried: set[int] = field(default_factory=set[int])
     seen: set[int] = field(default_factory=set[int])
