@@ -183,7 +183,7 @@ def test_ranks_that_were_all_killed_are_resumed_by_any_number(plain, whole, tmp_
         for number in range(2):
             wait_until(partial(has_claimed, session, number), ranks[number])
     assert not out.exists()
-    with pytest.raises(InputError, match="pass --resume to go on"):
+    with pytest.raises(InputError, match="pass resume=True to go on"):
         covmerge.merge(*plain, "ace", out)
     covmerge.merge(*plain, "ace", out, resume=True)
     assert digests(out) == whole["ace"]
