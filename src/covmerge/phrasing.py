@@ -18,11 +18,15 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 # Words that are values where messages have them, and not how the sentence goes on.
-_VALUES = r"(random|none|all|some|float32|float64|bfloat16|float16|\d+|FILE|SOURCE)\b"
+_VALUES = (
+    r"(threads|processes|ranks|ray|random|none|all|some|float32|float64|bfloat16|float16|\d+|FILE"
+    r"|SOURCE)\b"
+)
 # A flag with its value: the same in a recipe and in Python, {} for the value.
 _VALUED = {
     "base-stats": ("base_statistics: {}", 'base_statistics="{}"'),
     "dtype": ("dtype: {}", 'dtype="{}"'),
+    "executor": (None, 'executor="{}"'),
     "max-memory": (None, 'max_memory="{}"'),
     "method": ("method: {}", 'method="{}"'),
     "out-dtype": ("output: {{dtype: {}}}", 'out_dtype="{}"'),
@@ -31,9 +35,13 @@ _VALUED = {
 }
 # Without one. How a run is done is no recipe's business: there the flags stay.
 _BARE = {
+    "address": (None, "address"),
     "base-stats": ("base_statistics", "base_statistics"),
+    "device": (None, "device"),
+    "executor": (None, "executor"),
     "max-memory": (None, "max_memory"),
     "method": ("method", "method"),
+    "patience": (None, "patience"),
     "overwrite": (None, "overwrite=True"),
     "rank": ("rank", "rank"),
     "resume": (None, "resume=True"),
