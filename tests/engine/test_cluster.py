@@ -119,7 +119,7 @@ def test_which_cluster(plain, tmp_path):
         covmerge.merge(*plain, "ace", tmp_path / "out", executor="ray", address="127.0.0.1:1")
     assert list(tmp_path.iterdir()) == []
     for given, words in (
-        ({"address": "auto"}, r"give executor=.ray. too"),
+        ({"address": "auto"}, "give executor=.ray. too"),
         ({"executor": "ray", "workers": 2}, "leave out workers"),
     ):
         with pytest.raises(InputError, match=words):
