@@ -75,6 +75,7 @@ def test_rows_are_packed_as_they_are_in_the_whole(name):
     packing, values = made(name, torch.bfloat16)
     if packing.step is None:
         pytest.skip("it takes all rows")
+    values[::3] = 0.0  # whose scale is 0 or -0 by where a row lies, if nothing is done
     whole = packing.quantise(values.float())
     read, count = read_back(packing, whole), len(values)
     cut = max(packing.step, count // 2 // packing.step * packing.step)

@@ -41,7 +41,7 @@ class ToEightBit:
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
         """See `Quantiser`."""
-        scales = torch.maximum(weights.amax(1), -weights.amin(1))
+        scales = _largest(weights)
         packed = torch.empty(weights.shape, dtype=torch.int8)
         for few in pieces(range(len(weights)), weights.shape[1]):
             own = slice(few.start, few.stop)
@@ -106,7 +106,7 @@ class ToFourBit:
         for start in range(0, len(flat), step):
             few = flat[start : start + step]
             blocks = pad(few, (0, -len(few) % self.block)).view(-1, self.block)
-            scales = torch.maximum(blocks.amax(1), -blocks.amin(1))
+            scales = _largest(blocks)
             numbers = blocks * (1.0 / scales.clamp_min(_SMALLEST))[:, None]
             codes = order[torch.bucketize(numbers.view(-1), bounds)][: len(few)].to(torch.uint8)
             codes = pad(codes, (0, -len(codes) % unit))
@@ -170,6 +170,11 @@ def of_four_bit(
 
 def _numbers(values: Tensor) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
+
+
+def _largest(weights: Tensor) -> Tensor:
+    """The largest magnitude of each row; of zeros always 0, which `maximum` gives either sign."""
+    return torch.maximum(weights.amax(1), -weights.amin(1)).abs_()
 
 
 def _middles(values: Tensor) -> Tensor:
