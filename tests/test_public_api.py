@@ -1,11 +1,17 @@
 """What `import covmerge` offers, in whatever order it is touched."""
 
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from typing_extensions import get_overloads
 
 import covmerge
+from covmerge.api import merge
+from covmerge.errors import RecipeError
 from tests.forked import printed
 
 
@@ -30,3 +36,25 @@ def test_importing_covmerge_does_not_import_torch():
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="no attribute 'mergee'"):
         covmerge.mergee  # noqa: B018
+
+
+def test_the_overloads_of_merge_have_all_its_arguments():
+    """`**params` takes any name, so that a type checker would not miss one."""
+    own = inspect.signature(merge).parameters
+    for overload in get_overloads(inspect.unwrap(merge)):
+        assert list(inspect.signature(overload).parameters) == list(own)
+
+
+STATE = {"w": torch.zeros(2, 2)}
+
+
+@pytest.mark.parametrize("experts", ["./a", Path("a"), STATE, torch.nn.Linear(2, 2)])
+def test_one_expert_that_is_in_no_list_is_said_to_be(experts):
+    with pytest.raises(RecipeError, match=r"experts: .* pass a list"):
+        covmerge.merge(STATE, experts, "average")
+
+
+@pytest.mark.parametrize("name", ["keep", "allow", "before", "after"])
+def test_a_text_is_no_list_of_its_letters(name):
+    with pytest.raises(RecipeError, match=rf"{name}: 'ab\*' is no list: pass \['ab\*'\]"):
+        covmerge.merge(STATE, [STATE], "average", **{name: "ab*"})

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
@@ -55,6 +55,8 @@ def merge(  # pyright: ignore[reportOverlappingOverload]
     form: Form = "model",
     rank: int | None = None,
     whole: bool = False,
+    quantise: str = "none",
+    keep: Sequence[str] = (),
     device: str = "cpu",
     threads: int | None = None,
     workers: Workers = 1,
@@ -88,6 +90,8 @@ def merge(
     form: Form = "model",
     rank: int | None = None,
     whole: bool = False,
+    quantise: str = "none",
+    keep: Sequence[str] = (),
     device: str = "cpu",
     threads: int | None = None,
     workers: Workers = 1,
@@ -216,7 +220,7 @@ def merge(
             "rank": rank,
             "whole": whole,
             "quantise": quantise,
-            "keep": list(keep),
+            "keep": _listed("keep", keep),
         },
     )
     job = Job(
@@ -589,11 +593,11 @@ def _recipe(
             },
             **({"method": method} if method else {}),
             "parameters": dict(params or {}),
-            "before": list(before),
-            "after": list(after),
+            "before": _listed("before", before),
+            "after": _listed("after", after),
             "tensors": dict(tensors),
             "rules": [dict(rule) for rule in rules],
-            "allow": list(allow),
+            "allow": _listed("allow", allow),
             "dtype": dtype,
             "output": dict(output),
         },
@@ -631,8 +635,22 @@ def _label(source: Source) -> str:
     return "<state dict>" if isinstance(source, Mapping | nn.Module) else str(source)
 
 
+def _listed(name: str, given: Sequence[Any]) -> list[Any]:
+    """What is given in order; a text is a sequence too, of its letters."""
+    if isinstance(given, str):
+        raise RecipeError(f"{name}: '{given}' is no list: pass [{given!r}]")
+    return list(given)
+
+
 def _named(experts: Mapping[str, Source] | Sequence[Source]) -> dict[str, Source]:
+    one: object = experts  # which callers without a type checker pass by itself
+    if isinstance(one, str | Path | nn.Module):
+        raise RecipeError("experts: one alone is given: pass a list, [expert], or {name: expert}")
     if isinstance(experts, Mapping):
+        if any(isinstance(value, Tensor) for value in experts.values()):
+            raise RecipeError(
+                "experts: a state dict is given: pass a list of them, or {name: state dict}"
+            )
         return dict(experts)
     return {f"expert{number}": source for number, source in enumerate(experts, start=1)}
 
