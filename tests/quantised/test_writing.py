@@ -361,3 +361,16 @@ def test_the_command_line_shows_the_loss_by_layer(plain, tmp_path):
     assert all(cell.endswith("%") for cell in second[2:])
     assert "'nix*'" in ran.stdout
     assert "left of the update, %" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "nf4"])
+def test_a_head_that_is_tied_is_named_as_plain(tmp_path, form):
+    for seed, name in enumerate(("base", "a")):
+        model = llama(seed, hidden_size=128)
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        model.save_pretrained(tmp_path / name)
+    merged(tmp_path, tmp_path / "out", experts=("a",), method="average", quantise=form)
+    assert "lm_head.weight" not in weights(tmp_path / "out")
+    key = "modules_to_not_convert" if form == "fp8-block" else "llm_int8_skip_modules"
+    assert "lm_head" in settings(tmp_path / "out")[key]

@@ -30,6 +30,8 @@ from covmerge.types import Role, TensorHeader
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _GPT_OSS = "gpt_oss"
+# A head tied to the embedding is no stored tensor, and is a layer that a list must name all the same.
+_TIED_HEAD = "lm_head"
 _OF_EXPERTS = "fp8-block"  # in which transformers loads experts that are stored one by one
 
 
@@ -211,7 +213,7 @@ def _settings(
             return {**stated}
         # A list that a config has not got means defaults, which are no more once it has one.
         heads = [tensor for tensor in tensors if tensor.role is Role.OUTPUT]
-        return with_plain(stated, list(_modules([*heads, *plain])))
+        return with_plain(stated, [*_modules([*heads, *plain]), _TIED_HEAD])
     layers = [
         tensor
         for tensor in tensors
@@ -223,7 +225,7 @@ def _settings(
     settings = {**LAYOUTS[wanted].settings}
     if settings.get("load_in_4bit"):
         settings["bnb_4bit_compute_dtype"] = _compute_dtype(tensors)
-    return with_plain(settings, list(_modules([*layers, *plain])))
+    return with_plain(settings, [*_modules([*layers, *plain]), _TIED_HEAD])
 
 
 def _compute_dtype(tensors: Sequence[TensorPlan]) -> str:
