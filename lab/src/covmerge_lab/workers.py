@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import Manager, get_context, parent_process
+from multiprocessing import get_context, parent_process
+from multiprocessing.managers import SyncManager
 from threading import Thread
 from typing import TypeVar
 
@@ -46,7 +47,8 @@ class Workers:
         # Read by a process as it starts: keep the memory of large tensors rather than give it back
         # to the system at every step; gradients over many labels are twice as fast.
         os.environ |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-        self._manager = Manager()
+        self._manager = SyncManager()
+        self._manager.start(_watch_parent)
         self._pool = ProcessPoolExecutor(
             os.cpu_count() or 1, mp_context=get_context("spawn"), initializer=_begin
         )
@@ -134,8 +136,13 @@ class CollectSteps(_Steps):
 
 
 def _begin() -> None:
-    """Prepare a worker process, which ends with its parent: killed, a parent cannot tell it to."""
+    """Prepare a worker process."""
     prepare()
+    _watch_parent()
+
+
+def _watch_parent() -> None:
+    """End this process with its parent: killed, a parent cannot tell it to."""
     Thread(target=_end_with_parent, daemon=True).start()
 
 
