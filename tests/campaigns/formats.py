@@ -55,7 +55,7 @@ _STRANGE = (
     RecursionError,
     MemoryError,
 )
-_STRANGE += (zipfile.BadZipFile, struct.error, NotImplementedError)
+_STRANGE += (zipfile.BadZipFile, struct.error, NotImplementedError, EOFError)
 
 
 def _kind(name: str, data: bytes) -> Change:

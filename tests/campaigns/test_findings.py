@@ -14,6 +14,7 @@ import covmerge
 from covmerge.checkpoints import Journal, open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.errors import CheckpointError, InputError, RecipeError
+from covmerge.export.generation import notes_on_generation
 from covmerge.quantised import dequantised
 from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
@@ -137,3 +138,13 @@ def test_names_of_a_gguf_file_are_not_looked_for_in_every_module(tmp_path, monke
     with pytest.raises(CheckpointError, match=r"no parameter for 'blk.0.attn_none.weight'"):
         dequantised(open_checkpoint(path))
     assert len(looked) < 10
+
+
+def test_generation_settings_behind_a_link_out_of_the_folder(tmp_path):
+    for name in ("base", "expert"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "secret.json").write_text('{"top_k": 5}')
+    (tmp_path / "base" / "generation_config.json").write_text('{"top_k": 1}')
+    (tmp_path / "expert" / "generation_config.json").symlink_to(tmp_path / "secret.json")
+    (note,) = notes_on_generation(tmp_path / "base", {"a": tmp_path / "expert"})
+    assert note.startswith("generation settings were not compared") and "top_k" not in note

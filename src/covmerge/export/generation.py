@@ -8,6 +8,7 @@ from typing import Any
 
 from covmerge.checkpoints.folder import read_config
 from covmerge.errors import CheckpointError
+from covmerge.stores.paths import safe_child
 from covmerge.text import some
 
 GENERATION = "generation_config.json"
@@ -42,7 +43,7 @@ def notes_on_generation(base: Path | None, experts: Mapping[str, Path | None]) -
 
 
 def _settings(folder: Path) -> dict[str, Any] | None:
-    path = folder / GENERATION
+    path = safe_child(folder, GENERATION)
     if not path.is_file():
         return None
     return {key: value for key, value in read_config(path).items() if key not in _ASIDE}
