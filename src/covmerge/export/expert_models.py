@@ -136,12 +136,15 @@ def find_masks(store: Store, expert: str) -> tuple[float, StoredFile]:
     if not isinstance(factor, float) or not 0.0 < factor < inf:
         raise CheckpointError(f"{path}: the rescaler of '{expert}' is {factor!r}: merge again")
     masks = file_at(store, f"{MASKS_FOLDER}/{_masks_of(expert)}")
+    why = ""
     if masks.store.is_file(masks.name):
-        # By its header first: hashing one that goes on after its tensors may have no end.
-        open_file(str(masks), masks).close()
-        if sha256_of(masks) == digest:
-            return factor, masks
-    raise CheckpointError(f"{masks} is not the file that the merge wrote: merge again")
+        try:  # by its header first: hashing one that goes on after its tensors may have no end
+            open_file(str(masks), masks).close()
+            if sha256_of(masks) == digest:
+                return factor, masks
+        except CheckpointError as error:
+            why = f" ({error})"
+    raise CheckpointError(f"{masks} is not the file that the merge wrote{why}: merge again")
 
 
 def _check_base(folder: Path, base: Checkpoint) -> None:
