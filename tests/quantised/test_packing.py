@@ -70,11 +70,9 @@ def test_what_was_read_is_packed_to_the_same(name, dtype):
         assert_equal(parts, again)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if made(name)[0].step is not None])
 def test_rows_are_packed_as_they_are_in_the_whole(name):
     packing, values = made(name, torch.bfloat16)
-    if packing.step is None:
-        pytest.skip("it takes all rows")
     values[::3] = 0.0  # whose scale is 0 or -0 by where a row lies, if nothing is done
     whole = packing.quantise(values.float())
     read, count = read_back(packing, whole), len(values)

@@ -24,12 +24,10 @@ _FIXED = 8  # bytes of the longest argument whose length is not told by the file
 _MAX_NESTING = 1000
 _MARK = -1
 _TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
-_CALLS = frozenset(
-    {"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"}
-)  # may return what they are given
-_CHANGES = frozenset(
-    {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
-)  # what is below
+# Calls may return what they are given.
+_CALLS = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST"})
+# Changes are made to what lies below on the stack.
+_CHANGES = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"})
 _PUTS = frozenset({"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"})
 _GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
 

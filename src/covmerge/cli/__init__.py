@@ -16,6 +16,7 @@ from covmerge.cli.compare import compare
 from covmerge.cli.explain import explain
 from covmerge.cli.extensions import OpenGroup
 from covmerge.cli.extract import extract
+from covmerge.cli.garbage import collect_seldom
 from covmerge.cli.import_mergekit import import_mergekit
 from covmerge.cli.inspect import inspect
 from covmerge.cli.malloc import keep_freed_memory
@@ -77,5 +78,6 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     keep_freed_memory()
+    collect_seldom()
     interrupt_on_sigterm()
     app(prog_name="covmerge")

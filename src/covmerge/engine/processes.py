@@ -75,9 +75,8 @@ class Processes:
             raise
         for counts in stage.counts:
             assert task.selections is not None
-            task.selections.absorb_counted(
-                memoryview(counts)
-            )  # not before: a process starts with what is there
+            # Not before all have ended: a process starts with what is there.
+            task.selections.absorb_counted(memoryview(counts))
 
     def close(self) -> None:
         """End the processes."""

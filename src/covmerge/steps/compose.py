@@ -21,12 +21,8 @@ from covmerge.steps.registry import Step, When, registry
 from covmerge.types import LinearGroup, Merged
 
 Steps = Sequence[str | Mapping[str, Parameters]]  # as in a recipe: a name, or {name: {parameters}}
-_UNITS: tuple[Unit, ...] = (
-    "element",
-    "row",
-    "tensor",
-    "matrix",
-)  # each sees what those before it see
+# Each sees what those before it see.
+_UNITS: tuple[Unit, ...] = ("element", "row", "tensor", "matrix")
 
 
 @dataclass(frozen=True)

@@ -178,9 +178,7 @@ def _resolve(out: Path) -> Path:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(_partial_of(resolved))  # the longer of the two names
     except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in it
-        why = (
-            getattr(error, "strerror", None) or error
-        )  # the whole of an OSError has the name once more
+        why = getattr(error, "strerror", None) or error  # a whole OSError repeats the name
         raise InputError(
             f"{str(out)!r} cannot be the name of an output ({why}): choose another"
         ) from error
