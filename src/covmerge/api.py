@@ -13,10 +13,13 @@ from covmerge.checkpoints import destination_of
 from covmerge.comparison import CompareJob, Comparison, Wanted
 from covmerge.engine import (
     AnyProgress,
+    Forecast,
+    Hardware,
     MemoryPlan,
     RunOptions,
     Workers,
     as_progress,
+    forecast,
     with_executor,
 )
 from covmerge.errors import RecipeError, did_you_mean
@@ -547,6 +550,20 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
         (plan,), _ = checkpoints.plans(settled.recipes)
         plan = replace(plan, notes=(*plan.notes, *settled.notes))
         return plan, options.memory([plan])
+
+
+def forecast_recipe(recipe: Recipe, hardware: Hardware) -> tuple[Plan, Forecast]:
+    """Plan a recipe by headers, and predict what it takes on machines that are not here.
+
+    Raises:
+        InputError: everything that would stop the merge before its first tensor.
+        ResourceError: an item fits no process of a node.
+    """
+    with open_recipe(recipe) as checkpoints:
+        settled = checkpoints.settled([recipe], RunOptions())
+        (plan,), _ = checkpoints.plans(settled.recipes)
+        sizes = [sum(h.nbytes for h in own.headers.values()) for _, own in checkpoints.all()]
+        return replace(plan, notes=(*plan.notes, *settled.notes)), forecast(plan, hardware, sizes)
 
 
 def run_comparison(job: CompareJob) -> Comparison:

@@ -23,6 +23,7 @@ from covmerge.cli.malloc import keep_freed_memory
 from covmerge.cli.merge import merge
 from covmerge.cli.methods import methods
 from covmerge.cli.outcome import ReportingGroup, interrupt_on_sigterm
+from covmerge.cli.plan import plan
 from covmerge.cli.push import push
 from covmerge.cli.report import report
 from covmerge.cli.schema import schema
@@ -49,7 +50,7 @@ app = typer.Typer(
 app.command(cls=TakesTheirFlags)(merge)
 for command in (
     *(inspect, extract, compare, collect, methods, explain),
-    *(verify, report, push, schema, import_mergekit),
+    *(plan, verify, report, push, schema, import_mergekit),
 ):
     app.command()(command)
 

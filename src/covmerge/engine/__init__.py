@@ -22,6 +22,8 @@ run        one run: surveys, then what is not finished, and the journal
 budget     bytes that may be alive at once
 progress   what is called as a run advances: an object, a function, a class of bars
 options    how a run is done: device, threads, memory, resume, progress
+hardware   machines as somebody describes them
+forecast   what a merge would take on them
 room       disk space an output needs
 advice     merged updates that were blown up, in words, with what to do
 losses     what rounding to a quantised format left of the update, by layer
@@ -34,6 +36,8 @@ from covmerge.engine.advice import account_of_lengths
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.entries import seen_in, tensor_entries, totals
 from covmerge.engine.executor import Batch, Done, Executor, Span, Task
+from covmerge.engine.forecast import Forecast, Stage, forecast
+from covmerge.engine.hardware import Hardware, parse_hardware
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
@@ -63,7 +67,9 @@ __all__ = [
     "Executor",
     "Figures",
     "FileOutput",
+    "Forecast",
     "Gathering",
+    "Hardware",
     "Layer",
     "LeaderGoneError",
     "MemoryOutput",
@@ -83,6 +89,7 @@ __all__ = [
     "Sizes",
     "Sources",
     "Span",
+    "Stage",
     "Task",
     "Threads",
     "Workers",
@@ -92,7 +99,9 @@ __all__ = [
     "check_ties",
     "find_rank",
     "find_thresholds",
+    "forecast",
     "look_cost",
+    "parse_hardware",
     "peak_memory",
     "plan_memory",
     "read_inputs",

@@ -1,0 +1,113 @@
+"""`covmerge plan`: what a merge would take, here or on machines that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from covmerge.cli import options
+from covmerge.cli.console import print_json, printable, stdout
+from covmerge.cli.units import format_seconds
+
+if TYPE_CHECKING:
+    from covmerge.engine import Forecast
+    from covmerge.plan import Plan
+
+
+def plan(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yml", help="Recipe file.")],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="Machines: nodes=16,gpus=8,nic=25GB/s,disk=7GB/s, and cores=, memory=, storage=, flops=, "
+            "stream=, hash= (docs/scale.md). Without it the plan is of this machine, as by --dry-run.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show what a merge would take: tensors, bytes, memory, time. Headers are read, and nothing is written.
+
+    covmerge plan recipe.yml --cluster nodes=16,gpus=8,nic=25GB/s,disk=7GB/s
+    """
+    from covmerge import api
+    from covmerge.cli import flags, merging
+    from covmerge.engine import RunOptions, parse_hardware
+
+    if cluster is None:
+        read = flags.read_recipe(recipe, flags.RecipeFlags())
+        merging.dry_run(read, None, RunOptions(), as_json=as_json)
+        return
+    hardware = parse_hardware(cluster)
+    planned, predicted = api.forecast_recipe(
+        flags.read_recipe(recipe, flags.RecipeFlags()), hardware
+    )
+    if as_json:
+        print_json({**planned.summary(), "cluster": _as_json(predicted)})
+    else:
+        _show(planned, predicted)
+
+
+def _as_json(predicted: Forecast) -> dict[str, Any]:
+    return {
+        "nodes": predicted.hardware.nodes,
+        "workers": predicted.hardware.workers,
+        "seconds": predicted.seconds,
+        "bottleneck": predicted.bottleneck,
+        "memory": predicted.memory,
+        "stages": [
+            {
+                "stage": stage.name,
+                "seconds": stage.seconds,
+                "bound": stage.bound,
+                "busy": dict(stage.times),
+                "node_bytes": stage.node_bytes,
+                "total_bytes": stage.total_bytes,
+            }
+            for stage in predicted.stages
+        ],
+    }
+
+
+def _show(planned: Plan, predicted: Forecast) -> None:
+    from covmerge.cli.show import facts, table
+    from covmerge.recipe import format_size
+
+    hardware, recipe = predicted.hardware, planned.recipe
+    console = stdout()
+    console.print(
+        printable(
+            f"Plan: merge {len(recipe.experts)} experts by {recipe.method} on {hardware.nodes} nodes, "
+            f"{hardware.workers} processes each. Nothing is written."
+        ),
+        soft_wrap=True,
+    )
+    right = ("time", "busiest node", "all nodes")
+    rows = table("stage", *right, "waits for", right=right)
+    for stage in predicted.stages:
+        rows.add_row(
+            stage.name,
+            format_seconds(stage.seconds),
+            format_size(stage.node_bytes),
+            format_size(stage.total_bytes),
+            stage.bound,
+        )
+    console.print(rows)
+    used = {name: rate for name, rate in hardware.links.items()}
+    rates = ", ".join(f"{name} {format_size(int(rate))}/s" for name, rate in used.items())
+    console.print(
+        facts(
+            [
+                ("time", f"about {format_seconds(predicted.seconds)}, by the rates given: {rates}"),
+                ("bottleneck", predicted.bottleneck),
+                (
+                    "memory",
+                    f"{format_size(predicted.memory)} a node, by '{predicted.tensor}' in each process",
+                ),
+                *(("note", note) for note in planned.notes),
+            ]
+        )
+    )

@@ -1,0 +1,181 @@
+"""What a merge would take on machines that are not here: bytes, seconds, and what bounds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from covmerge.engine.hardware import Hardware
+from covmerge.engine.ranks.shares import shares
+from covmerge.engine.survey import survey_bytes
+from covmerge.errors import ResourceError
+from covmerge.plan import Plan, WorkItem
+from covmerge.recipe import format_size
+
+# What a process holds beside its item (Python, torch, the buffers of BLAS), and seconds that it takes to
+# start, to plan by headers and to publish.
+_HOLDS = 2**29
+_STARTS = 4.0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the merge that no other runs beside.
+
+    Attributes:
+        name: what is done.
+        seconds: that it takes.
+        bound: what it waits for.
+        times: seconds that each of its resources is busy; the longest is the stage's.
+        node_bytes: over the busiest node's links.
+        total_bytes: over the links of all nodes.
+    """
+
+    name: str
+    seconds: float
+    bound: str
+    times: Mapping[str, float]
+    node_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The stages, one after the other.
+
+    Attributes:
+        hardware: that it is for.
+        stages: in order.
+        memory: bytes that the processes of a node take together, at least.
+        tensor: the largest item's.
+    """
+
+    hardware: Hardware
+    stages: tuple[Stage, ...]
+    memory: int
+    tensor: str
+
+    @property
+    def seconds(self) -> float:
+        """Of all stages."""
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def bottleneck(self) -> str:
+        """What most of the time is spent waiting for."""
+        waits: Counter[str] = Counter()
+        for stage in self.stages:
+            waits[stage.bound] += stage.seconds  # pyright: ignore[reportArgumentType]
+        return max(waits, key=lambda bound: waits[bound])
+
+
+def forecast(plan: Plan, hardware: Hardware, sources: Sequence[int]) -> Forecast:
+    """Predict a merge by ranks, one for each GPU or each node; of one alone, by threads.
+
+    A rank reads, computes and writes at once, so a stage takes as long as the busiest of its resources:
+    the links of a node, the storage that all share, the products of a device, the largest item alone.
+    The rank that leads does more: it hashes all sources, as covmerge.json records what was merged, reads
+    back what others have written, and verifies the whole at the end.
+
+    Args:
+        plan: of the merge.
+        hardware: what it runs on.
+        sources: bytes of each source, which are hashed each by one core.
+
+    Raises:
+        ResourceError: the largest item fits no worker of a node.
+    """
+    largest = plan.peak_item
+    memory = hardware.workers * (_HOLDS + largest.memory)
+    if hardware.memory is not None and memory > hardware.memory:
+        raise ResourceError(
+            f"'{largest.tensor.name}' takes {format_size(largest.memory)} while it is merged, and "
+            f"{hardware.workers} processes of a node, each with one as large, take {format_size(memory)} "
+            f"of its {format_size(hardware.memory)}: fewer GPUs, more memory, or another method for it"
+        )
+    stages = [
+        _surveying(plan, hardware),
+        _merging(plan, hardware, sources),
+        _verifying(plan, hardware),
+    ]
+    start = Stage("start", _STARTS, "processes", {"processes": _STARTS}, 0, 0)
+    return Forecast(
+        hardware, (start, *(s for s in stages if s.total_bytes)), memory, largest.tensor.name
+    )
+
+
+def _surveying(plan: Plan, hardware: Hardware) -> Stage:
+    """Passes before the merge, of which every node has its part."""
+    size = survey_bytes([plan])
+    own = size // hardware.nodes
+    busy = {
+        **_links(hardware, own, size),
+        "compute": own / hardware.workers / hardware.device_stream,
+    }
+    return _stage("look over", busy, own, size)
+
+
+def _merging(plan: Plan, hardware: Hardware, sources: Sequence[int]) -> Stage:
+    """The items, the largest first and each to whoever has least, as `shares` gives them to ranks."""
+    sizes = [_moved(item) for item in plan.items]
+    count = hardware.nodes * hardware.workers
+    given = shares(sizes, count)
+    per_node = [
+        sum(sizes[place] for own in given[first : first + hardware.workers] for place in own)
+        for first in range(0, count, hardware.workers)
+    ]
+    computing = max(sum(_compute(plan.items[place], hardware) for place in own) for own in given)
+    # Nothing of the first item is computed while it is read, and nothing is read while the last is written.
+    alone = max(_alone(item, hardware) for item in plan.items)
+    led, moved = sum(sources), sum(sizes)
+    beside = 0  # one node finds in its page cache what it has read and written
+    if hardware.nodes > 1:
+        beside = led + plan.write_bytes - plan.write_bytes // hardware.nodes
+    # While one leads, the others come to what is left of its share.
+    busiest = max(*per_node, beside, (moved + beside) // hardware.nodes)
+    busy = {
+        **_links(hardware, busiest, moved + beside),
+        "compute": computing,
+        "the largest item": alone,
+        "hashing the largest source": max(sources, default=0) / hardware.hash,
+        "hashing all sources": led / (hardware.hash * hardware.cores),
+    }
+    return _stage("merge", busy, busiest, moved + beside)
+
+
+def _verifying(plan: Plan, hardware: Hardware) -> Stage:
+    """Every file of the output against its hash, by the rank that leads."""
+    size = plan.write_bytes
+    shard = min(size, plan.recipe.output.shard_size or size)
+    at_once = max(1, min(hardware.cores, size // max(1, shard)))
+    busy = {
+        **_links(hardware, size, size),
+        "hashing the output": size / (hardware.hash * at_once),
+    }
+    return _stage("verify", busy, size, size)
+
+
+def _stage(name: str, busy: Mapping[str, float], node: int, total: int) -> Stage:
+    bound = max(busy, key=lambda key: busy[key])
+    return Stage(name, busy[bound], bound, busy, node, total)
+
+
+def _links(hardware: Hardware, node: int, total: int) -> dict[str, float]:
+    busy = {name: node / rate for name, rate in hardware.links.items()}
+    if hardware.storage is not None:
+        busy["storage"] = total / hardware.storage
+    return busy
+
+
+def _moved(item: WorkItem) -> int:
+    return (1 + item.overview) * item.read_bytes + item.statistics_bytes + item.write_bytes
+
+
+def _compute(item: WorkItem, hardware: Hardware) -> float:
+    """Seconds of its products, and of making numbers of what is stored."""
+    return item.flops / hardware.device_flops + _moved(item) / hardware.device_stream
+
+
+def _alone(item: WorkItem, hardware: Hardware) -> float:
+    return _moved(item) / min(hardware.links.values()) + _compute(item, hardware)

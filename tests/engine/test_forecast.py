@@ -1,0 +1,164 @@
+"""What `covmerge plan --cluster` predicts, and what it must hold to."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from covmerge.engine import Hardware, forecast, parse_hardware
+from covmerge.errors import InputError, ResourceError
+from covmerge.plan import build_plan
+from covmerge.recipe import parse_recipe
+from covmerge.sources import open_checkpoints
+from tests.cli.runs import covmerge as command
+from tests.cli.runs import words
+from tests.e2e.test_resume import save_plain
+
+HERE = Hardware(cores=2, disk=1e9)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return save_plain(tmp_path_factory.mktemp("plain"), layers=4, width=64)
+
+
+@pytest.fixture(scope="module")
+def plans(plain):
+    base, experts = plain
+    with open_checkpoints(base, experts, {}) as opened:
+        sizes = [sum(h.nbytes for h in own.headers.values()) for _, own in opened.all()]
+        yield {
+            method: (
+                build_plan(parse_recipe(recipe(plain, method)), opened.base, opened.experts),
+                sizes,
+            )
+            for method in ("average", "ties", "ace")
+        }
+
+
+def recipe(plain, method):
+    base, experts = plain
+    named = {name: str(path) for name, path in experts.items()}
+    return {"base": str(base), "experts": named, "method": method}
+
+
+def stages(predicted):
+    return {stage.name: stage for stage in predicted.stages}
+
+
+@pytest.mark.parametrize("method", ["average", "ties", "ace"])
+def test_one_node_moves_what_its_plan_says_and_reads_the_output_once_more(plans, method):
+    plan, sizes = plans[method]
+    found = forecast(plan, HERE, sizes)
+    assert sum(s.total_bytes for s in found.stages) == plan.read_bytes + 2 * plan.write_bytes
+    assert sum(s.node_bytes for s in found.stages) == plan.read_bytes + 2 * plan.write_bytes
+    assert found.seconds == sum(stage.seconds for stage in found.stages)
+    assert all(stage.seconds == max(stage.times.values()) for stage in found.stages)
+
+
+@pytest.mark.parametrize("method", ["average", "ties", "ace"])
+def test_the_one_that_leads_reads_all_sources_and_what_others_wrote(plans, method):
+    plan, sizes = plans[method]
+    merging = stages(forecast(plan, replace(HERE, nodes=4), sizes))["merge"]
+    moved = sum(item.read_bytes + item.write_bytes for item in plan.items)
+    read_back = plan.write_bytes - plan.write_bytes // 4
+    assert merging.total_bytes == moved + sum(sizes) + read_back
+    assert merging.node_bytes >= max(sum(sizes) + read_back, moved // 4)
+
+
+@pytest.mark.parametrize("method", ["average", "ties", "ace"])
+def test_more_of_anything_is_never_slower(plans, method):
+    plan, sizes = plans[method]
+
+    def seconds(**changed):
+        return forecast(plan, replace(HERE, nodes=4, storage=3e9, **changed), sizes).seconds
+
+    usual = seconds()
+    for better in ({"disk": 2e9}, {"flops": 1e15}, {"stream": 1e12}, {"hash": 1e10}):
+        assert seconds(**better) <= usual
+    assert seconds(nic=1e8) > usual
+    assert seconds(nic=1e12) == usual
+
+
+def test_what_is_waited_for_is_named(plans):
+    plan, sizes = plans["ace"]
+
+    def bottleneck(**rates):
+        return forecast(plan, replace(HERE, nodes=2, **rates), sizes).bottleneck
+
+    assert bottleneck(disk=10.0) == "disk"
+    assert bottleneck(disk=100.0, nic=10.0) == "nic"
+    assert bottleneck(storage=10.0) == "storage"
+    assert bottleneck(flops=10.0) == "compute"
+    assert bottleneck() == "processes"  # they start
+
+
+def test_a_node_that_is_too_small_is_refused(plans):
+    plan, sizes = plans["ace"]
+    with pytest.raises(
+        ResourceError, match=r"8 processes of a node, .* of its 1.00 GB: fewer GPUs"
+    ):
+        forecast(plan, replace(HERE, gpus=8, memory=10**9), sizes)
+
+
+def test_machines_as_they_are_written():
+    given = (
+        "nodes=16, gpus=8,nic=25GB/s,disk=7GB/s,memory=2TB,flops=60TFLOPS,stream=1TB/s,hash=2GB/s"
+    )
+    assert parse_hardware(given) == Hardware(
+        nodes=16,
+        gpus=8,
+        nic=25e9,
+        disk=7e9,
+        memory=2 * 10**12,
+        flops=6e13,
+        stream=1e12,
+        hash=2e9,
+    )
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("node=16", "is none of nodes=.*hash=. Did you mean 'nodes'"),
+        ("nodes", "is none of nodes="),
+        ("nodes=0", "a whole number from 1"),
+        ("nodes=1.5", "a whole number"),
+        ("nodes=2,nodes=3", "nodes= twice"),
+        ("nic=25", None),
+        ("nic=25Gb/s", "unknown unit 'Gb'"),
+        ("disk=0GB/s", "not a whole number of bytes"),
+        ("flops=fast", "operations a second"),
+        ("flops=0", "operations a second"),
+        ("flops=1..2T", "1..2T"),
+        ("memory=", "not a size"),
+    ],
+)
+def test_what_is_no_description_is_named(given, said):
+    if said is None:
+        assert parse_hardware(given).nic == 25.0
+        return
+    with pytest.raises(InputError, match=said):
+        parse_hardware(given)
+
+
+def test_the_command(plain, tmp_path):
+    file = tmp_path / "recipe.yml"
+    file.write_text(json.dumps(recipe(plain, "ties")))
+    before = sorted(tmp_path.iterdir())
+    cluster = "nodes=16,gpus=8,nic=25GB/s,disk=7GB/s"
+    told = command("plan", file, "--cluster", cluster, "--json")
+    shown = words(command("plan", file, "--cluster", cluster).stdout)
+    found = json.loads(told.stdout)["cluster"]
+    assert [stage["stage"] for stage in found["stages"]] == [
+        "start",
+        "look over",
+        "merge",
+        "verify",
+    ]
+    assert found["nodes"] == 16 and found["workers"] == 8
+    assert f"bottleneck {found['bottleneck']}" in shown
+    assert "16 nodes, 8 processes each. Nothing is written." in shown
+    here = words(command("plan", file).stdout)
+    assert "a rough estimate from a short test" in here
+    assert sorted(tmp_path.iterdir()) == before
