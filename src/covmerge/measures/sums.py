@@ -53,12 +53,12 @@ class Sums:
     @property
     def norms(self) -> list[float]:
         """‖Δ_t‖_F."""
-        return _numbers(self.dots.diagonal().clamp_min(0.0).sqrt())
+        return numbers(self.dots.diagonal().clamp_min(0.0).sqrt())
 
     @property
     def along(self) -> list[float]:
         """⟨Δ_t, W_0⟩."""
-        return _numbers(self.along_base)
+        return numbers(self.along_base)
 
     @property
     def base_norm(self) -> float:
@@ -69,39 +69,39 @@ class Sums:
     def cosines(self) -> list[list[float]]:
         """Cosine between the updates of each two experts; 0 where one has none."""
         size = self.dots.diagonal().clamp_min(0.0).sqrt()
-        return _numbers(_over(self.dots, torch.outer(size, size)).clamp(-1.0, 1.0))
+        return numbers(_over(self.dots, torch.outer(size, size)).clamp(-1.0, 1.0))
 
     @property
     def cosines_with_base(self) -> list[float]:
         """Cosine between the weights W_t and W_0."""
-        base, squares = float(self.base), _numbers(self.dots.diagonal())
+        base, squares = float(self.base), numbers(self.dots.diagonal())
         pairs = zip(self.along, squares, strict=True)
         return [cosine_with_base(base, along, square) for along, square in pairs]
 
     @property
     def untouched(self) -> list[float]:
         """Share of the elements that an expert left as they are in the base."""
-        return [1.0 - count / self.elements for count in _numbers(self.touched.diagonal())]
+        return [1.0 - count / self.elements for count in numbers(self.touched.diagonal())]
 
     @property
     def sign_conflict(self) -> list[list[float]]:
         """Of what two experts both changed, the share that they pull apart; 0.5 is chance."""
-        return _numbers(_over(self.touched - self.agreed, 2.0 * self.touched))
+        return numbers(_over(self.touched - self.agreed, 2.0 * self.touched))
 
     @property
     def rounding_of_updates(self) -> list[float]:
         """Share of ‖Δ_t‖ that is lost when the update itself is stored in bfloat16."""
-        return _numbers(_over(self.lost_as_update, self.dots.diagonal()).sqrt())
+        return numbers(_over(self.lost_as_update, self.dots.diagonal()).sqrt())
 
     @property
     def rounding_of_weights(self) -> list[float]:
         """Share of ‖Δ_t‖ that is lost when W_0 + Δ_t is stored in bfloat16."""
-        return _numbers(_over(self.lost_as_weights, self.dots.diagonal()).sqrt())
+        return numbers(_over(self.lost_as_weights, self.dots.diagonal()).sqrt())
 
     def as_json(self) -> dict[str, Json]:
         """The sums themselves."""
         return {
-            name: _numbers(value) if isinstance(value, Tensor) else value
+            name: numbers(value) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
         }
 
@@ -185,6 +185,6 @@ def _over(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole > 0, part / whole.clamp_min(torch.finfo(whole.dtype).tiny), 0.0)
 
 
-def _numbers(values: Any) -> Any:
+def numbers(values: Any) -> Any:
     """A tensor as plain numbers; torch's own annotation of it is partial."""
     return values.tolist()
