@@ -259,7 +259,7 @@ function chosen(what, from, to, most) {
     if (what.startsWith("role ") && own.role !== what.slice(5)) continue;
     if (what.startsWith("kind ") && kindOf(own) !== what.slice(5)) continue;
     if (own.place === null) {
-      if (what) found.add(literally(own.tensor));
+      if (what && whole) found.add(literally(own.tensor));
       continue;
     }
     const [stack, index, rest] = own.place;
