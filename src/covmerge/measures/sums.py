@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covmerge.linalg.lapack import lengths
 from covmerge.types import Json
 
-# Elements that are looked at together: the rows of all experts stay in the processor's cache, and
-# counts of so many are exact in float32.
-_BLOCK = 2**16
+# Elements that are looked at together: what is made of all experts' rows stays in the cache of a core,
+# and counts of so many are exact in float32.
+_BLOCK = 2**13
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
     count = len(updates)
     pairs = [torch.zeros(count, count, dtype=torch.float64) for _ in range(3)]
     single = [torch.zeros(count, dtype=torch.float64) for _ in range(3)]
+    along_base, *losses = single
     total = torch.zeros((), dtype=torch.float64)
     for own, rows in _blocks(base, updates):
         signs = rows.sign()
@@ -146,14 +148,11 @@ def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
         for found, left in zip(pairs, (rows, changed, signs), strict=True):
             found += (left @ left.mT).cpu()
         total += torch.dot(own, own).cpu()
-        weights = rows + own
-        lost = (_rounded(rows) - rows, _rounded(weights) - weights)
-        for found, value in zip(
-            single, (rows @ own, *(e.square().sum(1) for e in lost)), strict=True
-        ):
-            found += value.cpu()
+        along_base += (rows @ own).cpu()
+        for lost, values in zip(losses, (rows, rows + own), strict=True):
+            error = values.to(torch.bfloat16).to(values.dtype).sub_(values)
+            lost += lengths(error, axis=1).cpu().double().square()
     dots, touched, agreed = pairs
-    along_base, *losses = single
     return Sums(base.numel(), total, along_base, dots, touched, agreed, *losses)
 
 
@@ -174,10 +173,6 @@ def _blocks(base: Tensor, updates: Sequence[Tensor]) -> Iterator[tuple[Tensor, T
     for start in range(0, own.numel(), _BLOCK):
         part = slice(start, start + _BLOCK)
         yield own[part].to(flat[0]), torch.stack([update[part] for update in flat])
-
-
-def _rounded(values: Tensor) -> Tensor:
-    return values.to(torch.bfloat16).to(values.dtype)
 
 
 def _over(part: Tensor, whole: Tensor) -> Tensor:
