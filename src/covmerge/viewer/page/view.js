@@ -110,15 +110,16 @@ function sayWhatItIs() {
   if (scene.merged !== null) {
     said.push(scene.exact
       ? `The model was merged by ${scene.method}, so that the recipe's own weights give what it keeps, but for rounding.`
-      : `${scene.method} is no weighted sum of the updates: with the experts' weights you make another merge, not `
-        + "another of its. “As merged” is measured on the model's own weights.");
+      : `${scene.method}, with this recipe's parameters, rules and steps, is none of the sums and means that this page has: `
+        + "with the experts' weights you make another merge, not another of its. “As merged” is measured on the model's "
+        + "own weights.");
     if (scene.movable) {
       said.push("The merged model is one more update, with a weight of its own: to scale it, everywhere or in some "
         + "layers, and to mix it with experts is exact too. The recipe then has the model as an expert.");
     }
   } else if (!scene.exact && scene.method) {
-    said.push(`The recipe's method, ${scene.method}, or one of its rules or steps, is no weighted sum as this page has `
-      + "them: its own merge is not shown. Merge, and look at OUT, to see it beside these.");
+    said.push(`${scene.method}, with this recipe's parameters, rules and steps, is none of the sums and means that this page `
+      + "has: its own merge is not shown. Merge, and look at OUT, to see it beside these.");
   }
   for (const text of [...said, ...scene.caveats, scene.kept]) {
     byId("caveats").append(element("li", { textContent: text }));
