@@ -327,8 +327,9 @@ def _layer(
     tensor, experts = item.tensor, tuple(stats["experts"])
     sums = sums_from_json(piece["sums"])
     shape = tuple(piece["shape"])
-    view = LayerView(tensor.name, name, str(tensor.role), shape, True, experts, sums)
-    view = replace(view, quadratics=dict(zip(experts, piece.get("quadratics", ()), strict=False)))
+    forms = dict(zip(experts, piece.get("quadratics", ()), strict=False))
+    role = str(tensor.role)
+    view = LayerView(tensor.name, name, role, shape, True, experts, sums, quadratics=forms)
     spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
     if spectra:
         pairs = combinations(experts, 2)

@@ -16,6 +16,7 @@ from covmerge.types import Json
 # Elements that are looked at together: what is made of all experts' rows stays in the cache of a core,
 # and counts of so many are exact in float32.
 _BLOCK = 2**13
+_BLOCK_OF_DEVICE = 2**16  # every call costs an accelerator time
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,9 @@ def _blocks(base: Tensor, updates: Sequence[Tensor]) -> Iterator[tuple[Tensor, T
     """The base's elements `(n,)` and the updates' `(T, n)`, some at a time."""
     flat = [update.reshape(-1) for update in updates]
     own = base.reshape(-1)
-    for start in range(0, own.numel(), _BLOCK):
-        part = slice(start, start + _BLOCK)
+    size = _BLOCK if flat[0].device.type == "cpu" else _BLOCK_OF_DEVICE
+    for start in range(0, own.numel(), size):
+        part = slice(start, start + size)
         yield own[part].to(flat[0]), torch.stack([update[part] for update in flat])
 
 
