@@ -30,6 +30,7 @@ finally:
         (["verify", "--help"], "OUT"),
         (["push", "--help"], "ORG/NAME"),
         (["report", "--help"], "--html"),
+        (["view", "--help"], "--no-browser"),
         (["schema", "--help"], "JSON Schema"),
     ],
 )

@@ -3,10 +3,12 @@
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import covmerge
 from covmerge import api
 from covmerge.comparison import SPENT
+from covmerge.recipe import parse_recipe
 from tests.e2e.models import build, fine_tuned, save_family
 
 # transformers' own, when PEFT wraps a model.
@@ -70,3 +72,30 @@ def test_adapters(form, tmp_path):
     assert compared.recommended is None and compared.adapters
     kept = api.report(tmp_path / "out").inspection.retention()
     assert kept == pytest.approx({"a": 1.0, "b": 1.0}, abs=0.02)
+
+
+def test_an_expert_is_looked_at_where_its_weight_is_0(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    names = [f"h.{block}.{kind}.weight" for block in range(2) for kind in ("up", "down")]
+    base = {name: torch.randn(4, 4, generator=generator) for name in names}
+    for expert, own in {"base": 0.0, "a": 0.1, "b": 0.1}.items():
+        moved = {n: w + own * torch.randn(w.shape, generator=generator) for n, w in base.items()}
+        save_file(moved, tmp_path / f"{expert}.safetensors")
+    weight = {"by_name": [{"match": "*.up.*", "value": 0}, {"match": "h.0.*", "value": 0}]}
+    experts = {
+        "a": {"source": str(tmp_path / "a.safetensors"), "weight": weight},
+        "b": {
+            "source": str(tmp_path / "b.safetensors"),
+            "weight": {"by_name": [{"match": "h.0.*", "value": 0}]},
+        },
+    }
+    base_file = str(tmp_path / "base.safetensors")
+    recipe = parse_recipe({"base": base_file, "experts": experts, "method": "average"})
+    api.run_recipe(recipe, tmp_path / "out")
+    seen = {
+        layer.name: layer.retention for layer in api.report(tmp_path / "out").inspection.matrices
+    }
+    assert seen.keys() == set(names)
+    assert seen["h.1.up.weight"]["b"] == pytest.approx(1.0, abs=1e-5)
+    assert seen["h.1.up.weight"]["a"] < 0.9
+    assert seen["h.0.up.weight"] == {"a": 0.0, "b": 0.0}

@@ -2,8 +2,6 @@
 
 import base64
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,39 +9,20 @@ import pytest
 from covmerge import api
 from covmerge.reporting import write_html
 from tests.e2e.models import save_family
+from tests.report.browsing import (
+    CONTRAST,
+    CONTRAST_LARGE,
+    DESKTOP,
+    LOW_CONTRAST,
+    NARROW,
+    PHONE,
+    SCHEMES,
+    picture,
+    show,
+)
 from tests.report.merges import merge
 
 pytestmark = pytest.mark.slow
-
-BROWSER, DRIVER = "chromium", "chromedriver"
-DESKTOP, PHONE, NARROW = (1280, 900, False), (390, 844, True), (360, 740, True)
-SCHEMES = ("light", "dark")
-# WCAG 2: at least 4.5 for text, 3 for large text.
-CONTRAST, CONTRAST_LARGE = 4.5, 3.0
-
-LOW_CONTRAST = """
-const [normal, big] = arguments;
-const number = text => text.match(/[\\d.]+/g).map(Number);
-const luminance = color => {
-  const part = number(color).slice(0, 3).map(c => c / 255)
-    .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-  return 0.2126 * part[0] + 0.7152 * part[1] + 0.0722 * part[2];
-};
-const paper = luminance(getComputedStyle(document.body).backgroundColor);
-const found = [];
-for (const element of document.querySelectorAll("body *")) {
-  const own = [...element.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
-  if (!own || !element.getClientRects().length) continue;
-  const style = getComputedStyle(element);
-  // Numbers in the cells of a heat map stand on its colours.
-  if (element.tagName === "text" && !element.style.fill.startsWith("var(")) continue;
-  const ink = luminance(element.tagName === "text" ? style.fill : style.color);
-  const ratio = (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
-  const large = parseFloat(style.fontSize) >= 24;
-  if (ratio < (large ? big : normal)) found.push([element.tagName, element.textContent, ratio]);
-}
-return found;
-"""
 
 # Text of a picture that leaves it, or lies on other text of it.
 BAD_TEXT = """
@@ -69,34 +48,6 @@ return found;
 
 
 @pytest.fixture(scope="module")
-def browser():
-    if not (shutil.which(BROWSER) and shutil.which(DRIVER)):
-        unavailable("apt-get install chromium chromium-driver")
-    try:
-        from selenium import webdriver
-        from selenium.webdriver.chrome.service import Service
-    except ModuleNotFoundError:
-        unavailable("pip install selenium")
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which(BROWSER)
-    # A container has neither a sandbox for root nor room in /dev/shm.
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
-    yield driver
-    driver.quit()
-
-
-def unavailable(remedy):
-    """Reports are opened in a browser by CI, and by others who have one."""
-    reason = f"there is no browser to open reports in: {remedy}"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
-@pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """A report of a real model's merge, and one of three experts of very different size."""
     folder = tmp_path_factory.mktemp("pages")
@@ -119,19 +70,8 @@ def page(request, pages):
     return pages[request.param]
 
 
-def show(browser, path, size=DESKTOP, scheme="light"):
-    width, height, mobile = size
-    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    for log in ("browser", "performance"):
-        browser.get_log(log)  # what was before is not ours
-    browser.get(path.as_uri())
-
-
 def test_nothing_is_logged_and_nothing_loaded(browser, page):
-    show(browser, page)
+    show(browser, page.as_uri())
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
     addresses = {event["request"]["url"] for event in sent}
@@ -144,7 +84,7 @@ def test_nothing_is_logged_and_nothing_loaded(browser, page):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_text_is_read_on_its_paper(browser, page, scheme):
-    show(browser, page, scheme=scheme)
+    show(browser, page.as_uri(), scheme=scheme)
     background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(254, 254, 254)", "dark": "rgb(21, 24, 28)"}[scheme]
     open_all(browser)
@@ -152,13 +92,13 @@ def test_text_is_read_on_its_paper(browser, page, scheme):
 
 
 def test_nothing_in_a_picture_is_cut_or_covered(browser, page):
-    show(browser, page)
+    show(browser, page.as_uri())
     assert browser.execute_script(BAD_TEXT) == []
 
 
 @pytest.mark.parametrize("size", [NARROW, PHONE, DESKTOP], ids=["360", "390", "1280"])
 def test_a_page_scrolls_one_way(browser, page, size):
-    show(browser, page, size)
+    show(browser, page.as_uri(), size)
     for step in (lambda: None, lambda: open_all(browser)):
         step()
         widths = browser.execute_script(
@@ -173,7 +113,7 @@ def test_a_page_scrolls_one_way(browser, page, size):
 
 
 def test_the_tables_open(browser, page):
-    show(browser, page, PHONE)
+    show(browser, page.as_uri(), PHONE)
     hidden = browser.execute_script(
         "return [...document.querySelectorAll('details table')].map(t => t.checkVisibility())"
     )
@@ -188,7 +128,7 @@ def test_the_tables_open(browser, page):
 
 
 def test_it_prints(browser, page, tmp_path):
-    show(browser, page)
+    show(browser, page.as_uri())
     sheet = {"paperWidth": 8.27, "paperHeight": 11.69}  # A4
     closed = browser.execute_cdp_cmd("Page.printToPDF", sheet)
     open_all(browser)
@@ -216,19 +156,10 @@ def test_it_prints(browser, page, tmp_path):
 def test_screenshots(browser, page, tmp_path):
     for label, size in (("desktop", DESKTOP), ("phone", PHONE)):
         for scheme in SCHEMES:
-            show(browser, page, size, scheme)
+            show(browser, page.as_uri(), size, scheme)
             path = tmp_path / f"{page.stem}-{label}-{scheme}.png"
             path.write_bytes(picture(browser, size[0]))
             assert path.stat().st_size > 50_000
-
-
-def picture(browser, width):
-    height = browser.execute_script("return document.documentElement.scrollHeight")
-    clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-    taken = browser.execute_cdp_cmd(
-        "Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip}
-    )
-    return base64.b64decode(taken["data"])
 
 
 def open_all(browser):

@@ -29,6 +29,7 @@ from covmerge.cli.report import report
 from covmerge.cli.schema import schema
 from covmerge.cli.theirs import TakesTheirFlags
 from covmerge.cli.verify import verify
+from covmerge.cli.view import view
 from covmerge.version import __version__
 
 __all__ = ["app", "main"]
@@ -50,7 +51,7 @@ app = typer.Typer(
 app.command(cls=TakesTheirFlags)(merge)
 for command in (
     *(inspect, extract, compare, collect, methods, explain),
-    *(plan, verify, report, push, schema, import_mergekit),
+    *(plan, verify, report, view, push, schema, import_mergekit),
 ):
     app.command()(command)
 

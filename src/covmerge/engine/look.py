@@ -14,10 +14,11 @@ from covmerge.engine.layer import Context
 from covmerge.errors import NotFiniteError
 from covmerge.linalg.auto import Cost, svd_cost
 from covmerge.linalg.spectral import numerical_rank, rank_tolerance
+from covmerge.measures.quadratics import quadratics
 from covmerge.measures.retention import retention
 from covmerge.measures.rounding import rounding_of
 from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
-from covmerge.measures.sums import sums_of
+from covmerge.measures.sums import numbers, sums_of
 from covmerge.methods.factored import merge_factors
 from covmerge.plan import MERGED, Look, Merge, WorkItem
 from covmerge.tensors import MatrixLayout, matrices
@@ -65,6 +66,11 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
         }
         if results:
             piece["retention"] = {n: retention(results[0], u) for n, u in parts.items()}
+        if look.quadratics:
+            columns = [_factors(given[n], place, layout) or part for n, part in parts.items()]
+            columns += [_factors(made[MERGED], place, layout) or part for part in results]
+            forms = quadratics(columns, len(parts))
+            piece["quadratics"] = [None if form is None else numbers(form) for form in forms]
         if look.spectra:
             taken = {
                 n: spectrum_of(_factors(given[n], place, layout) or part)
@@ -118,9 +124,15 @@ def _attempted(
     return dict(method.noticed.from_json(stats).told(list(updates)))
 
 
-def look_cost(d_out: int, d_in: int, count: int, itemsize: int, *, spectra: bool) -> Cost:
+def look_cost(
+    d_out: int, d_in: int, count: int, itemsize: int, *, spectra: bool, quadratics: bool = False
+) -> Cost:
     """Cost of looking at a matrix of `count` models."""
     elementwise = Cost(40.0 * count * d_out * d_in, 0)
+    if quadratics:
+        # The updates of norm 1, and what is seen of them, twice.
+        held = count * (d_out * d_in + 2 * d_out * min(d_out, d_in)) * itemsize
+        elementwise += Cost(2.0 * count**2 * d_out * d_in * min(d_out, d_in), held)
     if not spectra:
         return elementwise
     one = svd_cost(d_out, d_in, leading(min(d_out, d_in)), itemsize)

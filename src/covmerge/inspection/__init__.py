@@ -2,6 +2,7 @@
 
 compatibility  headers, configs, tokenizers
 job            one streaming pass over all tensors
+merged         a merged model that is looked at with them
 result         what it measured, by layer
 verdicts       what the numbers give away
 findings       what a reader must not miss, in words
@@ -10,6 +11,7 @@ names          blocks and layers for people
 
 from covmerge.findings import Finding, Severity
 from covmerge.inspection.job import InspectJob, SpectraOf
+from covmerge.inspection.merged import open_merged
 from covmerge.inspection.result import Inspection, LayerView, SpectrumView
 
 __all__ = [
@@ -20,4 +22,5 @@ __all__ = [
     "Severity",
     "SpectraOf",
     "SpectrumView",
+    "open_merged",
 ]

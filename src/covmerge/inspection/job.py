@@ -45,7 +45,8 @@ from covmerge.plan import (
 )
 from covmerge.plan.align import Model, align, check_same_architecture
 from covmerge.plan.rules import Rules
-from covmerge.recipe import Recipe
+from covmerge.recipe import Expert, Recipe
+from covmerge.recipe.varied import is_varied
 from covmerge.sources import OpenCheckpoints
 from covmerge.tensors import describe_checkpoint, matrix_shapes
 
@@ -65,12 +66,14 @@ class InspectJob:
             some, evenly from the first to the last, where all would be long, or of none.
         options: how it is done.
         spectral_flops: of "some" spectra, about; None: what takes a minute or so.
+        quadratics: whether it is measured what any weighted sum of the updates would keep of each expert.
     """
 
     recipe: Recipe
     spectra: SpectraOf = "some"
     options: RunOptions = field(default_factory=RunOptions)
     spectral_flops: float | None = None
+    quadratics: bool = False
 
     def run(
         self,
@@ -139,7 +142,7 @@ class InspectJob:
 
     def _plan(self, checkpoints: OpenCheckpoints, fitting: Sequence[str]) -> Plan:
         """Plan to read every tensor that all fitting experts could be merged in."""
-        experts = {name: self.recipe.experts[name] for name in fitting}
+        experts = {name: _taking_part(self.recipe.experts[name]) for name in fitting}
         sources = {name: checkpoints.experts[name] for name in fitting}
         recipe = lenient(self.recipe).model_copy(update={"experts": experts})
         (plan,) = build_plans([recipe], checkpoints.base, sources, whole=True)
@@ -165,6 +168,7 @@ class InspectJob:
                     tensor.name in taken,
                     before,
                     self._attempt(plan) if merged is None else None,
+                    self.quadratics,
                 ),
                 form=Unwritten(),
             )
@@ -245,7 +249,11 @@ class InspectJob:
         numel = prod(shape)
         shapes = [(1, numel)] if item.matrices is None else matrix_shapes(shape, item.matrices)
         spectra = spectra and item.matrices is not None
-        costs = [look_cost(m, n, models, itemsize, spectra=spectra) for m, n in shapes]
+        quadratics = self.quadratics and item.matrices is not None
+        costs = [
+            look_cost(m, n, models, itemsize, spectra=spectra, quadratics=quadratics)
+            for m, n in shapes
+        ]
         attempt = item.tensor.operation.attempt if isinstance(item.tensor.operation, Look) else None
         if spectra and attempt is not None:
             cost_of = cost_with(attempt.procedure.cost, attempt.parameters)
@@ -257,6 +265,11 @@ class InspectJob:
             workspace=held + max(cost.workspace for cost in costs),
             flops=sum(cost.flops for cost in costs),
         )
+
+
+def _taking_part(expert: Expert) -> Expert:
+    """The same expert in all tensors: it is looked at also where its weight is 0."""
+    return expert.model_copy(update={"weight": 1.0}) if is_varied(expert.weight) else expert
 
 
 def _model(checkpoint: Checkpoint) -> Model:
@@ -314,7 +327,9 @@ def _layer(
     tensor, experts = item.tensor, tuple(stats["experts"])
     sums = sums_from_json(piece["sums"])
     shape = tuple(piece["shape"])
-    view = LayerView(tensor.name, name, str(tensor.role), shape, True, experts, sums)
+    forms = dict(zip(experts, piece.get("quadratics", ()), strict=False))
+    role = str(tensor.role)
+    view = LayerView(tensor.name, name, role, shape, True, experts, sums, quadratics=forms)
     spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
     if spectra:
         pairs = combinations(experts, 2)

@@ -76,6 +76,8 @@ class LayerView:
             it has none.
         merged_cosines: by expert, between its update and the merged one.
         merged_norm: ‖W̄ − W_0‖_F.
+        quadratics: by expert, Q_s `(T, T)` of `covmerge.measures.quadratics`, in the order of `sums`;
+            None where it has no update. Empty where none were taken.
     """
 
     tensor: str
@@ -95,6 +97,9 @@ class LayerView:
     retention: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     merged_cosines: Mapping[str, float] = field(default_factory=dict[str, float])
     merged_norm: float | None = None
+    quadratics: Mapping[str, Sequence[Sequence[float]] | None] = field(
+        default_factory=dict[str, Sequence[Sequence[float]] | None]
+    )
 
     @property
     def norms(self) -> dict[str, float]:

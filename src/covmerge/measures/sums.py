@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from covmerge.linalg.lapack import lengths
 from covmerge.types import Json
 
-# Elements that are looked at together: the rows of all experts stay in the processor's cache, and
-# counts of so many are exact in float32.
-_BLOCK = 2**16
+# Elements that are looked at together: what is made of all experts' rows stays in the cache of a core,
+# and counts of so many are exact in float32.
+_BLOCK = 2**13
+_BLOCK_OF_DEVICE = 2**16  # every call costs an accelerator time
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,12 @@ class Sums:
     @property
     def norms(self) -> list[float]:
         """‖Δ_t‖_F."""
-        return _numbers(self.dots.diagonal().clamp_min(0.0).sqrt())
+        return numbers(self.dots.diagonal().clamp_min(0.0).sqrt())
 
     @property
     def along(self) -> list[float]:
         """⟨Δ_t, W_0⟩."""
-        return _numbers(self.along_base)
+        return numbers(self.along_base)
 
     @property
     def base_norm(self) -> float:
@@ -69,39 +71,39 @@ class Sums:
     def cosines(self) -> list[list[float]]:
         """Cosine between the updates of each two experts; 0 where one has none."""
         size = self.dots.diagonal().clamp_min(0.0).sqrt()
-        return _numbers(_over(self.dots, torch.outer(size, size)).clamp(-1.0, 1.0))
+        return numbers(_over(self.dots, torch.outer(size, size)).clamp(-1.0, 1.0))
 
     @property
     def cosines_with_base(self) -> list[float]:
         """Cosine between the weights W_t and W_0."""
-        base, squares = float(self.base), _numbers(self.dots.diagonal())
+        base, squares = float(self.base), numbers(self.dots.diagonal())
         pairs = zip(self.along, squares, strict=True)
         return [cosine_with_base(base, along, square) for along, square in pairs]
 
     @property
     def untouched(self) -> list[float]:
         """Share of the elements that an expert left as they are in the base."""
-        return [1.0 - count / self.elements for count in _numbers(self.touched.diagonal())]
+        return [1.0 - count / self.elements for count in numbers(self.touched.diagonal())]
 
     @property
     def sign_conflict(self) -> list[list[float]]:
         """Of what two experts both changed, the share that they pull apart; 0.5 is chance."""
-        return _numbers(_over(self.touched - self.agreed, 2.0 * self.touched))
+        return numbers(_over(self.touched - self.agreed, 2.0 * self.touched))
 
     @property
     def rounding_of_updates(self) -> list[float]:
         """Share of ‖Δ_t‖ that is lost when the update itself is stored in bfloat16."""
-        return _numbers(_over(self.lost_as_update, self.dots.diagonal()).sqrt())
+        return numbers(_over(self.lost_as_update, self.dots.diagonal()).sqrt())
 
     @property
     def rounding_of_weights(self) -> list[float]:
         """Share of ‖Δ_t‖ that is lost when W_0 + Δ_t is stored in bfloat16."""
-        return _numbers(_over(self.lost_as_weights, self.dots.diagonal()).sqrt())
+        return numbers(_over(self.lost_as_weights, self.dots.diagonal()).sqrt())
 
     def as_json(self) -> dict[str, Json]:
         """The sums themselves."""
         return {
-            name: _numbers(value) if isinstance(value, Tensor) else value
+            name: numbers(value) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
         }
 
@@ -139,6 +141,7 @@ def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
     count = len(updates)
     pairs = [torch.zeros(count, count, dtype=torch.float64) for _ in range(3)]
     single = [torch.zeros(count, dtype=torch.float64) for _ in range(3)]
+    along_base, *losses = single
     total = torch.zeros((), dtype=torch.float64)
     for own, rows in _blocks(base, updates):
         signs = rows.sign()
@@ -146,14 +149,11 @@ def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
         for found, left in zip(pairs, (rows, changed, signs), strict=True):
             found += (left @ left.mT).cpu()
         total += torch.dot(own, own).cpu()
-        weights = rows + own
-        lost = (_rounded(rows) - rows, _rounded(weights) - weights)
-        for found, value in zip(
-            single, (rows @ own, *(e.square().sum(1) for e in lost)), strict=True
-        ):
-            found += value.cpu()
+        along_base += (rows @ own).cpu()
+        for lost, values in zip(losses, (rows, rows + own), strict=True):
+            error = values.to(torch.bfloat16).to(values.dtype).sub_(values)
+            lost += lengths(error, axis=1).cpu().double().square()
     dots, touched, agreed = pairs
-    along_base, *losses = single
     return Sums(base.numel(), total, along_base, dots, touched, agreed, *losses)
 
 
@@ -171,13 +171,10 @@ def _blocks(base: Tensor, updates: Sequence[Tensor]) -> Iterator[tuple[Tensor, T
     """The base's elements `(n,)` and the updates' `(T, n)`, some at a time."""
     flat = [update.reshape(-1) for update in updates]
     own = base.reshape(-1)
-    for start in range(0, own.numel(), _BLOCK):
-        part = slice(start, start + _BLOCK)
+    size = _BLOCK if flat[0].device.type == "cpu" else _BLOCK_OF_DEVICE
+    for start in range(0, own.numel(), size):
+        part = slice(start, start + size)
         yield own[part].to(flat[0]), torch.stack([update[part] for update in flat])
-
-
-def _rounded(values: Tensor) -> Tensor:
-    return values.to(torch.bfloat16).to(values.dtype)
 
 
 def _over(part: Tensor, whole: Tensor) -> Tensor:
@@ -185,6 +182,6 @@ def _over(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole > 0, part / whole.clamp_min(torch.finfo(whole.dtype).tiny), 0.0)
 
 
-def _numbers(values: Any) -> Any:
+def numbers(values: Any) -> Any:
     """A tensor as plain numbers; torch's own annotation of it is partial."""
     return values.tolist()

@@ -79,12 +79,14 @@ class Look:
         spectra: whether singular values are taken, which is most of the work.
         redo: a merge to do again where they are, to show its spectrum beside the merged model's.
         attempt: a merge to try where they are, for what its method notices.
+        quadratics: whether it is measured what any weighted sum of the updates would keep of each.
     """
 
     merged: Operand | None = None
     spectra: bool = False
     redo: Merge | None = None
     attempt: Merge | None = None
+    quadratics: bool = False
 
 
 Operation = Merge | Copy | Count | Look

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from covmerge.reporting import page, tables
+from covmerge.reporting.colours import COLOURS
 from covmerge.reporting.data import Report
 from covmerge.reporting.extra import needed_for_reports
-from covmerge.reporting.figures.canvas import COLOURS
 from covmerge.reporting.pictures import cost_pictures, pictures
 from covmerge.reporting.words import number
 from covmerge.text import printable

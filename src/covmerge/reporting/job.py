@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from covmerge.checkpoints import AdapterCheckpoint
-from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest, recorded_in
 from covmerge.engine import RunOptions, seen_in
-from covmerge.inspection import InspectJob, SpectraOf
+from covmerge.inspection import InspectJob, SpectraOf, open_merged
 from covmerge.methods import registry
 from covmerge.plan import Merge, Plan, Settings
-from covmerge.quantised import open_plain
 from covmerge.recipe import Recipe, parse_recipe
+from covmerge.recipe.varied import is_varied
 from covmerge.reporting.data import LayerCost, Report
 from covmerge.sources import open_recipe
 from covmerge.steps import resolve_steps
@@ -60,15 +58,10 @@ class ReportJob:
                 options=self.options,
                 spectral_flops=None if self.share is None else self.share * plan.flops,
             )
-            output = open_plain(self.folder)
-            if isinstance(output, AdapterCheckpoint) and output.form != PEFT_FORM:
-                output = output.named_as(checkpoints.base.headers)
-            try:
+            with open_merged(self.folder, checkpoints.base) as output:
                 inspection = job.run(
                     checkpoints, merged=output, before=unrefined(recipe, manifest["family"])
                 )
-            finally:
-                output.close()
             verification = self.verification or verify(self.folder, base=checkpoints.base)
         return Report(
             title=self.folder.resolve().name,
@@ -87,7 +80,8 @@ def unrefined(recipe: Recipe, family: str | None) -> Merge | None:
     parameters = settings.shown()
     before, after = resolve_steps(recipe.before, "before"), resolve_steps(recipe.after, "after")
     merge = Merge(recipe.method, {**parameters, "refine": False}, None, before, after)
-    if not parameters.get("refine") or merge.procedure.needs_base or settings.varied:
+    varied = settings.varied or any(is_varied(expert.weight) for expert in recipe.experts.values())
+    if not parameters.get("refine") or merge.procedure.needs_base or varied:
         return None
     return merge
 

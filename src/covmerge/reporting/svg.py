@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 from xml.etree.ElementTree import Element, fromstring, tostring
 
+from covmerge.reporting.colours import COLOURS
 from covmerge.reporting.extra import needed_for_reports
-from covmerge.reporting.figures.canvas import COLOURS, style
+from covmerge.reporting.figures.canvas import style
 
 with needed_for_reports():
     import matplotlib

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from covmerge.errors import InputError
+from covmerge.reporting.colours import INK, MUTED, PAPER
 from covmerge.reporting.extra import needed_for_reports
 from covmerge.reporting.grid import Panel
 from covmerge.reporting.words import shorten
@@ -21,30 +22,6 @@ with needed_for_reports():
 # Its annotations are partial.
 _matplotlib: Any = matplotlib
 
-
-@dataclass(frozen=True)
-class Colour:
-    """A colour on light paper, and what it becomes on dark paper."""
-
-    light: str
-    dark: str
-
-
-PAPER = Colour("#fefefe", "#15181c")
-INK = Colour("#1b1f24", "#e6e9ec")
-MUTED = Colour("#5b6570", "#a4aeb8")
-RULE = Colour("#d3d8dd", "#3a424a")
-# Told apart by every kind of colour vision, and by their lightness in print.
-BLUE = Colour("#1d5a9e", "#7db5f0")
-ORANGE = Colour("#b5541b", "#f09a5f")
-COLOURS: Mapping[str, Colour] = {
-    "paper": PAPER,
-    "ink": INK,
-    "muted": MUTED,
-    "rule": RULE,
-    "blue": BLUE,
-    "orange": ORANGE,
-}
 
 # Inches, and points of type.
 WIDTH = 9.2

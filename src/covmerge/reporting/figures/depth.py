@@ -11,14 +11,10 @@ from typing import Any
 from covmerge.covariance.gate import Statistic
 from covmerge.judgement.names import by_depth
 from covmerge.recipe import format_size
+from covmerge.reporting.colours import BLUE, INK, MUTED, ORANGE, RULE
 from covmerge.reporting.data import Report
 from covmerge.reporting.extra import needed_for_reports
 from covmerge.reporting.figures.canvas import (
-    BLUE,
-    INK,
-    MUTED,
-    ORANGE,
-    RULE,
     SMALL,
     Sheet,
     column_width,

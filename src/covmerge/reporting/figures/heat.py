@@ -10,11 +10,10 @@ from typing import Any
 
 from covmerge.inspection import LayerView
 from covmerge.judgement.names import block_of, ranges
+from covmerge.reporting.colours import MUTED, PAPER
 from covmerge.reporting.extra import needed_for_reports
 from covmerge.reporting.figures.canvas import (
     LETTER,
-    MUTED,
-    PAPER,
     Sheet,
     add_axes,
     column_width,

@@ -7,18 +7,9 @@ from typing import Any
 
 from covmerge.inspection import LayerView
 from covmerge.judgement.names import kind_of
+from covmerge.reporting.colours import BLUE, MUTED, ORANGE, RULE
 from covmerge.reporting.extra import needed_for_reports
-from covmerge.reporting.figures.canvas import (
-    BLUE,
-    MUTED,
-    ORANGE,
-    RULE,
-    SMALL,
-    finished,
-    panelled,
-    require,
-    style,
-)
+from covmerge.reporting.figures.canvas import SMALL, finished, panelled, require, style
 from covmerge.reporting.numbers import (
     BEFORE,
     MERGED,
