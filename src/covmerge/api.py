@@ -662,10 +662,9 @@ def _options(
     return with_executor(options, executor, address=address, patience=patience)
 
 
-def _label(whose: str, source: Source) -> str:
-    """How a source is written in the recipe that is recorded."""
-    given: object = source  # which callers without a type checker pass
-    if given is None:
+def _label(whose: str, source: Source | None) -> str:
+    """How a source is written in the recipe that is recorded; callers without a type checker pass None."""
+    if source is None:
         raise RecipeError(f"{whose} is None: pass a folder, a file, org/name or a state dict")
     return "<state dict>" if isinstance(source, Mapping | nn.Module) else str(source)
 

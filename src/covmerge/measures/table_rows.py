@@ -61,9 +61,9 @@ def table_rows(base: Tensor, update: Tensor, stored: torch.dtype | None) -> Tabl
         stored: in which dtype the expert stores its weights; None: it stores updates.
     """
     base, update = base.double(), update.double()
-    size = base.norm(dim=1)
+    size = (base * base).sum(dim=1).sqrt()
     along = (base * update).sum(dim=1) / (size**2).clamp_min(torch.finfo(torch.float64).tiny)
-    rest = (update - along[:, None] * base).norm(dim=1)
+    rest = ((update - along[:, None] * base) ** 2).sum(dim=1).sqrt()
     eps = 0.0 if stored is None or stored == torch.float64 else torch.finfo(stored).eps
     tolerance = (eps + _STEPS * torch.finfo(torch.float32).eps) * size
     changed, turned = (update != 0).any(dim=1), rest > tolerance
