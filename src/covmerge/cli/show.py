@@ -215,7 +215,7 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
                 *result.noticed,
                 (
                     "run",
-                    f"{format_seconds(run['seconds'])}; {run['threads']} threads on {run['device']}",
+                    f"{format_seconds(run['seconds'])}; {counted(run['threads'], 'thread')} on {run['device']}",
                 ),
                 ("peak memory", f"{format_size(run['peak_memory'])} measured"),
                 *_heads(stats["heads"]),
@@ -302,7 +302,7 @@ def _run(run: Mapping[str, Any]) -> str:
     return (
         f"{format_seconds(run['seconds'])}: read {format_seconds(run['read_seconds'])}, compute "
         f"{format_seconds(run['compute_seconds'])}, write {format_seconds(run['write_seconds'])}, "
-        f"overlapping; {run['threads']} threads on {run['device']}; "
+        f"overlapping; {counted(run['threads'], 'thread')} on {run['device']}; "
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
         + _base_inputs(run)
         + _workers(run.get("workers", 1), run.get("workers_because", ""))
