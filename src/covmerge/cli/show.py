@@ -215,7 +215,8 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
                 *result.noticed,
                 (
                     "run",
-                    f"{format_seconds(run['seconds'])}; {counted(run['threads'], 'thread')} on {run['device']}",
+                    f"{format_seconds(run['seconds'])}; {counted(run['threads'], 'thread')} "
+                    f"on {run['device']}",
                 ),
                 ("peak memory", f"{format_size(run['peak_memory'])} measured"),
                 *_heads(stats["heads"]),
