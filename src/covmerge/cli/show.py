@@ -24,7 +24,7 @@ from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
 from covmerge.result import MergeResult
 from covmerge.stores.store import Store
-from covmerge.text import counted, some
+from covmerge.text import counted, some, spread
 from covmerge.verification import Verification
 
 _LAYERS = 12  # of a table by layer
@@ -194,8 +194,8 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
                 *((NOTE, note) for note in result.notes),
                 (
                     "adapter",
-                    f"{counted(len(merged), 'tensor')}, rank {min(ranks)} to {max(ranks)}"
-                    + (f"; {whole} tensors whole" if whole else ""),
+                    f"{counted(len(merged), 'tensor')}, rank {spread(ranks)}"
+                    + (f"; {counted(whole, 'tensor')} whole" if whole else ""),
                 ),
                 (
                     "truncation",

@@ -11,6 +11,7 @@ from math import sqrt
 
 from covmerge.findings import Finding, Severity
 from covmerge.inspection.result import LayerView
+from covmerge.text import spread
 from covmerge.vocabulary.tables import rows_of
 
 TWINS = 0.98  # cosine between two updates from which they are one expert twice
@@ -45,7 +46,7 @@ def _thin(matrices: Sequence[LayerView], expert: str) -> Iterator[Finding]:
     if seen and len(thin) >= 0.9 * len(seen):
         yield Finding(
             Severity.NOTE,
-            f"its updates have a low rank ({min(ranks)} to {max(ranks)} of "
+            f"its updates have a low rank ({spread(ranks)} of "
             f"{min(min(layer.shape) for layer in seen)}): an adapter, or a model that an adapter was "
             "merged into; such experts are merged exactly on their factors (--as adapter)",
             expert,

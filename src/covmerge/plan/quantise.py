@@ -27,7 +27,7 @@ from covmerge.quantised import (
     with_plain,
 )
 from covmerge.recipe import Recipe
-from covmerge.text import some
+from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -258,8 +258,8 @@ def _notes(
     said = "the base's own format" if wanted == SAME else f"{wanted}: {LAYOUTS[wanted].said}"
     plain = len(tensors) - len(packed)
     yield (
-        f"{len(packed)} tensors are written quantised ({said}), each weight rounded to the nearest number; "
-        f"{plain} are plain" + (f", {len(kept)} of them by `keep`" if kept else "")
+        f"{counted(len(packed), 'tensor')} written quantised ({said}), each weight rounded to the nearest "
+        f"number; {plain} plain" + (f", {len(kept)} of them by `keep`" if kept else "")
     )
     experts = [tensor.name for tensor in tensors if tensor not in packed and _is_an_expert(tensor)]
     if experts and wanted != SAME and not kept.issuperset(experts) and wanted != "mxfp4":
