@@ -74,6 +74,10 @@ def test_rows_add_up_over_blocks():
             for b, u in zip(base.split([cut, 20 - cut]), update.split([cut, 20 - cut]), strict=True)
         ]
         assert parts[0] + parts[1] == whole
+    wide = torch.randn(1000, 600)
+    late = torch.zeros(1000, 600)
+    late[999, 3] = 1.0  # rows are seen in several blocks
+    assert table_rows(wide, late, torch.float32) == TableRows(1000, 1, 1, 1000)
     zero = torch.zeros(2, 4)
     assert table_rows(zero, zero, None) == TableRows(2, 0, 0, 0)
     assert table_rows(zero, torch.ones(2, 4), torch.bfloat16) == TableRows(2, 2, 2, 2)

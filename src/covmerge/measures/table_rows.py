@@ -9,6 +9,7 @@ from torch import Tensor
 
 from covmerge.types import Json
 
+_BLOCK = 2**18  # elements that are looked at together, in float64
 # Weight decay is applied step by step, each rounded; so many roundings in float32 are taken for its own.
 _STEPS = 64
 
@@ -60,7 +61,15 @@ def table_rows(base: Tensor, update: Tensor, stored: torch.dtype | None) -> Tabl
         update: Δ `(rows, d)`.
         stored: in which dtype the expert stores its weights; None: it stores updates.
     """
-    base, update = base.double(), update.double()
+    step = max(1, _BLOCK // max(1, base.shape[1]))
+    found = TableRows(0, 0, 0, 0)
+    for start in range(0, len(base), step):
+        own = slice(start, start + step)
+        found += _of_block(base[own].double(), update[own].double(), stored)
+    return found
+
+
+def _of_block(base: Tensor, update: Tensor, stored: torch.dtype | None) -> TableRows:
     size = (base * base).sum(dim=1).sqrt()
     along = (base * update).sum(dim=1) / (size**2).clamp_min(torch.finfo(torch.float64).tiny)
     rest = ((update - along[:, None] * base) ** 2).sum(dim=1).sqrt()
