@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.checkpoints import Staging, open_checkpoint
+from covmerge.checkpoints import Staging, destination_of, open_checkpoint
 from covmerge.errors import InputError
 from covmerge.recipe import load_recipe
 from covmerge.stores.address import address_of, hub_address, local_path
@@ -103,3 +103,22 @@ def test_a_drive_of_windows_is_none(tmp_path: Path) -> None:
     assert local_path("c:/models") == Path("c:/models")
     with pytest.raises(InputError, match="no such file or folder"):
         open_checkpoint(f"c:/{tmp_path.name}")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https:me:hunter2@host",
+        "s3:hunter2@bucket",
+        "hf:me:hunter2@host",
+        "hf://me:hunter2@host",
+        "hf://hunter2@host/org/name",
+        "hf://org/name?token=hunter2",
+    ],
+)
+def test_what_is_no_address_does_not_repeat_a_secret(tmp_path: Path, address: str) -> None:
+    with pytest.raises(InputError, match=r"is written \w+://|write hf://org/name") as error:
+        open_checkpoint(address)
+    with pytest.raises(InputError, match=r"\w+://") as other:
+        destination_of(Path(address))
+    assert "hunter2" not in f"{error.value} {other.value}"

@@ -58,3 +58,24 @@ def test_one_expert_that_is_in_no_list_is_said_to_be(experts):
 def test_a_text_is_no_list_of_its_letters(name):
     with pytest.raises(RecipeError, match=rf"{name}: 'ab\*' is no list: pass \['ab\*'\]"):
         covmerge.merge(STATE, [STATE], "average", **{name: "ab*"})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"quantize": "nf4"}, "takes no 'quantize'. Did you mean 'quantise'"),
+        ({"method": "ties", "thread": 2}, "takes no 'thread'. Did you mean 'threads'"),
+        ({"method": "ace", "epss": 1e-4}, "no parameter 'epss'. Did you mean 'eps'"),
+    ],
+)
+def test_arguments_are_found_by_the_nearest_name(given, said):
+    with pytest.raises(RecipeError, match=said):
+        merge({"w": torch.zeros(2, 2)}, [{"w": torch.eye(2)}, {"w": torch.eye(2)}], **given)
+
+
+def test_none_is_no_source():
+    state = {"w": torch.zeros(2, 2)}
+    with pytest.raises(RecipeError, match="the base is None: pass a folder"):
+        merge(None, [state])
+    with pytest.raises(RecipeError, match="expert 'a' is None"):
+        covmerge.inspect(state, {"a": None})

@@ -151,6 +151,9 @@ def test_csv_on_the_command_line(tmp_path):
     reported = command("report", tmp_path / "out", "--csv").stdout
     assert "retention a" in reported.splitlines()[0]
     assert not (tmp_path / "out" / "report.html").exists()
+    for name in ("inspect", "compare"):
+        taken = command(name, *flags(tmp_path), "--csv", tmp_path / "x.csv", code=2).stderr
+        assert "--csv takes no file, and prints" in " ".join(taken.split())
     wrong = command("report", tmp_path / "out", "--csv", "--json", code=2).stderr
     assert "leave out one of them" in wrong
 

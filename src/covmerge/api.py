@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -25,6 +27,7 @@ from covmerge.engine import (
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.inspection import Inspection, InspectJob, SpectraOf
 from covmerge.job import Job
+from covmerge.methods import registry
 from covmerge.phrasing import told_in_python
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, output_as, parse_recipe, parse_size
@@ -202,6 +205,7 @@ def merge(
         [[2.0, 0.0], [0.0, 2.0]]
     """
     named = _named(experts)
+    _check_spelling(method, params)
     recipe = _recipe(
         base,
         named,
@@ -598,11 +602,11 @@ def _recipe(
             )
     return parse_recipe(
         {
-            "base": _label(base),
+            "base": _label("the base", base),
             "base_statistics": None if base_statistics is None else str(base_statistics),
             "experts": {
                 name: {
-                    "source": _label(source),
+                    "source": _label(f"expert '{name}'", source),
                     "weight": given[name],
                     "statistics": str(statistics[name]) if name in statistics else None,
                 }
@@ -620,6 +624,17 @@ def _recipe(
         },
         origin="arguments",
     )
+
+
+def _check_spelling(method: str, params: Mapping[str, Any]) -> None:
+    """Refuse what is no parameter of the method and was to be an argument of `merge`."""
+    methods = [method] if method else ["auto", "ace", "average"]  # one of which is chosen
+    known = {parameter.name for name in methods for parameter in registry.get(name).parameters}
+    arguments = [name for name in signature(merge).parameters if name != "params"]
+    for name in params.keys() - known:
+        near = get_close_matches(name, [*arguments, *known], n=1)
+        if near and near[0] in arguments:
+            raise RecipeError(f"merge takes no '{name}'. Did you mean '{near[0]}'?")
 
 
 def _options(
@@ -647,8 +662,10 @@ def _options(
     return with_executor(options, executor, address=address, patience=patience)
 
 
-def _label(source: Source) -> str:
-    """How a source is written in the recipe that is recorded."""
+def _label(whose: str, source: Source | None) -> str:
+    """How a source is written in the recipe that is recorded; callers without a type checker pass None."""
+    if source is None:
+        raise RecipeError(f"{whose} is None: pass a folder, a file, org/name or a state dict")
     return "<state dict>" if isinstance(source, Mapping | nn.Module) else str(source)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 def printable(text: str) -> str:
@@ -25,6 +25,17 @@ def some(names: Iterable[str], limit: int = 4, *, quoted: bool = False, between:
     shown = [f"'{name}'" if quoted else name for name in names]
     more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
     return between.join(shown[:limit]) + more
+
+
+def spread(values: Collection[int]) -> str:
+    """Write the least and the largest of some numbers.
+
+    Example:
+        >>> spread([3, 3]), spread([8, 2, 4])
+        ('3', '2 to 8')
+    """
+    least, most = min(values), max(values)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def counted(count: int, singular: str, plural: str | None = None) -> str:

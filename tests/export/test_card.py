@@ -471,6 +471,8 @@ class TestWhatItTells:
         assert "load_file(file)" in loading
         method = section(card, "Method")
         assert "@misc{emr," in method and "@misc{ties," in method
+        assert "  author = {Prateek Yadav and Derek Tam and " in method
+        assert "  author = {Chenyu Huang and " in method and method.count("author = ") == 2
         covmerge.merge(base, {"e": save(tmp_path / "f", 2)}, "emr", tmp_path / "masked")
         assert "`covmerge.load_expert(folder, expert, base)`" in (
             tmp_path / "masked" / "README.md"

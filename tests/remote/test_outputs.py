@@ -99,7 +99,7 @@ def test_an_upload_that_breaks_off_is_no_output(
 
     with monkeypatch.context() as patch:
         patch.setattr(object_server.ObjectServer, "send", break_off)
-        with pytest.raises(InputError, match=r"cannot be reached or written .* --resume"):
+        with pytest.raises(InputError, match=r"cannot be reached or written: .* --resume"):
             merge_into(destination(bucket), base, experts, **SHARDS)
     assert CLAIM in sent(bucket) and "merged/covmerge.json" not in sent(bucket)
     # Another machine has none of the work, and keeps away.
@@ -111,6 +111,24 @@ def test_an_upload_that_breaks_off_is_no_output(
         merge_into(destination(bucket), base, experts, **SHARDS)
     merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
     assert verify(f"{bucket.url}/merged").ok and CLAIM not in sent(bucket) and nothing_aside()
+
+
+def test_without_credentials_there_is_nothing_to_resume(
+    bucket: Bucket, models, monkeypatch
+) -> None:
+    base, experts = models
+    for name in KEYS:
+        if "KEY" in name:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    forget = type(bucket.system).clear_instance_cache  # it keeps credentials that it has found
+    forget()
+    try:
+        with pytest.raises(InputError, match=r"no credentials: .*, and run it again$") as error:
+            merge_into(destination(bucket), base, experts)
+    finally:
+        forget()
+    assert str(error.value).count("credentials") == 1
 
 
 def test_an_output_is_replaced_on_demand_only(bucket: Bucket, models) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import InputError
@@ -89,6 +90,32 @@ def test_whom_the_merge_follows(merged):
     title = title_of(figures.merged_cosines(merged))
     assert "points most along 'big'" in title
     assert "least along 'quiet'" in title
+
+
+def test_where_there_is_nobody_to_compare_with_nobody_is_most_or_least(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    base = {f"h.{n}.fc.weight": torch.randn(40, 40, generator=generator) for n in range(3)}
+    step = {name: torch.randn(40, 40, generator=generator) for name in base}
+    first = {name: base[name] + 0.1 * step[name] for name in base}
+    against = {name: base[name] - 0.1 * step[name] for name in base}
+    save_file(base, tmp_path / "base.safetensors")
+    save_file(first, tmp_path / "a.safetensors")
+    experts = {"a": tmp_path / "a.safetensors"}
+    covmerge.merge(tmp_path / "base.safetensors", experts, "average", tmp_path / "out")
+    alone = covmerge.report(tmp_path / "out")
+    titles = [title_of(figure(alone)) for figure in (figures.retention, figures.merged_cosines)]
+    assert titles[0].startswith("By prediction 'a' keeps 100% of what it adds")
+    assert titles[1] == "The merged update and that of 'a' have a cosine of 1.00"
+    drawn = figures.cosines, figures.sign_conflicts, figures.overlaps
+    pair = covmerge.inspect(base, {"a": first, "b": against}, spectra="all")
+    same = covmerge.inspect(base, {"a": first, "b": first, "c": first}, spectra="all")
+    titles += [title_of(figure(look)) for look in (pair, same) for figure in drawn]
+    assert titles[2] == "The updates of 'a' and 'b' have a cosine of −1.00"
+    assert titles[3] == "'a' and 'b' pull 100% of the weights apart; chance is 50%"
+    assert titles[4].startswith("'a' and 'b' share 100% of their leading input directions")
+    assert titles[5] == "The updates of every two experts have a cosine of 1.00"
+    assert titles[7].startswith("Every two experts share 100%")
+    assert not [title for title in titles if "most" in title or "least" in title]
 
 
 def test_pairs():

@@ -65,7 +65,7 @@ def test_a_missing_and_an_unknown_tensor(output):
 def test_output_equal_to_the_base(tmp_path):
     base, _ = save_family("bert", tmp_path, experts=1)
     shutil.copytree(base, tmp_path / "copy")
-    with pytest.raises(CheckFailed, match="every tensor equals the base's"):
+    with pytest.raises(CheckFailed, match="every tensor equals the base's: what was allowed"):
         covmerge.merge(
             base, {"same": tmp_path / "copy"}, out=tmp_path / "out", allow=["unchanged-expert"]
         )
@@ -106,7 +106,7 @@ def test_a_base_of_the_hub_is_taken_at_the_commit_that_was_merged_over(tmp_path,
         assert report.ok
         assert (
             outcome(tmp_path / "out")["differs from base"].detail
-            == "3 of 4 tensors differ, by the base"
+            == "3 of 4 tensors differ from the base's"
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "empty"))
         hub.gated = True
@@ -172,3 +172,14 @@ def test_another_model_where_the_base_was_is_not_held_against_the_output(tmp_pat
     assert not checks["copied"].made
     assert f"the base at {base} is another than was merged" in checks["copied"].detail
     assert "by recorded norms" in checks["differs from base"].detail
+
+
+def test_one_is_no_plural(tmp_path):
+    save_file({"w": torch.zeros(2, 2)}, tmp_path / "base.safetensors")
+    save_file({"w": torch.ones(2, 2)}, tmp_path / "a.safetensors")
+    covmerge.merge(
+        tmp_path / "base.safetensors", [tmp_path / "a.safetensors"], "average", tmp_path / "out"
+    )
+    found = outcome(tmp_path / "out")
+    assert found["coverage"].detail == "its one tensor is there, and no other"
+    assert found["differs from base"].detail == "1 of 1 tensor differs from the base's"

@@ -104,6 +104,11 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
         RecipeError: the file or a flag is wrong.
     """
     told = Told(flags.lenient)
+    if file is not None and file.suffix.lower() == ".csv":
+        raise RecipeError(
+            f"{file} stands where a recipe is expected. --csv takes no file, and prints: leave {file} "
+            f"out, and end the command with > {file}"
+        )
     of_run = _given(last=flags.last, weights=flags.run_weights, decay=flags.decay)
     if file is not None:
         data = dump_recipe(load_recipe(file, told))

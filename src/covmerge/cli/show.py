@@ -24,7 +24,7 @@ from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
 from covmerge.result import MergeResult
 from covmerge.stores.store import Store
-from covmerge.text import counted, some
+from covmerge.text import counted, some, spread
 from covmerge.verification import Verification
 
 _LAYERS = 12  # of a table by layer
@@ -194,8 +194,8 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
                 *((NOTE, note) for note in result.notes),
                 (
                     "adapter",
-                    f"{counted(len(merged), 'tensor')}, rank {min(ranks)} to {max(ranks)}"
-                    + (f"; {whole} tensors whole" if whole else ""),
+                    f"{counted(len(merged), 'tensor')}, rank {spread(ranks)}"
+                    + (f"; {counted(whole, 'tensor')} whole" if whole else ""),
                 ),
                 (
                     "truncation",
@@ -215,7 +215,8 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
                 *result.noticed,
                 (
                     "run",
-                    f"{format_seconds(run['seconds'])}; {run['threads']} threads on {run['device']}",
+                    f"{format_seconds(run['seconds'])}; {counted(run['threads'], 'thread')} "
+                    f"on {run['device']}",
                 ),
                 ("peak memory", f"{format_size(run['peak_memory'])} measured"),
                 *_heads(stats["heads"]),
@@ -302,7 +303,7 @@ def _run(run: Mapping[str, Any]) -> str:
     return (
         f"{format_seconds(run['seconds'])}: read {format_seconds(run['read_seconds'])}, compute "
         f"{format_seconds(run['compute_seconds'])}, write {format_seconds(run['write_seconds'])}, "
-        f"overlapping; {run['threads']} threads on {run['device']}; "
+        f"overlapping; {counted(run['threads'], 'thread')} on {run['device']}; "
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
         + _base_inputs(run)
         + _workers(run.get("workers", 1), run.get("workers_because", ""))

@@ -19,10 +19,11 @@ from covmerge.measures.retention import retention
 from covmerge.measures.rounding import rounding_of
 from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.measures.sums import numbers, sums_of
+from covmerge.measures.table_rows import table_rows
 from covmerge.methods.factored import merge_factors
 from covmerge.plan import MERGED, Look, Merge, WorkItem
 from covmerge.tensors import MatrixLayout, matrices
-from covmerge.types import Json, LinearGroup, LowRank, Rounding
+from covmerge.types import Json, LinearGroup, LowRank, Role, Rounding
 
 # A spectrum is kept for pictures as so many of its values, evenly from the first to the last.
 _SHOWN = 64
@@ -52,8 +53,15 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
     facts: dict[str, Json] = {"experts": list(updates), "merged": bool(merged)}
     if layout is None:
         # The merged model comes last: all sums are one product.
-        sums = sums_of(base, [*updates.values(), *merged.values()]).as_json()
-        return Result((), {**facts, "pieces": [{"sums": sums}]})
+        whole: dict[str, Json] = {
+            "sums": sums_of(base, [*updates.values(), *merged.values()]).as_json()
+        }
+        if item.tensor.role is Role.EMBEDDING and base.dim() == 2:
+            whole["rows"] = {
+                name: table_rows(base, update, stored.get(name)).as_json()
+                for name, update in updates.items()
+            }
+        return Result((), {**facts, "pieces": [whole]})
     pieces: list[Json] = []
     split = {name: matrices(update, layout) for name, update in updates.items()}
     last = [matrices(update, layout) for update in merged.values()]

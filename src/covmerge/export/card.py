@@ -309,6 +309,7 @@ def _listed(parameters: Mapping[str, object]) -> str:
 def _citation(name: str, paper: Reference) -> str:
     year = re.search(r"\d{4}", paper.venue)
     fields = {
+        **({"author": " and ".join(paper.authors)} if paper.authors else {}),
         "title": paper.title,
         **({"year": year[0]} if year else {}),
         "note": f"{paper.venue}. {paper.equations}",

@@ -31,6 +31,7 @@ from covmerge.inspection.verdicts import findings_of
 from covmerge.judgement import judge
 from covmerge.judgement.names import by_depth
 from covmerge.measures.sums import Sums, sums_from_json
+from covmerge.measures.table_rows import TableRows
 from covmerge.methods.choice import PREFERRED, UNNAMED, choose
 from covmerge.methods.registry import cost_with
 from covmerge.plan import (
@@ -304,9 +305,14 @@ def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
 
 def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
     total: Sums | None = None
+    rows: dict[str, TableRows] = {}
     for part in stats:
-        sums = sums_from_json(part["pieces"][0]["sums"])
+        (piece,) = part["pieces"]
+        sums = sums_from_json(piece["sums"])
         total = sums if total is None else total + sums
+        for expert, given in piece.get("rows", {}).items():
+            own = TableRows(**given)
+            rows[expert] = rows[expert] + own if expert in rows else own
     assert total is not None
     tensor = item.tensor
     view = LayerView(
@@ -317,6 +323,7 @@ def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
         False,
         tuple(stats[0]["experts"]),
         total,
+        rows=rows,
     )
     return _with_merged(view, {}) if stats[0]["merged"] else view
 

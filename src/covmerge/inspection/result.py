@@ -16,6 +16,7 @@ from covmerge.judgement import Layer
 from covmerge.judgement.layers import TABLES
 from covmerge.measures.retention import overall
 from covmerge.measures.sums import Sums
+from covmerge.measures.table_rows import TableRows
 from covmerge.notebook import lines_svg, paragraph, table_html
 from covmerge.table import Cell, Table, Tabular
 from covmerge.text import counted, some
@@ -66,6 +67,7 @@ class LayerView:
         experts: their names, in the order of `sums`; the merged model, if there is one, is the last
             and not among them.
         sums: over the elements.
+        rows: by expert, which rows of an embedding it changed; empty for every other tensor.
         spectra: by expert; `merged` apart. Empty where none were taken.
         overlap: by pair of experts, how far the same inputs matter to both: ‖V_kᵀV'_k‖²/k.
         foreseen: what `auto` would do to it by the weights alone, by headings, where spectra were taken
@@ -87,6 +89,7 @@ class LayerView:
     is_matrix: bool
     experts: tuple[str, ...]
     sums: Sums
+    rows: Mapping[str, TableRows] = field(default_factory=dict[str, TableRows])
     spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
     overlap: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
     foreseen: Mapping[str, str | float | None] = field(
@@ -165,6 +168,8 @@ class LayerView:
             "cosine": _joined(self.pairs(self.sums.cosines)),
             "sign_conflict": _joined(self.pairs(self.sums.sign_conflict)),
         }
+        if self.rows:
+            entry["rows"] = {name: rows.as_json() for name, rows in self.rows.items()}
         if self.is_matrix:
             gates = {"paper": self.gate("paper"), "scale_free": self.gate("scale_free")}
             # At its pole γ is no number that JSON has.

@@ -11,6 +11,8 @@ from math import sqrt
 
 from covmerge.findings import Finding, Severity
 from covmerge.inspection.result import LayerView
+from covmerge.text import spread
+from covmerge.vocabulary.tables import rows_of
 
 TWINS = 0.98  # cosine between two updates from which they are one expert twice
 OPPOSED = -0.2
@@ -31,6 +33,7 @@ def findings_of(
     matrices = [layer for layer in layers if layer.is_matrix]
     for expert in experts:
         yield from _thin(matrices, expert)
+        yield from _read(layers, expert)
     yield from _gates(layers)
     yield from _pairs(layers, experts)
     yield from _rounding(layers, experts, half)
@@ -43,11 +46,45 @@ def _thin(matrices: Sequence[LayerView], expert: str) -> Iterator[Finding]:
     if seen and len(thin) >= 0.9 * len(seen):
         yield Finding(
             Severity.NOTE,
-            f"its updates have a low rank ({min(ranks)} to {max(ranks)} of "
+            f"its updates have a low rank ({spread(ranks)} of "
             f"{min(min(layer.shape) for layer in seen)}): an adapter, or a model that an adapter was "
             "merged into; such experts are merged exactly on their factors (--as adapter)",
             expert,
         )
+
+
+def _read(layers: Sequence[LayerView], expert: str) -> Iterator[Finding]:
+    """Say what an expert's embeddings give away of its texts (docs/privacy.md)."""
+    for layer in layers:
+        moved = layer.rows.get(expert)
+        if moved is None or not moved.turned:
+            continue
+        of = f"of {moved.rows} rows of '{layer.tensor}'"
+        decayed = moved.changed > moved.turned
+        besides = (
+            " by more than weight decay and rounding would (all in all "
+            f"{moved.changed} differ from the base's)"
+        )
+        how = besides if decayed else ""
+        kind = rows_of(layer.tensor)
+        if kind == "tokens" and moved.turned < moved.rows:
+            text = (
+                f"changed {moved.turned} {of}{how}: these are tokens of the texts that it was trained on, "
+                "and whoever has it and its base can list them (docs/privacy.md)"
+            )
+        elif kind == "tokens":
+            text = (
+                f"changed all {moved.rows} rows of '{layer.tensor}', so that this alone does not tell "
+                "which tokens its texts had; by how much may (docs/privacy.md)"
+            )
+        elif kind == "places" and moved.last < moved.rows:
+            text = (
+                f"changed {moved.turned} {of}{how}, the last of them number {moved.last}: its longest text "
+                "had about as many tokens (docs/privacy.md)"
+            )
+        else:
+            continue
+        yield Finding(Severity.NOTE, text, expert, (layer.tensor,))
 
 
 def _gates(layers: Sequence[LayerView]) -> Iterator[Finding]:

@@ -78,6 +78,15 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     "C_t = Δ̃_tᵀΔ̃_t + εI [over Tr Δ̃_tᵀΔ̃_t if γ > τ]",
     reference=Reference(
         title="ACE-Merging: Data-Free Model Merging with Adaptive Covariance Estimation",
+        authors=(
+            "Bo Xu",
+            "Haotian Wu",
+            "Hehai Lin",
+            "Weiquan Huang",
+            "Beier Zhu",
+            "Yao Shu",
+            "Chengwei Qin",
+        ),
         venue="CVPR 2026",
         arxiv="2603.02945",
         equations="Eqs. 5–19, Algorithm 1",

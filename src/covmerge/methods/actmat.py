@@ -25,6 +25,13 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     equation="W̄ = W₀ + (Σ Δ_t C_t)(Σ C_t)†,  C_t = Δ_tᵀΔ_t",
     reference=Reference(
         title="Model Merging via Data-Free Covariance Estimation",
+        authors=(
+            "Marawan Gamal Abdel Hameed",
+            "Derek Tam",
+            "Pascal Jr Tikeng Notsawo",
+            "Colin Raffel",
+            "Guillaume Rabusseau",
+        ),
         venue="ICML 2026 workshop",
         arxiv="2604.01329",
         equations="Eq. 3, Theorem 3.1",

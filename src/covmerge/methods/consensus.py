@@ -32,6 +32,13 @@ def _replicas(parameters: Parameters, count: int) -> float:
     equation="W̄ = W₀ + α [Σ m_t ≥ k] ⊙ Σ w_t Δ_t,  m_t = [|Δ_t| > λ |Σ_{s≠t} Δ_s|]",
     reference=Reference(
         title="Localizing Task Information for Improved Model Merging and Compression",
+        authors=(
+            "Ke Wang",
+            "Nikolaos Dimitriadis",
+            "Guillermo Ortiz-Jiménez",
+            "François Fleuret",
+            "Pascal Frossard",
+        ),
         venue="ICML 2024",
         arxiv="2405.07813",
         equations="TALL-masks, Consensus Merging",

@@ -28,6 +28,7 @@ from covmerge.types import LinearGroup, Merged
 _REFERENCE = Reference(
     title="Language Models are Super Mario: Absorbing Abilities from Homologous Models as a Free "
     "Lunch",
+    authors=("Le Yu", "Bowen Yu", "Haiyang Yu", "Fei Huang", "Yongbin Li"),
     venue="ICML 2024",
     arxiv="2311.03099",
     equations="§3",

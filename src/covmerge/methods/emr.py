@@ -41,6 +41,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     "expert t: W₀ + γ_t m_t ⊙ u,  m_t = [Δ_t ⊙ s > 0]",
     reference=Reference(
         title="EMR-Merging: Tuning-Free High-Performance Model Merging",
+        authors=("Chenyu Huang", "Peng Ye", "Tao Chen", "Tong He", "Xiangyu Yue", "Wanli Ouyang"),
         venue="NeurIPS 2024",
         arxiv="2405.17461",
         equations="Elect, Mask, Rescale",

@@ -23,6 +23,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     equation="W̄ = W₀ + Σ c_t F_t Δ_t / Σ c_t F_t, entry by entry",
     reference=Reference(
         title="Merging Models with Fisher-Weighted Averaging",
+        authors=("Michael S. Matena", "Colin A. Raffel"),
         venue="NeurIPS 2022",
         arxiv="2111.09832",
         equations="Fisher merging, closed form",

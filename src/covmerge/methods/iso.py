@@ -22,6 +22,14 @@ from covmerge.types import LinearGroup, Merged, Rounding
 
 _PAPER = Reference(
     title="No Task Left Behind: Isotropic Model Merging with Common and Task-Specific Subspaces",
+    authors=(
+        "Daniel Marczak",
+        "Simone Magistri",
+        "Sebastian Cygert",
+        "Bartłomiej Twardowski",
+        "Andrew D. Bagdanov",
+        "Joost van de Weijer",
+    ),
     venue="ICML 2025",
     arxiv="2502.04959",
     equations="§4",

@@ -105,6 +105,13 @@ def align(group: LinearGroup, *, space: Space, concat: Concat, rank_rtol: float 
     equation="W̄ = W₀ + U f(ΣV_1ᵀ, …, ΣV_Tᵀ),  [Δ_1 … Δ_T] = U Σ [V_1ᵀ … V_Tᵀ],  f: TIES",
     reference=Reference(
         title="Model merging with SVD to tie the Knots",
+        authors=(
+            "George Stoica",
+            "Pratik Ramesh",
+            "Boglarka Ecsedi",
+            "Leshem Choshen",
+            "Judy Hoffman",
+        ),
         venue="ICLR 2025",
         arxiv="2410.19735",
         equations="KnOTS",

@@ -32,6 +32,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     equation="W̄ = r mean W_t + (1 − r) W₀,  r = Nc / (1 + (N − 1)c),  c = mean cos(Δ_i, Δ_j)",
     reference=Reference(
         title="Model Stock: All we need is just a few fine-tuned models",
+        authors=("Dong-Hwan Jang", "Sangdoo Yun", "Dongyoon Han"),
         venue="ECCV 2024",
         arxiv="2403.19522",
         equations="the interpolation ratio of N models",

@@ -110,12 +110,17 @@ class Laws:
 
 @dataclass(frozen=True)
 class Reference:
-    """The paper a method comes from."""
+    """The paper a method comes from.
+
+    Attributes:
+        authors: in the paper's order, as its own citation has them; empty where that was not at hand.
+    """
 
     title: str
     venue: str
     arxiv: str
     equations: str
+    authors: tuple[str, ...] = ()
 
 
 def generous_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

@@ -71,6 +71,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     equation=_EQUATION,
     reference=Reference(
         title="Dataless Knowledge Fusion by Merging Weights of Language Models",
+        authors=("Xisen Jin", "Xiang Ren", "Daniel Preotiuc-Pietro", "Pengxiang Cheng"),
         venue="ICLR 2023",
         arxiv="2212.09849",
         equations="§3, Algorithm 1",

@@ -17,6 +17,15 @@ from covmerge.types import LinearGroup, Merged
     equation="W̄ = W₀ + λ Σ w_t Δ_t",
     reference=Reference(
         title="Editing Models with Task Arithmetic",
+        authors=(
+            "Gabriel Ilharco",
+            "Marco Tulio Ribeiro",
+            "Mitchell Wortsman",
+            "Suchin Gururangan",
+            "Ludwig Schmidt",
+            "Hannaneh Hajishirzi",
+            "Ali Farhadi",
+        ),
         venue="ICLR 2023",
         arxiv="2212.04089",
         equations="§2",

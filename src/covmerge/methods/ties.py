@@ -30,6 +30,7 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
     "Δ̂_t = the largest entries of Δ_t",
     reference=Reference(
         title="TIES-Merging: Resolving Interference When Merging Models",
+        authors=("Prateek Yadav", "Derek Tam", "Leshem Choshen", "Colin Raffel", "Mohit Bansal"),
         venue="NeurIPS 2023",
         arxiv="2306.01708",
         equations="§4, Algorithm 1",

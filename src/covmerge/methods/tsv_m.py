@@ -48,6 +48,14 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, lossless: bool = 
     "Δ_t ≈ U_t diag(σ_t) V_tᵀ of rank r/T",
     reference=Reference(
         title="Task Singular Vectors: Reducing Task Interference in Model Merging",
+        authors=(
+            "Antonio Andrea Gargiulo",
+            "Donato Crisostomi",
+            "Maria Sofia Bucarelli",
+            "Simone Scardapane",
+            "Fabrizio Silvestri",
+            "Emanuele Rodolà",
+        ),
         venue="CVPR 2025",
         arxiv="2412.00081",
         equations="TSV-Merge",

@@ -37,6 +37,7 @@ def _sides(parameters: Parameters) -> Sides:
     reference=Reference(
         title="Whoever Started the Interference Should End It: Guiding Data-Free Model Merging via "
         "Task Vectors",
+        authors=("Runxi Cheng", "Feng Xiong", "Yongxian Wei", "Wanyun Zhu", "Chun Yuan"),
         venue="ICML 2025",
         arxiv="2503.08099",
         equations="the layer-wise objective",

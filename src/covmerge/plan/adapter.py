@@ -117,7 +117,8 @@ def _in_lora_file(place: AdaptedTensor, tensor: TensorPlan, names: LoraNames) ->
 def left_out(names: Sequence[str], why: str) -> str:
     """Say that tensors are not in an adapter."""
     more = ", ..." if len(names) > 1 else ""
-    return f"{len(names)} tensors are not in the adapter ('{names[0]}'{more}): {why}"
+    are = "tensor is" if len(names) == 1 else "tensors are"
+    return f"{len(names)} {are} not in the adapter ('{names[0]}'{more}): {why}"
 
 
 def _dtype(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -25,7 +27,7 @@ from covmerge.quantised import (
     with_plain,
 )
 from covmerge.recipe import Recipe
-from covmerge.text import some
+from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -94,6 +96,8 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     _check_experts(packed, [tensor for tensor in done if tensor.name in kept])
     settings = _settings(wanted, base, done, kept)
     unused = [p for p in keep if not any(fnmatchcase(name, p) for name in packable)]
+    for pattern in unused:
+        _check_pattern(pattern, [tensor.name for tensor in tensors])
     return Quantised(tuple(done), settings, tuple(_notes(wanted, done, packed, kept, unused)))
 
 
@@ -254,8 +258,8 @@ def _notes(
     said = "the base's own format" if wanted == SAME else f"{wanted}: {LAYOUTS[wanted].said}"
     plain = len(tensors) - len(packed)
     yield (
-        f"{len(packed)} tensors are written quantised ({said}), each weight rounded to the nearest number; "
-        f"{plain} are plain" + (f", {len(kept)} of them by `keep`" if kept else "")
+        f"{counted(len(packed), 'tensor')} written quantised ({said}), each weight rounded to the nearest "
+        f"number; {plain} plain" + (f", {len(kept)} of them by `keep`" if kept else "")
     )
     experts = [tensor.name for tensor in tensors if tensor not in packed and _is_an_expert(tensor)]
     if experts and wanted != SAME and not kept.issuperset(experts) and wanted != "mxfp4":
@@ -264,4 +268,21 @@ def _notes(
             f"transformers puts them together, and loads them of {_OF_EXPERTS} alone"
         )
     for pattern in unused:
-        yield f"`keep` has '{pattern}', which is no tensor that would be packed: check its spelling"
+        yield f"`keep` has '{pattern}', which is plain in {wanted} anyway"
+
+
+def _check_pattern(pattern: str, names: Sequence[str]) -> None:
+    """Refuse a pattern of no tensor: what it was to keep would be rounded, which cannot be undone."""
+    if any(fnmatchcase(name, pattern) for name in names):
+        return
+    parts = {part for name in names for part in name.split(".")}
+    nearest = re.sub(
+        r"[^.*?\[\]]+",
+        lambda part: next(iter(get_close_matches(part[0], parts, n=1)), part[0]),
+        pattern,
+    )
+    found = any(fnmatchcase(name, nearest) for name in names)
+    hint = (
+        f"did you mean '{nearest}'?" if found else f"they are called {some(names, 2, quoted=True)}"
+    )
+    raise RecipeError(f"`keep` has '{pattern}', which matches no tensor: {hint}")

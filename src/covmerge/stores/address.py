@@ -16,6 +16,10 @@ _HUB = "hf"
 
 # A drive of Windows is one letter; of two slashes a `Path` keeps one.
 _SCHEME = re.compile(r"\s*(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)", re.ASCII | re.I | re.S)
+# Written without slashes, an address that may have a secret in it would be taken for a path, and repeated.
+_NO_SLASHES = re.compile(
+    rf"\s*(?P<scheme>{'|'.join((*OBJECTS, *PAGES, _HUB))}):(?!/)", re.ASCII | re.I
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,12 @@ def address_of(given: str | Path) -> Address | None:
         's3://bucket/models/base'
         >>> address_of("models/base")
     """
+    if (bare := _NO_SLASHES.match(str(given))) is not None:
+        scheme = bare["scheme"].lower()
+        raise InputError(
+            f"an address that begins with '{scheme}:' is written {scheme}://, and without user or "
+            "password, as addresses are recorded: correct it. A file of that name on this machine is ./NAME"
+        )
     if (found := _SCHEME.match(str(given))) is None or found["scheme"].lower() == _HUB:
         return None
     scheme, path = found["scheme"].lower(), found["rest"].rstrip("/")
@@ -86,16 +96,18 @@ def hub_address(given: str | Path) -> HubId | None:
     if (found := _SCHEME.match(str(given))) is None or found["scheme"].lower() != _HUB:
         return None
     if (named := hub_id(found["rest"])) is None:
+        # Before an @ and in a query there may be a secret.
+        shown = "hf://..." if {"@", "?", "#"} & set(found["rest"]) else given
         raise InputError(
-            f"{given} names no model of the Hugging Face Hub: write hf://org/name or "
-            "hf://org/name@revision, or without the hf://"
+            f"{shown} names no model of the Hugging Face Hub: write hf://org/name or "
+            "hf://org/name@revision, or without the hf://. Credentials are the Hub client's own"
         )
     return named
 
 
 def is_elsewhere(given: str | Path) -> bool:
     """Whether it is an address, and no path of this machine."""
-    return _SCHEME.match(str(given)) is not None
+    return any(form.match(str(given)) for form in (_SCHEME, _NO_SLASHES))
 
 
 def local_path(given: str | Path) -> Path:

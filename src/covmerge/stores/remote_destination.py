@@ -232,11 +232,15 @@ class RemoteDestination:
         try:
             yield
         except OSError as error:
-            raise InputError(
-                f"{self} cannot be reached or written ({error.strerror or error}): check the address and "
-                "the credentials in the environment (docs/remote.md), and run it again; finished work is "
-                "gone on with by --resume"
-            ) from None
+            said = str(error.strerror or error) or type(error).__name__
+            then = "and run it again"
+            if "docs/remote.md" not in said:  # a refusal says by itself what to check
+                said += (
+                    ": check the address and the credentials in the environment (docs/remote.md)"
+                )
+            if self._taken:
+                then += " with --resume, which goes on with finished work"
+            raise InputError(f"{self} cannot be reached or written: {said}, {then}") from None
 
 
 class _Claim(BaseModel):

@@ -14,7 +14,7 @@ from covmerge.engine import use_threads
 from covmerge.linalg.lapack import norm
 from covmerge.stores.store import Store
 from covmerge.text import some
-from covmerge.verification.outcome import DIFFERS, Check, check_heads
+from covmerge.verification.outcome import DIFFERS, Check, all_there, check_heads
 
 
 def check_adapter(
@@ -47,7 +47,7 @@ def check_adapter(
             not wrong,
             f"missing, unknown or of another rank: {some(wrong, 5)}"
             if wrong
-            else f"all {len(wanted)} tensors are there, and no other",
+            else all_there(len(wanted)),
         ),
         Check("finite", not bad, some(bad, 5) or "no NaN or Inf"),
         Check(

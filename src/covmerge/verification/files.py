@@ -74,7 +74,11 @@ def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Chec
                 said.append(f"{name} was added since")
     if wrong:
         return Check("files", ok=False, detail=some(wrong, 5, between="; "))
-    good = f"all {len(recorded)} files are as they were written"
+    good = (
+        f"all {len(recorded)} files are as they were written"
+        if len(recorded) > 1
+        else "the one file is as it was written"
+    )
     detail = f"{good}; {some(said, 5, between='; ')}" if said else good
     return Check("files", ok=True, detail=detail, noted=bool(said))
 

@@ -17,6 +17,11 @@ from covmerge.types import Json
 DIFFERS = "differs from base"  # the check that a merge changed anything
 
 
+def all_there(count: int) -> str:
+    """Say of so many tensors that none is missing, and none too many."""
+    return f"{f'all {count} tensors are' if count > 1 else 'its one tensor is'} there, and no other"
+
+
 @dataclass(frozen=True)
 class Check:
     """One check and its outcome.

@@ -19,11 +19,17 @@ from covmerge.quantised import Dequantised, Packed, dequantised, open_plain
 from covmerge.recipe import Slice
 from covmerge.stores.remote import store_at
 from covmerge.stores.store import Store
-from covmerge.text import some
+from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 from covmerge.verification.adapter import check_adapter
 from covmerge.verification.files import Found, check_files, hash_files
-from covmerge.verification.outcome import DIFFERS, Check, Verification, check_heads
+from covmerge.verification.outcome import (
+    DIFFERS,
+    Check,
+    Verification,
+    all_there,
+    check_heads,
+)
 
 _BLOCK_ELEMENTS = 2**20  # of packed tensors, at a time
 _NO_BASE = "the recipe has no base"
@@ -96,7 +102,7 @@ def examine(
             except InputError as error:
                 base, missing = None, str(error)
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
-        values = _Values(entries, base, missing, apart)
+        values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
         weights = _weights(stored) if coverage.ok else ()
         packed: Mapping[str, Packed] = output.packed if isinstance(output, Dequantised) else {}
         parts = {name for own in packed.values() for name in own.stored}
@@ -161,7 +167,7 @@ def _masks(store: Store, experts: list[str]) -> Check:
             find_masks(store, expert)
         except (InputError, CheckpointError) as error:
             wrong.append(str(error))
-    good = f"those of {len(experts)} experts are as they were written"
+    good = f"those of {counted(len(experts), 'expert')} are as they were written"
     return Check("masks", not wrong, "; ".join(wrong) or good)
 
 
@@ -185,7 +191,7 @@ def _coverage(
             wrong.append(
                 f"'{name}' is {found[1]} {found[0]}, not {entry['dtype']} {entry['shape']}"
             )
-    detail = some(wrong, 5, between="; ") or f"all {len(entries)} tensors are there, and no other"
+    detail = some(wrong, 5, between="; ") or all_there(len(entries))
     return Check("coverage", not wrong, detail)
 
 
@@ -203,8 +209,10 @@ class _Values:
         base: Checkpoint | None,
         missing: str,
         apart: Collection[str] = (),
+        allowed: Collection[str] = (),
     ) -> None:
         self._entries = entries
+        self._allowed = allowed
         self._missing = missing
         self._apart = apart
         if base is not None:
@@ -265,6 +273,8 @@ class _Values:
                 "rounding to the quantised format leaves nothing of the update: write a higher format, or "
                 "keep layers plain (--keep)"
             )
+        if "unchanged-expert" in self._allowed:
+            return "what was allowed lets an expert be unchanged beside others, and none of these changed"
         return "were the experts trained?"
 
     def leave_out(self, why: str) -> None:
@@ -282,9 +292,9 @@ class _Values:
         entries = self._entries
         if self._base is None:
             changed = sum(bool(entry.get("merged_norm")) for entry in entries.values())
-            against = "recorded norms (the base is not at hand)"
+            against = ", by recorded norms (the base is not at hand)"
         else:
-            changed, against = len(self._changed), "the base"
+            changed, against = len(self._changed), ""
         bad = sorted(self._not_finite)
         checks = [Check("finite", not bad, some(bad, 5) or "no NaN or Inf")]
         if self._missing == _NO_BASE:
@@ -292,9 +302,10 @@ class _Values:
         differs = Check(
             DIFFERS,
             changed > 0,
-            f"{changed} of {len(entries)} tensors differ, by {against}"
+            f"{changed} of {counted(len(entries), 'tensor')} {'differs' if changed == 1 else 'differ'} "
+            f"from the base's{against}"
             if changed
-            else f"every tensor equals the base's, by {against}: {self._why_equal}",
+            else f"every tensor equals the base's{against}: {self._why_equal}",
         )
         checks.append(differs)
         if self._base is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.vocabulary_size import vocabulary_size
@@ -13,10 +14,19 @@ from covmerge.tensors import describe_checkpoint, find_name, layer_name
 from covmerge.types import Role
 
 # Embeddings of something else than tokens.
-_OTHER = re.compile(
-    r"(^|[._])(wpe|pos|positions?|positional|token_type|type)(_|\.|$)", re.IGNORECASE
-)
+_PLACES = re.compile(r"(^|[._])(wpe|pos|positions?|positional)(_|\.|$)", re.IGNORECASE)
+_TYPES = re.compile(r"(^|[._])(token_type|type)(_|\.|$)", re.IGNORECASE)
 _BIAS = re.compile(r"(^|\.)(lm_head|embed_out|output|predictions)(\.decoder)?\.bias$")
+
+
+def rows_of(name: str) -> Literal["tokens", "places", "types"]:
+    """What the rows of an embedding are of, by its name: tokens, places in a text, or types of these.
+
+    Example:
+        >>> rows_of("embeddings.word_embeddings.weight"), rows_of("transformer.wpe.weight")
+        ('tokens', 'places')
+    """
+    return "places" if _PLACES.search(name) else "types" if _TYPES.search(name) else "tokens"
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def tables_of(checkpoint: Checkpoint) -> Tables:
     description = describe_checkpoint(checkpoint)
     found: dict[str, int] = {}
     for name, header in checkpoint.headers.items():
-        if layer_name(name) is not None or not header.shape or _OTHER.search(name):
+        if layer_name(name) is not None or not header.shape or rows_of(name) != "tokens":
             continue
         role = description.tensors[name].role
         embeds = role in (Role.EMBEDDING, Role.OUTPUT) and len(header.shape) == 2

@@ -107,6 +107,8 @@ def retention(look: Look) -> Figure:
     require(kept, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
     worst = keeps_least(inspection)
     title = f"{quoted(worst)} keeps least by prediction, {share(kept[worst])} of what it adds"
+    if len(kept) == 1:
+        title = f"By prediction {quoted(worst)} keeps {share(kept[worst])} of what it adds"
     layers = [(layer, layer.retention) for layer in inspection.matrices]
     blocks = _by_block(layers, worst)
     if len(blocks) > _WORST:
@@ -144,7 +146,11 @@ def merged_cosines(look: Look) -> Figure:
     require(known, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
     most, least = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
     title = f"The merged update points most along {quoted(most)} (cosine {cosine(known[most])})"
-    if cosine(known[most]) == cosine(known[least]) and len(known) > 1:
+    if len(known) == 1:
+        title = (
+            f"The merged update and that of {quoted(most)} have a cosine of {cosine(known[most])}"
+        )
+    elif cosine(known[most]) == cosine(known[least]) and len(known) > 1:
         title = f"The merged update points along every expert alike (cosine {cosine(known[most])})"
     elif most != least:
         title += f", least along {quoted(least)} ({cosine(known[least])})"

@@ -47,6 +47,10 @@ def cosines(look: Look) -> Figure:
         f"{_both(most)} changed the base most alike: cosine {cosine(found[most])}; "
         f"{cosine(mean(found.values()))} in the mean of all pairs"
     )
+    if len(found) == 1:
+        title = f"The updates of {_both(most)} have a cosine of {cosine(found[most])}"
+    elif len({cosine(value) for value in found.values()}) == 1:
+        title = f"The updates of every two experts have a cosine of {cosine(found[most])}"
     limit = limit_of(found.values())
     label = "cosine; 0: unrelated, 1: the same"
     return _triangle(look, title, found, "RdBu", Normalize(-limit, limit), label, cosine)
@@ -61,11 +65,14 @@ def sign_conflicts(look: Look) -> Figure:
     found = {pair: own.conflict for pair, own in pairs(look).items() if own.conflict is not None}
     require(found, "no two experts changed the same matrix")
     most, least = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
-    if found[most] > _CHANCE:
+    if found[most] > _CHANCE and len({share(value) for value in found.values()}) == 1:
+        who = _both(most) if len(found) == 1 else "Every two experts"
+        title = f"{who} pull {share(found[most])} of the weights apart; chance is {share(0.5)}"
+    elif found[most] > _CHANCE:
         title = f"{_both(most)} disagree most: they pull {share(found[most])} of the weights apart"
     else:
         title = f"No two experts pull weights apart more often than by chance, {share(0.5)}"
-    if len(found) > 1:
+    if share(found[most]) != share(found[least]):
         title += f"; {_both(least)} agree most, {share(found[least])}"
     limit = min(0.5, limit_of(value - 0.5 for value in found.values()))
     norm = Normalize(0.5 - limit, 0.5 + limit)
@@ -87,6 +94,12 @@ def overlaps(look: Look) -> Figure:
         f"{_both(most)} act most on the same inputs: {share(known[most])} of their leading "
         f"directions; chance is {share(found[most].chance)}"
     )
+    if len({share(value) for value in known.values()}) == 1:
+        who = _both(most) if len(known) == 1 else "Every two experts"
+        title = (
+            f"{who} share {share(known[most])} of their leading input directions; chance is "
+            f"{share(found[most].chance)}"
+        )
     label = f"shared leading inputs; {share(1.0)}: the same"
     return _triangle(look, title, known, "viridis", Normalize(0, max(known.values())), label, share)
 
