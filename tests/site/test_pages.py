@@ -1,0 +1,164 @@
+"""Every command and every Python example of README.md and the pages, as it stands there.
+
+They run in this process, in a folder with the models that the pages speak of, tiny ones. What is not run
+is in `NOT_RUN`, with the reason, and a line there that no page has any more is an error.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import covmerge, save_plain, statistics_for
+from tests.site.pages import PAGES, Block, arguments, blocks, furnish
+from tests.test_examples import PREAMBLE
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
+
+NETWORK = "fetches from a package registry"
+REPOSITORY = "is of a clone: CI runs it"
+MINUTES = "trains models, for minutes to hours; lab/tests runs the same code on small ones"
+DIFFUSION = "needs a model of diffusers: tests/e2e/test_diffusion.py runs the same"
+QUANTISED = "needs a quantised base: tests/quantised runs the same"
+SERVER = "needs a server: tests/remote and tests/cli/test_push.py run the same against one"
+NOT_RUN = {
+    "pip install": NETWORK,
+    "python -m venv": NETWORK,
+    ". .venv": NETWORK,
+    "make ": REPOSITORY,
+    "cd lab": REPOSITORY,
+    "python -m tests.": REPOSITORY,
+    "covmerge bench": MINUTES,
+    "covmerge study ": MINUTES,
+    "covmerge reproduce ace": MINUTES,
+    "covmerge evaluate": "runs lm-eval: lab/tests/test_evaluate.py does",
+    "covmerge convert": "needs a pickled module: lab/tests/test_convert.py has some",
+    "covmerge push": SERVER,
+    "s3://": SERVER,
+    "sd15/": DIFFUSION,
+    "sdxl.": DIFFUSION,
+    "fp8": QUANTISED,
+}
+# Pages with tests of their own.
+ELSEWHERE = {"docs/scale.md": "tests/test_scale.py", "docs/methods.md": "test_the_methods"}
+SHELL = ("sh", "bash")
+
+
+def reason(command: str) -> str | None:
+    """Why a command is not run; None: it is."""
+    found = [why for part, why in NOT_RUN.items() if part in command]
+    return found[0] if found else None
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("furnished")
+    furnish(folder)
+    return folder
+
+
+@pytest.fixture
+def place(furnished, tmp_path, monkeypatch):
+    """A copy of the furnished folder, in which a page is read from its beginning."""
+    shutil.copytree(furnished, tmp_path / "place", symlinks=True)
+    monkeypatch.chdir(tmp_path / "place")
+    return tmp_path / "place"
+
+
+def run(command: str, place: Path) -> str:
+    """Run one command in this process; its output stays away from where an earlier one lies."""
+    words, to = arguments(command, place)
+    assert words, f"not run, and not in NOT_RUN: {command}"
+    if words[0] == "python":
+        run_python(words[1:])
+        return ""
+    out = place / words[-1]
+    if words[1] in ("merge", "extract", "compare") and (out / "covmerge.json").exists():
+        shutil.rmtree(out)
+    if "--out" in words:
+        shutil.rmtree(place / words[words.index("--out") + 1], ignore_errors=True)
+    printed = covmerge(*words[1:]).stdout
+    if to is not None:
+        to.write_text(printed)
+    return printed
+
+
+def run_python(words: list[str]) -> None:
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+        return
+    kept, sys.argv[:] = sys.argv[:], words
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        sys.argv[:] = kept
+        sys.path.remove(here)
+
+
+def do(block: Block, place: Path, scope: dict[str, object]) -> int:
+    """Do what a block says; the number of commands that were run."""
+    if block.title is not None:
+        (place / block.title).write_text(block.text)
+    elif block.kind == "python":
+        exec(compile(block.text, "example", "exec"), scope)
+        return 1
+    elif block.kind in SHELL:
+        wanted = [command for command in block.commands() if reason(command) is None]
+        for command in wanted:
+            run(command, place)
+        return len(wanted)
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE])
+def test_a_page_does_what_it_says(page, place, monkeypatch, capsys):
+    if page == "docs/start.md":
+        furnish_start(monkeypatch)
+    scope: dict[str, object] = {"__name__": __name__}
+    exec(PREAMBLE, scope)
+    seen = [block for block in blocks(page) if block.kind in ("python", *SHELL)]
+    done = sum(do(block, place, scope) for block in seen)
+    refused = [c for block in seen if block.kind in SHELL for c in block.commands() if reason(c)]
+    assert not seen or done or refused
+
+
+def furnish_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train two steps in place of sixty."""
+    before = Block.commands
+
+    def short(self: Block) -> list[str]:
+        for script in Path().glob("train.py"):
+            script.write_text(script.read_text().replace("range(60)", "range(2)"))
+        return before(self)
+
+    monkeypatch.setattr(Block, "commands", short)
+
+
+@pytest.mark.slow
+def test_the_methods(tmp_path, monkeypatch):
+    save_plain(tmp_path)
+    commands = [c for b in blocks("docs/methods.md") if b.kind == "sh" for c in b.commands()]
+    for name in ("base", "a", "b"):
+        (tmp_path / name.upper()).mkdir()
+        target = tmp_path / name.upper() / "model.safetensors"
+        shutil.copy(tmp_path / f"{name}.safetensors", target)
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        method = re.search(r"--method (\S+)", command)
+        for name, path in (statistics_for(method[1], tmp_path) if method else {}).items():
+            path.rename(tmp_path / f"{name.upper()}.covstats.safetensors")
+        run(command, tmp_path)
+
+
+def test_what_is_not_run_is_there():
+    commands = [c for page in PAGES for b in blocks(page) if b.kind in SHELL for c in b.commands()]
+    unused = [part for part in NOT_RUN if not any(part in command for command in commands)]
+    assert unused == []
