@@ -69,7 +69,7 @@ def results(shown: list[Column]) -> Any:
         axes.set_xlim(0, 109)
         axes.set_title(column.title, fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Mean accuracy in %: grey the experts, blue without data, green with data")
+    figure.suptitle("Mean accuracy in %\ngrey: the experts, blue: without data, green: with data")
     return figure
 
 
