@@ -86,17 +86,24 @@ def _on_site(name: str) -> str:
 def command_line() -> str:
     """Return the page of all commands, as typer documents them."""
     import typer
+    import typer.core
     from typer.cli import get_docs_for_click
     from typer.main import get_command
 
     from covmerge.cli import app
 
     command = get_command(app)
-    text = get_docs_for_click(
-        obj=command, ctx=typer.Context(command, info_name="covmerge"), name="covmerge"
-    )
-    lines = []
+    assert isinstance(command, typer.core.TyperGroup)
+    context = typer.Context(command, info_name="covmerge")
+    text = get_docs_for_click(obj=command, ctx=context, name="covmerge")
+    lines: list[str] = []
     for line in text.splitlines():
+        # typer cuts what a command is for; its own section has all of it.
+        listed = re.fullmatch(r"\* `([a-z-]+)`: .*", line)
+        listed_command = command.get_command(context, listed[1]) if listed else None
+        if listed and listed_command:
+            purpose = listed_command.get_short_help_str(limit=500)
+            line = f"* [`{listed[1]}`](#covmerge-{listed[1]}): {purpose}"
         # A command that a help text shows stands alone in its paragraph.
         example = re.fullmatch(r"covmerge [a-z].*", line)
         lines.append(f"```sh\n{line}\n```" if example else line)
