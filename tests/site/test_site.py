@@ -73,6 +73,27 @@ def test_every_key_of_a_recipe_has_a_line(hooks):
         assert f"## {target}" in text.lower()
 
 
+def test_a_notebook_is_a_page_of_its_cells_and_what_they_showed():
+    pytest.importorskip("mkdocs", reason="pip install 'covmerge[docs]'")
+    outputs = [
+        {"output_type": "stream", "text": ["1\n", "2\n"]},
+        {"output_type": "execute_result", "data": {"text/html": ["<b>x</b>"], "text/plain": ["x"]}},
+        {"output_type": "display_data", "data": {"image/png": "iVBORw=="}},
+        {"output_type": "execute_result", "data": {"text/plain": ["(3,)"]}},
+    ]
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "\n", "Words."]},
+        {"cell_type": "code", "source": ["print(1)"], "outputs": outputs},
+        {"cell_type": "code", "source": ["pass"], "outputs": []},
+    ]
+    pictures: dict[str, bytes] = {}
+    text = module("notebooks").page({"cells": cells}, "first", pictures)
+    assert text.startswith("# Title\n\nWords.\n\n```python\nprint(1)\n```\n\n```text\n1\n2\n```")
+    assert '<div class="output">\n<b>x</b>\n</div>' in text and "```text\n(3,)\n```" in text
+    assert pictures == {"first-0.png": b"\x89PNG"} and "(first-0.png)" in text
+    assert text.endswith("[The notebook itself](first.ipynb)\n")
+
+
 @pytest.fixture
 def built(monkeypatch):
     """The metadata that a build makes, on GitHub or elsewhere."""
