@@ -42,6 +42,7 @@ NOT_RUN = {
     "covmerge evaluate": "runs lm-eval: lab/tests/test_evaluate.py does",
     "covmerge convert": "needs a pickled module: lab/tests/test_convert.py has some",
     "covmerge push": SERVER,
+    "covmerge view": "serves a page until it is ended: tests/cli/test_view.py runs it",
 }
 NOT_HERE = {"s3://": SERVER, "sd15/": DIFFUSION, "sdxl.": DIFFUSION, "fp8": QUANTISED}
 # Kinds of blocks that another test runs: the commands of clusters, and of every method.
