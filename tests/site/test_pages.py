@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from covmerge.methods import registry as methods
 from covmerge.recipe import load_recipe
+from covmerge.steps import registry as steps
 from tests.cli.runs import covmerge, save_plain, statistics_for
 from tests.site.pages import PAGES, Block, arguments, blocks, furnish
 from tests.test_examples import PREAMBLE
@@ -135,7 +137,18 @@ def do(block: Block, place: Path, scope: dict[str, object]) -> None:
         load_recipe(place / "example.yml")
 
 
+@pytest.fixture
+def own_methods_end():
+    """What a page registers is there for the page alone."""
+    before = [(registry, registry.names()) for registry in (methods, steps)]
+    yield
+    for registry, known in before:
+        for name in set(registry.names()) - set(known):
+            registry.unregister(name)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_methods_end")
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page, place):
     scope: dict[str, object] = {"__name__": __name__}
