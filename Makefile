@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 WORKERS ?= logical
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint style types boundaries tests fast slow bench clean
+.PHONY: demo test lint style types boundaries site tests fast slow bench clean
 
 $(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,7 +20,7 @@ demo: $(VENV)/.ready  ## fine-tune eight experts of a real model, merge them by 
 # Each part runs, whichever failed before it, and make fails if one did. The types, which keep one core
 # busy, are checked beside the others.
 test: $(VENV)/.ready  ## everything CI runs
-	$(MAKE) --no-print-directory --keep-going --jobs=2 types lint style boundaries tests
+	$(MAKE) --no-print-directory --keep-going --jobs=2 types lint style boundaries site tests
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check
@@ -33,6 +33,11 @@ types: $(VENV)/.ready
 
 boundaries: $(VENV)/.ready
 	$(BIN)/lint-imports
+
+# NO_MKDOCS_2_WARNING: material's words on its own future, at every build.
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(VENV)/.ready  ## the documentation, into build/site; a warning is an error
+	$(BIN)/mkdocs build --strict
 
 # Tests start processes that would otherwise compile all of covmerge each.
 unexport PYTHONDONTWRITEBYTECODE
@@ -62,4 +67,4 @@ bench: $(VENV)/.ready  ## time and memory: lab/benchmarks/results/*.json, and fr
 	$(BIN)/python -m benchmarks.performance
 
 clean:
-	rm -rf $(VENV) demo-output lab/benchmarks/work
+	rm -rf $(VENV) build demo-output lab/benchmarks/work

@@ -13,6 +13,7 @@ PARTS = [
     "ruff format --check",
     "pyright --pythonpath",
     "lint-imports",
+    "mkdocs build --strict",
     "python -m pytest",
 ]
 # So that an image is small, or that a sandbox is left as it was: our own files are compiled all the same.
@@ -34,7 +35,7 @@ def clone(tmp_path):
         shutil.copy2(ROOT / name, tmp_path / name)
     binaries = tmp_path / ".venv" / "bin"
     binaries.mkdir(parents=True)
-    for name in ("ruff", "pyright", "lint-imports", "python"):
+    for name in ("ruff", "pyright", "lint-imports", "mkdocs", "python"):
         (binaries / name).write_text(STUB)
         (binaries / name).chmod(0o755)
     (tmp_path / ".venv" / ".ready").touch()

@@ -1,4 +1,4 @@
-"""All suites side by side: `python -m benchmarks.overview` writes README's table.
+"""All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
 table of three trainings lacks are of the first one, where that was run on its own (`text/full-first`).
@@ -14,7 +14,7 @@ from typing import Any
 from covmerge_lab.models import Section
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 FIRST = "-first"  # of a folder: one training
 ONCE = "¹"
@@ -101,4 +101,4 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(written(README.read_text("utf-8")), "utf-8")
+    PAGE.write_text(written(PAGE.read_text("utf-8")), "utf-8")

@@ -4,7 +4,7 @@ from benchmarks import overview, performance
 
 
 def test_its_table_is_of_the_committed_results():
-    text = overview.README.read_text("utf-8")
+    text = overview.PAGE.read_text("utf-8")
     assert overview.written(text) == text, "run `python -m benchmarks.overview`"
 
 
