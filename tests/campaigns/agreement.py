@@ -13,8 +13,8 @@ not do. Base and data are moved as the updates are. Methods on Gram matrices hav
 and go over to float64 where it is large (docs/numbers.md): `GRAM` is what they then have lost, in shares
 of ‖f‖.
 
-At a tie f jumps: 16 δ moves it no further than δ does. Which side is taken there is rounding, and nothing is
-held against it but that it is finite; such inputs are counted.
+At a tie f jumps: 16 δ moves it no further than δ does. Which side is taken there is rounding, and nothing
+is held against it but that it is finite; such inputs are counted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OF_GRAMS = frozenset(
         "ssr",
         "esm",
     ]
-)
+).union(["step pact"])  # its cut at a singular value of 1e-4 is one at 1e-8 of a Gram matrix
 # Their formulas take the arc cosine of a rounded cosine, as mergekit's do: angles near 0 or π are known
 # to √u.
 SPHERES = frozenset(["slerp", "nuslerp", "multislerp", "karcher"])
@@ -221,4 +221,4 @@ def _symmetric(value: Tensor) -> Tensor:
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor))
+    return float(torch.linalg.vector_norm(tensor.double()))

@@ -71,7 +71,7 @@ def _tell(layer: Layer, found: Found) -> None:
     print(f"{layer.subject}: {found.kind}: input {layer.number}, {found.detail}")
     print(f"    with {', '.join(kept)} alone: {look(small).detail}", flush=True)
     dtype = str(small.dtype).removeprefix("torch.")
-    norms = ", ".join(f"{float(own.norm()):.3g}" for own in small.updates)
+    norms = ", ".join(f"{float(own.double().norm()):.3g}" for own in small.updates)
     print(f"    {list(small.shape)} {dtype}, {small.parameters}, norms {norms}", flush=True)
 
 
