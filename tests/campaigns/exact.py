@@ -9,7 +9,7 @@ by it or by chance. So tiny layers are solved by mpmath in 120 digits, with grad
 κ = 1e30, and the kernel is held to what a backward-stable solution of the system has (Higham 2002,
 Theorem 9.3 and §7.1), C = ΔᵀΔ being formed in the same precision:
 
-    ‖ΔW̄‖ ≤ 16 n u κ (‖W̄‖ + ‖Σ w_tΔ_tC_t‖ / ‖Σ w_tC_t + P‖),   κ = ‖Σ w_tC_t + P‖ ‖(Σ w_tC_t + P)⁻¹‖,
+    ‖ΔW̄‖ ≤ 16 n u κ (‖W̄‖ + Σ ‖w_tΔ_tC_t‖ / ‖Σ w_tC_t + P‖),   κ = ‖Σ w_tC_t + P‖ ‖(Σ w_tC_t + P)⁻¹‖,
 
 as long as 16 n u κ < 1; beyond, it must be finite. The methods are those of one system without a cut-off:
 `regmean` with a ridge, and `ace` without its refinement.
@@ -40,7 +40,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ace": {"normalize": False, "prior": False, "refine": False},
     "ace with its prior": {"normalize": False, "refine": False},
 }
-OUTCOMES = ("agrees", "beyond the dtype", "refused", "failed")
+OUTCOMES = ("agrees", "beyond the dtype", "averaged", "refused", "failed")
 
 
 def drawn(name: str, seed: int, number: int) -> tuple[LinearGroup, dict[str, Any]]:
@@ -72,16 +72,17 @@ def drawn(name: str, seed: int, number: int) -> tuple[LinearGroup, dict[str, Any
 
 
 def solved(name: str, group: LinearGroup, given: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """W̄, κ and ‖numerator‖/‖system‖ in 120 digits."""
+    """W̄, κ and Σ ‖w_tΔ_tC_t‖ / ‖system‖ in 120 digits."""
     d_out, d_in = group.updates[0].shape
     deltas = [_exactly(update) for update in group.updates]
     weights = [mpmath.mpf(weight) for weight in group.weights]
-    numerator, system = mpmath.zeros(d_out, d_in), mpmath.zeros(d_in)
+    terms, system = [], mpmath.zeros(d_in)
     one_in, one_out = mpmath.ones(d_in, 1), mpmath.ones(d_out, 1)
     if name == "regmean":
         for delta, weight, measured in zip(deltas, weights, group.measured, strict=True):
             C = weight * _exactly(measured.value)
-            numerator, system = numerator + delta * C, system + C
+            terms.append(delta * C)
+            system += C
         trace = sum(system[i, i] for i in range(d_in))
         system += mpmath.mpf(given["ridge"]) * trace / d_in * mpmath.eye(d_in)
     else:
@@ -92,13 +93,15 @@ def solved(name: str, group: LinearGroup, given: dict[str, Any]) -> tuple[Any, A
             C = weight / mean * centred.T * centred
             structural += C
             C += weight / mean * mpmath.mpf(given["eps"]) * mpmath.eye(d_in)
-            numerator, system = numerator + centred * C, system + C
+            terms.append(centred * C)
+            system += C
         if name == "ace with its prior":
             system += one_in * (one_in.T * structural / d_in)
     inverse = mpmath.inverse(system)
     size = mpmath.mnorm(system, "f")
     kappa = size * mpmath.mnorm(inverse, "f")
-    return numerator * inverse, kappa, mpmath.mnorm(numerator, "f") / size
+    share = sum(mpmath.mnorm(term, "f") for term in terms) / size
+    return sum(terms, mpmath.zeros(d_out, d_in)) * inverse, kappa, share
 
 
 def look(name: str, seed: int, number: int) -> tuple[str, str]:
@@ -106,11 +109,14 @@ def look(name: str, seed: int, number: int) -> tuple[str, str]:
     group, given = drawn(name, seed, number)
     method = registry.get(name.split()[0])
     try:
-        merged = method(group, **method.resolve(given)).delta
+        found = method(group, **method.resolve(given))
     except CovmergeError as error:
         return "refused", str(error)
+    merged = found.delta
     if not torch.isfinite(merged).all():
         return "failed", "NaN or Inf"
+    if found.stats.get("averaged"):  # rows that are nearly alike: another equation
+        return "averaged", ""
     with mpmath.workdps(120):
         try:
             exact, kappa, share = solved(name, group, given)
