@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from covmerge.errors import RecipeError
 from covmerge.linalg.random import Stream
 from covmerge.methods import registry
-from covmerge.methods.sparsify import keep_probabilities
 from covmerge.methods.dare import sparsified
 from covmerge.methods.della import keep_probability
 from covmerge.methods.elect import thresholds_of
 from covmerge.methods.emr import Masses, rescalers
+from covmerge.methods.sparsify import keep_probabilities
 from covmerge.types import LinearGroup
 from tests.methods.edge_cases import draw
 from tests.methods.golden_cases import elementwise as golden
