@@ -14,6 +14,7 @@ from covmerge.methods.dare import sparsified
 from covmerge.methods.della import keep_probability
 from covmerge.methods.elect import thresholds_of
 from covmerge.methods.emr import Masses, rescalers
+from covmerge.methods.sparsify import keep_probabilities
 from covmerge.types import LinearGroup
 from tests.methods.edge_cases import draw
 from tests.methods.golden_cases import elementwise as golden
@@ -322,3 +323,8 @@ def test_masses_of_row_blocks_add_up():
     for key in ("expert_mass", "kept_mass"):
         added = [sum(masses) for masses in zip(*(part[key] for part in parts), strict=True)]
         assert added == pytest.approx(whole[key], rel=1e-12)
+
+
+def test_rows_of_one_entry_are_kept_with_the_mean_probability():
+    found = keep_probabilities(torch.ones(3, 1), 0.4, 0.1, torch.float64)
+    assert found.tolist() == [[0.4]] * 3

@@ -3,13 +3,19 @@
 The checks are those of `covmerge.testing`; of ours everything is declared, and every page complete.
 """
 
+from dataclasses import replace
+from typing import get_args
+
 import pytest
 
 from covmerge.methods import registry
+from covmerge.methods.registry import Sides, Unit
 from covmerge.steps import registry as steps
 from covmerge.testing.forms import FORMS
 from covmerge.testing.laws import LAWS, SHAPES
 from covmerge.testing.subject import Subject
+from tests.methods.groups import group_of, random_updates, relative
+from tests.methods.variants import VARIANTS
 
 METHODS = [pytest.param(method, id=method.name) for method in registry]
 SUBJECTS = [
@@ -34,6 +40,29 @@ def test_everything_is_declared(method):
     # On weights it may hang on bounds that some layers reach and others do not.
     assert laws.scale_equivariant is not None or method.sees == "weights"
     assert laws.replicas is not None
+
+
+@pytest.mark.parametrize(("name", "params"), VARIANTS, ids=str)
+def test_what_follows_from_parameters_is_one_of_what_there_is(name, params):
+    method = registry.get(name)
+    given = method.resolve(params)
+    assert method.unit_for(given) in get_args(Unit)
+    assert method.sides_for(given) in get_args(Sides)
+    assert method.factored_for(given) == (method.sides_for(given) != "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "params"), [v for v in VARIANTS if registry.get(v[0]).sees == "weights"], ids=str
+)
+def test_who_does_without_the_base_does_not_look_at_it(name, params):
+    method = registry.get(name)
+    given = method.resolve(params)
+    updates = random_updates(6, 5, min(2, method.experts[1] or 2), 5, 3.0, seed=1)
+    updates[0][0] = 0.0  # one expert left a row as it was
+    group = group_of(method, updates)
+    elsewhere = replace(group, base=group.base.flip(0))
+    merged, other = (method(own, **given).weights for own in (group, elsewhere))
+    assert method.without_base(given) == (relative(merged, other) < 1e-12)
 
 
 @pytest.mark.parametrize("method", METHODS)

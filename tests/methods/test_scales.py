@@ -162,6 +162,7 @@ def test_norms_of_any_size(dtype):
     assert norm(torch.zeros(0, dtype=dtype)) == 0.0
     assert math.isnan(norm(torch.tensor([1.0, math.nan], dtype=dtype)))
     assert exponent_of([torch.zeros(0), torch.zeros(2)]) == 0
+    assert exponent_of([torch.zeros(2), torch.full((2,), 2.0**-50)]) == -49  # zeros have no size
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,7 +8,7 @@ import torch
 from covmerge.methods import registry
 from covmerge.types import LinearGroup
 from tests.methods.edge_cases import HETEROG, adapters, draw
-from tests.methods.groups import random_rotation
+from tests.methods.groups import random_rotation, random_updates
 
 SPECTRAL = ("cart", "tsv_m", "dc_merge", "resmerge", "iso_c", "iso_cts", "free")
 ONE = draw()[0]
@@ -249,3 +249,10 @@ def test_aligned_experts_of_free_have_the_largest_mean():
     for nothing in (torch.zeros_like(large), torch.ones_like(large)):
         merged = merge("free", [nothing, large], align=True).delta
         assert torch.allclose(merged, merge("free", [large], align=True).delta, atol=1e-6)
+
+
+def test_iso_cts_says_how_many_directions_tasks_have_in_common():
+    update = random_updates(16, 12, 1, 2, 1.0, seed=1)[0]
+    method = registry.get("iso_cts")
+    group = LinearGroup((update, update), (1.0, 1.0))
+    assert method(group, **method.resolve({})).stats["dependent"] > 0

@@ -37,11 +37,30 @@ def norm(tensor: Tensor) -> float:
 def lengths(tensor: Tensor, axis: int | None = None, *, keep: bool = False) -> Tensor:
     """Euclidean lengths along an axis, or of all of it, as a tensor of its dtype.
 
+    Also where the squares of entries leave the dtype, but for half precision, whose range is the caller's
+    matter.
+
+    Raises:
+        OverflowError: a length itself leaves the dtype.
+
     Example:
-        >>> lengths(torch.tensor([[3.0, 4.0]]), axis=1).tolist()
-        [5.0]
+        >>> lengths(torch.tensor([[3.0, 4.0], [3e30, 4e30]]), axis=1).tolist()
+        [5.0, 4.9999999241216036e+30]
     """
-    return cast("Tensor", _linalg.vector_norm(tensor, dim=axis, keepdim=keep))
+    found = cast("Tensor", _linalg.vector_norm(tensor, dim=axis, keepdim=keep))
+    if tensor.dtype not in _FLOATS or not tensor.numel():
+        return found
+    easy = (found > _EASY[0]) & (found < _EASY[1])
+    if bool(easy.all()):
+        return found
+    line, along = (tensor.reshape(-1), 0) if axis is None else (tensor, axis)
+    exponents = torch.frexp(line.abs().amax(dim=along, keepdim=True)).exponent.clamp(-120, 120)
+    near_one = torch.ldexp(line, -exponents)
+    sizes = _linalg.vector_norm(near_one, dim=along, keepdim=True)
+    sized = torch.ldexp(sizes, exponents).view(found.shape)
+    if not bool(torch.isfinite(sized).all()) and bool(torch.isfinite(tensor).all()):
+        raise OverflowError(f"a length beyond {tensor.dtype}")
+    return torch.where(easy, found, sized)
 
 
 def dot(one: Tensor, other: Tensor) -> float:

@@ -9,10 +9,13 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.linalg.auto import Cost
+from covmerge.linalg.exponent import exponent_of
 from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import LinearGroup
 
+# Updates whose squares may leave a dtype; half precision rounds as mergekit's does.
+_WIDE, _FAR = (torch.float32, torch.float64), 20
 _NO_ENERGY = 1e-6  # a sum of mean squares below it: weights are uniform; the least divisor as well
 
 
@@ -96,6 +99,9 @@ def sce(
 
 def _most_varied(updates: Tensor, share: float) -> Tensor:
     """1 where the variance over experts is among the largest, 0 elsewhere."""
+    exponent = exponent_of([updates]) if updates.dtype in _WIDE else 0
+    if abs(exponent) > _FAR:
+        updates = updates * 2.0**-exponent  # which changes no digit, and squares stay in the dtype
     variance = updates.var(dim=0, unbiased=False)
     kept = torch.zeros_like(variance)
     count = int(torch.count_nonzero(variance) * share)

@@ -94,6 +94,11 @@ def svc(
         nothing = max((known.rtol * norm(update)) ** 2, _MOSTLY * error.energy / group.shape[0])
         total += _carried(top, update, sizes, nothing).clamp_min(alpha)
     gains = torch.repeat_interleave(len(changed) / total, torch.tensor(sizes, device=total.device))
+    if top.rank == min(delta.shape):
+        # Nothing is left beside the directions. A difference would keep no digit of what is left of a
+        # merged update that one huge expert made.
+        sigma = (top.kept * gains).to(delta.dtype)
+        return replace(merged, delta=(top.left * sigma) @ top.right)
     change = (top.kept * (gains - 1.0)).to(delta.dtype)
     return replace(merged, delta=delta + (top.left * change) @ top.right)
 

@@ -87,6 +87,8 @@ def permuted(group: LinearGroup, order: Sequence[int]) -> LinearGroup:
         streams=take(group.streams),
         measured=take(group.measured),
         thresholds=None if group.thresholds is None else take(group.thresholds),
+        factors=take(group.factors),
+        rounding=take(group.rounding),
     )
 
 

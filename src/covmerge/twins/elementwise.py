@@ -128,7 +128,7 @@ def consensus(
     tau_mtl = total(tau)
     masks = [t.abs() > mask_lambda * (tau_mtl - t).abs() for t in tau]
     agreed = total(m.int() for m in masks) >= min(k, len(tau))
-    return scale * agreed * weighted(tau, group.weights)
+    return scale * (agreed * weighted(tau, group.weights))
 
 
 def emr(group: LinearGroup) -> Tensor:
