@@ -9,8 +9,11 @@ from tests.forked import run
 
 HOME = Path(__file__).parent.parent.parent
 PROGRAM = "import sys; from tests.campaigns.hostile import main; sys.exit(main(sys.argv[1:]))"
-# These load transformers, which takes longer than all inputs of the others.
-SLOW = ("config.json", "GGUF", "quantised", "tokenizer", "whole merge")
+# These load transformers, which takes longer than all inputs of the others, or wait for a server.
+SLOW = (
+    *("config.json", "GGUF", "quantised", "tokenizer", "whole merge"),
+    *("large tensors", "remote"),
+)
 
 
 def campaign(readers, count):
@@ -36,5 +39,5 @@ def test_readers_keep_their_promise():
 
 
 @pytest.mark.slow
-def test_readers_that_load_transformers_keep_it_too():
+def test_readers_that_take_longer_keep_it_too():
     campaign(SLOW, 15)
