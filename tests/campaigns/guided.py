@@ -19,8 +19,10 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from io import StringIO
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -28,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import atheris
 
-with atheris.instrument_imports(include=["covmerge"]):
+# atheris names every module that it instruments.
+with redirect_stderr(StringIO()), atheris.instrument_imports(include=["covmerge"]):
     from tests.campaigns.hostile import MEMORY, Campaign, quieten
     from tests.campaigns.inputs import Content, Laid, Link, Odd, Sparse, hostile
     from tests.campaigns.readers import IN, READERS
@@ -37,6 +40,7 @@ with atheris.instrument_imports(include=["covmerge"]):
 if TYPE_CHECKING:
     from tests.campaigns.promise import Broken
 
+_LONGEST = 1 << 17  # bytes of an input, or twice those of the longest valid one
 _SEEDS = 12  # changed inputs to begin with, beside each valid one
 _TRIALS = 150  # smaller inputs that are tried
 _CHANGED = 0.6  # of inputs by their formats, the others by libFuzzer's bytes
@@ -58,6 +62,7 @@ class Guided:
         shutil.rmtree(self._corpus, ignore_errors=True)
         self._corpus.mkdir()
         self._current = self._home / "current"
+        self._longest = max(_LONGEST, *(2 * len(pack(files)) for files in self._valid))
         self.outcome = Outcome()
         self.inputs: dict[str, Files] = {}
         self.branches: list[int] = []
@@ -67,7 +72,8 @@ class Guided:
         """Let the fuzzer make inputs for a time; it is begun again where it ends with its process."""
         until = time.monotonic() + seconds
         for number, files in enumerate(self._first()):
-            (self._corpus / str(number)).write_bytes(pack(files))
+            if len(data := pack(files)) <= self._longest:
+                (self._corpus / str(number)).write_bytes(data)
         for attempt in range(1000):
             left = until - time.monotonic()
             if left < 1:
@@ -114,10 +120,12 @@ class Guided:
         log = os.open(self._home / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 2)
         kinds: set[str] = set()
-        number = 0
+        number, until = 0, time.monotonic() + seconds
 
         def one(data: bytes) -> None:
             nonlocal number
+            if time.monotonic() > until:  # libFuzzer's own end has an exit code of its own
+                os._exit(0)
             files = unpack(data)
             if files is None:
                 return
@@ -136,13 +144,13 @@ class Guided:
             return made if len(made) <= most else data
 
         options = {
-            **{"max_total_time": max(1, int(seconds)), "seed": self._seed * 1000 + attempt + 1},
-            **{"max_len": 1 << 21, "len_control": 0, "timeout": 0, "rss_limit_mb": 0},
+            **{"seed": self._seed * 1000 + attempt + 1, "print_pcs": 0},
+            **{"max_len": self._longest, "len_control": 0, "timeout": 0, "rss_limit_mb": 0},
             **{"malloc_limit_mb": 0, "artifact_prefix": f"{self._home}/", "handle_segv": 0},
         }
         given = [f"-{key}={value}" for key, value in options.items()]
         atheris.Setup(["guided", *given, str(self._corpus)], one, custom_mutator=changed)
-        atheris.Fuzz()  # ends the process
+        atheris.Fuzz()
 
     def _changed(self, files: Files, random: Random, most: int) -> Files:
         open_to = [

@@ -18,18 +18,8 @@ SLOW = (
 
 def campaign(readers, count):
     named = [word for reader in readers for word in ("--reader", reader)]
-    done = run(
-        PROGRAM,
-        *named,
-        "--seed",
-        7,
-        "--count",
-        count,
-        "--minutes",
-        60,
-        path=[HOME, HOME / "src"],
-        cwd=HOME,
-    )
+    given = (*named, "--seed", 7, "--count", count, "--minutes", 60)
+    done = run(PROGRAM, *given, path=[HOME, HOME / "src"], cwd=HOME)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"| all | {count * len(readers)} |" in done.stdout
 
@@ -41,3 +31,15 @@ def test_readers_keep_their_promise():
 @pytest.mark.slow
 def test_readers_that_take_longer_keep_it_too():
     campaign(SLOW, 15)
+
+
+@pytest.mark.slow
+def test_what_is_guided_by_coverage():
+    pytest.importorskip("atheris")
+    given = ("--reader", "journal", "--minutes", 0.1)
+    program = PROGRAM.replace("hostile", "guided")
+    done = run(program, *given, path=[HOME, HOME / "src"], cwd=HOME)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, row = done.stdout.splitlines()
+    name, inputs, first, last = (own.strip() for own in row.strip("|").split("|")[:4])
+    assert name == "journal" and int(inputs) > 10 and int(last) >= int(first) > 50
