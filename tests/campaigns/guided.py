@@ -6,7 +6,8 @@ Takes atheris (`pip install 'covmerge[campaigns]'`), whose fuzzer is LLVM's libF
 modules are instrumented. An input is a folder, as in `hostile.py`, and so are the promise and the processes
 that keep it. It begins with the valid ones, and is changed by what its formats say or byte by byte. What
 fails is made smaller, by valid files in the place of others and by leaving bytes out, and kept under
-`--keep`; `--again FOLDER` reads what was kept once more. With failures the exit code is 1.
+`--keep`; `--again FOLDER` reads what was kept once more. With failures the exit code is 1. Where libFuzzer ends on an input that does no harm when it is read alone it
+is begun again, and counted as ended.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Guided:
         self.outcome = Outcome()
         self.inputs: dict[str, Files] = {}
         self.branches: list[int] = []
+        self.ended = 0  # processes of the fuzzer, on inputs that alone end none
         self.kept = 0
 
     def run(self, seconds: float) -> None:
@@ -82,6 +84,9 @@ class Guided:
             forked(lambda say, left=left, own=attempt: self._fuzz(say, left, own), self.outcome)
             for kind in set(self.outcome.failures) - before - set(self.inputs):
                 self._take(kind)
+                if "died" in kind and not self.read(self.inputs[kind]).failures:
+                    del self.outcome.failures[kind], self.inputs[kind]
+                    self.ended += 1
             said = _SAID.findall((self._home / "log").read_bytes())
             self.branches += [int(branches) for branches, _ in said]
             self.kept = int(said[-1][1]) if said else self.kept
@@ -169,8 +174,8 @@ class Guided:
         """Keep the input of a new failure: what was told of, or what the process died of."""
         file = self._home / f"failed-{_slug(kind)}"
         files = unpack((file if file.exists() else self._current).read_bytes())
-        if files is not None:
-            self.inputs[kind] = files
+        assert files is not None, "it was unpacked before"
+        self.inputs[kind] = files
 
     def _smaller(self, now: Callable[[], dict[str, Content]]) -> Iterator[Files]:
         """Smaller inputs than the smallest so far: valid files, no files, fewer bytes."""
@@ -264,8 +269,8 @@ def run(
     names: Sequence[str], seed: int, *, seconds: float, kept: Path | None, again: Path | None
 ) -> int:
     """Read inputs of readers for an equal time each; print what failed, and a table."""
-    lines = ["| reader | inputs | branches at first | in the end | inputs kept | failed |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["| reader | inputs | branches at first | in the end | inputs kept | failed | ended |"]
+    lines.append("|---|---|---|---|---|---|---|")
     total = 0
     before = Path.cwd()
     with TemporaryDirectory(prefix="guided-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
@@ -290,7 +295,7 @@ def run(
                 reached = guided.branches or [0]
                 lines.append(
                     f"| {name} | {own.inputs} | {reached[0]} | {max(reached)} | {guided.kept} "
-                    f"| {own.failed} |"
+                    f"| {own.failed} | {guided.ended} |"
                 )
                 print(lines[-1], flush=True)
                 total += own.failed
