@@ -6,8 +6,8 @@ Takes atheris (`pip install 'covmerge[campaigns]'`), whose fuzzer is LLVM's libF
 modules are instrumented. An input is a folder, as in `hostile.py`, and so are the promise and the processes
 that keep it. It begins with the valid ones, and is changed by what its formats say or byte by byte. What
 fails is made smaller, by valid files in the place of others and by leaving bytes out, and kept under
-`--keep`; `--again FOLDER` reads what was kept once more. With failures the exit code is 1. Where libFuzzer ends on an input that does no harm when it is read alone it
-is begun again, and counted as ended.
+`--keep`; `--again FOLDER` reads what was kept once more. With failures the exit code is 1. Where libFuzzer
+ends on an input that does no harm when it is read alone it is begun again, and counted as ended.
 """
 
 from __future__ import annotations
