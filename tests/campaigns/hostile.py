@@ -147,17 +147,22 @@ class Campaign:
         return forked(work, outcome)
 
 
-def table(outcomes: dict[str, Outcome]) -> str:
+def table(outcomes: Mapping[str, Outcome]) -> str:
     """Return what became of the inputs as a table in Markdown."""
-    lines = ["| reader | inputs | read | refused | failed | ms |", "|---|---|---|---|---|---|"]
     total = Outcome()
-    for name, own in [*outcomes.items(), ("all", total)]:
-        lines.append(
-            f"| {name} | {own.inputs} | {own.read} | {own.inputs - own.read - own.failed} "
-            f"| {own.failed} | {1000 * own.seconds / max(1, own.inputs):.1f} |"
-        )
+    for own in outcomes.values():
         total.add(own)
-    return "\n".join(lines)
+    heads = ["| reader | inputs | read | refused | failed | ms |", "|---|---|---|---|---|---|"]
+    return "\n".join(
+        (*heads, *(row(name, own) for name, own in outcomes.items()), row("all", total))
+    )
+
+
+def row(name: str, own: Outcome) -> str:
+    """Return a line of the table."""
+    refused = own.inputs - own.read - own.failed
+    each = 1000 * own.seconds / max(1, own.inputs)
+    return f"| {name} | {own.inputs} | {own.read} | {refused} | {own.failed} | {each:.1f} |"
 
 
 def run(
@@ -175,6 +180,7 @@ def run(
                 until, before_it = time.monotonic() + seconds / len(names), _cpu()
                 own = outcomes[name] = campaign.run(name, range(first, first + count), until)
                 own.seconds = _cpu() - before_it
+                print(row(name, own), flush=True)
                 for kind, failures in own.failures.items():
                     number, failure = failures[0]
                     print(f"{name}: {kind}: {len(failures)} inputs, such as {number}", flush=True)

@@ -616,7 +616,13 @@ READERS: dict[str, Reader] = {
     "remote": Reader(
         _build_remote, _read_remote, (pages.ANSWERS,), reaches=pages.REACHED, forks=True
     ),
-    "whole merge": Reader(_build_merge, _read_merge, ("base/*", "t0/*", "t1/*"), writes=True),
+    "whole merge": Reader(
+        _build_merge,
+        _read_merge,
+        ("base/*", "t0/*", "t1/*"),
+        writes=True,
+        names=("the base", "expert 't0'", "expert 't1'"),
+    ),
 }
 
 
