@@ -142,11 +142,12 @@ class _Handler(socketserver.StreamRequestHandler):
             key, _, value = line.decode("latin-1").partition(":")
             told[key.lower()] = value.strip()
         path = asked[1].decode().partition("?")[0]
-        self._answer(path, self._rules_of(path.rpartition("/")[2]), told.get("range", ""))
+        self._answer(path, self._rules_of(path), told.get("range", ""))
 
-    def _rules_of(self, name: str) -> dict[str, Any]:
+    def _rules_of(self, path: str) -> dict[str, Any]:
         """What is to be done wrong of a file, now."""
-        file = self.server.folder / ANSWERS
+        folder, _, name = path.strip("/").partition("/")
+        file = self.server.folder / folder / ANSWERS
         data = file.read_bytes() if file.is_file() else b"[]"
         before, asked = self.server.said
         if before != data:
