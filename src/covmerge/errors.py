@@ -6,7 +6,8 @@ The command line turns them into exit codes: `InputError` and its children mean 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 _LINE, _MESSAGE = 3000, 25_000  # most characters; the end of a message has the next step
@@ -89,3 +90,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         return f" Did you mean '{near[0]}'?"
     return f" Known: {', '.join(sorted(names))}." if names else ""
+
+
+@contextmanager
+def panics_as_errors() -> Generator[None]:
+    """Turn the panic of a library in Rust into an error: it is no `Exception`, so that nobody handles it.
+
+    Raises:
+        RuntimeError: the library panicked.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's, which no module exports
+            raise
+        raise RuntimeError(f"a library in Rust panicked: {error}") from error

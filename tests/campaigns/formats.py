@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from random import Random
 
+from tests.campaigns import pages
 from tests.campaigns.raw import mutate_bytes, mutate_lines
 from tests.campaigns.trees import (
     NUMBERS,
@@ -63,6 +64,8 @@ def _kind(name: str, data: bytes) -> Change:
         return _safetensors
     if name.endswith(".jsonl"):
         return _journal
+    if name.endswith(pages.ANSWERS):
+        return pages.draw
     if name.endswith(".json"):
         return _json
     if name.endswith((".yml", ".yaml")):
@@ -155,6 +158,36 @@ def _tensors(tree: Pairs, body: bytes, random: Random) -> bytes:
     header = _encoded(write(told))
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header + values
+
+
+def resized(data: bytes, size: int, random: Random) -> bytes:
+    """The header of a large file, of the same length, in which a tensor has other sides or bits."""
+    try:
+        return _resized(data, size, random)
+    except _STRANGE:
+        return mutate_bytes(data, random)
+
+
+def _resized(data: bytes, size: int, random: Random) -> bytes:
+    (length,) = struct.unpack("<Q", data[:8])
+    tree = json.loads(data[8 : 8 + length])
+    one = tree[max(tree, key=lambda name: tree[name].get("data_offsets", [0])[-1])]
+    count = math.prod(one["shape"])
+    match random.randrange(4):
+        case 0:
+            one["shape"] = [count // 2, 2]
+        case 1:
+            one["shape"] = random.choice(
+                ([count], [1, count], [count, 1], [count, 0], [2**40, 2**40])
+            )
+        case 2:
+            one["dtype"] = random.choice(("F64", "F16", "I32", "BF16", "F8_E4M3", "BOOL"))
+            one["shape"][-1] = one["shape"][-1] * 4 // _DTYPES[one["dtype"]]
+        case _:
+            shift = random.choice((-4, 4, size))
+            one["data_offsets"] = [place + shift for place in one["data_offsets"]]
+    told = json.dumps(tree).encode()
+    return struct.pack("<Q", max(length, len(told))) + told.ljust(length) + data[8 + length :]
 
 
 def _shape(shape: list[int], random: Random) -> list[int]:

@@ -6,50 +6,33 @@ An input is a valid one with one to four changes, drawn by reader, seed and numb
 again: `--reader NAME --first NUMBER --count 1`. What each must keep is `promise.py`. Inputs are read in
 processes that are forked off this one, some thousands each, so that one that dies is seen as well. What
 fails is made smaller, by leaving out changes, and kept under `--keep` as the folder that it is. With
-failures the exit code is 1.
+failures the exit code is 1. What is read and written lies in memory, where there is /dev/shm.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import select
+import resource
 import shutil
-import signal
 import sys
 import time
-import traceback
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
 
-from tests.campaigns.inputs import Laid, hostile
-from tests.campaigns.promise import Broken, Watch, broken, limit_memory
+from tests.campaigns.inputs import Content, Laid, hostile
+from tests.campaigns.promise import Broken
 from tests.campaigns.readers import IN, OUT, READERS, inputs_of
+from tests.campaigns.sandbox import Outcome, Sandbox, Say, forked
 
+MEMORY = Path("/dev/shm")
 _EACH = 2000  # inputs of one process
-_SILENT = 30.0  # seconds after which a process is taken to hang
-_ALLOWED = ("in", "tmp", "cache")
 _SECRET = "outside"
 
-
-@dataclass
-class Outcome:
-    """What became of the inputs of one reader."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    failures: dict[str, list[tuple[int, Broken]]] = field(default_factory=dict)
-    last: str = ""
-
-    @property
-    def inputs(self) -> int:
-        return sum(self.counts.values())
+Drawn = tuple[int, int, list[int]]  # an input's number, which valid one it was, and its changes
 
 
 class Campaign:
@@ -58,7 +41,7 @@ class Campaign:
     def __init__(self, names: Sequence[str], seed: int) -> None:
         self._seed = seed
         self._home = Path.cwd()
-        self._valid: dict[str, list[dict[str, bytes]]] = {}
+        self._valid: dict[str, list[dict[str, Content]]] = {}
         for name in names:
             with TemporaryDirectory() as folder:
                 os.chdir(folder)
@@ -72,21 +55,36 @@ class Campaign:
         for inputs in self._valid.values():
             for files in inputs:
                 for path, content in files.items():
-                    (outside / Path(path).name).write_bytes(content)
-        for name in ("in", "tmp", "cache", "out"):
+                    if isinstance(content, bytes):
+                        (outside / Path(path).name).write_bytes(content)
+        for name in (IN, "tmp", "cache", OUT):
             (self._home / name).mkdir()
+
+    def valid(self, name: str) -> Sequence[Mapping[str, Content]]:
+        """Return the valid inputs of a reader."""
+        return self._valid[name]
 
     def check(self, name: str) -> None:
         """See that what is to be made hostile is valid: an input that is always refused shows nothing.
 
+        They are read here first, so that what reading them imports is there in all processes to come.
+
         Raises:
             SystemExit: it is not.
         """
-        for which in range(len(self._valid[name])):
-            outcome = Outcome()
-            self._forked(name, [(0, which, [])], time.monotonic() + 60, outcome)
-            if not outcome.counts["read"] or outcome.failures:
-                raise SystemExit(f"{name}: valid input {which} was not read: {outcome}")
+        reader = READERS[name]
+        if not reader.forks:
+            for files in self._valid[name]:
+                laid = Laid(self._home / IN)
+                laid.clear()
+                laid.lay(files)
+                reader.read(IN)
+                shutil.rmtree(OUT)
+                OUT.mkdir()
+        outcome = Outcome()
+        self._read(name, ((which, which, []) for which in range(len(self._valid[name]))), outcome)
+        if outcome.counts["read"] < len(self._valid[name]) or outcome.failures:
+            raise SystemExit(f"{name}: not all valid inputs were read: {outcome}")
 
     def run(self, name: str, numbers: range, until: float) -> Outcome:
         """Read inputs of a reader, and end early at a time (`time.monotonic`)."""
@@ -112,7 +110,7 @@ class Campaign:
         for own in list(changes):
             fewer = [other for other in changes if other != own]
             outcome = Outcome()
-            self._forked(name, [(number, which, fewer)], time.monotonic() + 60, outcome)
+            self._read(name, [(number, which, fewer)], outcome)
             if fewer and kind in outcome.failures:
                 changes = fewer
         return which, changes
@@ -122,142 +120,49 @@ class Campaign:
         which, changes = self.smallest(name, number, failure.kind)
         place = folder / f"{''.join(c if c.isalnum() else '-' for c in name)}-{self._seed}-{number}"
         shutil.rmtree(place, ignore_errors=True)
-        (place / "in").mkdir(parents=True)
-        Laid(place / "in").lay(hostile(self._valid[name][which], changes, READERS[name].files))
+        (place / IN).mkdir(parents=True)
+        Laid(place / IN).lay(hostile(self._valid[name][which], changes, READERS[name].files))
         told = f"{name}, seed {self._seed}, input {number}, changes {changes}\n{failure.kind}\n\n"
         (place / "failure.txt").write_text(told + failure.detail, errors="backslashreplace")
         return place
 
     def _batch(self, name: str, numbers: range, until: float, outcome: Outcome) -> int:
-        return self._forked(
-            name, ((number, *self.changes(name, number)) for number in numbers), until, outcome
-        )
+        drawn = ((number, *self.changes(name, number)) for number in numbers)
+        return self._read(name, drawn, outcome, until)
 
-    def _forked(
-        self, name: str, inputs: Iterator[Any] | Sequence[Any], until: float, outcome: Outcome
+    def _read(
+        self, name: str, inputs: Iterable[Drawn], outcome: Outcome, until: float = float("inf")
     ) -> int:
         """Have a process read inputs; return the number of the last one."""
-        ours, theirs = os.pipe()
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            os.close(ours)
-            code, spoken = 1, os.dup(2)
-            try:
-                with os.fdopen(theirs, "w", buffering=1) as said:
-                    self._work(name, inputs, until, said)
-                code = 0
-            except BaseException:
-                os.write(spoken, traceback.format_exc().encode(errors="replace"))
-            finally:
-                os._exit(code)
-        os.close(theirs)
-        begun, last, death = None, -1, None
-        with os.fdopen(ours, "rb", buffering=0) as heard:
-            for line in _lines(heard):
-                if line is None:
-                    death = f"no answer for {_SILENT:.0f} s"
-                    os.kill(pid, signal.SIGKILL)
+
+        def work(say: Say) -> None:
+            sandbox = Sandbox(READERS[name], self._home)
+            for number, which, changes in inputs:
+                if time.monotonic() > until:
                     break
-                record = json.loads(line)
-                if "begin" in record:
-                    begun = last = record["begin"]
-                    continue
-                begun = None
-                outcome.counts[record["outcome"]] += 1
-                outcome.last = record["detail"]
-                if record["kind"] is not None:
-                    fault = Broken(record["kind"], record["detail"])
-                    outcome.failures.setdefault(fault.kind, []).append((record["number"], fault))
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        if begun is not None:
-            fault = Broken(death or f"the process died ({code})", "")
-            outcome.counts["died"] += 1
-            outcome.failures.setdefault(fault.kind, []).append((begun, fault))
-        elif code:
-            raise SystemExit(f"a process of the campaign itself failed ({code})")
-        return last
+                say({"begin": number})
+                files = hostile(self._valid[name][which], changes, READERS[name].files)
+                say({"number": number, **sandbox.read(files)})
 
-    def _work(self, name: str, inputs: Any, until: float, said: Any) -> None:
-        reader = READERS[name]
-        os.environ["TMPDIR"] = str(self._home / "tmp")
-        os.environ["COVMERGE_CACHE"] = str(self._home / "cache")
-        import tempfile
-
-        tempfile.tempdir = None
-        os.fsync = lambda fd: None  # nothing here outlives a loss of power
-        warnings.simplefilter("ignore")
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        laid = Laid(self._home / "in")
-        laid.clear()
-        watch = Watch(self._home, _ALLOWED)
-        limit_memory()
-        for number, which, changes in inputs:
-            if time.monotonic() > until:
-                break
-            said.write(json.dumps({"begin": number}) + "\n")
-            files = hostile(self._valid[name][which], changes, reader.files)
-            laid.lay(files)
-            names = {str(IN), "checkpoint", *(Path(path).name for path in files)}
-            ended, told, fault = broken(
-                lambda: reader.read(IN),
-                watch,
-                named=reader.named,
-                writes=("out",) if reader.writes else (),
-                names=names,
-            )
-            fault = fault or self._left(ended)
-            if reader.writes or reader.read.__name__ in _CHANGE_THEIR_INPUT:
-                laid.clear()
-            kind, detail = (None, told) if fault is None else (fault.kind, fault.detail)
-            record = {"number": number, "outcome": ended, "kind": kind, "detail": detail}
-            said.write(json.dumps(record) + "\n")
-
-    def _left(self, ended: str) -> Broken | None:
-        """An output where there was an error, which nobody may find; and a clean slate."""
-        left = sorted(path.name for path in OUT.iterdir())
-        for path in OUT.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        wrong = [name for name in left if not name.startswith(".")]
-        if ended not in ("read", "CheckFailed") and wrong:
-            return Broken(f"left {wrong[0]} behind", ended)
-        return None
+        return forked(work, outcome)
 
 
-_CHANGE_THEIR_INPUT = ("_read_journal",)
-
-
-def _lines(heard: Any) -> Iterator[bytes | None]:
-    """Lines of a pipe; None where none comes for long."""
-    waiting = b""
-    while True:
-        ready, _, _ = select.select([heard], [], [], _SILENT)
-        if not ready:
-            yield None
-            return
-        chunk = heard.read(1 << 16)
-        if not chunk:
-            return
-        *whole, waiting = (waiting + chunk).split(b"\n")
-        yield from whole
-
-
-def table(outcomes: dict[str, Outcome]) -> str:
+def table(outcomes: Mapping[str, Outcome]) -> str:
     """Return what became of the inputs as a table in Markdown."""
-    lines = ["| reader | inputs | read | refused | failed |", "|---|---|---|---|---|"]
-    for name, own in outcomes.items():
-        failed = sum(map(len, own.failures.values()))
-        read = own.counts["read"]
-        lines.append(
-            f"| {name} | {own.inputs} | {read} | {own.inputs - read - failed} | {failed} |"
-        )
-    total = sum(own.inputs for own in outcomes.values())
-    failed = sum(len(f) for own in outcomes.values() for f in own.failures.values())
-    lines.append(f"| all | {total} | | | {failed} |")
-    return "\n".join(lines)
+    total = Outcome()
+    for own in outcomes.values():
+        total.add(own)
+    heads = ["| reader | inputs | read | refused | failed | ms |", "|---|---|---|---|---|---|"]
+    return "\n".join(
+        (*heads, *(row(name, own) for name, own in outcomes.items()), row("all", total))
+    )
+
+
+def row(name: str, own: Outcome) -> str:
+    """Return a line of the table."""
+    refused = own.inputs - own.read - own.failed
+    each = 1000 * own.seconds / max(1, own.inputs)
+    return f"| {name} | {own.inputs} | {own.read} | {refused} | {own.failed} | {each:.1f} |"
 
 
 def run(
@@ -266,14 +171,16 @@ def run(
     """Read inputs of readers for an equal time each, and print what failed."""
     outcomes: dict[str, Outcome] = {}
     before = Path.cwd()
-    with TemporaryDirectory(prefix="hostile-") as folder:
+    with TemporaryDirectory(prefix="hostile-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         os.chdir(folder)
         try:
             campaign = Campaign(names, seed)
             for name in names:
                 campaign.check(name)
-                until = time.monotonic() + seconds / len(names)
+                until, before_it = time.monotonic() + seconds / len(names), _cpu()
                 own = outcomes[name] = campaign.run(name, range(first, first + count), until)
+                own.seconds = _cpu() - before_it
+                print(row(name, own), flush=True)
                 for kind, failures in own.failures.items():
                     number, failure = failures[0]
                     print(f"{name}: {kind}: {len(failures)} inputs, such as {number}", flush=True)
@@ -289,6 +196,22 @@ def run(
     return outcomes
 
 
+def _cpu() -> float:
+    """Seconds of all processes that have ended: those of this one are few."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def quieten() -> None:
+    """Have the libraries stay off the network and the screen, on one core."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    warnings.simplefilter("ignore")
+    import torch
+
+    torch.set_num_threads(1)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -301,11 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10**9)
     parser.add_argument("--keep", type=Path)
     asked = parser.parse_args(arguments)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    import torch
-
-    torch.set_num_threads(1)
+    quieten()
     outcomes = run(
         asked.reader or list(READERS),
         asked.seed,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from random import Random
 
-from tests.campaigns.formats import change
+from tests.campaigns.formats import change, resized
 from tests.campaigns.trees import OUTSIDE, TEXTS
 
 _LARGE = 1 << 21  # bytes that a file may grow to
@@ -32,10 +32,11 @@ class Odd:
 
 @dataclass(frozen=True)
 class Sparse:
-    """A file with a hole at its end."""
+    """A file with a hole at its end, in which bytes may lie here and there."""
 
     start: bytes
     size: int
+    islands: tuple[tuple[int, bytes], ...] = ()
 
 
 Content = bytes | Link | Odd | Sparse
@@ -59,7 +60,33 @@ def hostile(
             content = files[name]
             if isinstance(content, bytes) and len(content) < _LARGE:
                 files[name] = change(name, content, random)
+            elif isinstance(content, Sparse):
+                files[name] = _change_large(name, content, random)
     return files
+
+
+def _change_large(name: str, own: Sparse, random: Random) -> Sparse:
+    """A change to a header, to the size, or to values far behind it."""
+    match random.randrange(4):
+        case 0:
+            return replace(own, start=change(name, own.start, random))
+        case 1:
+            header = resized(own.start, own.size, random)
+            return replace(own, start=header)
+        case 2:
+            size = random.choice(
+                (own.size - 1, own.size + 1, own.size // 2, len(own.start), 1 << 40)
+            )
+            return replace(own, size=size)
+        case _:
+            at = random.randrange(len(own.start), max(own.size, len(own.start) + 1))
+            value = random.choice(
+                (b"\0\0\xc0\x7f", b"\0\0\x80\xff", b"\xff\xff\x7f\x7f", b"\1\0\0\0")
+            )
+            where = at - (at - len(own.start)) % 4
+            return replace(
+                own, islands=(*own.islands, (where, value * random.choice((1, 9, 3000))))
+            )
 
 
 def _change_folder(files: dict[str, Content], name: str, random: Random) -> None:
@@ -161,8 +188,11 @@ def _put(path: Path, content: Content) -> None:
             os.mkfifo(path)
         case Odd():
             path.mkdir()
-        case Sparse(start, size):
-            path.write_bytes(start)
+        case Sparse(start, size, islands):
+            with path.open("wb") as file:
+                for at, values in ((0, start), *islands):
+                    file.seek(at)
+                    file.write(values)
             try:
                 os.truncate(path, size)
             except OSError:  # larger than the file system can count

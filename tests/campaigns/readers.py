@@ -1,6 +1,6 @@
 """What reads files of strangers: a valid input of each kind, and the functions of covmerge that read it.
 
-A builder writes valid inputs into the working directory's `in`, a folder each where there are several; a
+A builder writes valid inputs into the working directory's `given`, a folder each where there are several; a
 reader is called with that folder, and reads all there is. Where a path is written it is relative, so that
 the same seed makes the same input everywhere.
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,25 +25,29 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import covmerge
+from covmerge.api import run_recipe
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, Entry, Journal, open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest, unknown_files
 from covmerge.errors import RecipeError
 from covmerge.export.licences import read_licence
 from covmerge.quantised import dequantised
-from covmerge.recipe import dump_recipe, load_recipe
+from covmerge.recipe import dump_recipe, load_recipe, parse_recipe
 from covmerge.recipe.load import import_recipe, load_stages
 from covmerge.recipe.mergekit import Told
 from covmerge.recompute import recompute
 from covmerge.statistics import Reading, StatisticsFile
 from covmerge.statistics.examples import read_texts
+from covmerge.stores import page_server, retries
 from covmerge.stores.local import local_store
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.verification import verify
 from covmerge.vocabulary.chat import template_of
 from covmerge.vocabulary.tokens import Reader as TokenizerReader
+from tests.campaigns import pages
+from tests.campaigns.inputs import Content, Sparse
 from tests.cli.runs import save_plain, statistics_for
 
-IN, OUT = Path("in"), Path("out")
+IN, OUT = Path("given"), Path("out")
 HOME = Path(__file__).parent.parent.parent
 
 _MOST_READ = 1 << 22  # bytes of a tensor; larger ones are merged row by row
@@ -53,11 +59,15 @@ class Reader:
     """One kind of input.
 
     Attributes:
-        build: writes valid inputs to `in`.
+        build: writes valid inputs to `given`.
         read: reads one; CovmergeErrors are what it should raise.
         files: patterns of the files that are made hostile; all others stay valid.
         writes: whether it may write to `out`.
         named: whether the input itself says which other files to read, which then may lie anywhere.
+        names: what an error may name in the place of a file.
+        changes: whether it may change what it reads.
+        reaches: the servers that it may connect to.
+        forks: whether it starts processes or threads that must not be there before others are forked.
     """
 
     build: Callable[[], None]
@@ -65,6 +75,10 @@ class Reader:
     files: tuple[str, ...] = ("*",)
     writes: bool = False
     named: bool = False
+    names: tuple[str, ...] = ()
+    changes: bool = False
+    reaches: Collection[tuple[str, int]] = ()
+    forks: bool = False
 
 
 def _seeded(*shape: int) -> Tensor:
@@ -402,7 +416,7 @@ def _read_journal(path: Path) -> None:
 
 
 def _merged(method: str, **given: Any) -> None:
-    """A merge of small models, in `in`, beside its sources."""
+    """A merge of small models, beside its sources."""
     IN.mkdir(exist_ok=True)
     save_plain(IN, layers=1, width=4)
     sources = {name: str(IN / f"{name}.safetensors") for name in ("a", "b")}
@@ -493,6 +507,59 @@ def _read_examples(path: Path) -> None:
         read_texts(file, Reading(max_examples=10))
 
 
+def _build_rows() -> None:
+    """Models with a tensor that is merged row by row; a hole, so that little is written."""
+    for method in ("average", "ties", "dare_ties"):
+        folder = IN / method
+        folder.mkdir(parents=True)
+        for number, name in enumerate(("base", "a", "b")):
+            size = 1280 * 1024 * 4
+            told = {
+                "big.weight": {"dtype": "F32", "shape": [1280, 1024], "data_offsets": [0, size]}
+            }
+            header = json.dumps(told).encode()
+            header += b" " * (-len(header) % 8 + 64)
+            path = folder / f"{name}.safetensors"
+            path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([0, 0, number, 63]))
+            os.truncate(path, 8 + len(header) + size)
+        recipe = {"base": "base.safetensors", "method": method}
+        recipe["experts"] = {name: f"{name}.safetensors" for name in ("a", "b")}
+        (folder / "recipe.yml").write_text(json.dumps(recipe))
+
+
+def _read_rows(path: Path) -> None:
+    run_recipe(load_recipe(path / "recipe.yml"), OUT / "merged")
+
+
+def _build_remote() -> None:
+    from tests.mergekit.token_cases import WORDS, save_model
+
+    for module in ("aiohttp", "fsspec.implementations.http"):
+        import_module(module)  # once, and not in each process
+    save_model(IN / "one", "llama", "base", WORDS["base"])
+    (IN / "one" / "README.md").write_text("---\nlicense: mit\n---\n")
+    _save(_model(), IN / "shards" / "a-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(_model(), "a-00001-of-00001.safetensors")}
+    (IN / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for folder in ("one", "shards"):
+        (IN / folder / pages.ANSWERS).write_text("[]")
+
+
+def _read_remote(path: Path) -> None:
+    """What a merge asks of a folder of a web server, and of a file alone."""
+    retries.WAITS, retries.LONGEST, page_server.SILENCE = (0.01, 0.01), 2.0, 0.5
+    address = f"{pages.start(path.absolute().parent)}/{path}"
+    for own in (address, f"{address}/model.safetensors"):
+        if own != address and not (path / "model.safetensors").is_file():
+            continue
+        with closing(open_checkpoint(own)) as checkpoint:
+            _all(checkpoint)
+            checkpoint.readme()
+            checkpoint.materialize()
+            checkpoint.companions()
+            checkpoint.fingerprint()
+
+
 def _build_merge() -> None:
     from tests.mergekit.token_cases import WORDS, save_model
 
@@ -502,9 +569,6 @@ def _build_merge() -> None:
 
 def _read_merge(path: Path) -> None:
     """A whole merge of models with tokenizers, and the check of its output."""
-    from covmerge.api import run_recipe
-    from covmerge.recipe import parse_recipe
-
     recipe = parse_recipe(
         {
             "base": str(path / "base"),
@@ -533,7 +597,7 @@ READERS: dict[str, Reader] = {
     "recipe of mergekit": Reader(_build_mergekit, _read_mergekit, named=True),
     "training run": Reader(_build_run, _read_recipe, named=True),
     "statistics": Reader(_build_statistics, _read_statistics, named=True),
-    "journal": Reader(_build_journal, _read_journal),
+    "journal": Reader(_build_journal, _read_journal, changes=True),
     "manifest": Reader(_build_manifest, _read_manifest, ("out/*",), named=True),
     "masks": Reader(_build_masks, _read_masks, ("out/*",), named=True),
     "report": Reader(_build_manifest, _read_report, ("out/covmerge.json",), named=True),
@@ -541,24 +605,51 @@ READERS: dict[str, Reader] = {
     "tokenizer": Reader(_build_tokenizer, _read_tokenizer),
     "model card": Reader(_build_card, _read_card, named=True),
     "examples": Reader(_build_examples, _read_examples, named=True),
-    "whole merge": Reader(_build_merge, _read_merge, ("base/*", "t0/*", "t1/*"), writes=True),
+    "large tensors": Reader(
+        _build_rows,
+        _read_rows,
+        ("*.safetensors",),
+        writes=True,
+        named=True,
+        names=("'big.weight'", "expert 'a'", "expert 'b'"),
+    ),
+    "remote": Reader(
+        _build_remote, _read_remote, (pages.ANSWERS,), reaches=pages.REACHED, forks=True
+    ),
+    "whole merge": Reader(
+        _build_merge,
+        _read_merge,
+        ("base/*", "t0/*", "t1/*"),
+        writes=True,
+        names=("the base", "expert 't0'", "expert 't1'"),
+    ),
 }
 
 
-def inputs_of(reader: Reader) -> Iterator[dict[str, bytes]]:
-    """Build the valid inputs of a reader, as files by path below `in`; in an empty working directory."""
+def inputs_of(reader: Reader) -> Iterator[dict[str, Content]]:
+    """Build the valid inputs of a reader, as files by path; in an empty working directory."""
     reader.build()
     top = sorted(IN.iterdir())
     several = not any(own.is_file() for own in top) and not _patterned(reader, top)
     for folder in top if several else [IN]:
         yield {
-            own.relative_to(folder).as_posix(): own.read_bytes()
+            own.relative_to(folder).as_posix(): _content(own)
             for own in sorted(folder.rglob("*"))
             if own.is_file()
         }
 
 
+def _content(path: Path) -> Content:
+    """What a file holds; of one of several MB, which is a hole after the first value, up to there."""
+    size = path.stat().st_size
+    if size <= _MOST_READ:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        length = file.read(8)
+        return Sparse(length + file.read(int.from_bytes(length, "little") + 4), size)
+
+
 def _patterned(reader: Reader, top: list[Path]) -> bool:
-    """Whether the folders in `in` are parts of one input: its patterns begin with their names."""
+    """Whether the folders are parts of one input: its patterns begin with their names."""
     names = {pattern.partition("/")[0] for pattern in reader.files if "/" in pattern}
     return any(own.name in names for own in top)

@@ -20,7 +20,11 @@ from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
 from covmerge.statistics import Reading
 from covmerge.statistics.examples import read_texts
+from covmerge.stores.page_server import onward
+from covmerge.tensors.skeleton import SkeletonUnavailable, build_skeleton, refuse_many_keys
+from covmerge.vocabulary.tokens import Reader
 from tests.cli.runs import save_plain
+from tests.mergekit.token_cases import WORDS, save_model
 from tests.quantised.ggufs import save_llama
 from tests.quantised.models import llama
 
@@ -83,6 +87,18 @@ def test_a_recipe_that_is_recorded_wrong_is_found(again, tmp_path):
         again(tmp_path / "out")
 
 
+def test_a_source_that_is_recorded_wrong_is_found(tmp_path):
+    save_plain(tmp_path, layers=1, width=4)
+    base = tmp_path / "base.safetensors"
+    covmerge.merge(base, [tmp_path / "a.safetensors"], "task_arithmetic", tmp_path / "out")
+    path = tmp_path / "out" / "covmerge.json"
+    manifest = json.loads(path.read_text())
+    manifest["recipe"]["base"] = "-rf"
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"covmerge.json names: no such file or folder: -rf"):
+        covmerge.report(tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.json"])
 def test_examples_without_an_end(name, tmp_path):
     path = tmp_path / name
@@ -105,6 +121,18 @@ def test_masks_over_a_model_of_another_dtype(dtype, tmp_path):
     else:
         with pytest.raises(CheckpointError, match="does not fit the model"):
             covmerge.load_expert(tmp_path / "out", "a", base)
+
+
+def test_masks_with_a_hole_are_not_hashed(tmp_path):
+    save_plain(tmp_path, layers=1, width=4)
+    base, experts = tmp_path / "base.safetensors", [tmp_path / f"{n}.safetensors" for n in "ab"]
+    covmerge.merge(base, dict(zip("ab", experts, strict=True)), "emr", tmp_path / "out")
+    os.truncate(tmp_path / "out" / "masks" / "a.safetensors", 2**40)
+    told = (
+        r"masks/a.safetensors is not the file that the merge wrote \(.* is 1099511627776 bytes long"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        covmerge.load_expert(tmp_path / "out", "a", base)
 
 
 def test_a_range_of_layers_without_an_end():
@@ -148,3 +176,53 @@ def test_generation_settings_behind_a_link_out_of_the_folder(tmp_path):
     (tmp_path / "expert" / "generation_config.json").symlink_to(tmp_path / "secret.json")
     (note,) = notes_on_generation(tmp_path / "base", {"a": tmp_path / "expert"})
     assert note.startswith("generation settings were not compared") and "top_k" not in note
+
+
+def test_a_tokenizer_that_makes_a_library_panic(tmp_path):
+    name, words = "llama", WORDS["base"]
+    save_model(tmp_path / "base", name, "base", words)
+    path = tmp_path / "base" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["continuing_subword_prefix"] = "longer than any token"
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        InputError, match=r"base: transformers cannot load its tokenizer .*panicked"
+    ):
+        Reader().read(tmp_path / "base")
+
+
+def test_a_config_of_very_many_keys_is_not_built():
+    config = {"model_type": "gpt2", **{f"k{number}": 0 for number in range(50_001)}}
+    with pytest.raises(SkeletonUnavailable, match=r"config.json has 50002 keys"):
+        build_skeleton({}, config)
+    packed = {
+        "model_type": "gpt2",
+        "n_layer": 0,
+        "quantization_config": {str(n): 0 for n in range(60_000)},
+    }
+    refuse_many_keys(packed)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        *("http://example.org/a", "file:///etc/passwd", "https://user@example.org/", "//[x/"),
+        *("https://127.0.0.1/", "https://[::ffff:10.0.0.1]/", "https://2130706433/"),
+        *(
+            "https://LOCALHOST./",
+            "https://a.localhost/",
+            "https://\N{FULLWIDTH LATIN SMALL LETTER L}ocalhost/",
+        ),
+    ],
+)
+def test_where_a_server_may_not_lead(location):
+    with pytest.raises(OSError, match="the server leads to"):
+        onward("https://example.org/a", location)
+
+
+def test_where_a_server_may_lead():
+    assert onward("https://example.org/a/b", "c?x=%2F#d") == "https://example.org/a/c?x=%2F"
+    assert (
+        onward("http://example.org/a", "https://cdn.example.net/a") == "https://cdn.example.net/a"
+    )
+    assert onward("http://127.0.0.1:5/a", "http://127.0.0.1:6/b") == "http://127.0.0.1:6/b"

@@ -9,24 +9,17 @@ from tests.forked import run
 
 HOME = Path(__file__).parent.parent.parent
 PROGRAM = "import sys; from tests.campaigns.hostile import main; sys.exit(main(sys.argv[1:]))"
-# These load transformers, which takes longer than all inputs of the others.
-SLOW = ("config.json", "GGUF", "quantised", "tokenizer", "whole merge")
+# These load transformers, which takes longer than all inputs of the others, or wait for a server.
+SLOW = (
+    *("config.json", "GGUF", "quantised", "tokenizer", "whole merge"),
+    *("large tensors", "remote"),
+)
 
 
 def campaign(readers, count):
     named = [word for reader in readers for word in ("--reader", reader)]
-    done = run(
-        PROGRAM,
-        *named,
-        "--seed",
-        7,
-        "--count",
-        count,
-        "--minutes",
-        60,
-        path=[HOME, HOME / "src"],
-        cwd=HOME,
-    )
+    given = (*named, "--seed", 7, "--count", count, "--minutes", 60)
+    done = run(PROGRAM, *given, path=[HOME, HOME / "src"], cwd=HOME)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"| all | {count * len(readers)} |" in done.stdout
 
@@ -36,5 +29,17 @@ def test_readers_keep_their_promise():
 
 
 @pytest.mark.slow
-def test_readers_that_load_transformers_keep_it_too():
+def test_readers_that_take_longer_keep_it_too():
     campaign(SLOW, 15)
+
+
+@pytest.mark.slow
+def test_what_is_guided_by_coverage():
+    pytest.importorskip("atheris")
+    given = ("--reader", "journal", "--minutes", 0.1)
+    program = PROGRAM.replace("hostile", "guided")
+    done = run(program, *given, path=[HOME, HOME / "src"], cwd=HOME)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, row = done.stdout.splitlines()
+    name, inputs, first, last = (own.strip() for own in row.strip("|").split("|")[:4])
+    assert name == "journal" and int(inputs) > 10 and int(last) >= int(first) > 50

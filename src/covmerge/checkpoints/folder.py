@@ -45,6 +45,7 @@ DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
 _GGUF = ".gguf"
+_CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed some ten times a merge
 WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, _GGUF)
 _INDEX = ".index.json"
 _FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
@@ -265,7 +266,7 @@ def read_config(file: StoredFile | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is malformed, or far too long.
     """
-    return read_object(file, values=MAX_TENSORS)  # a quantisation may list every layer
+    return read_object(file, values=_CONFIG_VALUES)
 
 
 def weights_stem(config: Mapping[str, Any] | None) -> str:

@@ -168,15 +168,18 @@ def read_manifest(folder: Path | Store) -> dict[str, Any]:
 
 @contextmanager
 def recorded_in(manifest: str | Path) -> Generator[None]:
-    """Name the manifest in what is wrong with the recipe that it records.
+    """Name the manifest in what is wrong with the recipe that it records, or with the files it names.
 
     Raises:
-        RecipeError: what is wrong.
+        RecipeError: what is wrong with the recipe.
+        CheckpointError: what is wrong with a file.
     """
     try:
         yield
     except RecipeError as error:
         raise RecipeError(f"the recipe in {manifest}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"of what {manifest} names: {error}") from error
 
 
 def unknown_files(store: Store) -> list[str]:

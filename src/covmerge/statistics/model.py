@@ -18,7 +18,7 @@ from torch import nn
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.folder import PREFERRED
-from covmerge.errors import InputError
+from covmerge.errors import InputError, panics_as_errors
 from covmerge.quantised import Dequantised
 from covmerge.statistics.examples import (
     LABELS,
@@ -173,9 +173,10 @@ class RunningModel:
         transformers = require_transformers()
         folder = Path(reading.tokenizer or self.checkpoint.folder or "")
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            with panics_as_errors():
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
             named: Mapping[str, str] = tokenizer.vocab_files_names
             # transformers makes an empty vocabulary rather than say that there is none.
             known = not named or any(

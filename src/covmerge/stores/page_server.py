@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from covmerge.errors import InputError
-from covmerge.stores.address import Address
+from covmerge.stores.address import PAGES, Address
 from covmerge.stores.retries import ChangedError, RefusedError, all_of, persist
 from covmerge.stores.server import Look
 
@@ -22,6 +23,8 @@ SILENCE = 30.0  # seconds without a byte
 
 _WHOLE = 2**24  # the longest file that is read of a server that sends all of it
 _RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII)
+_ELSEWHERE = frozenset({301, 302, 303, 307, 308})
+_HOPS = 6
 _AT_ONCE = 8
 _WEIGHTS = ("model", "diffusion_pytorch_model", "adapter_model", "pytorch_lora_weights")
 _NAMES = (
@@ -112,10 +115,12 @@ class PageServer:
                 raise ChangedError
             told = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
             before = 0
-            if answer.status != 206:
+            if answer.status == 200:
                 if offset + len(target) > _WHOLE:
                     raise RefusedError("the server sends no ranges of it any more")
                 before = offset
+            elif answer.status != 206:
+                raise RefusedError(f"the server answers by status {answer.status}")
             elif told is None or told[1] is None or int(told[1]) != offset:
                 raise OSError("another range was sent")
             done = 0
@@ -132,7 +137,17 @@ class PageServer:
         session = await self._system.set_session()
         # An encoding would make the range one of compressed bytes.
         headers = {"Range": f"bytes={offset}-{offset + count - 1}", "Accept-Encoding": "identity"}
-        answer = await session.get(self._system.encode_url(path), headers=headers)
+        where = path
+        for _ in range(_HOPS):
+            url = self._system.encode_url(where)
+            answer = await session.get(url, headers=headers, allow_redirects=False)
+            if answer.status not in _ELSEWHERE:
+                break
+            location = str(answer.headers.get("Location", ""))
+            answer.close()
+            where = onward(where, location)
+        else:
+            raise RefusedError(f"the server sends from one address to the next {_HOPS} times")
         empty = answer.status == 416 and _RANGE.fullmatch(
             str(answer.headers.get("Content-Range", ""))
         )
@@ -148,6 +163,48 @@ class PageServer:
                 answer.close()
                 raise
         return answer
+
+
+def onward(asked: str, location: str) -> str:
+    """Return the address that an answer leads to, which no server may choose freely.
+
+    It is of the web, not less protected than what was asked for, without credentials, and leads to no
+    machine of the user's network or the user's own where the server is another.
+
+    Raises:
+        RefusedError: it is not.
+
+    Example:
+        >>> onward("https://example.org/a/b", "/c?sig=1")
+        'https://example.org/c?sig=1'
+    """
+    try:
+        old, new = urlsplit(asked), urlsplit(urljoin(asked, location))
+        host, user, _ = new.hostname, new.username, new.port
+    except ValueError:
+        host, user, old, new = None, None, urlsplit(""), urlsplit("")
+    plain = host is not None and host.isascii() and location.isprintable()
+    if not plain or host is None or new.scheme not in PAGES or user is not None:
+        raise RefusedError("the server leads to what is no address of a web page")
+    shown = f"{new.scheme}://{host[:100]}"
+    if old.scheme == "https" and new.scheme == "http":
+        raise RefusedError(f"the server leads to {shown}, which is not protected as https is")
+    if host != old.hostname and _is_near(host):
+        raise RefusedError(
+            f"the server leads to {shown}, a machine of this network: name it yourself"
+        )
+    return urlunsplit(new._replace(fragment=""))
+
+
+def _is_near(host: str) -> bool:
+    """Whether a host is written as one of this machine or its network; names are not looked up."""
+    name = host.rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return not ip_address(name).is_global
+    except ValueError:  # a name, or a number that some take for an address, such as 0 or 0x7f000001
+        return name.rpartition(".")[2].startswith(tuple("0123456789"))
 
 
 def _version(answer: Any) -> str:

@@ -26,7 +26,7 @@ from covmerge import code
 from covmerge.cache import user_cache
 from covmerge.errors import InputError
 from covmerge.stores.disk import replace_file
-from covmerge.tensors.skeleton import Skeleton, build_skeleton
+from covmerge.tensors.skeleton import Skeleton, build_skeleton, refuse_many_keys
 from covmerge.types import TensorHeader
 
 _KEPT = 200  # files, the latest used
@@ -39,6 +39,7 @@ def remembered_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str
     Raises:
         SkeletonUnavailable: as `build_skeleton`; a failure is not remembered.
     """
+    refuse_many_keys(config)
     try:
         file = _file(headers, config)
     except (OSError, RuntimeError):  # no home, no source files

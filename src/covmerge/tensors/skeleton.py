@@ -39,7 +39,8 @@ _LIMITS = (
 # Calls of torch by which a model is made: 3 to 7 for each of its tensors.
 _CALLS = 30_000
 _CALLS_PER_STORED_TENSOR = 20
-
+# Each is copied some ten times by transformers; ImageNet-21k's labels, both ways, are 44,000.
+_MOST_KEYS = 50_000
 
 # Fused kernels use these weights without calling the layer.
 _REFUSED_BY_PEFT = re.compile(
@@ -177,8 +178,9 @@ def _build(transformers: Any, config: Mapping[str, Any], stored: int) -> tuple[A
         raise SkeletonUnavailable(
             f"model_type '{model_type}' is unknown to transformers {transformers.__version__}"
         )
-    _refuse_absurd_sizes(config)
+    refuse_many_keys(config)
     values = {k: v for k, v in _without_dropped_keys(config).items() if k != "model_type"}
+    _refuse_absurd_sizes(values)
     built: Any = transformers.AutoConfig.for_model(model_type, **values)
     architecture = architecture_of(config)
     model_class: Any = getattr(transformers, architecture or "", None)
@@ -216,6 +218,24 @@ def _without_dropped_keys(values: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in values.items()
         if not _DROPPED_KEYS.search(key)
     }
+
+
+def refuse_many_keys(config: Mapping[str, Any]) -> None:
+    """Refuse a config that would take long to go through, but for what is dropped of it.
+
+    Raises:
+        SkeletonUnavailable: it has more keys than any model needs.
+    """
+    count = _keys({key: own for key, own in config.items() if not _DROPPED_KEYS.search(key)})
+    if count > _MOST_KEYS:
+        raise SkeletonUnavailable(
+            f"config.json has {count} keys, and no model needs more than {_MOST_KEYS}"
+        )
+
+
+def _keys(values: Mapping[str, Any]) -> int:
+    inner = (_keys(cast("dict[str, Any]", v)) for v in values.values() if isinstance(v, dict))
+    return len(values) + sum(inner)
 
 
 def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:

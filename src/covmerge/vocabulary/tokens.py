@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object
-from covmerge.errors import InputError
+from covmerge.errors import InputError, panics_as_errors
 from covmerge.statistics.model import in_short, quiet, require_transformers
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import read_regular
@@ -202,7 +202,7 @@ def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
         for file, content in files.items():
             (Path(name) / file).write_bytes(content)
         try:
-            with quiet(transformers):
+            with quiet(transformers), panics_as_errors():
                 return _load(transformers, Path(name), files), transformers
         except Exception as error:  # a stranger's files can make it fail in any way
             raise InputError(
@@ -213,9 +213,10 @@ def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
 
 def _load(transformers: Any, folder: Path, files: Mapping[str, bytes]) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        with panics_as_errors():
+            return transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
     except Exception:  # a class, or a kind of model, that transformers does not know
         if TOKENIZER not in files:
             raise
