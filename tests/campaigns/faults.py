@@ -222,6 +222,12 @@ class Set:
         if self.scene.partial.exists():
             raise BrokenError("work is left beside the output")
 
+    def had_ended(self, children: Sequence[Child]) -> str:
+        """What came too late came to a merge that takes less time by now."""
+        self.seconds = children[0].seconds
+        self.whole()
+        return "had ended"
+
     def over(self, *children: Child) -> list[Ended]:
         """Wait for processes and the workers that they had."""
         ended = [child.wait() for child in children]
@@ -314,8 +320,7 @@ def _killed(own: Set, random: Random, seconds: float | None, at: At | None) -> s
             victim.kill_after(seconds)
     ended = own.over(*children)
     if all(one.code == 0 for one in ended):
-        own.whole()
-        return "had ended"
+        return own.had_ended(children)
     if any(one.code == 0 for one in ended) and own.finished():
         own.again(random)
         return "went on"
@@ -332,8 +337,7 @@ def _interrupted(number: int, code: int, own: Set, random: Random) -> str:
         child.kill_after(random.uniform(0.005, 1.05 * own.seconds), number)
     ended = own.over(*children)
     if all(one.code == 0 for one in ended):
-        own.whole()
-        return "had ended"
+        return own.had_ended(children)
     for one in ended:
         if one.code not in (0, code) and not one.named:
             raise BrokenError(f"ended by {one.code}:\n{one.said}")

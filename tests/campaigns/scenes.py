@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -128,7 +129,8 @@ class Scene:
         return f"sources changed: {strange}" if strange else None
 
     def restore(self) -> None:
-        """Put the sources back."""
+        """Put the sources back, as whose they were."""
+        owner = self.inputs.stat()
         for path in list(self.inputs.rglob("*")):
             if path.is_symlink():
                 path.unlink()
@@ -140,6 +142,7 @@ class Scene:
         for path, content in self.kept.items():
             if not path.exists() or path.read_bytes() != content:
                 path.write_bytes(content)
+                os.chown(path, owner.st_uid, owner.st_gid)
 
     def clear(self) -> None:
         """Remove the output and the work on it."""
