@@ -8,6 +8,7 @@ import tracemalloc
 from collections import OrderedDict
 from contextlib import contextmanager
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,6 +260,15 @@ def test_an_output_whose_merge_was_killed_as_it_cleaned_up_is_finished(tmp_path)
 def test_a_folder_of_the_base_that_is_gone_by_the_time_it_is_copied(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot read the folder .*base: No such file"):
         copy_companions(tmp_path / "base", LocalFolder(tmp_path))
+
+
+def test_generation_settings_that_may_not_be_read(tmp_path, monkeypatch):
+    def denied(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", denied)  # as to anybody but root, whom tests may be
+    (note,) = notes_on_generation(tmp_path, {"a": tmp_path})
+    assert note.startswith("generation settings were not compared") and "Permission denied" in note
 
 
 def test_a_worker_whose_parent_was_killed_ends_without_a_traceback(tmp_path):
