@@ -144,7 +144,7 @@ def test_sigterm_says_what_an_interrupt_says(models, monkeypatch):
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
 )
 def test_a_signal_before_a_command_has_begun(monkeypatch, capsys, number, code):
-    before = signal.getsignal(signal.SIGTERM)
+    before = {own: signal.getsignal(own) for own in (signal.SIGTERM, signal.SIGINT)}
     monkeypatch.setattr(outcome, "_terminated", [])
 
     def begin():
@@ -152,6 +152,7 @@ def test_a_signal_before_a_command_has_begun(monkeypatch, capsys, number, code):
         time.sleep(10)
 
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run aside
         with pytest.raises(SystemExit) as ended, outcome.interruptible():
             begin()
         assert (ended.value.code, capsys.readouterr().err) == (code, "interrupted\n")
@@ -159,7 +160,8 @@ def test_a_signal_before_a_command_has_begun(monkeypatch, capsys, number, code):
             sys.exit(130)  # what typer makes of both
         assert ended.value.code == code
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for own, handler in before.items():
+            signal.signal(own, handler)
 
 
 def test_errors_name_the_fix_in_the_form_that_was_typed(models, monkeypatch):
