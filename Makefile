@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 WORKERS ?= logical
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint style types boundaries site tests fast slow bench clean
+.PHONY: demo test lint style types boundaries site tests fast slow coverage bench clean
 
 $(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +50,18 @@ fast: $(VENV)/.ready
 
 slow: $(VENV)/.ready
 	$(PYTEST) -m slow
+
+# The tests of what reads or writes files (pyproject.toml has the list of it), and which branches of it they
+# take, also in the processes that they start. It takes as long as all other tests together, so CI does not run it.
+COVERED := $(addprefix tests/,campaigns checkpoints remote quantised export verification vocabulary recipe \
+	statistics engine tensors e2e cli mergekit) \
+	$(addprefix src/covmerge/,stores checkpoints export quantised verification vocabulary recipe statistics)
+coverage: export OMP_NUM_THREADS ?= 1
+coverage: $(VENV)/.ready
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --quiet $(COVERED)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered
 
 # With PEERS, the authors' repositories checked out there, and PEERS_PYTHON, a Python that has mergekit and
 # fusion-bench, both are measured beside covmerge (see the modules). `comparison` needs `make demo` before.

@@ -14,6 +14,7 @@ from covmerge.engine import (
     Gathering,
     LeaderGoneError,
     MemoryPlan,
+    Output,
     Rank,
     Ranks,
     RunOptions,
@@ -113,11 +114,7 @@ class RankJob:
         self.checkpoints.materialize()
         inner = self.options.executor(self.memory, self.checkpoints.opener)
         with closing(Ranks(inner, session)) as executor, suppress(LeaderGoneError), session:
-            try:
-                output = open_output(self.out.work, plan_parts(self.plan), made=True)
-            except CheckpointError:
-                session.check()
-                raise
+            output = self._opened(session)
             with torch_threads(threads):
                 run_part(
                     self.plan,
@@ -129,6 +126,22 @@ class RankJob:
             while True:
                 session.wait()
         return executor.own
+
+    def _opened(self, session: Session) -> Output:
+        """Return the output's files, which the rank that leads has made.
+
+        Raises:
+            LeaderGoneError: nobody leads: what a killed merge left lies here.
+            CheckpointError: they are not there.
+        """
+        while True:
+            try:
+                return open_output(self.out.work, plan_parts(self.plan), made=True)
+            except CheckpointError:
+                session.check()
+                if session.was_led:
+                    raise
+            session.wait()
 
     def _is_published(self) -> bool:
         return self.out.occupant() not in (None, self.before)

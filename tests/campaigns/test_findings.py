@@ -1,25 +1,32 @@
-"""What the campaign of hostile inputs found, each as the smallest input that showed it."""
+"""What the campaigns found, each as the smallest input, or the least of a fault, that showed it."""
 
 import json
 import os
 import pickle
+import signal
 import tracemalloc
 from collections import OrderedDict
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.checkpoints import Journal, open_checkpoint
+from covmerge.checkpoints import Journal, find_unfinished, open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
+from covmerge.engine.processes import _serve
 from covmerge.errors import CheckpointError, InputError, RecipeError
+from covmerge.export.companions import copy_companions
 from covmerge.export.generation import notes_on_generation
 from covmerge.quantised import dequantised
 from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
 from covmerge.statistics import Reading
 from covmerge.statistics.examples import read_texts
+from covmerge.stores.local import LocalFolder
 from covmerge.stores.page_server import onward
 from covmerge.tensors.skeleton import SkeletonUnavailable, build_skeleton, refuse_many_keys
 from covmerge.vocabulary.tokens import Reader
@@ -226,3 +233,55 @@ def test_where_a_server_may_lead():
         onward("http://example.org/a", "https://cdn.example.net/a") == "https://cdn.example.net/a"
     )
     assert onward("http://127.0.0.1:5/a", "http://127.0.0.1:6/b") == "http://127.0.0.1:6/b"
+
+
+@pytest.mark.parametrize("flag", [None, "resume", "overwrite"])
+def test_a_journal_that_a_kill_left_half_made(flag, tmp_path):
+    save_plain(tmp_path, layers=1, width=4)
+    partial = tmp_path / ".out.covmerge-partial"
+    partial.mkdir()
+    (partial / ".journal.jsonl.new").write_bytes(b'{"plan":"1f')
+    base, experts = tmp_path / "base.safetensors", [tmp_path / "a.safetensors"]
+    covmerge.merge(base, experts, "average", tmp_path / "out", **({flag: True} if flag else {}))
+    assert not partial.exists()
+    assert covmerge.verify(tmp_path / "out").ok
+
+
+def test_an_output_whose_merge_was_killed_as_it_cleaned_up_is_finished(tmp_path):
+    aside = tmp_path / ".out.covmerge-partial"
+    (aside / "replaced").mkdir(parents=True)
+    for name in ("lock", "journal.jsonl"):
+        (aside / name).touch()
+    assert find_unfinished(tmp_path / "out") is None
+    (aside / "output").mkdir()
+    assert find_unfinished(tmp_path / "out") == aside
+
+
+def test_a_folder_of_the_base_that_is_gone_by_the_time_it_is_copied(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot read the folder .*base: No such file"):
+        copy_companions(tmp_path / "base", LocalFolder(tmp_path))
+
+
+def test_generation_settings_that_may_not_be_read(tmp_path, monkeypatch):
+    def denied(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", denied)  # as to anybody but root, whom tests may be
+    (note,) = notes_on_generation(tmp_path, {"a": tmp_path})
+    assert note.startswith("generation settings were not compared") and "Permission denied" in note
+
+
+def test_a_worker_whose_parent_was_killed_ends_without_a_traceback(tmp_path):
+    ours, theirs = Pipe()
+
+    @contextmanager
+    def opener():
+        ours.close()
+        raise InputError("a source changed")
+        yield
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        _serve(theirs, opener, 1, str(tmp_path / "alone"))
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -20,7 +20,7 @@ from covmerge.errors import CheckFailed, TensorError
 from covmerge.methods import registry
 from covmerge.methods.other_names import OTHER_NAMES
 from covmerge.phrasing import in_form
-from tests.cli.runs import covmerge, flags, save_plain, write_recipe
+from tests.cli.runs import covmerge, flags, save_plain, words, write_recipe
 from tests.e2e.test_resume import PARTIAL
 from tests.e2e.test_resume import save_plain as save_large
 from tests.held import COMMAND_LINE, held, journaled, wait_until
@@ -109,6 +109,14 @@ def test_a_failed_check_exits_with_1(models, monkeypatch):
     assert ran.stderr == "error: out fails its verification. finite: w\n"
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+def test_memory_that_the_system_refuses_exits_with_2(models, monkeypatch, error):
+    replace_run(monkeypatch, error)
+    ran = covmerge("merge", *flags(models), models / "out", code=2)
+    assert words(ran.stderr).startswith("error: the memory is used up (")
+    assert "fewer --workers and --threads" in words(ran.stderr)
+
+
 def test_an_interrupt_exits_with_130_and_a_hint(models, monkeypatch):
     replace_run(monkeypatch, KeyboardInterrupt())
     ran = covmerge("merge", *flags(models), models / "out", code=130)
@@ -130,6 +138,30 @@ def test_sigterm_says_what_an_interrupt_says(models, monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (ran.stdout, ran.stderr) == ("", "interrupted; run again with --resume\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_before_a_command_has_begun(monkeypatch, capsys, number, code):
+    before = {own: signal.getsignal(own) for own in (signal.SIGTERM, signal.SIGINT)}
+    monkeypatch.setattr(outcome, "_terminated", [])
+
+    def begin():
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run aside
+        with pytest.raises(SystemExit) as ended, outcome.interruptible():
+            begin()
+        assert (ended.value.code, capsys.readouterr().err) == (code, "interrupted\n")
+        with pytest.raises(SystemExit) as ended, outcome.interruptible():
+            sys.exit(130)  # what typer makes of both
+        assert ended.value.code == code
+    finally:
+        for own, handler in before.items():
+            signal.signal(own, handler)
 
 
 def test_errors_name_the_fix_in_the_form_that_was_typed(models, monkeypatch):

@@ -1,6 +1,7 @@
 """Ranks: as many processes as you like do one merge, with the same bytes, whatever becomes of them."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -288,6 +289,26 @@ def test_unfinished_work_is_gone_on_with_only_where_that_is_said(plain, tmp_path
     assert "pass --resume to go on" in str(first)
     assert "found no rank that leads" in str(second)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_merge_left_without_its_files_is_nobodys_to_join(plain, whole, tmp_path):
+    """A rank that comes before the one that begins anew waits for that one."""
+    stop = InterruptAfter(5)
+    with pytest.raises(KeyboardInterrupt):
+        merge_rank(plain, "ace", tmp_path / "out", 0, 2, progress=stop)
+    partial = tmp_path / ".out.covmerge-partial"
+    shutil.rmtree(partial / "output")
+    (ledger,) = partial.glob("ranks/0/*.jsonl")
+    *said, left = ledger.read_bytes().splitlines(keepends=True)
+    assert b'"left":true' in left  # which one that was killed does not say
+    ledger.write_bytes(b"".join(said))
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(merge_rank, plain, "ace", tmp_path / "out", 1, 2, overwrite=True)
+        time.sleep(0.5)
+        assert not early.done()
+        merge_rank(plain, "ace", tmp_path / "out", 0, 2, overwrite=True)
+        assert "another rank has published" in early.result().notes[0]
+    assert digests(tmp_path / "out") == whole["ace"]
 
 
 def test_ranks_that_would_merge_different_things(plain, tmp_path):

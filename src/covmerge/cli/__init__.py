@@ -22,7 +22,7 @@ from covmerge.cli.inspect import inspect
 from covmerge.cli.malloc import keep_freed_memory
 from covmerge.cli.merge import merge
 from covmerge.cli.methods import methods
-from covmerge.cli.outcome import ReportingGroup, interrupt_on_sigterm
+from covmerge.cli.outcome import ReportingGroup, interruptible
 from covmerge.cli.plan import plan
 from covmerge.cli.push import push
 from covmerge.cli.report import report
@@ -81,5 +81,5 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     keep_freed_memory()
     collect_seldom()
-    interrupt_on_sigterm()
-    app(prog_name="covmerge")
+    with interruptible():
+        app(prog_name="covmerge")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import signal
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
@@ -17,6 +20,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 RECIPES = (".yml", ".yaml", ".json")  # what their names end in
 _RECIPE = "covmerge.recipe"
 TERMINATED = 143  # 128 + SIGTERM
+_NO_MEMORY = ("can't start new thread", "can't allocate memory", "out of memory")
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -32,6 +36,29 @@ def interrupt_on_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+
+
+@contextmanager
+def interruptible() -> Generator[None, None, None]:
+    """Have Ctrl-C and SIGTERM end a command in words whenever they come, before it has begun too.
+
+    Raises:
+        SystemExit: with the exit code of the signal that came.
+    """
+    interrupt_on_sigterm()
+    try:
+        yield
+    except KeyboardInterrupt:
+        stderr().print("interrupted")
+        sys.exit(_interrupted())
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:  # which typer ends with by itself, whichever signal it was
+            sys.exit(_interrupted())
+        raise
+
+
+def _interrupted() -> int:
+    return TERMINATED if _terminated else INTERRUPTED
 
 
 class ReportingGroup(TyperGroup):
@@ -55,7 +82,17 @@ class ReportingGroup(TyperGroup):
             _fail(error, form)
         except KeyboardInterrupt as stop:
             stderr().print(str(stop) or "interrupted")
-            raise typer.Exit(TERMINATED if _terminated else INTERRUPTED) from None
+            raise typer.Exit(_interrupted()) from None
+        except (MemoryError, RuntimeError) as error:
+            if not _of_memory(error):
+                raise
+            _fail(
+                ResourceError(
+                    f"the memory is used up ({str(error).splitlines()[0] if str(error) else 'refused'}): "
+                    "free some, raise the limit of this process (ulimit -v), or pass a smaller "
+                    "--max-memory and fewer --workers and --threads"
+                )
+            )
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
@@ -65,6 +102,11 @@ class ReportingGroup(TyperGroup):
                     f"({error.strerror}): free some space or choose another output folder"
                 )
             )
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether the system refused memory: to Python, to torch, or for the stack of a thread."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
 
 
 def _fail(error: CovmergeError, form: Form = "flags") -> NoReturn:

@@ -264,4 +264,5 @@ def _serve(connection: Connection[Any, Any], opener: Opener, threads: int, alone
     except EOFError:
         return
     except BaseException as error:
-        connection.send(portable(error))
+        with suppress(ConnectionError):  # the parent is gone, and that is the error
+            connection.send(portable(error))

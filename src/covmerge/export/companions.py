@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -129,7 +130,7 @@ def copy_companions(
     written = () if tokens is None else _write_tokenizer(tokens, output)
     if source is None:
         return Companions(written, (_NO_CONFIG if written else _NOTHING,))
-    of_base = list(_companion_names(source))
+    of_base = _companion_names(source)
     copied = [name for name in of_base if tokens is None or not tokens.replaces(name)]
     notes: list[str] = []
     hashes: dict[str, str] = {}
@@ -159,7 +160,8 @@ def copy_companions(
                 f"{source / name} changed while it was in use: let whatever writes it finish, and "
                 "start again"
             )
-    notes += _notes_on_the_rest(source, of_base)
+    with _listing(source):
+        notes += _notes_on_the_rest(source, of_base)
     return Companions(tuple(sorted({*copied, *written})), tuple(notes))
 
 
@@ -176,8 +178,23 @@ def is_weights(name: str) -> bool:
     return _matches(name, _WEIGHTS)
 
 
-def _companion_names(source: Path) -> Iterator[str]:
+@contextmanager
+def _listing(source: Path) -> Generator[None, None, None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read the folder {error.filename or source}: {error.strerror}"
+        ) from error
+
+
+def _companion_names(source: Path) -> list[str]:
     """Paths relative to `source`, sorted, `/` between their parts."""
+    with _listing(source):
+        return list(_companions_in(source))
+
+
+def _companions_in(source: Path) -> Iterator[str]:
     for child in sorted(source.iterdir()):
         if child.is_file() and _matches(child.name, _COMPANIONS):
             yield child.name

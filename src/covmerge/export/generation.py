@@ -38,7 +38,7 @@ def notes_on_generation(base: Path | None, experts: Mapping[str, Path | None]) -
                 f"{GENERATION} is the base's, and that of expert '{name}' differs in {some(keys, 6)}: look "
                 "which of the two the merged model should have"
             )
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         yield f"generation settings were not compared: {error}"
 
 

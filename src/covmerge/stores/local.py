@@ -89,7 +89,7 @@ class LocalFolder:
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
         """See `Store.create`."""
         path = self._folder / name
-        unfinished = path.with_name(f".{name}.new")  # under its own name it is never half-made
+        unfinished = path.with_name(unfinished_name(path.name))  # never half-made under its own
         with disk_errors(path, needed):
             try:
                 if self._inner:
@@ -166,6 +166,11 @@ class OpenedFile:
     def read_at(self, target: memoryview, offset: int) -> int:
         """See `Opened.read_at`."""
         return read_at(self._file, target, offset)
+
+
+def unfinished_name(name: str) -> str:
+    """Return what a file is called while it is made; a kill may leave it so."""
+    return f".{name}.new"
 
 
 def local_store(given: Path | AnyStore) -> AnyStore | LocalFolder:

@@ -23,14 +23,16 @@ from pathlib import Path
 from covmerge.errors import InputError
 from covmerge.stores.address import local_path
 from covmerge.stores.disk import disk_errors, fsync_path
-from covmerge.stores.local import LocalFolder
+from covmerge.stores.local import LocalFolder, unfinished_name
 from covmerge.stores.lock import REMOVED, Lock
 from covmerge.stores.store import WritableFile
 
 _PARTIAL = ".covmerge-partial"
+_JOURNAL = "journal.jsonl"
 _LAID = {  # is it a folder?
     "lock": False,
-    "journal.jsonl": False,
+    _JOURNAL: False,
+    unfinished_name(_JOURNAL): False,
     "output": True,
     "replaced": True,
     "ranks": True,
@@ -57,7 +59,7 @@ class LocalDestination:
         self._replaced = self._partial / "replaced"
         self.output = LocalFolder(out)
         self.work = LocalFolder(self._partial / "output")
-        self.journal = WritableFile(LocalFolder(self._partial), "journal.jsonl")
+        self.journal = WritableFile(LocalFolder(self._partial), _JOURNAL)
         self._lock: Lock | None = None
 
     def __str__(self) -> str:
@@ -142,9 +144,12 @@ class LocalDestination:
                 self._lock = None
 
     def unfinished(self) -> Path | None:
-        """The work on this output, or the one that this folder is part of; None: there is none."""
-        around = (_work_around(self.folder), self._partial)
-        return next((folder for folder in around if folder is not None and folder.exists()), None)
+        """The work on this output, or the one that this folder is part of; None: there is none.
+
+        What a merge leaves that was killed after its output was published is none.
+        """
+        own = self._partial if self.work.folder.exists() else None
+        return _work_around(self.folder) or own
 
     def _exchange(self) -> None:
         replacing = self.folder.exists()

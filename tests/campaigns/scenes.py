@@ -1,0 +1,177 @@
+"""What the campaign of faults merges: small checkpoints, in every form of output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load, save, save_file
+from torch import Tensor
+
+EXPERTS = ("a", "b")
+LAYERS, WIDTH = 8, 16
+
+Digests = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of output.
+
+    Attributes:
+        recipe: what the recipe says beside base and experts.
+        make: writes `base` and the experts into a folder.
+        command: of the command line, with its own flags.
+    """
+
+    recipe: Mapping[str, Any]
+    make: Callable[[Path], None]
+    command: tuple[str, ...] = ("merge",)
+
+
+def _plain(folder: Path, head: int = 0) -> None:
+    generator = torch.Generator().manual_seed(0)
+    base = {
+        f"layers.{n}.proj.weight": torch.randn(WIDTH, WIDTH, generator=generator)
+        for n in range(LAYERS)
+    }
+    base["embed_tokens.weight"] = torch.randn(4 * WIDTH, WIDTH, generator=generator)
+    base["norm.weight"] = torch.ones(WIDTH)
+    (folder / "base").mkdir()
+    save_file(base, folder / "base" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "base" / "config.json").write_text(json.dumps({"hidden_size": WIDTH}))
+    (folder / "base" / "tokenizer.json").write_text('{"version": "1.0"}')
+    for name in EXPERTS:
+        own = {n: w + 0.01 * torch.randn(w.shape, generator=generator) for n, w in base.items()}
+        if head:
+            own["classifier.weight"] = torch.randn(head, WIDTH, generator=generator)
+        save_file(own, folder / f"{name}.safetensors")
+
+
+def _with_heads(folder: Path) -> None:
+    _plain(folder, head=3)
+
+
+def _llama(folder: Path) -> None:
+    from tests.quantised.models import llama
+
+    for seed, name in enumerate(("base", *EXPERTS)):
+        model = llama(seed, num_hidden_layers=2)
+        model.save_pretrained(folder / name)
+        for other in folder.glob(f"{name}/*"):
+            if other.name not in ("model.safetensors", "config.json"):
+                other.unlink()
+    for name in EXPERTS:  # one file each, like those of the other forms
+        (folder / name / "model.safetensors").rename(folder / f"{name}.safetensors")
+        shutil.rmtree(folder / name)
+
+
+FORMS = {
+    "model": Form({"method": "ace"}, _plain),
+    "shards": Form({"method": "ties", "output": {"shard_size": "3KB"}}, _plain),
+    "adapter": Form({"method": "average", "output": {"format": "adapter", "rank": 2}}, _plain),
+    "masks": Form({"method": "emr"}, _plain),
+    "heads": Form({"method": "average"}, _with_heads),
+    "quantised": Form({"method": "average", "output": {"quantise": "fp8-channel"}}, _llama),
+}
+
+
+class Scene:
+    """One form, laid out in a folder: sources, a recipe, and the place of the output.
+
+    Args:
+        name: of the form.
+        folder: empty.
+        place: where the output is written, on a disk of its own perhaps.
+
+    Attributes:
+        out: the output.
+        expected: what an undisturbed merge writes, by file its SHA-256; whoever ran one sets it.
+        changed: the same over the expert that `variant` is.
+        variant: other weights of the first expert, of the same size.
+    """
+
+    def __init__(self, name: str, folder: Path, place: Path) -> None:
+        self.name = name
+        self.form = FORMS[name]
+        self.inputs = folder / "in"
+        self.inputs.mkdir()
+        self.form.make(self.inputs)
+        sources = {name: f"./{name}.safetensors" for name in EXPERTS}
+        recipe = {"base": "./base", "experts": sources, **self.form.recipe}
+        self.recipe = self.inputs / "recipe.yml"
+        self.recipe.write_text(yaml.safe_dump(recipe))
+        self.out = place / "out"
+        self.partial = place / ".out.covmerge-partial"
+        self.expected: Digests = {}
+        self.changed: Digests = {}
+        self.kept = {path: path.read_bytes() for path in self.inputs.rglob("*") if path.is_file()}
+        self.expert = self.inputs / f"{EXPERTS[0]}.safetensors"
+        self.variant = _other(self.kept[self.expert])
+
+    def arguments(self, *more: object) -> list[str]:
+        """Return the command line."""
+        return [*self.form.command, str(self.recipe), str(self.out), *map(str, more)]
+
+    def intact(self) -> str | None:
+        """Return what of the sources is not what it was; None: nothing."""
+        found = {path for path in self.inputs.rglob("*") if path.is_file()}
+        strange = sorted(path.name for path in found.symmetric_difference(self.kept))
+        strange += [p.name for p in found & self.kept.keys() if p.read_bytes() != self.kept[p]]
+        return f"sources changed: {strange}" if strange else None
+
+    def restore(self) -> None:
+        """Put the sources back, as whose they were."""
+        owner = self.inputs.stat()
+        for path in list(self.inputs.rglob("*")):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                path.chmod(0o755 if path.is_dir() else 0o644)
+        for path in [path for path in self.inputs.rglob("*") if path.is_file()]:
+            if path not in self.kept:
+                path.unlink()
+        for path, content in self.kept.items():
+            if not path.exists() or path.read_bytes() != content:
+                path.write_bytes(content)
+                os.chown(path, owner.st_uid, owner.st_gid)
+
+    def clear(self) -> None:
+        """Remove the output and the work on it."""
+        for folder in (self.out, self.partial):
+            if folder.exists():
+                for path in (folder, *folder.rglob("*")):
+                    path.chmod(0o755)
+                shutil.rmtree(folder)
+
+
+def digests(folder: Path) -> Digests:
+    """By file of a folder its SHA-256."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _other(content: bytes) -> bytes:
+    generator = torch.Generator().manual_seed(7)
+
+    def moved(own: Tensor) -> Tensor:
+        return own + 0.01 * torch.randn(own.shape, generator=generator).to(own.dtype)
+
+    return save({name: moved(own) for name, own in load(content).items()}, _metadata(content))
+
+
+def _metadata(content: bytes) -> dict[str, str] | None:
+    length = int.from_bytes(content[:8], "little")
+    found: dict[str, str] | None = json.loads(content[8 : 8 + length]).get("__metadata__")
+    return found
