@@ -285,3 +285,29 @@ def test_a_worker_whose_parent_was_killed_ends_without_a_traceback(tmp_path):
         _serve(theirs, opener, 1, str(tmp_path / "alone"))
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    "dtype, said",
+    [("float64", "no number in float64 is the square norm"), ("float32", "--dtype|float64")],
+)
+def test_updates_whose_squares_no_number_holds(tmp_path, dtype, said):
+    base, expert = tmp_path / "base.safetensors", tmp_path / "a.safetensors"
+    save_file({"a.weight": torch.ones(2, 2, dtype=torch.float64)}, base)
+    save_file({"a.weight": torch.full((2, 2), 1e200, dtype=torch.float64)}, expert)
+    with pytest.raises(InputError, match=f"'a.weight' of expert 'expert1' .*{said}"):
+        covmerge.merge(base, [expert], "average", tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recorded_recipe_that_gives_no_numbers(tmp_path):
+    save_plain(tmp_path, layers=1, width=4)
+    experts = [tmp_path / "a.safetensors"]
+    covmerge.merge(tmp_path / "base.safetensors", experts, "task_arithmetic", tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "covmerge.json").read_text())
+    record["recipe"]["parameters"] = {"scale": 1e300}
+    (tmp_path / "out" / "covmerge.json").write_text(json.dumps(record))
+    with pytest.raises(
+        CheckpointError, match=r"out cannot be computed again by the recipe in its covm"
+    ):
+        recompute(tmp_path / "out")

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from covmerge.engine.layer import Change, Layer
 from covmerge.errors import TensorError
 from covmerge.linalg.bits import pack
-from covmerge.linalg.lapack import norm
+from covmerge.linalg.lapack import square_norm
 from covmerge.linalg.spectral import truncated_svd
 from covmerge.methods.factored import MergedFactors
 from covmerge.plan import AdapterFactors, AdapterTensor, Merge, ModelTensor, PackedTensor, WorkItem
@@ -60,11 +60,11 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
         pieces, facts = _as_factors(form, merge, item, change.delta)
         return Result(pieces, {**stats, **facts})
     merged, masks = change.dense(item, merge), change.masks
-    square = norm(merged) ** 2
+    square = square_norm(merged)
     if not isfinite(square):
         raise TensorError(
-            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf from finite updates of "
-            "norms "
+            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf, or numbers whose squares "
+            "are, from finite updates of norms "
             + ", ".join(f"{n}: {sqrt(size):.3g}" for n, size in layer.sizes.updates.items())
             + ". Please report this tensor; `average` merges it meanwhile."
         )
@@ -79,7 +79,7 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
     rows = exact.to(item.tensor.output.dtype)
     lossy = rows.dtype != exact.dtype
     lost = torch.sub(exact, rows.to(exact.dtype), out=merged) if lossy else None
-    stats["rounding"] = 0.0 if lost is None else norm(lost) ** 2
+    stats["rounding"] = 0.0 if lost is None else square_norm(lost)
     if not isfinite(stats["rounding"]):
         raise TensorError(
             f"'{item.tensor.name}': the merged weights overflow {rows.dtype}; store them in "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import NotFiniteError
-from covmerge.linalg.lapack import dot, norm
+from covmerge.linalg.lapack import dot, square_norm
 from covmerge.plan import (
     OF_BASE,
     Copy,
@@ -248,7 +248,7 @@ def take_updates(
         updates[expert] = update if keep else None
         squares[expert] = _square(update)
         if stored is not None and not isfinite(squares[expert]):
-            _name_what_is_not_finite(item, inputs.base, expert, stored)
+            _name_what_is_not_finite(item, inputs.base, expert, stored, dtype)
         if isinstance(update, Tensor):
             along[expert] = dot(update, base)
         del stored, update
@@ -294,7 +294,7 @@ def _square(update: Update) -> float:
         return 0.0
     if isinstance(update, tuple):
         return sum(matrix.square_norm() for matrix in update)
-    return update.square_norm() if isinstance(update, LowRank) else norm(update) ** 2
+    return update.square_norm() if isinstance(update, LowRank) else square_norm(update)
 
 
 def dense(update: Update, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -312,14 +312,16 @@ def _multiplied_out(update: LowRank | tuple[LowRank, ...]) -> Tensor:
     return torch.stack([matrix.dense() for matrix in update])
 
 
-def _name_what_is_not_finite(item: WorkItem, base: Tensor, expert: str, stored: Stored) -> None:
+def _name_what_is_not_finite(
+    item: WorkItem, base: Tensor, expert: str, stored: Stored, dtype: torch.dtype
+) -> None:
     """Raise for the first NaN or Inf; its norm says that there is one."""
     start = 0 if item.rows is None else item.rows.start
     own = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
     read: list[tuple[str | None, Tensor]] = [] if base.is_meta else [(None, base)]
     name = item.tensor.name
     for source, values in (*read, (expert, own)):
-        bad = ~torch.isfinite(values.float())
+        bad = ~torch.isfinite(values.double())
         if bad.any():
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start
@@ -333,5 +335,8 @@ def _name_what_is_not_finite(item: WorkItem, base: Tensor, expert: str, stored: 
     raise NotFiniteError(
         name,
         expert,
-        "gives an update that overflows the compute dtype; compute in float64 (--dtype float64).",
+        "gives an update of which no number in float64 is the square norm. Fetch the checkpoint again, or "
+        f"leave the tensor to the base with the rule {{match: '{name}', use: base}}."
+        if dtype == torch.float64
+        else "gives an update that overflows the compute dtype; compute in float64 (--dtype float64).",
     )

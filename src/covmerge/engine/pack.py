@@ -10,7 +10,7 @@ from torch import Tensor
 from covmerge.engine.encode import Result
 from covmerge.engine.inputs import Inputs
 from covmerge.errors import TensorError
-from covmerge.linalg.lapack import dot, norm
+from covmerge.linalg.lapack import dot, square_norm
 from covmerge.plan import PackedTensor, WorkItem
 from covmerge.types import Json
 
@@ -32,7 +32,9 @@ def packed(item: WorkItem, form: PackedTensor, result: Result, inputs: Inputs) -
     (exact,) = result.tensors
     base = None if inputs.base.is_meta else inputs.base
     if inputs.packed and base is not None and torch.equal(exact, base.to(exact.dtype)):
-        return Result(inputs.packed, {**result.stats, "packed": _sums(norm(exact) ** 2, 0.0, 0.0)})
+        return Result(
+            inputs.packed, {**result.stats, "packed": _sums(square_norm(exact), 0.0, 0.0)}
+        )
     parts, sums = _rounded(item, form, exact, base)
     stats = {**result.stats, "rounding": sums["error"], "packed": sums}
     return Result(parts, stats)
@@ -62,8 +64,8 @@ def _rounded(
         own = slice(few.start - rows.start, few.stop - rows.start)
         wanted = exact[own]
         lost = read.to(wanted.dtype).sub_(wanted)
-        weights += norm(wanted) ** 2
-        error += norm(lost) ** 2
+        weights += square_norm(wanted)
+        error += square_norm(lost)
         if base is not None and along is not None:
             update = wanted - base[own].to(wanted.dtype)
             along += dot(lost.add_(update), update)

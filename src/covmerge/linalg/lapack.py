@@ -34,6 +34,17 @@ def norm(tensor: Tensor) -> float:
     return float(_linalg.vector_norm(near_one)) * 2.0**exponent
 
 
+def square_norm(tensor: Tensor) -> float:
+    """‖·‖²_F; inf where no number of Python's is as large.
+
+    Example:
+        >>> square_norm(torch.tensor([3.0, 4.0])), square_norm(torch.tensor([1e200]).double())
+        (25.0, inf)
+    """
+    size = norm(tensor)
+    return size * size  # a power would raise OverflowError
+
+
 def lengths(tensor: Tensor, axis: int | None = None, *, keep: bool = False) -> Tensor:
     """Euclidean lengths along an axis, or of all of it, as a tensor of its dtype.
 

@@ -26,8 +26,8 @@ from covmerge.engine import (
     work,
 )
 from covmerge.engine.selection import Selections
-from covmerge.errors import InputError, TensorError
-from covmerge.linalg.lapack import norm
+from covmerge.errors import CheckpointError, InputError, TensorError
+from covmerge.linalg.lapack import square_norm
 from covmerge.methods import Method, registry
 from covmerge.plan import Merge, ModelTensor, PackedTensor, Plan, WorkItem
 from covmerge.quantised import open_plain
@@ -179,11 +179,11 @@ def _compare(
             exact, form = result.tensors[0], forms[name]
             if isinstance(form, PackedTensor) and merged:  # what is the base's has its bytes
                 rounded = _read_packed(exact, form, item)
-                lost = norm(rounded - exact) ** 2
+                lost = square_norm(rounded - exact)
             else:
                 rounded, lost = exact.to(stored.dtype).double(), None
-            error = norm(stored.double() - rounded) ** 2
-            total += _Distance(error, merged, norm(rounded) ** 2, lost)
+            error = square_norm(stored.double() - rounded)
+            total += _Distance(error, merged, square_norm(rounded), lost)
         return total
 
     found: list[_Tensor] = []
@@ -194,7 +194,12 @@ def _compare(
                 continue
             except TensorError:
                 instead = "its twin fails"
-        found.append(_Tensor(name, distance(name, registry.get), instead))
+        try:
+            found.append(_Tensor(name, distance(name, registry.get), instead))
+        except TensorError as error:
+            raise CheckpointError(
+                f"{output.source} cannot be computed again by the recipe in its covmerge.json: {error}"
+            ) from error
     return found
 
 
