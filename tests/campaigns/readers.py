@@ -547,7 +547,7 @@ def _build_remote() -> None:
 
 def _read_remote(path: Path) -> None:
     """What a merge asks of a folder of a web server, and of a file alone."""
-    retries.WAITS, retries.LONGEST, page_server.SILENCE = (0.01, 0.01), 2.0, 0.5
+    retries.WAITS, retries.LONGEST, page_server.SILENCE = (0.01,), 2.0, 0.4
     address = f"{pages.start(path.absolute().parent)}/{path}"
     for own in (address, f"{address}/model.safetensors"):
         if own != address and not (path / "model.safetensors").is_file():

@@ -2,7 +2,10 @@
 
 import gzip
 import shutil
+import socketserver
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores import page_server, remote
+from covmerge.stores import page_server, remote, retries
 from covmerge.stores.address import Address
 from covmerge.stores.remote import remote_store
 from covmerge.stores.store import StoredFile
@@ -307,3 +310,24 @@ def test_a_base_that_is_run_lies_in_a_bucket_or_in_shards(
         assert any("256 random inputs through the base" in note for note in merged.notes)
         found.append((out / BASE).read_bytes())
     assert found[0] == found[1] == found[2]
+
+
+class _Early(socketserver.BaseRequestHandler):
+    """Sends answers before the answer, without end."""
+
+    def handle(self) -> None:
+        with suppress(OSError):
+            while True:
+                self.request.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" * 1000)
+
+
+def test_a_server_that_never_comes_to_its_answer_is_not_listened_to_for_long(monkeypatch) -> None:
+    monkeypatch.setattr(page_server, "SILENCE", 0.1)
+    monkeypatch.setattr(retries, "WAITS", (0.01,))
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Early) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        with pytest.raises(CheckpointError, match=r"it failed 2 times \(TimeoutError\)"):
+            open_checkpoint(f"http://127.0.0.1:{port}/model.safetensors")
+        server.shutdown()

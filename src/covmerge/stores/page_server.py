@@ -19,7 +19,7 @@ from covmerge.stores.address import PAGES, Address
 from covmerge.stores.retries import ChangedError, RefusedError, all_of, persist
 from covmerge.stores.server import Look
 
-SILENCE = 30.0  # seconds without a byte
+SILENCE = 30.0  # seconds without a byte, or until an answer's head is there
 
 _WHOLE = 2**24  # the longest file that is read of a server that sends all of it
 _RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII)
@@ -140,7 +140,9 @@ class PageServer:
         where = path
         for _ in range(_HOPS):
             url = self._system.encode_url(where)
-            answer = await session.get(url, headers=headers, allow_redirects=False)
+            # A server may send answers before the answer (1xx) without end, and never be silent.
+            asked = session.get(url, headers=headers, allow_redirects=False)
+            answer = await asyncio.wait_for(asked, SILENCE)
             if answer.status not in _ELSEWHERE:
                 break
             location = str(answer.headers.get("Location", ""))
