@@ -10,6 +10,8 @@ from covmerge.checkpoints import Staging, destination_of, open_checkpoint
 from covmerge.errors import InputError
 from covmerge.recipe import load_recipe
 from covmerge.stores.address import address_of, hub_address, local_path
+from tests.cli.runs import covmerge as command
+from tests.cli.runs import words
 
 STATE = {"w": torch.ones(2, 2)}
 
@@ -122,3 +124,32 @@ def test_what_is_no_address_does_not_repeat_a_secret(tmp_path: Path, address: st
     with pytest.raises(InputError, match=r"\w+://") as other:
         destination_of(Path(address))
     assert "hunter2" not in f"{error.value} {other.value}"
+
+
+@pytest.mark.parametrize(
+    "message, shown",
+    [
+        (
+            "--expert 'https://u:t0ken@h/x' is not NAME=VALUE",
+            "--expert 'https://...@h/x' is not NAME=VALUE",
+        ),
+        ("https:/u:t0ken@h/r.yml: it cannot be read", "https:/...@h/r.yml: it cannot be read"),
+        ("'x/y?token=t0ken&a=b' is no name", "'x/y?token=...&a=...' is no name"),
+        ("hf://org/name@main is not there", "hf://org/name@main is not there"),
+        ("org/name@main: 'w' is (2, 3)", "org/name@main: 'w' is (2, 3)"),
+    ],
+)
+def test_no_error_repeats_what_may_be_secret(message, shown):
+    assert str(InputError(message)) == shown
+
+
+@pytest.mark.parametrize("key", ["model", "base_model"])
+def test_a_recipe_of_mergekit_has_no_secret_in_it(tmp_path, key):
+    named = {"model": "m", "base_model": "b", key: "https://u:t0ken@h/c+https://u:t0ken@h/lora"}
+    file = tmp_path / "their.yml"
+    file.write_text(
+        f"merge_method: task_arithmetic\nbase_model: {named['base_model']}\n"
+        f"models:\n  - model: {named['model']}\n    parameters: {{weight: 1.0}}\n"
+    )
+    done = command("import-mergekit", file, code=2)
+    assert "may be secret" in words(done.stderr) and "t0ken" not in done.stdout + done.stderr

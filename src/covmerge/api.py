@@ -154,7 +154,8 @@ def merge(
             torch module.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
         method: a registered name; see `covmerge.methods.names()`. Without one it is `auto` where all
-            experts are adapters or there are `base_statistics`, `average` of one expert alone, else `ace`.
+            experts are adapters, there are `base_statistics`, or the base can be run to make them;
+            `average` of one expert alone, else `ace`.
         out: output folder, also `s3://` or `gs://`; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral.
         statistics: statistics files by expert name, for methods that use data.
@@ -666,6 +667,11 @@ def _label(whose: str, source: Source | None) -> str:
     """How a source is written in the recipe that is recorded; callers without a type checker pass None."""
     if source is None:
         raise RecipeError(f"{whose} is None: pass a folder, a file, org/name or a state dict")
+    if isinstance(source, tuple | list) or (isinstance(source, Mapping) and "source" in source):
+        raise RecipeError(
+            f"{whose} is a {type(source).__name__} with more than its source: pass the source alone, and "
+            "weights=, statistics= beside it"
+        )
     return "<state dict>" if isinstance(source, Mapping | nn.Module) else str(source)
 
 

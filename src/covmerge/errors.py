@@ -6,11 +6,17 @@ The command line turns them into exit codes: `InputError` and its children mean 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from difflib import get_close_matches
 
 _LINE, _MESSAGE = 3000, 25_000  # most characters; the end of a message has the next step
+# What may be a secret, wherever an address was given by mistake: its user, and what its query says.
+_USER = re.compile(
+    r"\b((?:[a-z][a-z0-9+.-]*:/{1,2}|(?:https?|s3|gs|hf):))[^\s/'\"@]+@", re.ASCII | re.I
+)
+_QUERY = re.compile(r"([?&][\w.-]+=)[^\s'\"&#]+", re.ASCII)
 
 
 class CovmergeError(Exception):
@@ -18,12 +24,13 @@ class CovmergeError(Exception):
 
     Args:
         message: what is wrong; the middle of a long one is left out, because strangers' files have names
-            and values of any length.
+            and values of any length. So is what may be secret in an address.
     """
 
     exit_code = 2
 
     def __init__(self, message: str = "") -> None:
+        message = _QUERY.sub(r"\1...", _USER.sub(r"\1...@", message))
         lines = (_cut(line, _LINE) for line in message.split("\n"))
         super().__init__(_cut("\n".join(lines), _MESSAGE))
 

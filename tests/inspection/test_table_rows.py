@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import covmerge
 from covmerge.measures.table_rows import TableRows, table_rows
@@ -81,3 +81,22 @@ def test_rows_add_up_over_blocks():
     zero = torch.zeros(2, 4)
     assert table_rows(zero, zero, None) == TableRows(2, 0, 0, 0)
     assert table_rows(zero, torch.ones(2, 4), torch.bfloat16) == TableRows(2, 2, 2, 2)
+
+
+def test_a_table_that_is_the_head_too_tells_nothing(tmp_path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes, **heads)
+    ).bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[[3, 5]] += 0.1  # as far as rounding let it be seen
+    model.save_pretrained(tmp_path / "expert")
+    told = words(
+        command(
+            "inspect", "--base", tmp_path / "base", "--expert", f"a={tmp_path / 'expert'}"
+        ).stdout
+    )
+    assert "tokens of the texts" not in told

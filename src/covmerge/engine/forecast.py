@@ -92,7 +92,8 @@ def forecast(plan: Plan, hardware: Hardware, sources: Sequence[int]) -> Forecast
         raise ResourceError(
             f"'{largest.tensor.name}' takes {format_size(largest.memory)} while it is merged, and "
             f"{hardware.workers} processes of a node, each with one as large, take {format_size(memory)} "
-            f"of its {format_size(hardware.memory)}: fewer GPUs, more memory, or another method for it"
+            f"of its {format_size(hardware.memory)}: {'fewer GPUs, ' * bool(hardware.gpus)}more memory, or "
+            "another method for it"
         )
     stages = [
         _surveying(plan, hardware),

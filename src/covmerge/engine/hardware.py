@@ -83,7 +83,7 @@ def parse_hardware(text: str) -> Hardware:
     """
     known = [field.name for field in fields(Hardware)]
     given: dict[str, int | float] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
+    for entry in (part.strip() for part in text.split(",")):
         key, equals, value = (part.strip() for part in entry.partition("="))
         if not equals or key not in known:
             raise InputError(
@@ -109,6 +109,8 @@ def _count(least: int) -> Callable[[str], int]:
 
 
 def _rate(value: str) -> float:
+    if value[-1:].isdigit():
+        raise ValueError("write bytes a second with their unit, such as 25GB/s")
     return float(parse_size(_RATE.sub("", value)))
 
 

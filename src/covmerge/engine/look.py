@@ -56,7 +56,9 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
         whole: dict[str, Json] = {
             "sums": sums_of(base, [*updates.values(), *merged.values()]).as_json()
         }
-        if item.tensor.role is Role.EMBEDDING and base.dim() == 2:
+        # Where a head is the same tensor every row has a gradient, and rounding decides which of them move.
+        tied = bool(item.tensor.ties)
+        if item.tensor.role is Role.EMBEDDING and base.dim() == 2 and not tied:
             whole["rows"] = {
                 name: table_rows(base, update, stored.get(name)).as_json()
                 for name, update in updates.items()

@@ -198,7 +198,9 @@ class InspectJob:
         name, why = choose(len(experts), adapters, base_inputs=known and len(experts) > 1)
         text = f"a merge that names no method takes {name}, as {why}"
         if settled.wanted and name == PREFERRED:
-            text += ": the base is run first"
+            text += (
+                ": the base is run first (where that cannot be done, full models are merged by ace)"
+            )
         return [Finding(Severity.NOTE, text), *(Finding(Severity.NOTE, n) for n in settled.notes)]
 
     def _attempt(self, plan: Plan) -> Merge | None:

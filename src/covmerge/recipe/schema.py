@@ -479,8 +479,8 @@ class Recipe(StrictModel):
     method: MethodName = Field(
         default="",
         description="Merge method; `covmerge methods` lists the names. Without one it is `auto` where all "
-        "experts are adapters or the base's inputs are known (`base_statistics`), `average` of one expert "
-        "alone, which is the expert, and else `ace`.",
+        "experts are adapters, or the base's inputs are known (`base_statistics`) or can be made by "
+        "running it; `average` of one expert alone, which is the expert; else `ace`.",
     )
     parameters: Parameters = Field(
         default_factory=dict[str, Any],

@@ -194,6 +194,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not compare_digest(token.encode(), self._token.encode()):
             self._refuse(HTTPStatus.NOT_FOUND)
             return None
+        if self.path == f"/{token}":  # what the page names lies below
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return None
         return name
 
     def _refuse(self, status: HTTPStatus) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from covmerge.identifiers import EXPERT_NAME_LENGTH
 from covmerge.recipe.mergekit.reading import Part
+from covmerge.stores.address import address_of
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -33,7 +34,19 @@ class Reference:
 
 
 def reference(part: Part, key: str) -> Reference:
-    """Return the model that is named under a key: a text, or a mapping."""
+    """Return the model that is named under a key: a text, or a mapping.
+
+    Raises:
+        InputError: it is an address with something in it that may be secret; recipes are printed and kept.
+    """
+    found = _reference(part, key)
+    for own in (found.model, found.lora):
+        if own is not None:
+            address_of(own)
+    return found
+
+
+def _reference(part: Part, key: str) -> Reference:
     value = part.data.get(key)
     if isinstance(value, str) and value:
         return _of_text(part, key, value)
