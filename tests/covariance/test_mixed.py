@@ -137,6 +137,12 @@ def test_opposite_experts_have_no_answer():
     assert solved([update, -update] * 4)[0] is None
 
 
+def test_an_answer_of_zero_is_left_to_float64():
+    """Nothing can be said of its error in parts of itself."""
+    update = torch.eye(128)
+    assert solved([update, -update])[0] is None
+
+
 def test_an_eigenvalue_below_the_floor():
     deltas = updates(FULL["flat"], TALL)
     assert solved(deltas, floor=1e-3)[0] is not None
