@@ -90,8 +90,16 @@ def test_page_of_a_step_is_complete(step):
         ("core_space", {"isotropize": False, "inner": "average", "scale": 0.5}, 0.5),
         ("core_space", {"isotropize": False, "inner": "task_arithmetic", "scale": 0.5}, 1.5),
         ("core_space", {"isotropize": False, "inner": "cart", "scale": 0.5}, 1.0),
-        ("core_space", {"isotropize": False, "inner": "ties", "density": 1.0, "merge": "sum", "scale": 0.5}, 1.5),
-        ("core_space", {"isotropize": False, "inner": "ties", "density": 1.0, "merge": "mean", "scale": 0.5}, 0.5),
+        (
+            "core_space",
+            {"isotropize": False, "inner": "ties", "density": 1.0, "merge": "sum", "scale": 0.5},
+            1.5,
+        ),
+        (
+            "core_space",
+            {"isotropize": False, "inner": "ties", "density": 1.0, "merge": "mean", "scale": 0.5},
+            0.5,
+        ),
     ],
 )
 def test_three_copies_of_an_update_are_it_times_a_number(name, params, factor):
