@@ -55,6 +55,7 @@ def test_what_the_report_tells_of_a_matrix():
         "λ, times the length of least squares": 1.2,
         "counted less": "math",
     }
+    assert Equalised(unchanged=1).told(())["φ, directions in use, %"] is None
 
 
 def test_rows_and_totals_over_matrices():
