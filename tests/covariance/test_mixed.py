@@ -1,6 +1,7 @@
 """Least squares from float32 products: float64's answer, or none."""
 
 from functools import lru_cache
+from math import inf
 
 import pytest
 import torch
@@ -135,6 +136,13 @@ def test_what_leaves_float32_has_no_answer(size):
 def test_opposite_experts_have_no_answer():
     (update,) = updates(FULL["flat"], TALL, 1)
     assert solved([update, -update] * 4)[0] is None
+
+
+def test_an_answer_of_zero_is_left_to_float64():
+    """Nothing can be said of its error in parts of itself."""
+    system = mixed._System.of(torch.eye(4), None, ridge=0.1, mean=1.0, least=0.5, floor=0.0)
+    covariances = [Covariance(sign * torch.eye(4), ridge=0.1) for sign in (1, -1)]
+    assert system.off(torch.zeros(4, 4, dtype=torch.float64), covariances) == inf
 
 
 def test_an_eigenvalue_below_the_floor():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from covmerge.linalg.joint import joint_directions
+from covmerge.types import Rounding
 from tests.methods.groups import random_updates, relative
 
 
@@ -21,3 +22,11 @@ def test_joint_directions_are_those_of_the_matrices_side_by_side(dtype, shape):
 def test_blocks_of_different_widths():
     blocks = [torch.eye(4)[:, :1], 2 * torch.eye(4)[:, 1:3]]
     assert joint_directions(blocks, rtol=1e-6).sigma.tolist() == pytest.approx([2.0, 2.0, 1.0])
+
+
+def test_what_rounding_gave_to_a_far_smaller_block_is_no_direction_of_it():
+    small = 1e-2 * torch.diag(torch.tensor([1.0, 1e-3, 0.0, 0.0, 0.0, 0.0]))
+    large = 100 * torch.diag(torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0]))
+    assert joint_directions([large, small], rtol=1e-9).left.shape == (6, 3)
+    rounding = [Rounding(), Rounding(edge=1e-4, energy=1e-9)]
+    assert joint_directions([large, small], rtol=1e-9, rounding=rounding).left.shape == (6, 2)

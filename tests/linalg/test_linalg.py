@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge.errors import TensorError
-from covmerge.linalg.cholesky import factorize
+from covmerge.linalg.cholesky import factorize, factorize_above
+from covmerge.linalg.lapack import lengths
 from covmerge.linalg.pinv import pinv_right
 from covmerge.linalg.rank_one import add_rank_one_
 from covmerge.linalg.spectral import leading_directions
@@ -87,3 +88,12 @@ def test_directions_beyond_the_rank_are_not_kept():
     matrix = (rows(20, 4) @ rows(4, 30)).float()
     top = leading_directions(matrix, 10, rtol=30 * torch.finfo(torch.float32).eps)
     assert top.k == top.rank == 4
+
+
+def test_what_is_factorised_as_it_is_needs_no_jitter():
+    assert factorize_above(spd(5) + torch.eye(5), floor=0.5).jitter == 0.0
+
+
+def test_lengths_of_rows_whose_squares_leave_the_dtype_on_both_sides():
+    found = lengths(torch.tensor([[3e30, 4e30], [3e-30, 4e-30]]), axis=1)
+    assert found.tolist() == pytest.approx([5e30, 5e-30], rel=1e-6)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covmerge.linalg.bits import pack, unpack
 from covmerge.linalg.masks import at_least, drop_below
 
 dtypes = st.sampled_from([torch.float32, torch.float64])
@@ -30,3 +31,10 @@ def test_no_limit_keeps_all(limit):
 def test_denormal_limits_are_limits():
     values = torch.tensor([1e-42, 2e-42, 0.0])
     assert drop_below(values, 2e-42).tolist() == [0.0, float(torch.tensor(2e-42)), 0.0]
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 9)])
+def test_bits_come_back_as_a_mask(shape):
+    mask = torch.arange(27)[: torch.Size(shape).numel()].view(shape) % 2 == 0
+    found = unpack(pack(mask), shape)
+    assert found.dtype == torch.bool and torch.equal(found, mask)

@@ -130,6 +130,13 @@ def test_a_block_larger_than_a_part(monkeypatch):
     assert kth_magnitude(vector, 300) == sorted_magnitude(vector, 300)
 
 
+def test_ranks_of_a_vector_that_is_sampled_first(monkeypatch):
+    monkeypatch.setattr(select, "_LEAST_SAMPLED", 64)
+    vector = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    for rank in (1, 300, 1000):
+        assert kth_magnitude(vector, rank) == sorted_magnitude(vector, rank)
+
+
 def test_rows_and_transposes_are_vectors_too():
     matrix = torch.randn(30, 40, generator=torch.Generator().manual_seed(0))
     assert kth_magnitude(matrix.T, 100) == kth_magnitude(matrix, 100)

@@ -115,6 +115,12 @@ def test_inputs_that_never_came_say_nothing():
     assert torch.equal(merged(updates, torch.zeros(40, 40, dtype=torch.float64)), merged(updates))
 
 
+def test_inputs_that_see_nothing_of_the_updates_say_nothing():
+    read = (torch.arange(40) < 20).double()
+    updates = [update * read for update in random_updates(24, 40, 3, 24, 3.0, seed=7)]
+    assert torch.equal(merged(updates, torch.diag(1 - read)), merged(updates))
+
+
 def test_white_inputs_are_as_none():
     updates = random_updates(24, 40, 3, 24, 3.0, seed=8)
     assert relative(merged(updates, 7 * torch.eye(40, dtype=torch.float64)), merged(updates)) < 1e-9

@@ -45,6 +45,19 @@ def test_the_numbers_of_a_matrix():
     assert merged(alike).outputs_length == pytest.approx(1 / 3, rel=1e-5)
 
 
+def test_what_the_report_tells_of_a_matrix():
+    one = Equalised(0, (0.99, 0.6), True, 1.8, 0.9, 0.4, 1.2, 0.7).told(("code", "math"))
+    assert one == {
+        "base's inputs": "known",
+        "N, unlike experts": 1.8,
+        "φ, directions in use, %": 90.0,
+        "q, flattening": 0.4,
+        "λ, times the length of least squares": 1.2,
+        "counted less": "math",
+    }
+    assert Equalised(unchanged=1).told(())["φ, directions in use, %"] is None
+
+
 def test_rows_and_totals_over_matrices():
     known = Equalised(0, (0.99, 0.6), True, 1.8, 0.9, 0.4, 1.2, 0.7)
     other = Equalised(0, (0.99, 0.99), False, 2.0, 0.5, 0.5, 1.4, 0.7)

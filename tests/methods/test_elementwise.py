@@ -13,8 +13,9 @@ from covmerge.methods import registry
 from covmerge.methods.dare import sparsified
 from covmerge.methods.della import keep_probability
 from covmerge.methods.elect import thresholds_of
-from covmerge.methods.emr import Masses, rescalers
-from covmerge.methods.sparsify import keep_probabilities
+from covmerge.methods.emr import Masses, rescalers, rescalers_of
+from covmerge.methods.sparsify import Kept, keep_probabilities
+from covmerge.noticed import Seen
 from covmerge.types import LinearGroup
 from tests.methods.edge_cases import draw
 from tests.methods.golden_cases import elementwise as golden
@@ -328,3 +329,14 @@ def test_masses_of_row_blocks_add_up():
 def test_rows_of_one_entry_are_kept_with_the_mean_probability():
     found = keep_probabilities(torch.ones(3, 1), 0.4, 0.1, torch.float64)
     assert found.tolist() == [[0.4]] * 3
+
+
+def test_rescalers_are_those_of_the_experts_by_name():
+    masses = Masses(2, (4.0, 3.0), (2.0, 6.0))
+    assert rescalers_of([Seen("fc", {}, ("a", "b"), (masses,))]) == {"a": 2.0, "b": 0.5}
+    assert rescalers_of([]) == {}
+
+
+def test_what_is_left_has_the_dtype_of_the_update():
+    update = torch.ones(3, dtype=torch.float64)
+    assert Kept(dtype=torch.float32).of(update).dtype == update.dtype

@@ -81,3 +81,31 @@ def test_page_of_a_step_is_complete(step):
     assert "Example:" in step.kernel.__doc__
     assert all(parameter.description for parameter in step.parameters)
     assert None not in (step.laws.order_invariant, step.laws.scale_equivariant)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "factor"),
+    [
+        ("aswudi", {"start": "mean", "scale": 0.5}, 0.5),
+        ("core_space", {"isotropize": False, "inner": "average", "scale": 0.5}, 0.5),
+        ("core_space", {"isotropize": False, "inner": "task_arithmetic", "scale": 0.5}, 1.5),
+        ("core_space", {"isotropize": False, "inner": "cart", "scale": 0.5}, 1.0),
+        (
+            "core_space",
+            {"isotropize": False, "inner": "ties", "density": 1.0, "merge": "sum", "scale": 0.5},
+            1.5,
+        ),
+        (
+            "core_space",
+            {"isotropize": False, "inner": "ties", "density": 1.0, "merge": "mean", "scale": 0.5},
+            0.5,
+        ),
+    ],
+)
+def test_three_copies_of_an_update_are_it_times_a_number(name, params, factor):
+    method = registry.get(name)
+    params = method.resolve(params)
+    assert method.laws.replicas(params, 3) == factor
+    (update,) = random_updates(9, 12, 1, 9, 3.0, seed=1)
+    merged = method(group_of(method, [update] * 3), **params).delta
+    assert relative(merged, factor * update) < 1e-9

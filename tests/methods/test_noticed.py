@@ -4,6 +4,7 @@ import ast
 from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ import torch
 import covmerge
 from covmerge.methods import WORDS, registry
 from covmerge.methods.ace_noticed import AceNoticed
+from covmerge.methods.words import DEPENDENT
 from covmerge.noticed import Account, Noticed, Seen, account_of
+from covmerge.types import LinearGroup
+from tests.methods.groups import group_of, random_updates
 
 SOURCE = Path(covmerge.__file__).parent
 KINDS = {registry.get(name).noticed for name in registry.names()} - {Noticed}
@@ -70,6 +74,36 @@ def test_words_see_their_own_types_only():
     assert dict(account.rows)["γ gate"] == "fired in 0 of 1 matrices"
     assert account_of([], always=WORDS).rows == ()
     assert account_of(seen[1:]) == Account()
+
+
+def test_words_of_jitter_and_of_many_tensors():
+    @dataclass(frozen=True)
+    class Near(Noticed):
+        words: ClassVar = (DEPENDENT,)
+        dependent: int = 2
+
+    fired = AceNoticed(gamma=inf, gate_fired=True, spread=0.1, jitter=1e-8)
+    seen = [Seen(name, {"eps": 1e-5}, ("a", "b"), (fired,)) for name in ("q", "k", "v")]
+    account = account_of([*seen, *(Seen(one, {}, ("a",), (Near(),)) for one in ("x", "y", "z"))])
+    assert dict(account.rows)["jitter"] == "1.0e-08 at most"
+    gate, dependent = account.notes
+    assert gate.startswith("ACE's gate fired in 3 tensors (q, k and 1 more) whose")
+    assert "decide 6 directions" in dependent and dependent.endswith("3 tensors (x, y and 1 more)")
+
+
+def test_facts_of_a_matrix():
+    updates = random_updates(12, 9, 3, 4, 3.0, seed=1)
+    group = LinearGroup(tuple(update.float() for update in updates), (1.0,) * 3)
+
+    method = registry.get("ace")
+    ace = method(group, **method.resolve({"eps": 1e-4})).stats
+    centred = [float((update - update.mean(0)).square().sum()) for update in updates]
+    assert ace["ridge_share"] == pytest.approx(9 * 1e-4 / min(centred), rel=1e-4)
+    logs = torch.stack([update.norm().square().log() for update in updates])
+    assert ace["spread"] == pytest.approx(float(logs.var()), rel=1e-4)
+    assert ace["precision"] == "float32"
+    ssr = registry.get("ssr")
+    assert ssr(group_of(ssr, updates)).stats["rank"] == 9
 
 
 def test_a_length_of_huge_updates_is_in_their_units():

@@ -290,3 +290,12 @@ def test_a_layer_of_adapters(method, dtype):
     assert isinstance(merged, LowRank)
     assert merged.dtype == dtype
     assert merged.rank == 9
+
+
+@pytest.mark.parametrize("inner", ["average", "task_arithmetic", "ties", "tsv_m", "iso_c"])
+def test_the_scale_is_that_of_the_inner_method(inner):
+    once, twice = (
+        merge("core_space", group_of(adapters()), inner=inner, scale=scale) for scale in (1.0, 2.0)
+    )
+    assert relative(twice.delta, 2 * once.delta) < 1e-12
+    assert once.stats["core"] == (9, 9)

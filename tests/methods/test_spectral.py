@@ -256,3 +256,8 @@ def test_iso_cts_says_how_many_directions_tasks_have_in_common():
     method = registry.get("iso_cts")
     group = LinearGroup((update, update), (1.0, 1.0))
     assert method(group, **method.resolve({})).stats["dependent"] > 0
+
+
+def test_sigma_of_iso_cts_is_that_of_its_flat_spectrum():
+    merged = merge("iso_cts", draw(), scale=1.0)
+    assert merged.stats["sigma"] == pytest.approx(float(torch.linalg.svdvals(merged.delta)[0]))

@@ -103,6 +103,15 @@ def test_data_that_reached_nothing_keeps_the_base():
         assert not merge(SSR, replace(group, measured=silent), ridge=ridge).any()
 
 
+def test_data_on_inputs_that_no_update_reads_keeps_the_base():
+    group = group_of(SSR, [torch.eye(4).double(), 2 * torch.eye(4).double()])
+    read = torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0]).double())
+    beside = tuple(replace(own, value=torch.eye(4).double() - read) for own in group.measured)
+    updates = tuple(update @ read for update in group.updates)
+    for ridge in (0.0, 1e-4):
+        assert not merge(SSR, replace(group, updates=updates, measured=beside), ridge=ridge).any()
+
+
 def test_data_of_another_shape_is_named_for_adapters_too():
     with pytest.raises(
         TensorError, match=r"expert 0 is \[5, 5\], its update \[20, 30\] needs \[30, 30\]"

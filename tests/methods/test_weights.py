@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import RecipeError, TensorError
+from covmerge.methods import slerp as slerp_module
 from covmerge.plan import build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.registry import PerExpert
@@ -185,3 +186,32 @@ def test_it_takes_tensors_as_they_are_stored():
         covmerge.register("wrong", sees="weights")(lambda group: group.models[0])
     group = LinearGroup((), (1.0,), base=torch.zeros(2), models=(torch.ones(2),))
     assert group.tensors is group.models and group.shape == (2,)
+
+
+def numbers(*shape, count=2):
+    generator = torch.Generator().manual_seed(0)
+    base, *models = torch.randn(count + 1, *shape, generator=generator)
+    return LinearGroup((), (1.0,) * count, base=base, models=tuple(models))
+
+
+def merged(name, group, **parameters):
+    method = covmerge.methods.get(name)
+    return method(group, **method.resolve(parameters)).weights
+
+
+def test_scalars_have_a_mean():
+    group = numbers()
+    assert torch.allclose(merged("linear", group), sum(group.models) / 2)
+
+
+def test_passthrough_rounds_to_the_arithmetic_that_is_asked_for():
+    group = numbers(5, count=1)
+    rounded = group.models[0].bfloat16().float()
+    assert torch.equal(merged("passthrough", group, arithmetic="bfloat16"), rounded)
+
+
+def test_the_angle_of_slerp_is_that_of_all_parts(monkeypatch):
+    group = numbers(3, 7, count=1)
+    whole = merged("slerp", group)
+    monkeypatch.setattr(slerp_module, "_PART", 4)
+    assert torch.allclose(merged("slerp", group), whole)

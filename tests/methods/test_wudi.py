@@ -5,7 +5,7 @@ import torch
 
 from covmerge.methods import registry
 from covmerge.twins.data import wudi_loss
-from covmerge.types import LinearGroup
+from covmerge.types import LinearGroup, Rounding
 from tests.methods.edge_cases import IDENTICAL, PUBLISHED, draw
 from tests.methods.golden_cases.common import EXPERTS, LINEAR, updates_of
 from tests.methods.groups import random_updates
@@ -87,7 +87,9 @@ def test_a_weight_pulls_towards_its_expert(solver):
 
 def test_adam_stays_at_one_expert():
     update = draw(norms=(0.4,))[0]
-    assert torch.allclose(wudi([update], solver="adam").delta, update, atol=1e-6)
+    alone = wudi([update], solver="adam")
+    assert torch.allclose(alone.delta, update, atol=1e-6)
+    assert alone.stats["route"] == "dual"
 
 
 def test_identical_experts_of_adam_give_nearly_their_sum_as_published():
@@ -107,3 +109,12 @@ def test_tiny_layers(shape, solver):
 
 def test_tensors_that_are_not_matrices_stay_at_the_base():
     assert registry.get("wudi").others == "base"
+
+
+def test_directions_within_what_rounding_gave_are_cut_off():
+    update = torch.diag(torch.tensor([1.0, 0.5, 0.05]))
+    for edge, rank, solver in ((0.0, 3, "cholesky32"), (0.1, 2, "eigen64")):
+        rounding = (Rounding(edge, 3 * edge**2),) * 2
+        group = LinearGroup((update, update), (1.0, 1.0), rounding=rounding)
+        stats = registry.get("wudi")(group).stats
+        assert (stats["rank"], stats["solver"]) == (rank, solver)
