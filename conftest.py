@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,12 @@ for name in filter(_OF_THE_USER.fullmatch, list(os.environ)):
     del os.environ[name]
 os.environ["TERM"] = "xterm"
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "localhost,127.0.0.1"  # our servers are here
+
+# Campaigns of packages that are extras of their own: their docstrings are not read without them.
+_CAMPAIGNS = {"atheris": "guided.py", "mutmut": "mutation.py"}
+collect_ignore = [
+    f"tests/campaigns/{c}" for name, c in _CAMPAIGNS.items() if find_spec(name) is None
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

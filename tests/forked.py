@@ -5,6 +5,7 @@ Nothing of covmerge is imported before the fork, nor what it needs beside torch,
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,6 +118,8 @@ def _run(
         file = os.open(stream, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, number)
         os.close(file)
+    # A shell has its background commands ignore Ctrl-C, and what they start with them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(variables)
     if cwd is not None:

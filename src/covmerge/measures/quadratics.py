@@ -38,7 +38,7 @@ def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
     Example:
         >>> one, two = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]])
         >>> [found] = quadratics([one, two], 1)
-        >>> found.tolist()
+        >>> found.round(decimals=6).tolist()
         [[1.0, 0.5], [0.5, 0.25]]
     """
     sizes = [_size(update) for update in updates]
