@@ -667,7 +667,9 @@ def _label(whose: str, source: Source | None) -> str:
     """How a source is written in the recipe that is recorded; callers without a type checker pass None."""
     if source is None:
         raise RecipeError(f"{whose} is None: pass a folder, a file, org/name or a state dict")
-    if isinstance(source, tuple | list) or (isinstance(source, Mapping) and "source" in source):
+    if isinstance(source, tuple | list) or (
+        isinstance(source, Mapping) and isinstance(source.get("source"), str | Path)
+    ):
         raise RecipeError(
             f"{whose} is a {type(source).__name__} with more than its source: pass the source alone, and "
             "weights=, statistics= beside it"

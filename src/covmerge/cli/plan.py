@@ -75,13 +75,15 @@ def _as_json(predicted: Forecast) -> dict[str, Any]:
 def _show(planned: Plan, predicted: Forecast) -> None:
     from covmerge.cli.show import facts, table
     from covmerge.recipe import format_size
+    from covmerge.text import counted
 
     hardware, recipe = predicted.hardware, planned.recipe
     console = stdout()
     console.print(
         printable(
-            f"Plan: merge {len(recipe.experts)} experts by {recipe.method} on {hardware.nodes} nodes, "
-            f"{hardware.workers} processes each. Nothing is written."
+            f"Plan: merge {counted(len(recipe.experts), 'expert')} by {recipe.method} on "
+            f"{counted(hardware.nodes, 'node')}, {counted(hardware.workers, 'process', 'processes')} each. "
+            "Nothing is written."
         ),
         soft_wrap=True,
     )
@@ -96,8 +98,8 @@ def _show(planned: Plan, predicted: Forecast) -> None:
             stage.bound,
         )
     console.print(rows)
-    used = {name: rate for name, rate in hardware.links.items()}
-    rates = ", ".join(f"{name} {format_size(int(rate))}/s" for name, rate in used.items())
+    links = hardware.links.items()
+    rates = ", ".join(f"{name} {format_size(int(rate))}/s" for name, rate in links)
     console.print(
         facts(
             [

@@ -36,7 +36,7 @@ from covmerge.engine.advice import account_of_lengths
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.entries import seen_in, tensor_entries, totals
 from covmerge.engine.executor import Batch, Done, Executor, Span, Task
-from covmerge.engine.forecast import Forecast, Stage, forecast
+from covmerge.engine.forecast import Forecast, forecast
 from covmerge.engine.hardware import Hardware, parse_hardware
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
@@ -89,7 +89,6 @@ __all__ = [
     "Sizes",
     "Sources",
     "Span",
-    "Stage",
     "Task",
     "Threads",
     "Workers",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from covmerge.plan import Plan, WorkItem
 from covmerge.recipe import format_size
 
 # What a process holds beside its item (Python, torch, the buffers of BLAS), and seconds that it takes to
-# start, to plan by headers and to publish.
+# start, to plan by headers and to publish: guesses, as of a small merge here.
 _HOLDS = 2**29
 _STARTS = 4.0
 
@@ -64,9 +64,9 @@ class Forecast:
     @property
     def bottleneck(self) -> str:
         """What most of the time is spent waiting for."""
-        waits: Counter[str] = Counter()
+        waits: defaultdict[str, float] = defaultdict(float)
         for stage in self.stages:
-            waits[stage.bound] += stage.seconds  # pyright: ignore[reportArgumentType]
+            waits[stage.bound] += stage.seconds
         return max(waits, key=lambda bound: waits[bound])
 
 

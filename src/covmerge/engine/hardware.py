@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from covmerge.errors import InputError, RecipeError, did_you_mean
 from covmerge.recipe import parse_size
 
-# A core's SHA-256 by the instructions that processors have for it; without them it is a third.
+# Guesses where nothing is said. A core's SHA-256, by the instructions that processors have for it.
 _HASHED = 1.5e9
-# Products in float32. What a GPU has on paper is more, and half of it is usual for large ones.
+# Products in float32. What a GPU has on paper is more.
 _CORE, _GPU = 5e10, 2.5e13
 # What a core of a CPU converts to float32, scales and adds up, of bytes as they are stored.
 _STREAMED, _STREAMED_GPU = 1.5e9, 5e11
