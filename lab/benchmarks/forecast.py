@@ -37,7 +37,7 @@ CONFIG = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=["ace", "ties"])
     parser.add_argument("--cluster", default="nodes=16,gpus=8,nic=25GB/s,disk=7GB/s,cores=96")
     arguments = parser.parse_args()
