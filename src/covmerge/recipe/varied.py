@@ -7,7 +7,7 @@ one value an expert, as in `density: [0.6, 0.5, 0.4]`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -120,6 +120,27 @@ def value_at(value: object, name: str, depth: float) -> Any:
         if fnmatchcase(name, entry.get("match", "*")):
             return value_at(entry["value"], name, depth)
     return UNSAID
+
+
+def patterns_in(value: object, where: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the patterns of a recipe's `by_name`, each after the key that has it.
+
+    Example:
+        >>> list(patterns_in({"weight": {"by_name": [{"match": "*.mlp.*", "value": 0}, {"value": 1}]}}))
+        [('weight', '*.mlp.*')]
+    """
+    if isinstance(value, Mapping):
+        own = cast("Mapping[str, object]", value)
+        for key, inner in own.items():
+            if key == BY_NAME:
+                for entry in cast("Sequence[Mapping[str, Any]]", inner):
+                    if "match" in entry:
+                        yield where, entry["match"]
+            else:
+                yield from patterns_in(inner, f"{where}.{key}" if where else key)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(cast("Sequence[object]", value)):
+            yield from patterns_in(inner, f"{where}[{number}]")
 
 
 def containing(text: str) -> str:
