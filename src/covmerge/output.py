@@ -136,6 +136,7 @@ class OutputFiles:
             *(self._adapter_notes(stats) if self._is_adapter else self._generation_notes()),
             *self._parents.notes,
         )
+        notes = tuple(dict.fromkeys((*notes, *fingerprints.alike())))
         said = cast("Mapping[str, Json]", stats)
         record = manifest(plan, fingerprints, notes, warnings, {**self._vocabulary(), **said})
         beside.append(write_card(store, plan, self._parents, base.config, record))
