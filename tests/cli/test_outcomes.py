@@ -230,11 +230,12 @@ def test_every_message_names_arguments_in_python():
 
 def strings(tree):
     """All texts of a program; 0 for what is put into one."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    for node in joined:
+        yield "".join(p.value if isinstance(p, ast.Constant) else "0" for p in node.values)
+    parts = {id(part) for node in joined for part in node.values}
     for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            parts = (p.value if isinstance(p, ast.Constant) else "0" for p in node.values)
-            yield "".join(parts)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
             yield node.value
 
 
