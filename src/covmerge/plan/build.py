@@ -637,10 +637,11 @@ def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> I
         if not any(rule.applies_to(info.name, info.role) for info in everything):
             condition = rule.match if rule.match is not None else f"role {rule.role}"
             yield f"the rule for '{condition}' applies to no tensor: check its spelling"
-    for where, pattern in patterns_in(recipe.model_dump()):
-        if not any(fnmatchcase(name, pattern) for name in base.headers):
-            meant = pattern_meant(pattern, base.headers)
-            yield f"`{where}` has the pattern '{pattern}', which matches no tensor: {meant}"
+    for where, patterns in patterns_in(recipe.model_dump()):
+        if not any(fnmatchcase(name, own) for name in base.headers for own in patterns):
+            meant = pattern_meant(patterns[0], base.headers)
+            said = " or ".join(f"'{pattern}'" for pattern in patterns)
+            yield f"`{where}` has the pattern {said}, which matches no tensor: {meant}"
 
 
 def _notes(
