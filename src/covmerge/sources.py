@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from covmerge.alike import alike_by_place
 from covmerge.checkpoints import (
     AdaptedBase,
     AdapterCheckpoint,
@@ -28,7 +29,6 @@ from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import Donor, conv1d_names, describe_checkpoint
-from covmerge.text import some
 from covmerge.types import Json
 from covmerge.unsaid import Settled, settle
 from covmerge.vocabulary import Text, decide
@@ -95,7 +95,7 @@ class OpenCheckpoints:
         if recipes[0].output.format == "adapter" and len(adapters) == len(self.experts):
             base = AdaptedBase(self.base, adapters)
         plans = [
-            replace(plan, notes=(*self.text.notes, *plan.notes, *self._alike()))
+            replace(plan, notes=(*self.text.notes, *plan.notes, *alike_by_place(self.experts)))
             for plan in build_plans(recipes, base, self.experts, self.statistics, whole=whole)
         ]
         for plan in plans:
@@ -105,10 +105,6 @@ class OpenCheckpoints:
         if isinstance(base, AdaptedBase):
             base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
         return plans, replace(self, base=base)
-
-    def _alike(self) -> Iterator[str]:
-        """Say which experts lie at one place. That copies are alike is known once they are hashed."""
-        return alike({name: _found_at(checkpoint) for name, checkpoint in self.experts.items()})
 
     def plans_to_run(
         self, recipes: Sequence[Recipe], options: RunOptions, *, whole: bool = False
@@ -395,38 +391,6 @@ def _place(checkpoint: Checkpoint) -> str:
     return str(Path(checkpoint.source).expanduser().absolute())
 
 
-def _found_at(checkpoint: Checkpoint) -> Hashable | None:
-    """What tells a place from others, whatever it is called; None of what lies nowhere."""
-    path = Path(checkpoint.source).expanduser()
-    if path.exists():
-        return path.resolve()
-    return checkpoint.hub or (checkpoint.source if "://" in checkpoint.source else None)
-
-
-def alike(known: Mapping[str, Hashable | None]) -> Iterator[str]:
-    """Say which experts are one model under several names: by mistake, or to weigh it more.
-
-    Args:
-        known: by name, what tells an expert from others; None: nothing is known.
-    """
-    names: dict[Hashable, list[str]] = {}
-    for name, own in known.items():
-        if own is not None:
-            names.setdefault(own, []).append(name)
-    for same in names.values():
-        if len(same) > 1:
-            yield (
-                f"experts {some(same, 10, quoted=True)} are one model under {len(same)} names, which "
-                "counts as often: leave out all but one, or choose its weight, unless it is meant"
-            )
-
-
-def _content(hashes: Mapping[str, str]) -> Hashable | None:
-    """Hashes of files, whatever these are called; what a server calls a version is none."""
-    own = sorted(hashes.values())
-    return tuple(own) if all(value.startswith("sha256:") for value in own) else None
-
-
 class Fingerprints:
     """Hashes the sources in the background, in step with their reader.
 
@@ -476,11 +440,6 @@ class Fingerprints:
         for name, file in self._checkpoints.statistics.items():
             found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
         return found
-
-    def alike(self) -> Iterator[str]:
-        """Say which experts have the same content; see `alike`. Waits for the hashes."""
-        found = {name: self._hashing[expert_key(name)][1] for name in self._checkpoints.experts}
-        return alike({name: _content(hashing.result()) for name, hashing in found.items()})
 
     def _pace(self, share: float) -> None:
         with self._changed:

@@ -52,7 +52,7 @@ def test_what_the_method_noticed(models):
 
 
 def test_one_expert_under_two_names_is_said(models):
-    said = "experts 'a', 'again' are one model under 2 names"
+    said = "experts 'a' and 'again' are one model under 2 names"
     shutil.copy(models / "a.safetensors", models / "copy.safetensors")
     for again in ("a", "copy"):  # the plan knows places, the merge hashes
         twice = f"--expert=again={models / again}.safetensors"
