@@ -44,10 +44,10 @@ def alike_by_content(sources: Mapping[str, Any]) -> Iterator[str]:
 
 def _found_at(checkpoint: Checkpoint) -> Hashable | None:
     """What tells a place from others, whatever it is called; None of what lies nowhere."""
+    if "://" in checkpoint.source:
+        return checkpoint.hub or checkpoint.source
     path = Path(checkpoint.source).expanduser()
-    if path.exists():
-        return path.resolve()
-    return checkpoint.hub or (checkpoint.source if "://" in checkpoint.source else None)
+    return path.resolve() if path.exists() else checkpoint.hub
 
 
 def _hashes(content: Mapping[str, str]) -> Hashable | None:

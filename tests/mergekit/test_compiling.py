@@ -96,6 +96,12 @@ class TestModules:
         weight = {"match": decoder, "value": {"by_depth": [0, 1]}}
         assert ours["parameters"]["weight"]["by_name"][-2:] == [weight, {"value": 1}]
 
+    def test_what_is_left_out_is_told_from_what_is_merged(self):
+        text = "merge_method: linear\nmodules: {vision_tower: {models: [{model: x}]}}\n"
+        weight = compiled(f"{text}parameters: {{weight: 1}}")["experts"]["x"]["weight"]["by_name"]
+        assert [own["value"] for own in weight] == [0.0, 1.0, 0.0]
+        assert weight[0]["match"][1] == "*visual.merger.*" and weight[1]["match"][2] == "*visual.*"
+
     def test_models_have_one_order_in_all(self):
         text = f"{TIES}parameters: {{weight: 1}}\nmodules:\n  decoder: {{models: [{{model: y}}]}}\n"
         assert list(compiled(f"{text}  encoder: {{{FLOW}}}\n")["experts"]) == ["x", "y"]

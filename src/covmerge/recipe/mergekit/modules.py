@@ -24,8 +24,11 @@ _PATTERNS: Mapping[str, Sequence[str]] = {
     "encoder": ("encoder.*", "model.encoder.*"),
     "decoder": ("decoder.*", "model.decoder.*"),
 }
+# What is to be told from a module where the recipe leaves it out.
 _BESIDE = {
     "text_decoder": ("multi_modal_projector", "vision_tower"),
+    "vision_tower": ("multi_modal_projector",),
+    "vision_model": ("multi_modal_projector",),
     "shared": ("encoder", "decoder"),
 }
 
@@ -65,7 +68,8 @@ def by_module(part: Part, values: Mapping[str, Any], elsewhere: Any) -> Any:
         elsewhere = next(iter(values.values())) if rest is None else values[rest]
     known = {name: values[name] for name in values if name != rest}
     patterns = [_patterns(name) for name in known]
-    known |= {n: elsewhere for n in _BESIDE.get(rest or "", ()) if _patterns(n) not in patterns}
+    beside = [other for name in values for other in _BESIDE.get(name, ())]
+    known |= {name: elsewhere for name in beside if _patterns(name) not in patterns}
     otherwise = elsewhere if rest is None else values[rest]
     entries = [
         {"match": _patterns(name), "value": known[name]} for name in sorted(known, key=_order)
