@@ -32,6 +32,9 @@ FOREIGN = {
     ".css": re.compile(rf"(?:@import\s*|url\(\s*){_ELSEWHERE}"),
     ".svg": re.compile(rf"url\({_ELSEWHERE}|<image\b[^>]*href={_ELSEWHERE}"),
 }
+RECIPE = "reference/recipe.md"
+_KEYS = "The keys, one by one, are on the site, and in what `covmerge schema` prints."
+INLINE, FLAG = re.compile(r"<code>[^<]*</code>"), re.compile(r"--[a-z][a-z-]*")
 LINK = re.compile(r"(\]\()([^)#\s]*)(#[^)\s]*)?(\))")
 
 
@@ -41,12 +44,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, abs_src_path=str(path)))
     files.append(File.generated(config, "reference/cli.md", content=command_line()))
-    files.append(File.generated(config, "reference/recipe.md", content=recipe()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
-    """Turn links between docs/ and other folders to the pages of the site."""
+    """Turn links between docs/ and other folders to the pages of the site; add the recipe's keys."""
     here = page.file.src_uri
     folder = PurePosixPath(_in_repository(here, files)).parent
 
@@ -61,7 +63,17 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
             target = relpath(place, PurePosixPath(here).parent.as_posix())
         return f"{opening}{target}{anchor}{closing}"
 
-    return LINK.sub(turned, markdown)
+    text = LINK.sub(turned, markdown)
+    return text.replace(_KEYS, recipe()) if here == RECIPE else text
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep flags on one line: a browser would break behind their hyphens."""
+
+    def kept(code: re.Match[str]) -> str:
+        return FLAG.sub(r'<span class="flag">\g<0></span>', code[0])
+
+    return INLINE.sub(kept, html)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -119,40 +131,15 @@ and `study` come with `pip install covmerge-lab`.
 
 
 def recipe() -> str:
-    """Return the page of the recipe's keys, by its JSON Schema."""
+    """Return the sections of the recipe's keys, by its JSON Schema."""
     schema = json.loads((ROOT / "src/covmerge/recipe/schema.json").read_text("utf-8"))
-    parts = [RECIPE, *_keys("recipe", schema)]
+    parts = _keys("recipe", schema)
     for name, part in schema["$defs"].items():
         if "properties" in part:
             parts += _keys(name, part)
         else:
             parts += [f"## {name}", "", part["description"].split("\n")[0], "", _kind(part), ""]
     return "\n".join(parts) + "\n"
-
-
-RECIPE = """# Recipes
-
-A recipe is a YAML file. An unknown key is an error that names the nearest known one. `covmerge schema`
-prints the JSON Schema that this page is made of; editors check a recipe by it while you type.
-
-```yaml
-base: ./base
-experts:
-  code: ./code
-  math: {source: ./math, weight: 0.5}
-method: ace
-parameters: {eps: 1e-5}
-tensors: {embeddings: average}
-rules:
-  - {match: "*.mlp.*", method: actmat}
-  - {role: norm, use: base}
-output: {dtype: bfloat16, shard_size: 5GB}
-```
-
-```sh
-covmerge merge recipe.yml ./merged --dry-run
-```
-"""
 
 
 def _keys(name: str, part: dict[str, Any]) -> list[str]:

@@ -7,9 +7,12 @@ The command line turns them into exit codes: `InputError` and its children mean 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from covmerge.text import some
 
 _LINE, _MESSAGE = 3000, 25_000  # most characters; the end of a message has the next step
 # What may be a secret, wherever an address was given by mistake: its user, and what its query says.
@@ -97,6 +100,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         return f" Did you mean '{near[0]}'?"
     return f" Known: {', '.join(sorted(names))}." if names else ""
+
+
+def pattern_meant(pattern: str, names: Collection[str]) -> str:
+    """Return what a pattern that matches none of some names may have meant, or what these are like.
+
+    Example:
+        >>> pattern_meant("*.atn.*", ["h.0.attn.weight", "h.0.mlp.weight"])
+        "did you mean '*.attn.*'?"
+        >>> pattern_meant("nix*", ["h.0.attn.weight", "h.0.mlp.weight", "norm.weight"])
+        "they are called 'h.0.attn.weight', 'h.0.mlp.weight' and 1 more"
+    """
+    parts = {part for name in names for part in name.split(".")}
+    nearest = re.sub(
+        r"[^.*?\[\]]+",
+        lambda part: next(iter(get_close_matches(part[0], parts, n=1)), part[0]),
+        pattern,
+    )
+    if any(fnmatchcase(name, nearest) for name in names):
+        return f"did you mean '{nearest}'?"
+    return f"they are called {some(names, 2, quoted=True)}"
 
 
 @contextmanager

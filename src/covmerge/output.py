@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from covmerge.alike import alike_by_content
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.folder import CONFIG
@@ -139,9 +140,11 @@ class OutputFiles:
         said = cast("Mapping[str, Json]", stats)
         record = manifest(plan, fingerprints, notes, warnings, {**self._vocabulary(), **said})
         beside.append(write_card(store, plan, self._parents, base.config, record))
+        sources = cast("Mapping[str, Any]", record["sources"])
+        notes += tuple(own for own in alike_by_content(sources) if own not in notes)
         sealed = seal(
             store,
-            record,
+            {**record, "notes": list(notes)},
             [*self._files, *beside],
             out=out,
             base=None if self._is_adapter else base,

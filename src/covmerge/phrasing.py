@@ -17,6 +17,8 @@ Form = Literal["flags", "recipe", "python"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# What stays as it is: a command to type, and names of files, tensors and experts, which are anybody's.
+_AS_IT_IS = re.compile(r"(`covmerge [^`]*`|(?<!\w)'[^'\n]*'(?!\w))")
 # Words that are values where messages have them, and not how the sentence goes on.
 _VALUES = (
     r"(threads|processes|ranks|ray|random|none|all|some|float32|float64|bfloat16|float16|\d+|FILE"
@@ -39,6 +41,7 @@ _BARE = {
     "base-stats": ("base_statistics", "base_statistics"),
     "device": (None, "device"),
     "executor": (None, "executor"),
+    "keep": ("keep", "keep"),
     "max-memory": (None, "max_memory"),
     "method": ("method", "method"),
     "patience": (None, "patience"),
@@ -62,6 +65,12 @@ def in_form(message: str, form: Form) -> str:
         >>> in_form("pass --resume to go on", "python")
         'pass resume=True to go on'
     """
+    parts = _AS_IT_IS.split(message)
+    parts[::2] = [_translated(part, form) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _translated(message: str, form: Form) -> str:
     if form == "flags":
         message = re.sub(r"`tensors: \{(\w+): ([^}`]+)\}`", r"`--tensors \1=\2`", message)
         message = message.replace("`base: SOURCE`", "`--base SOURCE`")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from covmerge.alike import alike_by_place
 from covmerge.checkpoints import (
     AdaptedBase,
     AdapterCheckpoint,
@@ -94,7 +95,7 @@ class OpenCheckpoints:
         if recipes[0].output.format == "adapter" and len(adapters) == len(self.experts):
             base = AdaptedBase(self.base, adapters)
         plans = [
-            replace(plan, notes=(*self.text.notes, *plan.notes))
+            replace(plan, notes=(*self.text.notes, *plan.notes, *alike_by_place(self.experts)))
             for plan in build_plans(recipes, base, self.experts, self.statistics, whole=whole)
         ]
         for plan in plans:

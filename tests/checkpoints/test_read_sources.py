@@ -203,6 +203,15 @@ def test_an_index_that_lies_is_refused(
         opens(folder)
 
 
+def test_an_index_of_some_of_the_shards_is_refused(tmp_path: Path, opens: Opens) -> None:
+    folder = sharded(tmp_path, dict.fromkeys(B))
+    with pytest.raises(CheckpointError, match=r"lists 1 shard, and beside it lies 'model-00002-of"):
+        opens(folder)
+    second = folder / "model-00002-of-00002.safetensors"
+    second.rename(folder / "other-00002-of-00002.safetensors")  # of another model, or of none
+    assert set(opens(folder).headers) == set(A)
+
+
 @pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
 def test_an_index_without_a_map_is_refused(tmp_path: Path, text: str, opens: Opens) -> None:
     (sharded(tmp_path) / INDEX).write_text(text)

@@ -1,6 +1,7 @@
 """Every flag of `covmerge merge` on tiny real checkpoints."""
 
 import json
+import shutil
 
 import torch
 import transformers
@@ -48,6 +49,18 @@ def test_what_the_method_noticed(models):
     assert "rounding storing loses 0.00%" in text
     assert "overlapping;" in text
     assert " measured, " in text
+
+
+def test_one_expert_under_two_names_is_said(models):
+    said = "experts 'a' and 'again' are one model under 2 names"
+    shutil.copy(models / "a.safetensors", models / "copy.safetensors")
+    for again in ("a", "copy"):  # the plan knows places, the merge hashes
+        twice = f"--expert=again={models / again}.safetensors"
+        given = [*flags(models), twice, "--method=average"]
+        assert (said in words(covmerge("merge", *given, "--dry-run").stdout)) == (again == "a")
+        covmerge("merge", *given, models / again)
+        notes = manifest(models / again)["notes"]
+        assert [said in note for note in notes].count(True) == 1
 
 
 def test_weight_and_set(models):

@@ -1,5 +1,6 @@
 """How commands end: exit codes, messages, and nothing left behind."""
 
+import ast
 import errno
 import os
 import re
@@ -8,13 +9,14 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge as covmerge_in_python
-from covmerge import api
+from covmerge import api, phrasing
 from covmerge.cli import merging, outcome
 from covmerge.errors import CheckFailed, TensorError
 from covmerge.methods import registry
@@ -201,11 +203,40 @@ def test_errors_name_the_fix_in_the_form_that_was_typed(models, monkeypatch):
             "name --base and each --other",
         ),
         ("a-folder/--rank", "a-folder/--rank", "a-folder/--rank"),
+        (
+            "'a --rank b' by --rank 2",
+            "'a --rank b' by `output: {rank: 2}`",
+            "'a --rank b' by rank=2",
+        ),
+        ("the model's --rank", "the model's `rank`", "the model's rank"),
+        (*["(`covmerge report OUT --spectra all` has all)"] * 3,),
     ],
 )
 def test_flags_in_other_words(flags, recipe, python):
     assert in_form(flags, "flags") == flags
     assert (in_form(flags, "recipe"), in_form(flags, "python")) == (recipe, python)
+
+
+def test_every_message_names_arguments_in_python():
+    """No flag stays that a public function has an argument for; commands to type stay as they are."""
+    flags = "|".join([*phrasing._VALUED, *phrasing._BARE])
+    known = re.compile(rf"(?<![\w`])--({flags})\b(?!-)")
+    folder = Path(covmerge_in_python.__file__).parent
+    for path in {*folder.rglob("*.py")} - {*folder.glob("cli/*"), Path(phrasing.__file__)}:
+        for text in strings(ast.parse(path.read_text("utf-8"))):
+            told = re.sub("`covmerge [^`]*`", "", in_form(text, "python"))
+            assert not known.search(told), (path.name, text)
+
+
+def strings(tree):
+    """All texts of a program; 0 for what is put into one."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    for node in joined:
+        yield "".join(p.value if isinstance(p, ast.Constant) else "0" for p in node.values)
+    parts = {id(part) for node in joined for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
 
 
 def test_a_dry_run_says_that_the_output_is_there(models):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import save_plain, write_recipe
+from tests.cli.runs import words as flowing
 from tests.forked import Forked
 
 PROGRAM = "from covmerge.cli import main; import sys; sys.argv[0] = 'covmerge'; main()"
@@ -42,14 +43,14 @@ def test_it_serves_until_it_is_interrupted(tmp_path):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("nothing.yml", "cannot be read"),
+        ("nothing", "nothing is not there: name a folder that `covmerge merge` wrote, or a recipe"),
         ("", "covmerge.json"),
         ("s3://bucket/out", "s3"),
     ],
 )
 def test_what_cannot_be_looked_at_is_bad_input(tmp_path, path, words):
     place = path if "://" in path else tmp_path / path
-    assert words in command("view", place, "--no-browser", code=2).stderr
+    assert words in flowing(command("view", place, "--no-browser", code=2).stderr)
 
 
 def test_a_browser_is_opened_unless_it_is_not_wanted(tmp_path, monkeypatch):

@@ -143,4 +143,25 @@ merge_method: dare_linear
 base_model: ./gpt2/base
 dtype: float32
 """,
+    "modules_dare_ties": """
+merge_method: dare_ties
+base_model: ./t5/base
+modules:
+  encoder:
+    models:
+      - {model: ./t5/t1, parameters: {weight: [0.2, 0.9], density: 0.3}}
+      - {model: ./t5/t0, parameters: {weight: 0.7}}
+    parameters: {lambda: 0.8}
+  decoder: {models: [{model: ./t5/t2}, {model: ./t5/t0}], parameters: {weight: 0.4}}
+  shared: {models: [{model: ./t5/t1}], parameters: {weight: 1.0}}
+parameters: {density: 0.6, lambda: 1.1}
+""",
+    "modules_linear": """
+merge_method: linear
+modules:
+  shared: {models: [{model: ./t5/t0}, {model: ./t5/t2}], parameters: {weight: 1}}
+  encoder: {models: [{model: ./t5/t0}, {model: ./t5/t1, parameters: {weight: [0, 3]}}]}
+  decoder: {models: [{model: ./t5/t2}]}
+parameters: {weight: 0.5}
+""",
 }

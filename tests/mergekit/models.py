@@ -41,6 +41,15 @@ CONFIGS = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "t5": {
+        "architectures": ["T5ForConditionalGeneration"],
+        "model_type": "t5",
+        **{"d_model": 8, "d_kv": 4, "d_ff": 12, "num_heads": 2, "vocab_size": 24},
+        **{"num_layers": 2, "num_decoder_layers": 2, "relative_attention_num_buckets": 4},
+        "feed_forward_proj": "gated-gelu",
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
 }
 EXPERTS = 3
 ADAPTERS = 2
@@ -52,6 +61,7 @@ SETS = {
     "float16": ("llama", "float16"),
     "mixed": ("llama", "bfloat16", "float32", "float16", "bfloat16"),
 }
+COMPOSITE = {"t5": ("t5", "float32")}
 
 
 def layout(arch: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -70,6 +80,20 @@ def layout(arch: str) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"transformer.h.{i}.{name}.weight", (rows, columns)
                 yield f"transformer.h.{i}.{name}.bias", (columns,)
         yield from ((f"transformer.ln_f.{leaf}", (8,)) for leaf in ("weight", "bias"))
+        return
+    if arch == "t5":
+        yield "shared.weight", (24, 8)
+        for stack, attentions in (("encoder", ("Self",)), ("decoder", ("Self", "EncDec"))):
+            bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+            yield from ((bias, (4, 2)), (f"{stack}.final_layer_norm.weight", (8,)))
+            for i in range(2):
+                of = f"{stack}.block.{i}.layer."
+                for place, kind in enumerate(attentions):
+                    yield from ((f"{of}{place}.{kind}Attention.{p}.weight", (8, 8)) for p in "qkvo")
+                last = len(attentions)
+                yield from ((f"{of}{place}.layer_norm.weight", (8,)) for place in range(last + 1))
+                for name, shape in (("wi_0", (12, 8)), ("wi_1", (12, 8)), ("wo", (8, 12))):
+                    yield f"{of}{last}.DenseReluDense.{name}.weight", shape
         return
     yield "model.embed_tokens.weight", (24, 8)
     for i in range(LAYERS):
@@ -100,8 +124,8 @@ def weights(arch: str, model: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def save_models(folder: Path) -> None:
-    """Write each set of `SETS`, a base and experts each, and two adapters of gpt2."""
-    for name, (arch, *dtypes) in SETS.items():
+    """Write each set of `SETS` and of `COMPOSITE`, a base and experts each, and two adapters of gpt2."""
+    for name, (arch, *dtypes) in {**SETS, **COMPOSITE}.items():
         for number, model in enumerate(("base", *(f"t{t}" for t in range(EXPERTS)))):
             dtype = dtypes[number % len(dtypes)]
             path = folder / name / model

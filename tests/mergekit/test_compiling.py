@@ -12,6 +12,8 @@ from covmerge.recipe.strict_yaml import parse_yaml
 
 TIES = "merge_method: ties\nbase_model: org/base\n"
 MODELS = "models:\n  - {model: org/a, parameters: {weight: 1}}\n  - {model: org/b}\n"
+FLOW = "models: [{model: x}, {model: y}]"
+BACK = "models: [{model: y}, {model: x}]"
 WEIGHT = "parameters: {weight: 0.5}\n"
 
 
@@ -68,6 +70,41 @@ class TestModels:
     def test_without_a_base_adapters_bring_their_own(self):
         ours = compiled("merge_method: linear\nmodels: [{model: m+l}, {model: m}]\n" + WEIGHT)
         assert (ours["base"], ours["experts"]) == ("m", {"l": "l", "m": "m"})
+
+
+class TestModules:
+    def test_one_that_is_the_whole_model_is_one_place_more(self):
+        text = f"{TIES}modules: {{default: {{{FLOW}, parameters: {{density: 0.4}}}}}}\n"
+        ours = compiled(f"{text}parameters: {{weight: 0.5, density: 0.9}}")
+        plain = compiled(f"{TIES}{FLOW}\nparameters: {{weight: 0.5, density: 0.4}}")
+        assert ours == plain
+
+    def test_what_differs_goes_by_name_and_who_has_no_part_weighs_nothing(self):
+        ours = compiled(
+            f"merge_method: linear\nmodules:\n  shared: {{{FLOW}, parameters: {{weight: 1}}}}\n"
+            "  decoder: {models: [{model: y}], parameters: {weight: [0, 1]}}\n"
+        )
+        decoder = ["decoder.*", "model.decoder.*"]
+        encoder = {"match": ["encoder.*", "model.encoder.*"], "value": 0.0}
+        assert ours["experts"] == {
+            "x": {
+                "source": "x",
+                "weight": {"by_name": [encoder, {"match": decoder, "value": 0.0}, {"value": 1.0}]},
+            },
+            "y": {"source": "y", "weight": {"by_name": [encoder, {"value": 1.0}]}},
+        }
+        weight = {"match": decoder, "value": {"by_depth": [0, 1]}}
+        assert ours["parameters"]["weight"]["by_name"][-2:] == [weight, {"value": 1}]
+
+    def test_what_is_left_out_is_told_from_what_is_merged(self):
+        text = "merge_method: linear\nmodules: {vision_tower: {models: [{model: x}]}}\n"
+        weight = compiled(f"{text}parameters: {{weight: 1}}")["experts"]["x"]["weight"]["by_name"]
+        assert [own["value"] for own in weight] == [0.0, 1.0, 0.0]
+        assert weight[0]["match"][1] == "*visual.merger.*" and weight[1]["match"][2] == "*visual.*"
+
+    def test_models_have_one_order_in_all(self):
+        text = f"{TIES}parameters: {{weight: 1}}\nmodules:\n  decoder: {{models: [{{model: y}}]}}\n"
+        assert list(compiled(f"{text}  encoder: {{{FLOW}}}\n")["experts"]) == ["x", "y"]
 
 
 class TestParameters:
@@ -189,13 +226,28 @@ class TestWholeRecipes:
             ("merge_method: [ties]\nmodels: [{model: a}]", "merge_method is ['ties']"),
             ("merge_method: {ties: 1}\nmodels: [{model: a}]", "merge_method is {'ties': 1}"),
             ("merge_method: ties\nmodels: [{model: a}]", "ties needs `base_model`"),
-            (TIES, "exactly one of `models` and `slices`"),
+            (TIES, "exactly one of `models` and `slices` and `modules`"),
             (f"{TIES}models: []", "`models` is []; it is a list"),
             (f"{TIES}models: [{{model: a}}, {{model: a}}]", "a is named twice"),
             (f"{TIES}models: [3]", "3 is not a mapping"),
             (f"{TIES}models: [{{model: a+b+c}}]", "it is a model, or model+adapter"),
             (f"{TIES}models: [{{model: {{modle: a}}}}]", "unknown key 'modle'"),
-            (f"{TIES}modules: {{text: 1}}", "`modules`: models of several modules"),
+            (f"{TIES}modules: {{text: 1}}", "1 is not a mapping"),
+            (f"{TIES}modules: {{}}", "`modules` has no module"),
+            (f"{TIES}modules: {{a: {{parameters: {{}}}}}}", "exactly one of `models` and `slices`"),
+            (
+                f"{TIES}modules: {{a: {{slices: [{{sources: [{{model: x, layer_range: [0, 1]}}]}}]}}}}",
+                "layers of one of several modules are not stacked anew",
+            ),
+            (
+                f"{TIES}modules: {{encoder: {{{FLOW}}}, decoder: {{{BACK}}}}}",
+                "two modules name the same models in another order",
+            ),
+            (
+                f"{TIES}parameters: {{weight: [{{filter: mlp, value: 1}}, {{value: 0}}]}}\n"
+                f"modules: {{encoder: {{{FLOW}}}, decoder: {{{FLOW}}}}}",
+                "filters beside several modules",
+            ),
             (f"{TIES}{MODELS}{WEIGHT}dtype: int8", "dtype is 'int8'; it is one of float32"),
             (
                 "merge_method: slerp\nbase_model: b\nmodels: [{model: a}, {model: c}]\nparameters: {t: 0}",

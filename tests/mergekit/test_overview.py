@@ -13,6 +13,7 @@ from tests.mergekit.models import save_models
 from tests.mergekit.ours import merge_in_memory
 
 LOOKED_OVER = {
+    "arcee_fusion",
     "slerp",
     "ties",
     "dare_ties",

@@ -331,15 +331,17 @@ class TestValuesThatDiffer:
         ]
         return {name: torch.randn(4, 4, generator=generator) for name in [*names, "ln_f.weight"]}
 
-    def merges(self, weight=1.0, **given):
+    def planned(self, weight=1.0, **given):
         base = self.layers()
         experts = {
             name: {"source": "x", "weight": own} for name, own in (("a", weight), ("b", 1.0))
         }
         recipe = parse_recipe({"base": "base", "experts": experts, **given}, origin="test")
         with open_checkpoints(base, {"a": tuned(base), "b": tuned(base, 2)}, {}) as checkpoints:
-            plan = build_plan(recipe, checkpoints.base, checkpoints.experts)
-        return {tensor.name: tensor for tensor in plan.tensors}
+            return build_plan(recipe, checkpoints.base, checkpoints.experts)
+
+    def merges(self, weight=1.0, **given):
+        return {tensor.name: tensor for tensor in self.planned(weight, **given).tensors}
 
     def test_a_parameter_by_depth(self):
         by_depth = {"by_depth": [0.2, 0.6, 0.4]}
@@ -364,6 +366,18 @@ class TestValuesThatDiffer:
         assert list(tensors["h.0.mlp.weight"].operands) == ["b"]
         assert tensors["h.1.mlp.weight"].operands["a"].weight == 0.5
         assert tensors["h.2.mlp.weight"].operands["a"].weight == 1.0
+
+    def test_patterns_of_no_tensor_are_noted(self):
+        weight = {"by_name": [{"match": "*.mpl.*", "value": 0}, {"match": "*.mlp.*", "value": 1}]}
+        scale = {"by_name": [{"match": "x*", "value": 1}]}
+        plan = self.planned(weight, method="task_arithmetic", parameters={"scale": scale})
+        notes = [note for note in plan.notes if "matches no tensor" in note]
+        assert notes == [
+            "`experts.a.weight` has the pattern '*.mpl.*', which matches no tensor: did you mean "
+            "'*.mlp.*'?",
+            "`parameters.scale` has the pattern 'x*', which matches no tensor: they are called "
+            "'wte.weight', 'h.0.attn.weight' and 6 more",
+        ]
 
     def test_where_all_weights_are_0_the_base_stays(self):
         base = self.layers()

@@ -160,6 +160,11 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ("method: ''", "r.yml:3: method is ''; it must be text that is not empty"),
         ("dtype: half", "r.yml:3: dtype is 'half'; it must be 'float32' or 'float64'"),
         (
+            "dtype: bfloat16",
+            "r.yml:3: dtype is 'bfloat16'; it must be 'float32' or 'float64', which is computed in; to "
+            "store another pass --out-dtype bfloat16",
+        ),
+        (
             "tensors: {fused: halves}",
             "r.yml:3: tensors.fused is 'halves'; it must be 'whole' or 'split'",
         ),

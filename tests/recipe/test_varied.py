@@ -57,6 +57,11 @@ class TestWhatIsRefused:
             ({"by_depth": ["a"] * 2000}, r"by_depth is \['a', 'a', 'a', 'a' and 1996 more\]"),
             ({"by_name": [{"filter": "x", "value": 1}]}, r"by_name\[0\] is"),
             ({"by_name": [{"match": "", "value": 1}]}, "it is a pattern of names"),
+            (
+                {"by_name": [{"match": ["a", 1], "value": 1}]},
+                r"match is \['a', 1\]; it is a pattern",
+            ),
+            ({"by_name": [{"match": [], "value": 1}]}, "or a list of them"),
             ({"by_name": [{"value": {"by_name": [{"value": 1}]}}]}, "write its entries into this"),
         ],
     )

@@ -1,13 +1,19 @@
 """What tests of pages ask of a browser."""
 
 import base64
+import json
+
+import pytest
 
 DESKTOP, PHONE, NARROW = (1280, 900, False), (390, 844, True), (360, 740, True)
 SCHEMES = ("light", "dark")
+at_every_width = pytest.mark.parametrize(
+    "size", [NARROW, PHONE, DESKTOP], ids=["360", "390", "1280"]
+)
 # WCAG 2: at least 4.5 for text, 3 for large text.
-CONTRAST, CONTRAST_LARGE = 4.5, 3.0
+_CONTRAST, _CONTRAST_LARGE = 4.5, 3.0
 
-LOW_CONTRAST = """
+_LOW_CONTRAST = """
 const [normal, big] = arguments;
 const number = text => text.match(/[\\d.]+/g).map(Number);
 const luminance = color => {
@@ -50,3 +56,29 @@ def picture(browser, width):
         "Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip}
     )
     return base64.b64decode(taken["data"])
+
+
+def asked_for(browser):
+    """Addresses that the page has fetched; what it holds itself is none."""
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    addresses = {event["request"]["url"] for event in sent}
+    return {address for address in addresses if not address.startswith("data:")}
+
+
+def logged(browser):
+    """What the browser complains of."""
+    return [e for e in browser.get_log("browser") if e["level"] not in ("INFO", "DEBUG")]
+
+
+def hard_to_read(browser):
+    """Text without contrast."""
+    return browser.execute_script(_LOW_CONTRAST, _CONTRAST, _CONTRAST_LARGE)
+
+
+def check_width(browser, size):
+    """Check that a page scrolls one way."""
+    widths = browser.execute_script(
+        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert widths[0] == widths[1] <= size[0]

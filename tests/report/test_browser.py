@@ -1,7 +1,6 @@
 """A report of a real merge in a real browser: nothing is logged, loaded, cut off or hard to read."""
 
 import base64
-import json
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,14 @@ from covmerge import api
 from covmerge.reporting import write_html
 from tests.e2e.models import save_family
 from tests.report.browsing import (
-    CONTRAST,
-    CONTRAST_LARGE,
     DESKTOP,
-    LOW_CONTRAST,
-    NARROW,
     PHONE,
     SCHEMES,
+    asked_for,
+    at_every_width,
+    check_width,
+    hard_to_read,
+    logged,
     picture,
     show,
 )
@@ -72,12 +72,8 @@ def page(request, pages):
 
 def test_nothing_is_logged_and_nothing_loaded(browser, page):
     show(browser, page.as_uri())
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
-    addresses = {event["request"]["url"] for event in sent}
-    assert {a for a in addresses if not a.startswith("data:")} == {page.as_uri()}
-    logged = [e for e in browser.get_log("browser") if e["level"] not in ("INFO", "DEBUG")]
-    assert logged == []
+    assert asked_for(browser) == {page.as_uri()}
+    assert logged(browser) == []
     assert browser.execute_script("return document.scripts.length") == 0
     assert browser.execute_script("return document.compatMode") == "CSS1Compat"
 
@@ -88,7 +84,7 @@ def test_text_is_read_on_its_paper(browser, page, scheme):
     background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(254, 254, 254)", "dark": "rgb(21, 24, 28)"}[scheme]
     open_all(browser)
-    assert browser.execute_script(LOW_CONTRAST, CONTRAST, CONTRAST_LARGE) == []
+    assert hard_to_read(browser) == []
 
 
 def test_nothing_in_a_picture_is_cut_or_covered(browser, page):
@@ -96,15 +92,12 @@ def test_nothing_in_a_picture_is_cut_or_covered(browser, page):
     assert browser.execute_script(BAD_TEXT) == []
 
 
-@pytest.mark.parametrize("size", [NARROW, PHONE, DESKTOP], ids=["360", "390", "1280"])
+@at_every_width
 def test_a_page_scrolls_one_way(browser, page, size):
     show(browser, page.as_uri(), size)
     for step in (lambda: None, lambda: open_all(browser)):
         step()
-        widths = browser.execute_script(
-            "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-        )
-        assert widths[0] == widths[1] <= size[0]
+        check_width(browser, size)
     heights = browser.execute_script(
         "return [...document.querySelectorAll('svg text')].filter(t => t.textContent.trim())"
         ".map(t => t.getBoundingClientRect()).map(b => Math.min(b.height, b.width))"

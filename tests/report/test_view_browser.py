@@ -1,6 +1,5 @@
 """The page of `covmerge view` in a real browser: moved, read, exported, and the export merged."""
 
-import json
 import re
 import threading
 import time
@@ -16,13 +15,12 @@ from covmerge import api
 from covmerge.recipe import load_recipe
 from covmerge.viewer import Server, ViewJob
 from tests.report.browsing import (
-    CONTRAST,
-    CONTRAST_LARGE,
-    DESKTOP,
-    LOW_CONTRAST,
-    NARROW,
-    PHONE,
     SCHEMES,
+    asked_for,
+    at_every_width,
+    check_width,
+    hard_to_read,
+    logged,
     picture,
     show,
 )
@@ -217,25 +215,19 @@ def test_patterns_are_those_of_a_recipe(page):
 
 def test_nothing_is_logged_and_nothing_loaded_from_elsewhere(browser, url):
     opened(browser, url)
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    sent = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
-    addresses = {event["request"]["url"] for event in sent}
-    assert all(a.startswith((url, "data:")) for a in addresses)
-    assert [e for e in browser.get_log("browser") if e["level"] not in ("INFO", "DEBUG")] == []
+    assert all(address.startswith(url) for address in asked_for(browser))
+    assert logged(browser) == []
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("size", [NARROW, PHONE, DESKTOP], ids=["360", "390", "1280"])
+@at_every_width
 def test_it_is_read_at_every_width(browser, url, size, scheme, tmp_path):
     opened(browser, url, size, scheme)
     press(browser, "Other weights for some layers")
     press(browser, "Show it")
     wait(browser, "return !document.getElementById('text').hidden")
-    assert browser.execute_script(LOW_CONTRAST, CONTRAST, CONTRAST_LARGE) == []
-    widths = browser.execute_script(
-        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-    )
-    assert widths[0] == widths[1] <= size[0]
+    assert hard_to_read(browser) == []
+    check_width(browser, size)
     small = browser.execute_script(
         "return [...document.querySelectorAll('button, input, select')].filter(e => e.checkVisibility())"
         ".filter(e => e.getBoundingClientRect().height < 16).map(e => e.outerHTML)"
@@ -295,4 +287,4 @@ def test_names_are_text(browser, tmp_path):
         assert browser.execute_script("return document.querySelectorAll('img, main b').length") == 0
         assert browser.title == "<b>recipe.yml: covmerge view"
         assert "onerror" in browser.page_source
-        assert [e for e in browser.get_log("browser") if e["level"] not in ("INFO", "DEBUG")] == []
+        assert logged(browser) == []

@@ -58,6 +58,11 @@ def test_the_build_refuses_it(hooks, tmp_path):
         hooks.on_post_build(config)
 
 
+def test_flags_stay_on_one_line(hooks):
+    html = hooks.on_page_content("<p><code>verify --deep OUT</code> -- <pre><code><span>--x</span>")
+    assert 'verify <span class="flag">--deep</span> OUT' in html and html.count("flag") == 1
+
+
 def test_every_option_has_a_line(hooks):
     text = hooks.command_line()
     for option in ("--base-stats", "--max-memory", "--quantise", "--methods", "--deep"):
@@ -66,6 +71,8 @@ def test_every_option_has_a_line(hooks):
 
 
 def test_every_key_of_a_recipe_has_a_line(hooks):
+    page = (ROOT / "docs" / hooks.RECIPE).read_text("utf-8")
+    assert hooks._KEYS in page  # in its place
     text = hooks.recipe()
     for key in ("base", "experts", "rules", "tokenizer", "shard_size", "by_name"):
         assert key in text
@@ -119,6 +126,10 @@ def test_a_release_has_no_relative_link(built):
     assert "](https://host/org/covmerge/raw/abc/docs/images/terminal.svg)" in metadata.readme
     assert not RELATIVE.search(metadata.readme)
     assert metadata.urls["Repository"] == "https://host/org/covmerge"
+
+
+def test_the_lab_says_where_its_pages_are_without_links():
+    assert not RELATIVE.search((ROOT / "lab" / "README.md").read_text("utf-8"))
 
 
 def test_built_elsewhere_it_has_text_and_claims_no_address(built):

@@ -37,6 +37,9 @@ def test_an_untouched_output_passes(output):
     assert report.ok
     report.raise_if_failed()
     json.dumps(report.summary())
+    assert repr(report) == f"<Verification: {output}: every check passed>"
+    assert list(report.to_dataframe().columns) == ["check", "result", "detail"]
+    assert report._repr_html_().count("<tr>") == 1 + len(report.checks)
 
 
 def test_nan(output):
@@ -44,8 +47,12 @@ def test_nan(output):
     check = outcome(output)["finite"]
     assert not check.ok
     assert "encoder.layer.0.output.dense.weight" in check.detail
+    report = covmerge.verify(output)
     with pytest.raises(CheckFailed, match="finite"):
-        covmerge.verify(output).raise_if_failed()
+        report.raise_if_failed()
+    assert "checks failed>" in repr(report) and ("finite", "FAILED") in {
+        row[:2] for row in report.table().rows
+    }
 
 
 def test_another_shape(output):

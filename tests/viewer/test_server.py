@@ -76,6 +76,13 @@ def test_the_page_and_its_parts_are_there_under_a_strict_policy(server):
         assert ask(server, method="HEAD", name=name)[2] == b""
 
 
+def test_the_address_may_lack_its_last_slash(server):
+    place = urlsplit(server.url).path
+    status, headers, _ = ask(server, place.rstrip("/"))
+    assert (status, headers["Location"]) == (308, place)
+    assert ask(server, "/another")[0] == 404
+
+
 def test_it_listens_on_this_machine_alone(server):
     place = urlsplit(server.url)
     assert place.hostname == "127.0.0.1"

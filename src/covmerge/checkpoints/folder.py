@@ -49,7 +49,7 @@ _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed so
 WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, _GGUF)
 _INDEX = ".index.json"
 _FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
-_SHARD = re.compile(r"-[0-9]+-of-(?P<count>[0-9]{1,18})\.[a-z]+$", re.ASCII)
+_SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
 PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
     "model.safetensors.index.json",
@@ -260,6 +260,27 @@ def _refuse_lone_shard(present: Sequence[str], where: str) -> None:
             )
 
 
+def _check_all_listed(where: str, listed: Collection[str], names: Collection[str]) -> None:
+    """Refuse an index that leaves out some of the shards beside it: it is of another version than they are.
+
+    Shards that are not there may have been left out on purpose, with the layers that were in them.
+    """
+    kinds = {_kind(name) for name in listed} - {None}
+    left_out = sorted(name for name in names if name not in listed and _kind(name) in kinds)
+    if left_out:
+        raise CheckpointError(
+            f"{where} lists {counted(len(listed), 'shard')}, and beside it lies {_some(left_out)}, by its "
+            "name one of the same model: the index is of another version than the shards. Fetch it again, "
+            "or remove what is not of the model"
+        )
+
+
+def _kind(name: str) -> str | None:
+    """What all shards of a model have in common in their names; None of what is no shard."""
+    shard = _SHARD.search(name)
+    return None if shard is None else name[: shard.start()] + shard["kind"]
+
+
 def read_config(file: StoredFile | Path) -> dict[str, Any]:
     """Return a config.json.
 
@@ -342,6 +363,7 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         index = _existing(store, choice.name)
         beside.append(index)
         weight_map = read_weight_map(index)
+        _check_all_listed(str(index), set(weight_map.values()), names)
         weights = _open_all([_existing(store, name) for name in sorted(set(weight_map.values()))])
         check_weight_map(
             str(index), weight_map, {file.name: read.headers for file, read in weights.items()}

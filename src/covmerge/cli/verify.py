@@ -57,18 +57,10 @@ def _show(report: Verification) -> None:
     for check in report.checks:
         checks.add_row(
             check.name,
-            ("ok" if check.made else "not made") if check.ok else "FAILED",
+            check.result,
             printable(check.detail),
             style="red" if not check.ok else "yellow" if check.noted else None,
         )
-    failed = sum(not check.ok for check in report.checks)
     console = stdout()
     console.print(checks)
-    missing = sum(not check.made for check in report.checks)
-    verdict = f"{failed} of {len(report.checks)} checks failed" if failed else "every check passed"
-    if missing and not failed:
-        verdict = f"{len(report.checks) - missing} checks passed, {missing} could not be made"
-    noted = [check.name for check in report.checks if check.noted]
-    if noted and not failed:
-        verdict += f", but see what is said of {', '.join(noted)}"
-    console.print(f"{printable(str(report.folder))}: {verdict}", soft_wrap=True)
+    console.print(f"{printable(str(report.folder))}: {report.verdict}", soft_wrap=True)

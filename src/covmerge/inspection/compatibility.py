@@ -128,7 +128,8 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
                 "`tensors: {vocabulary: base}`"
                 if refused
                 else "; the rows of the base are merged"
-            ),
+            )
+            + _rows_besides(rows - base.headers[tensor].shape[0]),
             name,
             (tensor,),
         )
@@ -136,6 +137,11 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
         yield Finding(
             Severity.NOTE, f"has a task head of its own ({some(found.heads, 3)}), kept beside", name
         )
+
+
+def _rows_besides(added: int) -> str:
+    """Say that what is counted of a table leaves out the rows that only the expert has."""
+    return f". Its {counted(added, 'row')} beyond are not counted below" if added > 0 else ""
 
 
 def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:

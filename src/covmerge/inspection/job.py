@@ -54,6 +54,7 @@ from covmerge.tensors import describe_checkpoint, matrix_shapes
 SpectraOf = Literal["all", "some", "none"]
 # Operations that "some" spectra may take together: minutes on a workstation.
 _SPECTRAL_FLOPS = 1e14
+_ALL = "--spectra all"
 _LEAST_SPECTRA = 4  # as many as are drawn
 
 
@@ -238,10 +239,10 @@ class InspectJob:
             return frozenset(names), []
         count = min(len(names), max(_LEAST_SPECTRA, int(len(names) * allowed / total)))
         chosen = frozenset(names[i * len(names) // count] for i in range(count))
+        how = _ALL if self.spectral_flops is None else f"`covmerge report OUT {_ALL}`"
         text = (
             f"singular values were taken of {count} of {len(names)} tensors, evenly from the first to "
-            f"the last ({'' if self.spectral_flops is None else 'covmerge report OUT '}--spectra all takes "
-            "all)"
+            f"the last ({how} takes all)"
         )
         return chosen, [Finding(Severity.NOTE, text)]
 

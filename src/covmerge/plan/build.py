@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import lcm, prod
 
 import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.folder import weights_stem
-from covmerge.errors import InputError, RecipeError
+from covmerge.errors import InputError, RecipeError, pattern_meant
 from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED, choose
@@ -36,6 +37,7 @@ from covmerge.plan.rules import Rules
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
 from covmerge.recipe import Recipe
+from covmerge.recipe.varied import patterns_in
 from covmerge.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
 from covmerge.text import counted
 from covmerge.types import Role, TensorHeader
@@ -248,7 +250,7 @@ def _plan(
             *notes_on_statistics(draft.recipe, base.checkpoint, draft.tensors, statistics),
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
-            *_unused_rules(draft.recipe, base, models),
+            *_of_no_tensor(draft.recipe, base, models),
             *_notes(base, models, draft.alignments, draft.tensors),
             *(() if draft.adapter is None else draft.adapter.notes),
             *(() if draft.packed is None else draft.packed.notes),
@@ -627,7 +629,7 @@ def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
         )
 
 
-def _unused_rules(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
+def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
     everything = [
         info for model in (base, *models.values()) for info in model.description.tensors.values()
     ]
@@ -635,6 +637,11 @@ def _unused_rules(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> I
         if not any(rule.applies_to(info.name, info.role) for info in everything):
             condition = rule.match if rule.match is not None else f"role {rule.role}"
             yield f"the rule for '{condition}' applies to no tensor: check its spelling"
+    for where, patterns in patterns_in(recipe.model_dump()):
+        if not any(fnmatchcase(name, own) for name in base.headers for own in patterns):
+            meant = pattern_meant(patterns[0], base.headers)
+            said = " or ".join(f"'{pattern}'" for pattern in patterns)
+            yield f"`{where}` has the pattern {said}, which matches no tensor: {meant}"
 
 
 def _notes(

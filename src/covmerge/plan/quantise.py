@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.gguf_file import GgufSettings
-from covmerge.errors import CheckpointError, RecipeError
+from covmerge.errors import CheckpointError, RecipeError, pattern_meant
 from covmerge.plan.forms import ModelTensor, PackedTensor
 from covmerge.plan.work import TensorPlan
 from covmerge.quantised import (
@@ -275,14 +273,6 @@ def _check_pattern(pattern: str, names: Sequence[str]) -> None:
     """Refuse a pattern of no tensor: what it was to keep would be rounded, which cannot be undone."""
     if any(fnmatchcase(name, pattern) for name in names):
         return
-    parts = {part for name in names for part in name.split(".")}
-    nearest = re.sub(
-        r"[^.*?\[\]]+",
-        lambda part: next(iter(get_close_matches(part[0], parts, n=1)), part[0]),
-        pattern,
+    raise RecipeError(
+        f"`keep` has '{pattern}', which matches no tensor: {pattern_meant(pattern, names)}"
     )
-    found = any(fnmatchcase(name, nearest) for name in names)
-    hint = (
-        f"did you mean '{nearest}'?" if found else f"they are called {some(names, 2, quoted=True)}"
-    )
-    raise RecipeError(f"`keep` has '{pattern}', which matches no tensor: {hint}")

@@ -25,6 +25,7 @@ _SHORT: Mapping[type[BaseModel], str] = {
     Expert: "a path, org/name@revision or ",
     TokenRow: "an expert's name, base, zero or ",
 }
+_STORED_DTYPES = ("bfloat16", "float16")
 _MOST = 50  # lines that anybody reads
 _WANTED = {
     "string_type": "text",
@@ -85,7 +86,10 @@ def _line(detail: ErrorDetails, origin: Origin) -> str:
         return f"{where}: {_place(path[:-1])} lacks the key {path[-1]!r}. {description}"
     if kind == "value_error":
         return f"{where}: {_place(path)}: {detail['ctx']['error']}"  # pyright: ignore[reportTypedDictNotRequiredAccess] - always there for this type
-    return f"{where}: {_place(path)} is {_value(detail['input'])}; it must be {_wanted(detail)}"
+    given = detail["input"]
+    stored = path == ("dtype",) and given in _STORED_DTYPES
+    hint = f", which is computed in; to store another pass --out-dtype {given}" if stored else ""
+    return f"{where}: {_place(path)} is {_value(given)}; it must be {_wanted(detail)}{hint}"
 
 
 def _wanted(detail: ErrorDetails) -> str:

@@ -488,7 +488,7 @@ class Recipe(StrictModel):
         "tensor to tensor: `{by_depth: [0.2, 0.6]}` lies between these numbers by the depth of the "
         "tensor's layer, the first for the first layer and whatever lies outside the layers; `{by_name: "
         "[{match: '*.mlp.*', value: 0.5}, {value: 1.0}]}` is that of the first pattern that matches its "
-        "whole name, and the method's default where none does.",
+        "whole name (`match` may be a list of patterns), and the method's default where none does.",
     )
     before: Steps = Field(
         default=(),

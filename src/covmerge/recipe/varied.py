@@ -7,7 +7,7 @@ one value an expert, as in `density: [0.6, 0.5, 0.4]`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ BY_DEPTH, BY_NAME = "by_depth", "by_name"
 _MAX_ENTRIES = 1000
 _SPECIAL, _QUOTED = re.compile(r"[*?[]"), r"[\g<0>]"
 
+_PATTERN: dict[str, Any] = {"type": "string", "minLength": 1}
+_PATTERNS: dict[str, Any] = {"type": "array", "minItems": 1, "items": _PATTERN}
 VARIED_SCHEMA: dict[str, Any] = {
     "description": "A value that differs from tensor to tensor.",
     "oneOf": [
@@ -35,7 +37,7 @@ VARIED_SCHEMA: dict[str, Any] = {
                     "maxItems": _MAX_ENTRIES,
                     "items": {
                         "type": "object",
-                        "properties": {"match": {"type": "string", "minLength": 1}, "value": {}},
+                        "properties": {"match": {"oneOf": [_PATTERN, _PATTERNS]}, "value": {}},
                         "required": ["value"],
                         "additionalProperties": False,
                     },
@@ -117,9 +119,36 @@ def value_at(value: object, name: str, depth: float) -> Any:
     if BY_DEPTH in form:
         return _between(form[BY_DEPTH], depth)
     for entry in form[BY_NAME]:
-        if fnmatchcase(name, entry.get("match", "*")):
+        if any(fnmatchcase(name, pattern) for pattern in patterns_of(entry)):
             return value_at(entry["value"], name, depth)
     return UNSAID
+
+
+def patterns_of(entry: Mapping[str, Any]) -> Sequence[str]:
+    """Return the patterns of an entry of `by_name`; a name that one of them matches has its value."""
+    match: str | Sequence[str] = entry.get("match", "*")
+    return (match,) if isinstance(match, str) else match
+
+
+def patterns_in(value: object, where: str = "") -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the patterns of each entry of a recipe's `by_name`, after the key that has it.
+
+    Example:
+        >>> list(patterns_in({"weight": {"by_name": [{"match": "*.mlp.*", "value": 0}, {"value": 1}]}}))
+        [('weight', ('*.mlp.*',))]
+    """
+    if isinstance(value, Mapping):
+        own = cast("Mapping[str, object]", value)
+        for key, inner in own.items():
+            if key == BY_NAME:
+                for entry in cast("Sequence[Mapping[str, Any]]", inner):
+                    if "match" in entry:
+                        yield where, patterns_of(entry)
+            else:
+                yield from patterns_in(inner, f"{where}.{key}" if where else key)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(cast("Sequence[object]", value)):
+            yield from patterns_in(inner, f"{where}[{number}]")
 
 
 def containing(text: str) -> str:
@@ -182,8 +211,12 @@ def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> 
             "other tensors"
         )
     match = own.get("match", "*")
-    if not isinstance(match, str) or not match:
-        raise ValueError(f"{where}.match is {match!r}; it is a pattern of names, such as '*.mlp.*'")
+    several = cast("Sequence[object]", match) if isinstance(match, list | tuple) else [match]
+    patterns = several or [""]
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(
+            f"{where}.match is {match!r}; it is a pattern of names, such as '*.mlp.*', or a list of them"
+        )
     if is_varied(own["value"]) and BY_NAME in cast("Mapping[str, object]", own["value"]):
         raise ValueError(f"{where}.value is `{BY_NAME}` again; write its entries into this list")
     check_varied(own["value"], check)

@@ -10,8 +10,10 @@ from typing import Any
 from covmerge.checkpoints.folder import open_file
 from covmerge.checkpoints.layout import HEADS_FOLDER
 from covmerge.errors import CheckFailed, CheckpointError
+from covmerge.notebook import paragraph, table_html
 from covmerge.stores.store import Store
 from covmerge.stores.walk import file_at
+from covmerge.table import Table, Tabular
 from covmerge.types import Json
 
 DIFFERS = "differs from base"  # the check that a merge changed anything
@@ -40,9 +42,14 @@ class Check:
     made: bool = True
     noted: bool = False
 
+    @property
+    def result(self) -> str:
+        """The outcome in a word."""
+        return ("ok" if self.made else "not made") if self.ok else "FAILED"
 
-@dataclass(frozen=True)
-class Verification:
+
+@dataclass(frozen=True, repr=False)
+class Verification(Tabular):
     """Outcome of all checks on one output.
 
     Attributes:
@@ -53,6 +60,9 @@ class Verification:
     folder: Path | Store
     checks: tuple[Check, ...]
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.folder}: {self.verdict}>"
+
     @property
     def ok(self) -> bool:
         """Whether every check passed."""
@@ -62,6 +72,18 @@ class Verification:
     def failed(self) -> tuple[str, ...]:
         """Names of the checks that failed."""
         return tuple(check.name for check in self.checks if not check.ok)
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a line."""
+        count, failed = len(self.checks), len(self.failed)
+        if failed:
+            return f"{failed} of {count} checks failed"
+        missing = sum(not check.made for check in self.checks)
+        said = f"{count - missing} checks passed, {missing} could not be made"
+        noted = [check.name for check in self.checks if check.noted]
+        but = f", but see what is said of {', '.join(noted)}" if noted else ""
+        return (said if missing else "every check passed") + but
 
     def raise_if_failed(self) -> None:
         """Raise CheckFailed with the failed checks, if there are any."""
@@ -76,6 +98,15 @@ class Verification:
             "ok": self.ok,
             "checks": [asdict(check) for check in self.checks],
         }
+
+    def table(self) -> Table:
+        """One row for each check."""
+        columns = ("check", "result", "detail")
+        return Table(columns, tuple((own.name, own.result, own.detail) for own in self.checks))
+
+    def html(self) -> str:
+        """What a notebook shows."""
+        return paragraph(f"{self.folder}: {self.verdict}") + table_html(self.table())
 
 
 def check_heads(store: Store, manifest: Mapping[str, Any]) -> Check:

@@ -15,7 +15,7 @@ from covmerge.errors import RecipeError
 from covmerge.methods import registry
 from covmerge.recipe import Expert, Recipe, Rule
 from covmerge.recipe.strict import StrictModel
-from covmerge.recipe.varied import BY_NAME, is_varied
+from covmerge.recipe.varied import BY_NAME, is_varied, patterns_of
 
 SUM, MEAN = "task_arithmetic", "average"
 Number = Annotated[float, Field(ge=0.0, le=1e6, allow_inf_nan=False)]
@@ -193,7 +193,7 @@ def _grouped(
 
 def _last(value: Mapping[str, Any], default: float) -> float:
     """What `by_name` says of all other tensors."""
-    rest = (entry["value"] for entry in value[BY_NAME] if entry.get("match", "*") == "*")
+    rest = (entry["value"] for entry in value[BY_NAME] if "*" in patterns_of(entry))
     return float(next(rest, default))
 
 
@@ -201,8 +201,8 @@ def _entries(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Patterns and values up to the one for all other tensors."""
     found: list[tuple[str, Any]] = []
     for entry in value[BY_NAME]:
-        match = entry.get("match", "*")
-        if match == "*":
+        patterns = patterns_of(entry)
+        if "*" in patterns:
             break
-        found.append((match, entry["value"]))
+        found += [(pattern, entry["value"]) for pattern in patterns]
     return found

@@ -34,6 +34,10 @@ class ViewJob:
             InputError: neither an output nor a recipe, a source that is no longer there, or nothing to
                 weigh.
         """
+        if not self.path.exists():
+            raise InputError(
+                f"{self.path} is not there: name a folder that `covmerge merge` wrote, or a recipe file"
+            )
         if not self.path.is_dir():
             recipe = load_recipe(self.path)
             with open_recipe(recipe) as checkpoints:

@@ -195,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND)
             return None
         if self.path == f"/{token}":  # what the page names lies below
-            self._refuse(HTTPStatus.NOT_FOUND)
+            self._send(HTTPStatus.PERMANENT_REDIRECT, "text/plain", b"", Location=f"/{token}/")
             return None
         return name
 
@@ -203,9 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self._send(status, "text/plain", f"{status.value} {status.phrase}\n".encode())
 
-    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, **more: str) -> None:
         self.send_response(status)
-        for name, value in _HEADERS.items():
+        for name, value in {**_HEADERS, **more}.items():
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))

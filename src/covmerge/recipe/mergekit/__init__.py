@@ -3,7 +3,8 @@
 reading      their keys, checked: what is unknown is named with the nearest
 models       references to models; names for them
 methods      what each of their methods is here, and which parameters it has
-pieces       models and slices, each with its sources
+pieces       models, slices and modules, each with its sources
+modules      what differs by module as values by name
 tokenizers   rules of tokens and chat templates
 settings     precedence, filters and gradients as values by name and by depth
 parameters   all parameters of a method

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covmerge.recipe.mergekit.methods import named
 from covmerge.recipe.mergekit.models import Places, Reference
+from covmerge.recipe.mergekit.modules import by_module
 from covmerge.recipe.mergekit.parameters import own_weight, parameters
 from covmerge.recipe.mergekit.pieces import Piece, Theirs, read_theirs
 from covmerge.recipe.mergekit.reading import Part, Told
@@ -26,10 +27,6 @@ _KEYS = (
     ),
     *KEYS,
 )
-_REFUSED = {
-    "modules": "models of several modules are not sliced by module here: write `models:`, which merges all "
-    "of their tensors, and leave some to the base by covmerge's `rules`",
-}
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -59,11 +56,10 @@ def compile_mergekit(
     """
     part = Part(data, (), origin, told)
     part.check_keys(_KEYS)
-    for key, reason in _REFUSED.items():
-        if part.data.get(key) is not None:
-            part.refuse(f"`{key}`: {reason}", key)
     theirs = read_theirs(part, named(part), places or Places())
     own = [parameters(theirs, piece) for piece in theirs.pieces]
+    if theirs.modular:
+        own = [_by_module(theirs, own)]
     alike = all(one == own[0] for one in own)
     found: dict[str, Any] = {
         "base": theirs.base_path,
@@ -83,8 +79,41 @@ def compile_mergekit(
 
 def _expert(theirs: Theirs, model: Reference) -> Any:
     source = theirs.places.located(model.lora or model.model)
-    weight = own_weight(theirs, model)
+    weight = _weight(theirs, model)
     return source if weight is None else {"source": source, "weight": weight}
+
+
+def _weight(theirs: Theirs, model: Reference) -> Any:
+    """What a model counts for beside the parameters of the method; None: as the others."""
+    own = [(piece, own_weight(theirs, piece, model)) for piece in theirs.pieces]
+    if not theirs.modular:
+        return next((weight for _, weight in own if weight is not None), None)
+    values = {
+        str(piece.module): (1.0 if weight is None else weight)
+        if model in [source.model for source in theirs.merged(piece)]
+        else 0.0
+        for piece, weight in own
+    }
+    found = by_module(theirs.part, values, elsewhere=0.0)
+    return None if found == 1.0 else found
+
+
+def _by_module(theirs: Theirs, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parameters of all modules as those of the recipe."""
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for one in own for key in one):
+        values = {
+            str(piece.module): one[key]
+            for piece, one in zip(theirs.pieces, own, strict=True)
+            if key in one
+        }
+        if len(values) < len(own):
+            theirs.part.refuse(
+                f"`{key}` is said of some modules alone ({', '.join(values)}): say it of all",
+                "modules",
+            )
+        found[key] = by_module(theirs.part, values, None)
+    return found
 
 
 def _layers(theirs: Theirs, piece: Piece) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
     Raises:
         RecipeError: one that the method has not, or not where it stands, or that must be said.
     """
-    around = [piece.part.part("parameters"), theirs.part.part("parameters")]
+    around = theirs.around(piece)
     if not theirs.is_theirs:
         return _of_ours(theirs, piece, around)
     _check(theirs, piece, around)
@@ -48,16 +48,15 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
     return _with_words(method, theirs.part, found)
 
 
-def own_weight(theirs: Theirs, model: Reference) -> Any:
+def own_weight(theirs: Theirs, piece: Piece, model: Reference) -> Any:
     """Return a model's weight, for methods of covmerge's that have no parameter of this name; or None."""
     if theirs.is_theirs or registry.get(theirs.method.ours).has("weight"):
         return None
-    around = theirs.part.part("parameters")
-    for piece in theirs.pieces:
-        for own in piece.sources:
-            parts = [own.part.part("parameters"), piece.part.part("parameters"), around]
-            if own.model == model and any("weight" in part.data for part in parts):
-                return setting("weight", parts, 1.0, str(model))
+    around = theirs.around(piece)
+    for own in piece.sources:
+        parts = [own.part.part("parameters"), *around]
+        if own.model == model and any("weight" in part.data for part in parts):
+            return setting("weight", parts, 1.0, str(model))
     return None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, cast
 
 from covmerge.recipe.mergekit.methods import METHODS, TheirMethod
 from covmerge.recipe.mergekit.models import Places, Reference, names_of, reference
+from covmerge.recipe.mergekit.modules import WHOLE
 from covmerge.recipe.mergekit.reading import Part
 from covmerge.recipe.mergekit.tokenizers import RESERVED, asks_for_tokens
 
@@ -30,11 +32,15 @@ class Piece:
         part: the slice.
         sources: its models.
         start: the first of its layers in the output.
+        module: the one that it is of; None: there are no modules, or one alone.
+        outer: what stands between it and the recipe.
     """
 
     part: Part
     sources: Sequence[Source]
     start: int = 0
+    module: str | None = None
+    outer: Sequence[Part] = ()
 
     @property
     def renumbers(self) -> bool:
@@ -75,16 +81,40 @@ class Theirs:
         """Whether it has slices."""
         return self.pieces[0].sources[0].layers is not None
 
+    @property
+    def modular(self) -> bool:
+        """Whether its modules are parts of the model."""
+        return self.pieces[0].module is not None
+
     def merged(self, piece: Piece) -> list[Source]:
         """The models that are merged: without the base, where that is what they are differences to."""
         one_more = self.method.base == "one_more"
         return [own for own in piece.sources if one_more or own.model != self.base]
 
+    def around(self, piece: Piece) -> list[Part]:
+        """The `parameters` that a piece's models have in common, from the nearest place outwards."""
+        return [own.part("parameters") for own in (piece.part, *piece.outer, self.part)]
+
     @cached_property
     def models(self) -> dict[Reference, str]:
         """All models that are merged, with their names."""
-        merged = [own.model for piece in self.pieces for own in self.merged(piece)]
-        return names_of(merged, RESERVED if asks_for_tokens(self.part) else ())
+        merged = [[own.model for own in self.merged(piece)] for piece in self.pieces]
+        every = self._in_order(merged) if self.modular else [own for one in merged for own in one]
+        return names_of(every, RESERVED if asks_for_tokens(self.part) else ())
+
+    def _in_order(self, merged: Sequence[Sequence[Reference]]) -> list[Reference]:
+        """One order of the models of all modules: sums are rounded in it, and random numbers drawn."""
+        after: dict[Reference, set[Reference]] = {}
+        for one in merged:
+            for place, model in enumerate(one):
+                after.setdefault(model, set()).update(one[:place])
+        try:
+            return list(TopologicalSorter(after).static_order())
+        except CycleError:
+            self.part.refuse(
+                "two modules name the same models in another order: name them in one order in all",
+                "modules",
+            )
 
     @cached_property
     def start(self) -> Reference | None:
@@ -123,16 +153,49 @@ def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
         RecipeError: neither, both, or not what the method merges.
     """
     base = None if part.data.get("base_model") is None else reference(part, "base_model")
-    ways = [key for key in ("models", "slices") if part.data.get(key) is not None]
-    if len(ways) != 1:
-        part.refuse(
-            f"exactly one of `models` and `slices` is needed, and there are {ways or 'none'}"
-        )
-    pieces = _slices(part, base) if ways == ["slices"] else [_models(part, base)]
+    way = _way(part, "models", "slices", "modules")
+    pieces = _modules(part, base) if way == "modules" else _pieces(part, base, way)
     theirs = Theirs(part, method, places, base, pieces)
     for piece in pieces:
         _check(theirs, piece)
     return theirs
+
+
+def _way(part: Part, *known: str) -> str:
+    ways = [key for key in known if part.data.get(key) is not None]
+    if len(ways) != 1:
+        listed = " and ".join(f"`{key}`" for key in known)
+        part.refuse(f"exactly one of {listed} is needed, and there are {ways or 'none'}")
+    return ways[0]
+
+
+def _pieces(part: Part, base: Reference | None, way: str) -> list[Piece]:
+    return _slices(part, base) if way == "slices" else [_models(part, base)]
+
+
+def _modules(part: Part, base: Reference | None) -> list[Piece]:
+    """The pieces of all modules; one that is the whole model is as if its keys stood in the recipe."""
+    modules = part.part("modules")
+    if not modules.data:
+        part.refuse("`modules` has no module; each is a name with `models` or `slices`", "modules")
+    found: list[Piece] = []
+    for name in modules.data:
+        own = modules.part(name)
+        own.check_keys(("models", "slices", "parameters"))
+        whole = name == WHOLE and len(modules.data) == 1
+        way = _way(own, "models", "slices")
+        if way == "slices" and not whole:
+            own.refuse(
+                "layers of one of several modules are not stacked anew: write `models`, which takes each "
+                "model's own layers",
+                "slices",
+            )
+        outer = (own,)
+        found += [
+            replace(piece, module=None if whole else str(name), outer=outer)
+            for piece in _pieces(own, base, way)
+        ]
+    return found
 
 
 def _models(part: Part, base: Reference | None) -> Piece:
