@@ -113,7 +113,13 @@ class RankJob:
         """Do what there is to do until the session is over; return how many items were done here."""
         self.checkpoints.materialize()
         inner = self.options.executor(self.memory, self.checkpoints.opener)
-        with closing(Ranks(inner, session)) as executor, suppress(LeaderGoneError), session:
+        contents = self.checkpoints.contents()
+        with (
+            closing(Ranks(inner, session)) as executor,
+            suppress(LeaderGoneError),
+            session,
+            executor.hashing(contents) as hashing,
+        ):
             output = self._opened(session)
             with torch_threads(threads):
                 run_part(
@@ -123,6 +129,7 @@ class RankJob:
                     Context(self.plan.compute_dtype, self.options.torch_device),
                     executor=executor,
                 )
+            hashing.result()
             while True:
                 session.wait()
         return executor.own

@@ -22,9 +22,10 @@ from typing import Any, cast
 
 from covmerge.checkpoints import Entry
 from covmerge.checkpoints.sealed import check_seal, parsed, sealed
+from covmerge.engine.portable import named_error
 from covmerge.engine.ranks.ledger import Ledger, Ledgers
 from covmerge.engine.ranks.rank import Rank
-from covmerge.errors import CheckpointError, InputError
+from covmerge.errors import CheckpointError, CovmergeError, InputError
 from covmerge.stores.disk import disk_errors, replace_file
 from covmerge.stores.regular_file import read_regular
 from covmerge.types import Json
@@ -107,6 +108,17 @@ class Session:
         except InputError:
             self.check()
             raise
+
+    def failed(self, stage: int | str, error: Exception) -> None:
+        """Tell the others of an error here, which ends the merge.
+
+        Raises:
+            LeaderGoneError: it is all over, and the error is only what came of it.
+        """
+        self.check()
+        kind, message = named_error(error)
+        with suppress(CovmergeError, LeaderGoneError):
+            self.tell({"stage": stage, "error": kind, "message": message})
 
     def open_stage(self, stage: int, items: Sequence[int]) -> None:
         """Say which items a stage has."""
