@@ -113,23 +113,18 @@ class RankJob:
         """Do what there is to do until the session is over; return how many items were done here."""
         self.checkpoints.materialize()
         inner = self.options.executor(self.memory, self.checkpoints.opener)
-        contents = self.checkpoints.contents()
-        with (
-            closing(Ranks(inner, session)) as executor,
-            suppress(LeaderGoneError),
-            session,
-            executor.hashing(contents) as hashing,
-        ):
+        with closing(Ranks(inner, session)) as executor, suppress(LeaderGoneError), session:
             output = self._opened(session)
-            with torch_threads(threads):
-                run_part(
-                    self.plan,
-                    output,
-                    self.checkpoints.sources(),
-                    Context(self.plan.compute_dtype, self.options.torch_device),
-                    executor=executor,
-                )
-            hashing.result()
+            with executor.hashing(self.checkpoints.contents()) as hashing:
+                with torch_threads(threads):
+                    run_part(
+                        self.plan,
+                        output,
+                        self.checkpoints.sources(),
+                        Context(self.plan.compute_dtype, self.options.torch_device),
+                        executor=executor,
+                    )
+                hashing.result()
             while True:
                 session.wait()
         return executor.own

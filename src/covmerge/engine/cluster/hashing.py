@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -40,7 +40,7 @@ class ClusterHashing:
 
     def __enter__(self) -> ClusterHashing:
         """See `Hashing`."""
-        self._hashing: Future[Hashes] = self._pool.submit(self._hash_all)
+        self._hashing: Future[Mapping[tuple[str, str], str]] = self._pool.submit(self._hash_all)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -57,9 +57,9 @@ class ClusterHashing:
         Raises:
             ResourceError: the nodes that hashed a file were lost again and again.
         """
-        return self._hashing.result()
+        return in_order(self._contents, self._hashing.result())
 
-    def _hash_all(self) -> Hashes:
+    def _hash_all(self) -> Mapping[tuple[str, str], str]:
         """What this process does: it keeps some tasks on their way, the largest files first."""
         shared = sorted(to_share(self._contents), key=lambda one: -one[1].size)
         waiting = iter([(key, content.name) for key, content in shared])
@@ -77,7 +77,7 @@ class ClusterHashing:
             for reference in running:
                 with suppress(Exception):
                     self._ray.cancel(reference, force=True)
-        return in_order(self._contents, found)
+        return found
 
     def _submit(
         self, waiting: Iterator[tuple[str, str]], running: dict[Any, tuple[str, str]]

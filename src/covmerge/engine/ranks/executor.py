@@ -22,7 +22,7 @@ from covmerge.engine.ranks.session import Session
 from covmerge.engine.ranks.shares import own_first
 from covmerge.engine.selection import Selections
 from covmerge.engine.serving import check_there
-from covmerge.errors import CheckpointError, CovmergeError
+from covmerge.errors import CheckpointError
 from covmerge.stores.regular_file import read_regular
 
 _MOST_BYTES = 2**34  # of what a rank has counted
@@ -195,11 +195,7 @@ class Ranks:
 
     def _lot(self, stage: _Stage) -> Lot:
         stage.lots += 1
-        try:
-            return Lot(self._session.folder, stage.number, self._session.who, stage.lots)
-        except (CovmergeError, OSError):
-            self._session.check()
-            raise
+        return self._session.lot(stage.number, stage.lots)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 from covmerge.engine.hashing import Contents, Hashes, in_order, to_share
 from covmerge.engine.portable import error_named
-from covmerge.engine.ranks.claims import Lot, who_has
+from covmerge.engine.ranks.claims import who_has
 from covmerge.engine.ranks.session import LeaderGoneError, Session
 from covmerge.engine.ranks.shares import own_first
 from covmerge.errors import CheckpointError
@@ -51,7 +51,7 @@ class SharedHashing:
 
     def __enter__(self) -> SharedHashing:
         """See `Hashing`."""
-        self._lot = Lot(self._session.folder, _STAGE, self._session.who, 0)
+        self._lot = self._session.lot(_STAGE, 0)
         self._hashing: list[Future[None]] = []
         try:
             for work in (self._work, *[self._help] * (self._threads - 1)):

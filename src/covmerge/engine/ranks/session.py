@@ -23,6 +23,7 @@ from typing import Any, cast
 from covmerge.checkpoints import Entry
 from covmerge.checkpoints.sealed import check_seal, parsed, sealed
 from covmerge.engine.portable import named_error
+from covmerge.engine.ranks.claims import Lot
 from covmerge.engine.ranks.ledger import Ledger, Ledgers
 from covmerge.engine.ranks.rank import Rank
 from covmerge.errors import CheckpointError, CovmergeError, InputError
@@ -133,6 +134,19 @@ class Session:
         while (record := _read(self._stage(stage))) is None:
             self.wait()
         return cast("list[int]", record["items"])
+
+    def lot(self, stage: int | str, number: int) -> Lot:
+        """Return what this rank claims of a stage with.
+
+        Raises:
+            LeaderGoneError: it is all over.
+            InputError: the folder cannot be written to.
+        """
+        try:
+            return Lot(self.folder, stage, self.who, number)
+        except (CovmergeError, OSError):
+            self.check()
+            raise
 
     def wait(self) -> None:
         """Wait a moment for others, and look what they have done.
