@@ -567,7 +567,7 @@ def forecast_recipe(recipe: Recipe, hardware: Hardware) -> tuple[Plan, Forecast]
     with open_recipe(recipe) as checkpoints:
         settled = checkpoints.settled([recipe], RunOptions())
         (plan,), _ = checkpoints.plans(settled.recipes)
-        sizes = [sum(h.nbytes for h in own.headers.values()) for _, own in checkpoints.all()]
+        sizes = [[one.size for one in own] for own in checkpoints.contents().values()]
         return replace(plan, notes=(*plan.notes, *settled.notes)), forecast(plan, hardware, sizes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from math import sqrt
@@ -14,8 +14,10 @@ from typing import Any, cast
 
 from covmerge.checkpoints import AdapterCheckpoint, Staging, check_not_input
 from covmerge.engine import (
+    Contents,
     Context,
     Figures,
+    Hashes,
     MemoryPlan,
     NoOutput,
     Output,
@@ -35,7 +37,7 @@ from covmerge.notebook import paragraph, table_html
 from covmerge.output import OutputFiles
 from covmerge.plan import OF_BASE, Plan, Settings
 from covmerge.recipe import Recipe, dump_recipe
-from covmerge.sources import Fingerprints, OpenCheckpoints
+from covmerge.sources import OpenCheckpoints
 from covmerge.statistics.file import StatisticsFile
 from covmerge.stores.address import local_path
 from covmerge.table import Table, Tabular
@@ -318,7 +320,8 @@ class CompareJob:
         memory = self.options.memory(plans, shared=_SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()
-            done = self._execute(plans, [NoOutput() for _ in plans], checkpoints, memory)
+            none = [NoOutput() for _ in plans]
+            done, _ = self._execute(plans, none, checkpoints, memory, {})
             warnings = check_fit(plans[0], done[0].items, checkpoints)
             return self._comparison(labels, plans, done, checkpoints, memory, left_out, warnings)
         return self._to_disk(self.out, labels, plans, checkpoints, memory, left_out)
@@ -340,24 +343,24 @@ class CompareJob:
             models: list[OutputFiles] = []
             for label, plan in zip(labels, plans, strict=True):
                 models.append(OutputFiles(staging.store.inside(label), plan, checkpoints))
-            with Fingerprints(checkpoints) as fingerprints:
-                outputs = [model.output for model in models]
-                done = self._execute(plans, outputs, checkpoints, memory, fingerprints.follow)
-                warnings = check_fit(plans[0], done[0].items, checkpoints)
-                notes: list[str] = []
-                for name, model, own in zip(labels, models, done, strict=True):
-                    # To give the base is a failure of one merge; of a comparison it is a result.
-                    result = model.finish(
-                        own,
-                        fingerprints,
-                        memory,
-                        staging.out.output.inside(name),
-                        warnings=warnings,
-                        may_equal_base=True,
-                    )
-                    if result.verification is not None and not result.verification.ok:
-                        notes.append(f"method '{name}' gives the base")
-                sources = fingerprints.result()
+            outputs = [model.output for model in models]
+            contents = checkpoints.contents()
+            done, hashes = self._execute(plans, outputs, checkpoints, memory, contents)
+            sources = checkpoints.recorded(hashes)
+            warnings = check_fit(plans[0], done[0].items, checkpoints)
+            notes: list[str] = []
+            for name, model, own in zip(labels, models, done, strict=True):
+                # To give the base is a failure of one merge; of a comparison it is a result.
+                result = model.finish(
+                    own,
+                    sources,
+                    memory,
+                    staging.out.output.inside(name),
+                    warnings=warnings,
+                    may_equal_base=True,
+                )
+                if result.verification is not None and not result.verification.ok:
+                    notes.append(f"method '{name}' gives the base")
             comparison = self._comparison(
                 labels, plans, done, checkpoints, memory, left_out, warnings
             )
@@ -380,20 +383,25 @@ class CompareJob:
         outputs: Sequence[Output],
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
-        follow: Callable[[float], None] | None = None,
-    ) -> list[RunResult]:
+        contents: Contents,
+    ) -> tuple[list[RunResult], Hashes]:
         checkpoints.check_ties(plans[0])
         options = self.options
         executor = options.executor(memory, checkpoints.opener)
-        with torch_threads(options.threads), closing(executor):
-            return run(
+        with (
+            torch_threads(options.threads),
+            closing(executor),
+            executor.hashing(contents) as hashing,
+        ):
+            done = run(
                 list(zip(plans, outputs, strict=True)),
                 checkpoints.sources(),
                 Context(plans[0].compute_dtype, options.torch_device, compare=True),
                 executor=executor,
                 progress=options.shown_progress,
-                follow=follow,
+                follow=hashing.follow,
             )
+            return done, hashing.result()
 
     def _comparison(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
@@ -10,8 +9,10 @@ import torch
 
 from covmerge.checkpoints import Journal, Staging, check_not_input
 from covmerge.engine import (
+    Contents,
     Context,
     Gathering,
+    Hashes,
     MemoryOutput,
     MemoryPlan,
     Output,
@@ -32,7 +33,7 @@ from covmerge.plan import MODEL, Plan, head_part, mask_part
 from covmerge.rank_job import RankJob
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.result import MergedTensors, MergeResult
-from covmerge.sources import Fingerprints, OpenCheckpoints
+from covmerge.sources import OpenCheckpoints
 from covmerge.stores.destination import Destination
 
 
@@ -83,7 +84,7 @@ class Job:
         plan = work.plan
         work.checkpoints.materialize()
         output = MemoryOutput(plan.parts)
-        done = self._execute(work, output)
+        done, _ = self._execute(work, output)
         fit = check_fit(plan, done.items, work.checkpoints)
         stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
@@ -155,12 +156,10 @@ class Job:
                 files = OutputFiles(staging.store, work.plan, work.checkpoints)
                 if session is not None:
                     session.begin(digest, options.threads or torch.get_num_threads())
-                with Fingerprints(work.checkpoints) as fingerprints:
-                    done = self._execute(work, files.output, journal, fingerprints.follow, session)
-                    warnings = check_fit(work.plan, done.items, work.checkpoints)
-                    result = files.finish(
-                        done, fingerprints, work.memory, out.output, warnings=warnings
-                    )
+                done, hashes = self._execute(work, files.output, journal, session)
+                warnings = check_fit(work.plan, done.items, work.checkpoints)
+                recorded = work.checkpoints.recorded(hashes)
+                result = files.finish(done, recorded, work.memory, out.output, warnings=warnings)
             except Exception:  # whatever it was; Ctrl-C is none, and keeps the work
                 staging.discard()
                 raise
@@ -172,15 +171,20 @@ class Job:
         work: _Work,
         output: Output,
         journal: Journal | None = None,
-        follow: Callable[[float], None] | None = None,
         session: Session | None = None,
-    ) -> RunResult:
+    ) -> tuple[RunResult, Hashes]:
+        """Carry the plan out, and hash its sources where there is a journal: of a merge to files."""
         work.checkpoints.check_ties(work.plan)
         options = self.options
         executor = options.executor(work.memory, work.checkpoints.opener)
         if session is not None:
             executor = Ranks(executor, session)
-        with torch_threads(options.threads), closing(executor):
+        contents: Contents = {} if journal is None else work.checkpoints.contents()
+        with (
+            torch_threads(options.threads),
+            closing(executor),
+            executor.hashing(contents) as hashing,
+        ):
             (done,) = run(
                 [(work.plan, output)],
                 work.checkpoints.sources(),
@@ -188,9 +192,9 @@ class Job:
                 executor=executor,
                 progress=options.shown_progress,
                 journal=journal,
-                follow=follow,
+                follow=hashing.follow,
             )
-        return done
+            return done, hashing.result()
 
 
 class _NothingBegunError(Exception):

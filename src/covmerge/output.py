@@ -52,7 +52,7 @@ from covmerge.plan import (
 from covmerge.quantised import is_quantised
 from covmerge.recipe import dump_recipe
 from covmerge.result import MergedFolder, RunFigures, Stats
-from covmerge.sources import Fingerprints, OpenCheckpoints
+from covmerge.sources import OpenCheckpoints
 from covmerge.stores.store import Store, WritableStore
 from covmerge.stores.walk import remove_others
 from covmerge.tensors import stack_order
@@ -103,7 +103,7 @@ class OutputFiles:
     def finish(
         self,
         done: RunResult,
-        fingerprints: Fingerprints,
+        sources: Mapping[str, Json],
         memory: MemoryPlan,
         out: Store,
         *,
@@ -114,7 +114,7 @@ class OutputFiles:
 
         Args:
             done: what the engine did.
-            fingerprints: hashes of the sources.
+            sources: what covmerge.json says of them.
             memory: what was expected of it.
             out: where the output appears.
             warnings: what the fit of the experts gave.
@@ -138,7 +138,7 @@ class OutputFiles:
             *self._parents.notes,
         )
         said = cast("Mapping[str, Json]", stats)
-        record = manifest(plan, fingerprints, notes, warnings, {**self._vocabulary(), **said})
+        record = manifest(plan, sources, notes, warnings, {**self._vocabulary(), **said})
         beside.append(write_card(store, plan, self._parents, base.config, record))
         sources = cast("Mapping[str, Any]", record["sources"])
         notes += tuple(own for own in alike_by_content(sources) if own not in notes)
@@ -212,7 +212,7 @@ class OutputFiles:
 
 def manifest(
     plan: Plan,
-    fingerprints: Fingerprints,
+    sources: Mapping[str, Json],
     notes: Sequence[str],
     warnings: Sequence[str],
     stats: Mapping[str, Json],
@@ -225,7 +225,7 @@ def manifest(
         "chosen": plan.chosen,
         **({"extensions": [own.as_json() for own in plan.origins]} if plan.origins else {}),
         "family": plan.family,
-        "sources": fingerprints.result(),
+        "sources": sources,
         "notes": list(notes),
         "warnings": list(warnings),
         **stats,

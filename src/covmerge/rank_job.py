@@ -115,14 +115,16 @@ class RankJob:
         inner = self.options.executor(self.memory, self.checkpoints.opener)
         with closing(Ranks(inner, session)) as executor, suppress(LeaderGoneError), session:
             output = self._opened(session)
-            with torch_threads(threads):
-                run_part(
-                    self.plan,
-                    output,
-                    self.checkpoints.sources(),
-                    Context(self.plan.compute_dtype, self.options.torch_device),
-                    executor=executor,
-                )
+            with executor.hashing(self.checkpoints.contents()) as hashing:
+                with torch_threads(threads):
+                    run_part(
+                        self.plan,
+                        output,
+                        self.checkpoints.sources(),
+                        Context(self.plan.compute_dtype, self.options.torch_device),
+                        executor=executor,
+                    )
+                hashing.result()
             while True:
                 session.wait()
         return executor.own

@@ -1,10 +1,8 @@
-"""The checkpoints of a merge: opened, planned over, hashed, and described for other processes."""
+"""The checkpoints of a merge: opened, planned over, and described for other processes."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +18,7 @@ from covmerge.checkpoints import (
     open_checkpoint,
 )
 from covmerge.checkpoints.unwrapped import unwrapped
-from covmerge.engine import Opener, RunOptions, Sources, check_ties, torch_threads
+from covmerge.engine import Contents, Hashes, Opener, RunOptions, Sources, check_ties, torch_threads
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
@@ -189,6 +187,20 @@ class OpenCheckpoints:
         """The same for the engine, and a merged model that is looked at."""
         found = {BASE: self.base, **dict(self.all())}
         return Sources(found if merged is None else {**found, MERGED: merged}, self.statistics)
+
+    def contents(self) -> Contents:
+        """What is hashed of each source."""
+        return {key: checkpoint.contents() for key, checkpoint in self.all()}
+
+    def recorded(self, hashes: Hashes) -> dict[str, Json]:
+        """What covmerge.json says of them."""
+        found: dict[str, Json] = {
+            key: {"source": checkpoint.source, "content": hashes[key]}
+            for key, checkpoint in self.all()
+        }
+        for name, file in self.statistics.items():
+            found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
+        return found
 
     def opener(self) -> Opener:
         """Return what opens the same sources in another process.
@@ -389,65 +401,3 @@ def _place(checkpoint: Checkpoint) -> str:
     if kind == "hub":
         return str(checkpoint.folder)
     return str(Path(checkpoint.source).expanduser().absolute())
-
-
-class Fingerprints:
-    """Hashes the sources in the background, in step with their reader.
-
-    It reads the files for itself, in their order, but never a larger share of a source than the
-    merge has read. Files in the base's order are then in the page cache when their turn comes, also
-    where the sources are larger than the memory; of another order, some are read from the disk twice.
-    """
-
-    def __init__(self, checkpoints: OpenCheckpoints) -> None:
-        self._checkpoints = checkpoints
-        self._changed = threading.Condition()
-        self._share = 0.0
-        self._stopped = False
-        sources = len(list(checkpoints.all()))
-        self._pool = ThreadPoolExecutor(sources, thread_name_prefix="covmerge-hash")
-
-    def __enter__(self) -> Fingerprints:
-        """Begin."""
-        try:
-            self._hashing = {
-                key: (checkpoint.source, self._pool.submit(checkpoint.fingerprint, self._pace))
-                for key, checkpoint in self._checkpoints.all()
-            }
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop: a run that failed does not wait for hashes."""
-        self._stop()
-        self._pool.shutdown()
-
-    def follow(self, share: float) -> None:
-        """So much of the sources has been read, and may be hashed."""
-        with self._changed:
-            self._share = share
-            self._changed.notify_all()
-
-    def result(self) -> dict[str, Json]:
-        """Wait for the hashes."""
-        self.follow(1.0)
-        found: dict[str, Json] = {
-            key: {"source": source, "content": hashing.result()}
-            for key, (source, hashing) in self._hashing.items()
-        }
-        for name, file in self._checkpoints.statistics.items():
-            found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
-        return found
-
-    def _pace(self, share: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or share <= self._share)
-            if self._stopped:
-                raise CancelledError("hashing the sources was stopped")
-
-    def _stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()

@@ -26,7 +26,14 @@ from torch import Tensor, nn
 
 import covmerge
 from covmerge.api import run_recipe
-from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, Entry, Journal, open_checkpoint
+from covmerge.checkpoints import (
+    AdapterCheckpoint,
+    Checkpoint,
+    Entry,
+    Journal,
+    fingerprint,
+    open_checkpoint,
+)
 from covmerge.checkpoints.manifest import read_manifest, unknown_files
 from covmerge.errors import RecipeError
 from covmerge.export.licences import read_licence
@@ -557,7 +564,7 @@ def _read_remote(path: Path) -> None:
             checkpoint.readme()
             checkpoint.materialize()
             checkpoint.companions()
-            checkpoint.fingerprint()
+            fingerprint(checkpoint)
 
 
 def _build_merge() -> None:

@@ -17,7 +17,7 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 
-from covmerge.checkpoints import AdapterCheckpoint, open_checkpoint
+from covmerge.checkpoints import AdapterCheckpoint, fingerprint, open_checkpoint
 from covmerge.errors import CheckpointError
 from tests.checkpoints.adapters import (
     Attention,
@@ -194,7 +194,7 @@ def test_what_is_known_of_an_adapter(tmp_path: Path) -> None:
     assert adapter.adapter_config["r"] == 3
     assert adapter.folder == tmp_path
     assert adapter.config is None and adapter.notes == ()
-    assert set(adapter.fingerprint()) == set(adapter.identity()["files"]) == {WEIGHTS, CONFIG}
+    assert set(fingerprint(adapter)) == set(adapter.identity()["files"]) == {WEIGHTS, CONFIG}
     with pytest.raises(CheckpointError, match=r"no update of 'classifier.weight'"):
         adapter.read_factors("classifier.weight")
     with pytest.raises(CheckpointError, match="no tensor 'x'"):

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from covmerge.checkpoints import HubModel, open_checkpoint
+from covmerge.checkpoints import HubModel, fingerprint, open_checkpoint
 from covmerge.checkpoints.folder import open_folder
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub import HubStore
@@ -91,7 +91,7 @@ def test_planning_transfers_headers_and_materialize_the_rest(
     assert weights_sent(hub) <= 100_000 * len(files)
     identity = checkpoint.identity()
     assert identity == {"kind": "hub", "repo": "org/name", "revision": COMMIT}
-    assert checkpoint.fingerprint() == {"revision": COMMIT}
+    assert fingerprint(checkpoint) == {"revision": COMMIT}
     with pytest.raises(CheckpointError, match=r"materialize\(\) first"):
         checkpoint.read("a")
 
@@ -115,7 +115,7 @@ def test_planning_transfers_headers_and_materialize_the_rest(
 
 @pytest.mark.parametrize("source", ["org/name", f"org/name@{COMMIT}", "org/name@refs/pr/1"])
 def test_revisions_resolve_to_a_commit(single: None, hub: Hub, source: str) -> None:
-    assert open_checkpoint(source).fingerprint() == {"revision": COMMIT}
+    assert fingerprint(open_checkpoint(source)) == {"revision": COMMIT}
 
 
 def test_companions_are_fetched_without_weights(single: None, hub: Hub) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from covmerge.checkpoints import Checkpoint, open_checkpoint, safe_child
+from covmerge.checkpoints import Checkpoint, fingerprint, open_checkpoint, safe_child
 from covmerge.errors import CheckpointError
 
 Opens = Callable[[Path], Checkpoint]
@@ -63,7 +63,7 @@ def test_what_transformers_saves(tmp_path: Path, shard_size: str) -> None:
     assert checkpoint.folder == tmp_path
     assert checkpoint.notes == ()
     on_disk = {path.name for path in tmp_path.iterdir()}
-    assert checkpoint.fingerprint().keys() == on_disk
+    assert fingerprint(checkpoint).keys() == on_disk
     assert checkpoint.identity()["files"].keys() == on_disk
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from covmerge.checkpoints import fingerprint
 from covmerge.checkpoints.folder import open_file, open_folder
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores import descriptor
@@ -153,7 +154,7 @@ def test_a_changed_file_in_memory_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"memory/m\.safetensors changed while"):
         checkpoint.read("w")
     with pytest.raises(CheckpointError, match="changed while"):
-        checkpoint.fingerprint()
+        fingerprint(checkpoint)
 
 
 def test_pickles_in_memory_are_refused_by_name() -> None:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.sources import Fingerprints, open_checkpoints
+from covmerge.engine.hashing import InStep
+from covmerge.sources import open_checkpoints
 from tests.e2e.models import save_family
 
 PIECE = 2**20  # hashed at once
@@ -31,13 +32,13 @@ def sha256(path):
 @pytest.fixture
 def passed(monkeypatch):
     """Shares that a hashing thread went on at."""
-    found, pace = [], Fingerprints._pace
+    found, wait = [], InStep._wait
 
     def watched(self, share):
-        pace(self, share)
+        wait(self, share)
         found.append(share)
 
-    monkeypatch.setattr(Fingerprints, "_pace", watched)
+    monkeypatch.setattr(InStep, "_wait", watched)
     return found
 
 
@@ -45,15 +46,15 @@ def test_hashing_waits_for_the_reader(sources, passed):
     base, experts = sources
     with (
         open_checkpoints(str(base), {"a": str(experts["a"])}, {}) as opened,
-        Fingerprints(opened) as fingerprints,
+        InStep(opened.contents()) as hashing,
     ):
-        fingerprints.follow(0.5)
+        hashing.follow(0.5)
         while len(passed) < 2 * 5:  # of either file
             time.sleep(0.01)
         time.sleep(0.05)
         assert len(passed) == 2 * 5
         assert max(passed) <= 0.5
-        found = fingerprints.result()
+        found = opened.recorded(hashing.result())
     assert found["base"]["content"] == {"base.safetensors": sha256(base)}
     assert found["expert a"]["content"] == {"a.safetensors": sha256(experts["a"])}
     assert max(passed) > 0.9
@@ -65,7 +66,7 @@ def test_an_error_meanwhile_ends_the_hashing(sources):
     with (
         pytest.raises(ValueError, match="of the merge"),
         open_checkpoints(str(base), {"a": str(experts["a"])}, {}) as opened,
-        Fingerprints(opened),
+        InStep(opened.contents()),
     ):
         raise ValueError("of the merge")
     assert set(threading.enumerate()) <= before
@@ -74,13 +75,13 @@ def test_an_error_meanwhile_ends_the_hashing(sources):
 @pytest.mark.parametrize("method", ["average", "ties"])
 def test_a_merge_tells_how_far_it_has_read(tmp_path, monkeypatch, method):
     base, experts = save_family("bert", tmp_path, experts=2)
-    shares, follow = [], Fingerprints.follow
+    shares, follow = [], InStep.follow
 
     def watched(self, share):
         shares.append(share)
         follow(self, share)
 
-    monkeypatch.setattr(Fingerprints, "follow", watched)
+    monkeypatch.setattr(InStep, "follow", watched)
     out = tmp_path / "out"
     covmerge.merge(base, experts, method=method, out=out)
     assert shares == sorted(shares)

@@ -4,7 +4,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine.cluster import _lots, cluster_address
+from covmerge.engine.cluster import cluster_address
+from covmerge.engine.cluster.executor import _lots
 from covmerge.errors import InputError, ResourceError, TensorError
 from tests.e2e.test_resume import digests, save_plain
 from tests.interrupted import InterruptAfter

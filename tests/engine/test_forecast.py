@@ -26,7 +26,7 @@ def plain(tmp_path_factory):
 def plans(plain):
     base, experts = plain
     with open_checkpoints(base, experts, {}) as opened:
-        sizes = [sum(h.nbytes for h in own.headers.values()) for _, own in opened.all()]
+        sizes = [[one.size for one in own] for own in opened.contents().values()]
         yield {
             method: (
                 build_plan(parse_recipe(recipe(plain, method)), opened.base, opened.experts),
@@ -57,13 +57,30 @@ def test_one_node_moves_what_its_plan_says_and_reads_the_output_once_more(plans,
 
 
 @pytest.mark.parametrize("method", ["average", "ties", "ace"])
-def test_the_one_that_leads_reads_all_sources_and_what_others_wrote(plans, method):
+def test_sources_are_hashed_by_all_and_the_one_that_leads_reads_back_what_others_wrote(
+    plans, method
+):
     plan, sizes = plans[method]
     merging = stages(forecast(plan, replace(HERE, nodes=4), sizes))["merge"]
     moved = sum(item.read_bytes + item.write_bytes for item in plan.items)
     read_back = plan.write_bytes - plan.write_bytes // 4
-    assert merging.total_bytes == moved + sum(sizes) + read_back
-    assert merging.node_bytes >= max(sum(sizes) + read_back, moved // 4)
+    assert merging.total_bytes == moved + sum(map(sum, sizes)) + read_back
+    assert merging.node_bytes == max(read_back, merging.total_bytes // 4)
+
+
+def test_a_file_is_hashed_by_one_core_and_the_files_by_all(plans):
+    plan, _ = plans["ace"]
+
+    def seconds(sizes, **changed):
+        machines = replace(HERE, hash=1e3, **changed)
+        return stages(forecast(plan, machines, sizes))["merge"].times["hashing the sources"]
+
+    two = [[1000, 3000], [2000]]
+    assert seconds(two) == 4  # a thread for each source
+    assert seconds(two, cores=1) == 6
+    assert seconds(two, nodes=4) == 3  # the largest file
+    assert seconds([[1000] * 6, [2000]], nodes=4, cores=1) == 2
+    assert seconds([], nodes=4) == 0
 
 
 @pytest.mark.parametrize("method", ["average", "ties", "ace"])

@@ -15,7 +15,11 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge import api
+from covmerge.checkpoints import Content
+from covmerge.checkpoints.sealed import sealed
 from covmerge.engine import Rank, RunOptions, find_rank
+from covmerge.engine.ranks.hashing import SharedHashing
+from covmerge.engine.ranks.session import Session
 from covmerge.engine.ranks.shares import own_first, shares
 from covmerge.errors import CheckpointError, InputError, ResourceError, TensorError
 from covmerge.recipe import parse_recipe
@@ -121,38 +125,46 @@ def command(plain, method, out, number, world, *more):
     return [*arguments, "--patience=8", "--threads=1", *more, out], environment
 
 
-# Reads nothing before a file is there.
+# Reads nothing before a file is there; or hashes nothing.
 _WAIT = """
 import sys, time
 from pathlib import Path
 import covmerge.engine.threads as reader
+from covmerge.engine.ranks.hashing import SharedHashing
 
-read, go = reader.read_inputs, Path(sys.argv.pop(1))
+go = Path(sys.argv.pop(1))
 
-def waiting(*given):
-    while not go.exists():
-        time.sleep(0.005)
-    return read(*given)
+def waiting(function):
+    def later(*given):
+        while not go.exists():
+            time.sleep(0.005)
+        return function(*given)
+    return later
 
-reader.read_inputs = waiting
+"""
+_READING = "reader.read_inputs = waiting(reader.read_inputs)\n"
+_HASHING = """
+SharedHashing._hash = waiting(SharedHashing._hash)
+SharedHashing._help = lambda self: None  # one thread, so that each has a file
 """
 
 
 @contextmanager
-def started(plain, method, out, gos):
-    """A process for each rank, which reads when its file of `gos` is there."""
+def started(plain, method, out, gos, waits=_READING):
+    """A process for each rank, which reads, or hashes, when its file of `gos` is there."""
     with ExitStack() as stack:
         ranks = []
         for number, go in enumerate(gos):
             given, environment = command(plain, method, out, number, len(gos))
-            ranks.append(Forked(_WAIT + COMMAND_LINE, go, *given, environment=environment))
+            program = _WAIT + waits + COMMAND_LINE
+            ranks.append(Forked(program, go, *given, environment=environment))
             stack.callback(ranks[-1].wait)
             stack.callback(ranks[-1].kill)
         yield ranks
 
 
-def has_claimed(session, number):
-    return any(f"-{number}." in claim.read_text() for claim in session.glob("claims/*"))
+def has_claimed(session, number, what="[0-9]*"):
+    return any(f"-{number}." in claim.read_text() for claim in session.glob(f"claims/{what}"))
 
 
 @pytest.mark.slow
@@ -174,6 +186,106 @@ def test_what_a_killed_rank_had_is_done_by_others(plain, whole, tmp_path, method
     assert ranks[killed].returncode == -signal.SIGKILL
     assert digests(out) == whole[method]
     assert sorted(tmp_path.iterdir()) == [go, out]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_a_killed_rank_would_have_hashed_is_hashed_by_others(plain, whole, tmp_path, killed):
+    out, go, never = tmp_path / "out", tmp_path / "go", tmp_path / "never"
+    session = tmp_path / ".out.covmerge-partial" / "ranks" / "0"
+    gos = [never if number == killed else go for number in range(2)]
+    with started(plain, "ace", out, gos, _HASHING) as ranks:
+        for number in range(2):
+            wait_until(partial(has_claimed, session, number, "hashes-*"), ranks[number])
+        time.sleep(2)  # the other has seen it alive
+        ranks[killed].kill()
+        go.touch()
+        said = [rank.communicate() for rank in ranks]
+    assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 0], said
+    assert digests(out) == whole["ace"]
+    assert sorted(tmp_path.iterdir()) == [go, out]
+
+
+def test_each_file_is_hashed_once_and_by_all(plain, whole, tmp_path, together, monkeypatch):
+    together(3)
+    hashed = []
+    hash_one, met = SharedHashing._hash, threading.Barrier(3)
+
+    def noted(self, index):
+        if not any(number == self._session.rank.number for number, _ in hashed):
+            hashed.append((self._session.rank.number, index))
+            met.wait(30)
+        else:
+            hashed.append((self._session.rank.number, index))
+        return hash_one(self, index)
+
+    monkeypatch.setattr(SharedHashing, "_hash", noted)
+    monkeypatch.setattr(SharedHashing, "_help", lambda self: None)  # one thread each
+    merge_ranks(plain, "ace", tmp_path / "out", 3)
+    assert digests(tmp_path / "out") == whole["ace"]
+    assert sorted(index for _, index in hashed) == list(range(4))
+    assert {number for number, _ in hashed} == {0, 1, 2}
+
+
+def test_a_file_that_changes_while_ranks_hash_is_noticed(plain, tmp_path, together, monkeypatch):
+    together(2)
+    base, experts = plain
+    changing = tmp_path / "changing.safetensors"
+    shutil.copy(experts["e1"], changing)
+    merged, hash_one, result = threading.Event(), SharedHashing._hash, SharedHashing.result
+
+    def late(self, index):
+        merged.wait(30)
+        return hash_one(self, index)
+
+    def changed(self):
+        if not merged.is_set():
+            os.utime(changing, ns=(0, 0))
+            merged.set()
+        return result(self)
+
+    monkeypatch.setattr(SharedHashing, "_hash", late)
+    monkeypatch.setattr(SharedHashing, "result", changed)
+    given = base, {**experts, "e1": changing}
+    results = merge_ranks(given, "average", tmp_path / "out", 2, patience=1.0)
+    assert all(isinstance(one, InputError) for one in results)
+    assert any("changing.safetensors changed while it was in use" in str(one) for one in results)
+    assert list(tmp_path.iterdir()) == [changing]
+
+
+@pytest.mark.parametrize(
+    "told, said",
+    [
+        (
+            {"index": 0, "of": "base w", "hash": "sha256:1f"},
+            r"what no rank does \(a hash of 'base w'",
+        ),
+        ({"index": 1, "of": "base w", "hash": f"sha256:{'0' * 64}"}, "what no rank does"),
+        ({"index": 0, "of": "base v", "hash": f"sha256:{'0' * 64}"}, "is one version of covmerge"),
+        ({"error": "TensorError", "message": "w has NaN"}, "^w has NaN$"),
+        (
+            {"index": 0, "of": "base w", "hash": f"sha256:{'0' * 64}"},
+            "has the hash sha256:0+ where",
+        ),
+    ],
+)
+def test_what_a_rank_says_of_hashes_is_checked(tmp_path, told, said):
+    """One that is of another version, has failed, or reads another file of the same name."""
+    session = Session(tmp_path, Rank(0, 2), PATIENCE, None)
+    record = sealed({"stage": "hashes", **told}, "told")
+    (tmp_path / "1.1f2e3d4c.jsonl").write_bytes(record)
+
+    def hashed(pace):
+        session.ledgers.look()
+        return f"sha256:{'1' * 64}"
+
+    contents = {"base": [Content("w", 1, hashed), Content("commit", 0, lambda pace: "1f2e")]}
+    with (
+        session,
+        SharedHashing(session, contents) as hashing,
+        pytest.raises(InputError, match=said),
+    ):
+        hashing.result()
 
 
 @pytest.mark.slow

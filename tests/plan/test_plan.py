@@ -8,6 +8,7 @@ import torch
 
 import covmerge
 from covmerge.engine import plan_memory
+from covmerge.engine.survey import survey_bytes
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
 from covmerge.plan import Copy, Merge, build_plan
 from covmerge.recipe import parse_recipe
@@ -424,3 +425,24 @@ class TestValuesThatDiffer:
                 alone = covmerge.merge(base, experts, "task_arithmetic", scale=value).tensors[name]
                 assert torch.equal(out.base.read(name), alone)
         assert merged.recipe.parameters["scale"] == scale
+
+
+def test_blocks_of_a_tensor_cost_what_their_rows_do_and_are_counted_as_one_tensor():
+    rows, width = 2600, 1024
+    tensors = {"w": torch.zeros(rows, width), "v": torch.zeros(rows, width)}
+    plan = plan_for(tensors, {"a": tensors, "b": tensors}, method="ties")
+    blocks = [item for item in plan.items if item.tensor.name == "w"]
+    assert [len(item.rows) for item in blocks] == [1024, 1024, 552]
+    assert [item.rows.start for item in blocks] == [0, 1024, 2048]
+    first, second, last = blocks
+    assert (first.flops, first.workspace) == (second.flops, second.workspace)
+    assert last.flops < first.flops
+    assert sum(item.read_bytes for item in blocks) == 3 * 4 * rows * width
+    assert sum(item.write_bytes for item in blocks) == 4 * rows * width
+    (survey,) = plan.surveys
+    assert [item.rows for item in survey.items] == [item.rows for item in plan.items]
+    assert len({id(item.tensor) for item in survey.items}) == 2
+    passes = zip(survey.passes("float32"), (survey.sample, survey.items), strict=True)
+    read = sum(times * item.read_bytes for times, items in passes for item in items)
+    assert survey_bytes([plan]) == read == plan.read_bytes - 2 * 3 * 4 * rows * width
+    assert survey_bytes([plan, plan]) == read

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge import open_checkpoint
+from covmerge.checkpoints import fingerprint
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores import page_server, remote, retries
 from covmerge.stores.address import Address
@@ -64,7 +65,7 @@ def test_a_folder_of_a_bucket(bucket: Bucket, models) -> None:
         "config.json",
         "tokenizer.json",
     }
-    found = checkpoint.fingerprint()
+    found = fingerprint(checkpoint)
     assert set(found) == {"model.safetensors", "config.json"}
     assert found["model.safetensors"].startswith("version:")
     checkpoint.close()
@@ -89,7 +90,7 @@ def test_shards_of_a_bucket(bucket: Bucket, models, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(bucket.put(folder, "shards"))
     assert set(checkpoint.headers) == set(state)
     assert all(torch.equal(checkpoint.read(name), value) for name, value in state.items())
-    assert set(checkpoint.fingerprint()) == {".metadata", "__0_0.distcp"}
+    assert set(fingerprint(checkpoint)) == {".metadata", "__0_0.distcp"}
 
 
 def test_small_reads_are_served_together_and_large_ones_in_parts(
@@ -205,7 +206,7 @@ def test_a_changed_file_is_refused(bucket: Bucket, models, monkeypatch) -> None:
     with pytest.raises(
         CheckpointError, match=r"s3://.*base/model.safetensors changed while it was"
     ):
-        checkpoint.fingerprint()
+        fingerprint(checkpoint)
     monkeypatch.setattr(remote, "_FRESH", 0.0)
     with pytest.raises(CheckpointError, match=r"changed while it was in use"):
         checkpoint.read("h.0.proj.weight")
@@ -246,7 +247,7 @@ def test_a_folder_of_a_web_server(pages, models) -> None:
     (folder / "a b.safetensors").rename(folder / "my base" / BASE)
     (folder / "my base" / BASE).touch()
     with pytest.raises(CheckpointError, match="changed while it was in use"):
-        checkpoint.fingerprint()
+        fingerprint(checkpoint)
 
 
 def test_a_web_server_without_ranges_or_versions(tmp_path: Path, models, monkeypatch) -> None:
@@ -254,8 +255,8 @@ def test_a_web_server_without_ranges_or_versions(tmp_path: Path, models, monkeyp
     with serving(files(tmp_path, headers={}, ranges=False)) as server:
         checkpoint = open_checkpoint(f"{server.url}/base")
         assert equals(checkpoint, models[0] / BASE)
-        here = open_checkpoint(models[0]).fingerprint()
-        assert checkpoint.fingerprint() == here  # nothing tells versions: the files are hashed
+        here = fingerprint(open_checkpoint(models[0]))
+        assert fingerprint(checkpoint) == here  # nothing tells versions: the files are hashed
         monkeypatch.setattr(page_server, "_WHOLE", 100)
         with pytest.raises(CheckpointError, match=r"sends no ranges of it: download it"):
             open_checkpoint(f"{server.url}/base/{BASE}")

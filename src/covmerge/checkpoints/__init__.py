@@ -7,6 +7,7 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 from covmerge.checkpoints.adapted_base import AdaptedBase
 from covmerge.checkpoints.adapter import AdapterCheckpoint, FactorHeader
 from covmerge.checkpoints.base import CARD_NAME, Checkpoint
+from covmerge.checkpoints.content import Content, fingerprint
 from covmerge.checkpoints.folder import FileCheckpoint
 from covmerge.checkpoints.journal import Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
@@ -29,6 +30,7 @@ __all__ = [
     "AdaptedBase",
     "AdapterCheckpoint",
     "Checkpoint",
+    "Content",
     "Entry",
     "FactorHeader",
     "FileCheckpoint",
@@ -40,6 +42,7 @@ __all__ = [
     "check_not_input",
     "destination_of",
     "find_unfinished",
+    "fingerprint",
     "open_checkpoint",
     "open_store",
     "plan_layout",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from torch import Tensor
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
-from covmerge.checkpoints.base import Checkpoint, Pace, find_header
+from covmerge.checkpoints.base import Checkpoint, find_header
+from covmerge.checkpoints.content import Content
 from covmerge.checkpoints.folder import QUANTISATION
 from covmerge.checkpoints.view import View
 from covmerge.errors import InputError
@@ -76,14 +77,14 @@ class AdaptedBase(View):
     def materialize(self) -> None:
         """Fetch nothing yet."""
 
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """A hash of what is stored under which names, where the result does not depend on the weights."""
+    def contents(self) -> Sequence[Content]:
+        """What is stored under which names alone, where the result does not depend on the weights."""
         if self.decides or self.identity()["kind"] == "hub":
-            return self._stored.fingerprint(pace)
+            return self._stored.contents()
         digest = hashlib.sha256()
         for name, header in self._stored.headers.items():
             digest.update(f"{name!r} {header.dtype} {header.shape}\n".encode())
-        return {"headers": f"sha256:{digest.hexdigest()}"}
+        return [Content("headers", 0, lambda _: f"sha256:{digest.hexdigest()}")]
 
     def _packs(self, name: str) -> bool:
         module, _, leaf = name.rpartition(".")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from covmerge.checkpoints.content import Content
 from covmerge.checkpoints.json_file import is_text, shorten
 from covmerge.checkpoints.layout import SAFETENSORS_NAMES
 from covmerge.errors import CheckpointError
@@ -20,9 +21,6 @@ CARD_NAME = "README.md"  # the model card
 
 _MAX_NAME = 1000  # rules look for patterns in them; real ones have less than 200
 _DISPATCH = "__torch_dispatch__"
-
-# Called before each piece with the share of the whole that has been hashed; it may wait, or raise to stop.
-Pace = Callable[[float], None]
 
 
 class Checkpoint(Protocol):
@@ -100,12 +98,8 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """Return hashes of the content by file name, or the commit; files are read for it.
-
-        Raises:
-            Exception: whatever `pace` raises.
-        """
+    def contents(self) -> Sequence[Content]:
+        """Return what covmerge.json has a hash of: its files, or the commit; nothing is read for it."""
         ...
 
     def close(self) -> None:

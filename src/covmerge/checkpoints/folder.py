@@ -8,6 +8,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from covmerge.checkpoints.base import (
     CARD_NAME,
-    Pace,
     WeightFile,
     check_unchanged,
     find_header,
 )
+from covmerge.checkpoints.content import Content, Pace
 from covmerge.checkpoints.distributed import METADATA, DistributedFiles
 from covmerge.checkpoints.gguf_file import GgufFile
 from covmerge.checkpoints.json_file import read_object
@@ -142,30 +143,27 @@ class FileCheckpoint:
         }
         return {"kind": "files", "files": files}
 
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """The SHA-256 of every file, which must be as it was opened."""
-        total = sum(_stamp(file)[0] for file in self._stamps)
-        found: dict[str, str] = {}
-        # First what lies beside the weights: it is small, and may change later without harm.
-        order = sorted(self._stamps, key=lambda file: file in self._weights)
-        done = 0
+    def contents(self) -> Sequence[Content]:
+        """Every file, which must be as it was opened."""
+        return [
+            Content(file.name, stamp[0], partial(self._hash, file), early=file not in self._weights)
+            for file, stamp in self._stamps.items()
+        ]
+
+    def _hash(self, file: StoredFile, pace: Pace) -> str:
+        """The SHA-256 of a file."""
+        digest, done = hashlib.sha256(), 0
         buffer = memoryview(bytearray(_CHUNK))
-        for file in order:
-            digest = hashlib.sha256()
-            with _named_errors(file), file.open() as opened:
-                position = 0
-                while True:
-                    if pace is not None:
-                        pace(min(1.0, (done + position) / max(1, total)))
-                    count = opened.read_at(buffer, position)
-                    if not count:
-                        break
-                    digest.update(buffer[:count])
-                    position += count
-            done += position
-            check_unchanged(file, self._stamps[file], _stamp(file))
-            found[file.name] = f"sha256:{digest.hexdigest()}"
-        return {file.name: found[file.name] for file in self._stamps}
+        with _named_errors(file), file.open() as opened:
+            while True:
+                pace(done)
+                count = opened.read_at(buffer, done)
+                if not count:
+                    break
+                digest.update(buffer[:count])
+                done += count
+        check_unchanged(file, self._stamps[file], _stamp(file))
+        return f"sha256:{digest.hexdigest()}"
 
     def close(self) -> None:
         """See `Checkpoint.close`."""

@@ -6,11 +6,13 @@ a merge reads is downloaded into the cache of the client first (`materialize`): 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from covmerge.checkpoints.base import CARD_NAME, Checkpoint, Pace, find_header
+from covmerge.checkpoints.base import CARD_NAME, Checkpoint, find_header
+from covmerge.checkpoints.content import Content
 from covmerge.checkpoints.folder import choose_weights, open_folder
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub import HubStore, cached_snapshot, is_offline
@@ -96,11 +98,11 @@ class HubCheckpoint:
 
     def identity(self) -> dict[str, Json]:
         """Repository and commit."""
-        return {"kind": "hub", "repo": self._store.name, **self.fingerprint()}
+        return {"kind": "hub", "repo": self._store.name, "revision": self._store.commit}
 
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
+    def contents(self) -> Sequence[Content]:
         """The commit, which fixes every byte."""
-        return {"revision": self._store.commit}
+        return [Content("revision", 0, lambda _: self._store.commit)]
 
     def close(self) -> None:
         """See `Checkpoint.close`."""

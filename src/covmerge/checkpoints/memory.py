@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covmerge.checkpoints.base import Pace, copy_rows, find_header, header_of
+from covmerge.checkpoints.base import copy_rows, find_header, header_of
+from covmerge.checkpoints.content import Content, Pace, fingerprint
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import HubModel
 from covmerge.text import counted
@@ -57,18 +58,22 @@ class MemoryCheckpoint:
 
     def identity(self) -> dict[str, Json]:
         """The content: names and times say nothing about memory."""
-        return {"kind": "memory", **self.fingerprint()}
+        return {"kind": "memory", **fingerprint(self)}
 
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """One hash over names, dtypes, shapes and values."""
-        digest = hashlib.sha256()
-        for number, (name, header) in enumerate(self.headers.items()):
-            if pace is not None:
-                pace(number / len(self.headers))
+    def contents(self) -> Sequence[Content]:
+        """All tensors as one: names, dtypes, shapes and values."""
+        size = sum(header.nbytes for header in self.headers.values())
+        return [Content("tensors", size, self._hash)]
+
+    def _hash(self, pace: Pace) -> str:
+        digest, done = hashlib.sha256(), 0
+        for name, header in self.headers.items():
+            pace(done)
             digest.update(f"{name!r} {header.dtype} {header.shape}\n".encode())
             values = self.read(name).reshape(-1).view(torch.uint8)
             digest.update(values.numpy().data)
-        return {"tensors": f"sha256:{digest.hexdigest()}"}
+            done += header.nbytes
+        return f"sha256:{digest.hexdigest()}"
 
     def close(self) -> None:
         """Let go of the tensors."""

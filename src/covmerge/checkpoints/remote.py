@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from torch import Tensor
 
-from covmerge.checkpoints.base import CARD_NAME, Pace, check_unchanged
+from covmerge.checkpoints.base import CARD_NAME, check_unchanged
+from covmerge.checkpoints.content import Content, Pace
 from covmerge.checkpoints.folder import FileCheckpoint
 from covmerge.checkpoints.ranges import open_stored, read_into
 from covmerge.checkpoints.view import View
@@ -87,20 +89,25 @@ class RemoteCheckpoint(View):
         }
         return {"kind": "remote", "files": files}
 
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """The version that the server has of every file; the SHA-256 where it has none for one of them.
+    def contents(self) -> Sequence[Content]:
+        """The version that the server has of every file; the files where it has none for one of them.
 
         To hash the files they would have to be fetched once more.
         """
         stamps = self._files.stamps
         versions = {file: _version(file) for file in stamps}
         if not all(versions.values()):
-            return super().fingerprint(pace)
-        if pace is not None:
-            pace(1.0)  # no sooner is it known that none changed while it was read
-        for file, stamp in stamps.items():
-            check_unchanged(file, stamp, _asked(file))
-        return {file.name: f"version:{versions[file]} size:{stamps[file][0]}" for file in stamps}
+            return super().contents()
+        return [
+            Content(file.name, 0, partial(self._as_served, file, version))
+            for file, version in versions.items()
+        ]
+
+    def _as_served(self, file: StoredFile, version: str, pace: Pace) -> str:
+        pace(0)
+        stamp = self._files.stamps[file]
+        check_unchanged(file, stamp, _asked(file))
+        return f"version:{version} size:{stamp[0]}"
 
     def close(self) -> None:
         """See `Checkpoint.close`; what was fetched is removed."""

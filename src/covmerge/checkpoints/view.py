@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from covmerge.checkpoints.base import Checkpoint, Pace
+from covmerge.checkpoints.base import Checkpoint
+from covmerge.checkpoints.content import Content
 from covmerge.stores.hub_cache import HubModel
 from covmerge.types import Json
 
@@ -50,9 +52,9 @@ class View:
         """See `Checkpoint.identity`."""
         return self._stored.identity()
 
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
-        """See `Checkpoint.fingerprint`."""
-        return self._stored.fingerprint(pace)
+    def contents(self) -> Sequence[Content]:
+        """See `Checkpoint.contents`."""
+        return self._stored.contents()
 
     def close(self) -> None:
         """See `Checkpoint.close`."""

@@ -9,6 +9,7 @@ worker     one function: the operands of some rows in, what becomes of them out
 measures   what a comparison says of merged updates
 selection  what surveys look for: the reduction of the work of counting
 survey     passes before the merge: thresholds over all tensors
+hashing    the hashes of the sources, taken while these are merged
 outputs    where results go: memory, or files at planned places
 executor   what carries work out: batches in, what was done out
 workers    how many processes a merge is worth
@@ -38,6 +39,7 @@ from covmerge.engine.entries import seen_in, tensor_entries, totals
 from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.forecast import Forecast, forecast
 from covmerge.engine.hardware import Hardware, parse_hardware
+from covmerge.engine.hashing import Contents, Hashes
 from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
@@ -62,6 +64,7 @@ __all__ = [
     "AnyProgress",
     "Batch",
     "Change",
+    "Contents",
     "Context",
     "Done",
     "Executor",
@@ -70,6 +73,7 @@ __all__ = [
     "Forecast",
     "Gathering",
     "Hardware",
+    "Hashes",
     "Layer",
     "LeaderGoneError",
     "MemoryOutput",

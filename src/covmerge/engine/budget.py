@@ -14,6 +14,10 @@ from covmerge.errors import ResourceError
 from covmerge.plan import Plan
 from covmerge.recipe import format_size
 
+# What a process that has not started yet is taken to hold beside its item (Python, torch, the buffers of
+# BLAS): a guess, as of a small merge here.
+PROCESS_HOLDS = 512 * 2**20
+
 # What the process holds beside tensors of the plan: BLAS packing buffers, blocks that malloc keeps
 # for each thread.
 _OVERHEAD = 224 * 2**20

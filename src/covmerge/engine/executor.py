@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.inputs import Sources
 from covmerge.engine.layer import Context
 from covmerge.engine.outputs import Output
@@ -75,6 +76,14 @@ class Executor(Protocol):
 
         Raises:
             CovmergeError: as the stages raise; the first error ends the work.
+        """
+        ...
+
+    def hashing(self, contents: Contents) -> Hashing:
+        """Return what hashes the sources beside the work, wherever that is done best.
+
+        Args:
+            contents: of all sources.
         """
         ...
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from covmerge.engine.budget import PROCESS_HOLDS
 from covmerge.engine.hardware import Hardware
 from covmerge.engine.ranks.shares import shares
 from covmerge.engine.survey import survey_bytes
@@ -13,9 +14,7 @@ from covmerge.errors import ResourceError
 from covmerge.plan import Plan, WorkItem
 from covmerge.recipe import format_size
 
-# What a process holds beside its item (Python, torch, the buffers of BLAS), and seconds that it takes to
-# start, to plan by headers and to publish: guesses, as of a small merge here.
-_HOLDS = 2**29
+# Seconds that a process takes to start, to plan by headers and to publish: a guess, of a small merge here.
 _STARTS = 4.0
 
 
@@ -70,24 +69,24 @@ class Forecast:
         return max(waits, key=lambda bound: waits[bound])
 
 
-def forecast(plan: Plan, hardware: Hardware, sources: Sequence[int]) -> Forecast:
+def forecast(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -> Forecast:
     """Predict a merge by ranks, one for each GPU or each node; of one alone, by threads.
 
     A rank reads, computes and writes at once, so a stage takes as long as the busiest of its resources:
     the links of a node, the storage that all share, the products of a device, the largest item alone.
-    The rank that leads does more: it hashes all sources, as covmerge.json records what was merged, reads
-    back what others have written, and verifies the whole at the end.
+    All sources are hashed beside, a share of the files by each rank. The rank that leads does more: it
+    reads back what others have written, and verifies the whole at the end.
 
     Args:
         plan: of the merge.
         hardware: what it runs on.
-        sources: bytes of each source, which are hashed each by one core.
+        sources: bytes of what is hashed of each source, file by file, which one core does at a time.
 
     Raises:
         ResourceError: the largest item fits no worker of a node.
     """
     largest = plan.peak_item
-    memory = hardware.workers * (_HOLDS + largest.memory)
+    memory = hardware.workers * (PROCESS_HOLDS + largest.memory)
     if hardware.memory is not None and memory > hardware.memory:
         raise ResourceError(
             f"'{largest.tensor.name}' takes {format_size(largest.memory)} while it is merged, and "
@@ -117,7 +116,7 @@ def _surveying(plan: Plan, hardware: Hardware) -> Stage:
     return _stage("look over", busy, own, size)
 
 
-def _merging(plan: Plan, hardware: Hardware, sources: Sequence[int]) -> Stage:
+def _merging(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -> Stage:
     """The items, the largest first and each to whoever has least, as `shares` gives them to ranks."""
     sizes = [_moved(item) for item in plan.items]
     count = hardware.nodes * hardware.workers
@@ -129,20 +128,36 @@ def _merging(plan: Plan, hardware: Hardware, sources: Sequence[int]) -> Stage:
     computing = max(sum(_compute(plan.items[place], hardware) for place in own) for own in given)
     # Nothing of the first item is computed while it is read, and nothing is read while the last is written.
     alone = max(_alone(item, hardware) for item in plan.items)
-    led, moved = sum(sources), sum(sizes)
-    beside = 0  # one node finds in its page cache what it has read and written
+    moved = sum(sizes)
+    led, hashed, beside = 0, 0, 0  # one node finds in its page cache what it has read and written
     if hardware.nodes > 1:
-        beside = led + plan.write_bytes - plan.write_bytes // hardware.nodes
-    # While one leads, the others come to what is left of its share.
-    busiest = max(*per_node, beside, (moved + beside) // hardware.nodes)
+        hashed = sum(map(sum, sources))
+        led = plan.write_bytes - plan.write_bytes // hardware.nodes
+        beside = led + hashed
+    # While one leads, and has more to read, the others come to what is left of its share.
+    busiest = max(*per_node, led, (moved + beside) // hardware.nodes)
     busy = {
         **_links(hardware, busiest, moved + beside),
         "compute": computing,
         "the largest item": alone,
-        "hashing the largest source": max(sources, default=0) / hardware.hash,
-        "hashing all sources": led / (hardware.hash * hardware.cores),
+        "hashing the sources": _hashing(hardware, sources),
     }
     return _stage("merge", busy, busiest, moved + beside)
+
+
+def _hashing(hardware: Hardware, sources: Sequence[Sequence[int]]) -> float:
+    """Seconds of all hashes: one process has a thread for each source, ranks as many for a machine."""
+    if hardware.nodes * hardware.workers == 1:
+        busiest = max(map(sum, sources), default=0)
+        at_once = min(hardware.cores, max(1, len(sources)))
+    else:
+        files = [size for own in sources for size in own]
+        at_once = min(hardware.cores, max(hardware.workers, len(sources)))
+        given = shares(files, hardware.nodes * at_once)
+        busiest = max(sum(files[place] for place in own) for own in given)
+        at_once *= hardware.nodes
+    together = sum(map(sum, sources)) / at_once
+    return max(busiest, together) / hardware.hash
 
 
 def _verifying(plan: Plan, hardware: Hardware) -> Stage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from contextlib import suppress
 
+from covmerge import errors
 from covmerge.errors import CovmergeError
 
 
@@ -33,6 +34,15 @@ def named_error(error: BaseException) -> tuple[str, str]:
             kind("")
             return kind.__name__, str(error)
     return "RuntimeError", f"{type(error).__name__}: {error}"
+
+
+def error_named(kind: str, message: str) -> Exception:
+    """Return the error whose name and words another process gave."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, CovmergeError):
+        with suppress(TypeError):
+            return found(message)
+    return RuntimeError(message)
 
 
 def _kinds(error: BaseException) -> list[type[CovmergeError]]:

@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 
 from covmerge.engine.executor import Batch, Done, Task
+from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Sources
 from covmerge.engine.portable import portable
 from covmerge.engine.serving import serve
@@ -77,6 +78,10 @@ class Processes:
             assert task.selections is not None
             # Not before all have ended: a process starts with what is there.
             task.selections.absorb_counted(memoryview(counts))
+
+    def hashing(self, contents: Contents) -> Hashing:
+        """See `Executor.hashing`: here, as hashes of one machine need threads and no processes."""
+        return InStep(contents)
 
     def close(self) -> None:
         """End the processes."""

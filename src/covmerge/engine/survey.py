@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 
 from covmerge.engine.executor import Batch, Done
@@ -55,10 +55,16 @@ def survey_bytes(plans: Sequence[Plan]) -> int:
         return 0
     sampling, counting = (max(passes) for passes in zip(*each, strict=True))
     return sum(
-        passes * batch[0].read_bytes
+        passes * size
         for passes, items_of in ((sampling, _sample_of), (counting, _items_of))
-        for batch in _together(plans, items_of)
+        for size in _sizes(plans, items_of)
     )
+
+
+def _sizes(plans: Sequence[Plan], items_of: _ItemsOf) -> Iterable[int]:
+    """Bytes of the rows that plans survey, each once."""
+    surveys = [survey for plan in plans for survey in plan.surveys]
+    return {item.key: item.read_bytes for one in surveys for item in items_of(one)}.values()
 
 
 def _sample_of(survey: Survey) -> Sequence[WorkItem]:
@@ -74,6 +80,6 @@ def _together(plans: Sequence[Plan], items_of: _ItemsOf) -> list[Batch]:
     by_rows: dict[tuple[str, tuple[int, int]], list[WorkItem]] = {}
     for number, plan in enumerate(plans):
         for survey in plan.surveys:
-            for item in items_of(survey):
-                by_rows.setdefault(item.key, []).append(Survey.counting(item, number))
+            for item in Survey.counting(items_of(survey), number):
+                by_rows.setdefault(item.key, []).append(item)
     return [tuple(items) for items in by_rows.values()]

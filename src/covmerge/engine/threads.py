@@ -14,6 +14,7 @@ import torch
 from covmerge.engine.budget import Budget
 from covmerge.engine.encode import Result
 from covmerge.engine.executor import Batch, Done, Span, Task, held_together
+from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Inputs, read_inputs
 from covmerge.engine.thread_count import use_threads
 from covmerge.engine.worker import work
@@ -35,6 +36,10 @@ class Threads:
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`."""
         yield from _Pipeline(batches, task, self._in_flight, self._lanes).run()
+
+    def hashing(self, contents: Contents) -> Hashing:
+        """See `Executor.hashing`: here, in step with the reader."""
+        return InStep(contents)
 
     def close(self) -> None:
         """See `Executor.close`; the threads end with every run."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import MASKS_FOLDER, Checkpoint
+from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, fingerprint
 from covmerge.checkpoints.folder import open_file
 from covmerge.checkpoints.hashes import sha256_of
 from covmerge.checkpoints.json_file import read_object
@@ -152,7 +152,7 @@ def _check_base(folder: Path, base: Checkpoint) -> None:
     known = read_manifest(folder)["sources"].get("base", {}).get("content")
     if known is None:
         raise CheckpointError(f"{folder / MANIFEST_NAME} names no base: merge again")
-    content = base.fingerprint()
+    content = fingerprint(base)
     if content.keys() == known.keys() and content != known:
         raise InputError(f"{base.source} is not the base that {folder} was merged over")
 

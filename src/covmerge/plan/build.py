@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import groupby
 from math import lcm, prod
 
 import torch
@@ -227,9 +228,9 @@ def _plan(
     alone: bool,
 ) -> Plan:
     items = tuple(
-        _work_item(draft, tensor, rows, models, statistics, alone)
+        item
         for tensor, tensor_ranges in zip(draft.tensors, ranges, strict=True)
-        for rows in tensor_ranges
+        for item in _work_items(draft, tensor, tensor_ranges, models, statistics, alone)
     )
     heads: dict[str, dict[str, TensorHeader]] = {}
     for name, alignment in draft.alignments.items():
@@ -310,16 +311,17 @@ def _chosen(draft: _Draft) -> Iterator[str]:
 
 def _surveys(items: Sequence[WorkItem]) -> Iterator[Survey]:
     together: dict[str, list[WorkItem]] = {}
-    for item in items:
-        action = item.tensor.operation
+    for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
+        own = list(neighbours)
+        action = own[0].tensor.operation
         if isinstance(action, Merge) and _surveyed_density(action) is not None:
-            together.setdefault(action.key, []).append(item)
+            together.setdefault(action.key, []).extend(own)
     for surveyed in together.values():
         action = surveyed[0].tensor.operation
         assert isinstance(action, Merge)
         density = _surveyed_density(action)
         assert density is not None
-        yield Survey(action, density, tuple(map(Survey.counting, surveyed)))
+        yield Survey(action, density, tuple(Survey.counting(surveyed)))
 
 
 def _surveyed_density(action: Merge) -> float | None:
@@ -461,6 +463,28 @@ def _row_ranges(
         yield from tensor.output.row_blocks(elements, step)
     else:
         yield range(shape[0]) if shape else None
+
+
+def _work_items(
+    draft: _Draft,
+    tensor: TensorPlan,
+    ranges: Sequence[range | None],
+    models: Mapping[str, Model],
+    statistics: Statistics,
+    alone: bool,
+) -> Iterator[WorkItem]:
+    """The work on a tensor; what as many rows take is found once, as a large model has 10⁵ items."""
+    known: dict[int, WorkItem] = {}
+    packed = isinstance(tensor.form, PackedTensor)  # what is written depends on which rows they are
+    for rows in ranges:
+        alike = None if rows is None or packed else known.get(len(rows))
+        if alike is not None:
+            yield replace(alike, rows=rows)
+            continue
+        item = _work_item(draft, tensor, rows, models, statistics, alone)
+        if rows is not None:
+            known[len(rows)] = item
+        yield item
 
 
 def _work_item(

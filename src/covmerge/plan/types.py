@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -56,13 +56,21 @@ class Survey:
         return tuple(item.leading(_SAMPLED) for item in self.items)
 
     @staticmethod
-    def counting(item: WorkItem, plan: int = 0) -> WorkItem:
-        """Return the work of counting what an item merges, for one of the plans that run together."""
-        operation = item.tensor.operation
-        merge = operation.merge if isinstance(operation, Count) else operation
-        assert isinstance(merge, Merge)
-        tensor = replace(item.tensor, operation=Count(merge, plan), form=Unwritten())
-        return replace(item, tensor=tensor, write_bytes=0)
+    def counting(items: Iterable[WorkItem], plan: int = 0) -> Iterator[WorkItem]:
+        """Yield the work of counting what items merge, for one of the plans that run together."""
+        tensor: TensorPlan | None = None
+        counted: TensorPlan | None = None  # once for all rows of a tensor, which are neighbours
+        for item in items:
+            operation = item.tensor.operation
+            if isinstance(operation, Count) and operation.plan == plan:
+                yield item
+                continue
+            if counted is None or item.tensor is not tensor:
+                tensor = item.tensor
+                merge = operation.merge if isinstance(operation, Count) else operation
+                assert isinstance(merge, Merge)
+                counted = replace(tensor, operation=Count(merge, plan), form=Unwritten())
+            yield replace(item, tensor=counted, write_bytes=0)
 
     def passes(self, dtype: str) -> tuple[int, int]:
         """Return how often the sample is read, and then the items, if the guess is good."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from covmerge.checkpoints import fingerprint
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.errors import InputError
 from covmerge.recipe import Recipe
@@ -50,7 +51,7 @@ def pinned(recipe: Recipe, manifest: Mapping[str, Any]) -> Recipe:
 def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> None:
     """Refuse sources that are not those of the merge."""
     recorded: Mapping[str, Mapping[str, Any]] = manifest["sources"]
-    now: dict[str, Json] = {key: dict(one.fingerprint()) for key, one in checkpoints.all()}
+    now: dict[str, Json] = {key: fingerprint(one) for key, one in checkpoints.all()}
     now |= {f"statistics {n}": file.identity() for n, file in checkpoints.statistics.items()}
     decided = checkpoints.text.vocabulary
     if decided is not None and manifest.get("vocabulary") != decided.as_json():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from covmerge.checkpoints.base import Checkpoint, Pace
+from covmerge.checkpoints.base import Checkpoint
+from covmerge.checkpoints.content import Content
 from covmerge.stores.hub_cache import HubModel
 from covmerge.tensors.layers import layer_name
 from covmerge.tensors.stacked import Stacked, comes_before
@@ -71,10 +72,9 @@ class Donor:
         """The experts say who they are."""
         return {"kind": "donor"}
 
-    def fingerprint(self, pace: Pace | None = None) -> dict[str, str]:
+    def contents(self) -> Sequence[Content]:
         """The experts are hashed as such."""
-        del pace
-        return {}
+        return []
 
     def close(self) -> None:
         """The experts are closed as such."""

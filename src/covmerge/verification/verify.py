@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import Checkpoint, FileCheckpoint, open_store
+from covmerge.checkpoints import Checkpoint, FileCheckpoint, fingerprint, open_store
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
@@ -123,7 +123,7 @@ def examine(
         if values.lost and base is not None and opened is not None:
             # Before the output is blamed: the same path may hold another model by now.
             recorded = manifest.get("sources", {}).get("base", {}).get("content")
-            if recorded is not None and dict(base.fingerprint()) != recorded:
+            if recorded is not None and fingerprint(base) != recorded:
                 values.leave_out(f"the base at {base.source} is another than was merged")
         checks = [coverage, *(values.checks() if coverage.ok else ())]
         checks += [_rounding(manifest), check_heads(store, manifest)]

@@ -4,6 +4,7 @@ rank      which of how many a process is
 shares    who does what first
 ledger    what each rank has done, and whether it is still there
 claims    whose an item is
+hashing   the sources' hashes, each file's by whoever claims it
 session   what they have in common while one of them leads
 executor  the executor that does this rank's part, and yields what all have done
 """

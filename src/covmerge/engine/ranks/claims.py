@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -29,10 +30,11 @@ class Lot:
         InputError: the folder is gone, or cannot be written to.
     """
 
-    def __init__(self, folder: Path, stage: int, who: str, number: int) -> None:
+    def __init__(self, folder: Path, stage: int | str, who: str, number: int) -> None:
         self.name = f"{stage}-{who}-{number}"
         self._folder = folder
         self._stage = stage
+        self._holders: dict[int, tuple[str, int]] = {}
         self._claims = folder / "claims"
         self._claims.mkdir(exist_ok=True)
         self._renew()
@@ -41,16 +43,28 @@ class Lot:
         """Claim an item that nobody has."""
         return self._take(f"{self._stage}-{index}.0")
 
-    def holder(self, index: int) -> tuple[str, int]:
-        """Return the lot that has an item, and how many had it before; "" and 0 of one that none has."""
+    def take_left(self, index: int, is_there: Callable[[str], bool]) -> bool:
+        """Claim an item that nobody has, or whose holder is gone before it was done.
+
+        Args:
+            index: of the item.
+            is_there: whether the holder of a lot, by its name, will do what it has claimed.
+        """
+        # Looked up once: whose it is only changes when somebody takes it over.
+        holder, before = self._holders.pop(index, None) or self._holder(index)
+        if not holder:
+            return self.take(index)
+        if is_there(holder):
+            self._holders[index] = holder, before
+            return False
+        return self._take(f"{self._stage}-{index}.{before + 1}")
+
+    def _holder(self, index: int) -> tuple[str, int]:
+        """The lot that has an item, and how many had it before; "" and 0 of one that none has."""
         name, before = "", -1
         while (found := self._read(f"{self._stage}-{index}.{before + 1}")) is not None:
             name, before = found, before + 1
         return name, max(before, 0)
-
-    def take_over(self, index: int, before: int) -> bool:
-        """Claim an item whose holder is gone, and that so many had before it."""
-        return self._take(f"{self._stage}-{index}.{before + 1}")
 
     def _take(self, claim: str) -> bool:
         path = self._claims / claim

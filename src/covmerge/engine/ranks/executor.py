@@ -6,21 +6,23 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from covmerge import errors
 from covmerge.checkpoints import Entry
 from covmerge.engine.executor import Batch, Done, Executor, Task, moved_together
-from covmerge.engine.portable import named_error
+from covmerge.engine.hashing import Contents, Hashing
+from covmerge.engine.portable import error_named
 from covmerge.engine.ranks.claims import Lot, settle, who_has
-from covmerge.engine.ranks.session import LeaderGoneError, Session
+from covmerge.engine.ranks.hashing import SharedHashing
+from covmerge.engine.ranks.session import Session
 from covmerge.engine.ranks.shares import own_first
 from covmerge.engine.selection import Selections
 from covmerge.engine.serving import check_there
-from covmerge.errors import CheckpointError, CovmergeError
+from covmerge.errors import CheckpointError
 from covmerge.stores.regular_file import read_regular
 
 _MOST_BYTES = 2**34  # of what a rank has counted
@@ -61,11 +63,12 @@ class Ranks:
         try:
             yield from doing(stage)
         except Exception as error:
-            session.check()  # where the folder is gone, this is only what came of it
-            kind, message = named_error(error)
-            with suppress(CovmergeError, LeaderGoneError):
-                session.tell({"stage": number, "error": kind, "message": message})
+            session.failed(number, error)
             raise
+
+    def hashing(self, contents: Contents) -> Hashing:
+        """See `Executor.hashing`: by all ranks, a share each."""
+        return SharedHashing(self._session, contents)
 
     def close(self) -> None:
         """See `Executor.close`."""
@@ -132,16 +135,7 @@ class Ranks:
         for index, batch in stage.batches.items():
             if index in stage.done:
                 continue
-            # Looked up once: whose it is only changes when somebody takes it over.
-            holder, before = stage.holders.pop(index, None) or lot.holder(index)
-            if not holder:
-                taken = lot.take(index)
-            elif self._will_do_it(stage, holder):
-                stage.holders[index] = holder, before
-                continue
-            else:
-                taken = lot.take_over(index, before)
-            if taken:
+            if lot.take_left(index, partial(self._will_do_it, stage)):
                 self.own += 1
                 yield index, batch
 
@@ -158,7 +152,7 @@ class Ranks:
         """What other ranks say they have done."""
         for who, record in self._session.ledgers.take(stage.number):
             if "error" in record:
-                raise _raised(record)
+                raise error_named(str(record["error"]), str(record.get("message")))
             try:
                 index, number = int(record["index"]), int(record["number"])
                 entry, item = Entry.from_json(record), stage.batches[index][number]
@@ -201,11 +195,7 @@ class Ranks:
 
     def _lot(self, stage: _Stage) -> Lot:
         stage.lots += 1
-        try:
-            return Lot(self._session.folder, stage.number, self._session.who, stage.lots)
-        except (CovmergeError, OSError):
-            self._session.check()
-            raise
+        return self._session.lot(stage.number, stage.lots)
 
 
 @dataclass
@@ -219,7 +209,6 @@ class _Stage:
         seen: what has been handed on, as index and place in the batch.
         done: the batches of which all has been.
         lots: how many this rank has had.
-        holders: whose an item is, and how many had it before.
         parts: the files of what was counted, and of which batches.
     """
 
@@ -229,7 +218,6 @@ class _Stage:
     seen: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     done: set[int] = field(default_factory=set[int])
     lots: int = 0
-    holders: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
     parts: dict[Path, list[int]] = field(default_factory=dict[Path, list[int]])
 
     @property
@@ -268,13 +256,3 @@ def _whole(path: Path) -> tuple[list[int], memoryview]:
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): start again") from error
     return indexes, counts
-
-
-def _raised(record: Mapping[str, Any]) -> Exception:
-    """The error of another rank."""
-    kind = getattr(errors, str(record["error"]), None)
-    message = str(record.get("message"))
-    if isinstance(kind, type) and issubclass(kind, CovmergeError):
-        with suppress(TypeError):
-            return kind(message)
-    return RuntimeError(message)

@@ -42,6 +42,7 @@ class Ledger:
         self._path = folder / self._name
         with disk_errors(self._path):
             self._path.touch(exist_ok=False)
+        self._appending = threading.Lock()
         self._closed = threading.Event()
         self._beating = threading.Thread(target=self._beat, args=(beat,), daemon=True)
         self._beating.start()
@@ -52,7 +53,8 @@ class Ledger:
         Raises:
             InputError: the ledger is gone, as after the end of the merge.
         """
-        self._store.append(self._name, sealed(record, "what a rank did"))
+        with self._appending:  # hashes are told of by other threads than items
+            self._store.append(self._name, sealed(record, "what a rank did"))
 
     def close(self) -> None:
         """Tell the others that this rank does no more, if there still is where to tell it."""
@@ -82,7 +84,7 @@ class Ledgers:
         self._changed: dict[str, tuple[object, float]] = {}
         self._left: set[str] = set()
         self._alive: set[str] = set()
-        self._said: dict[int, list[tuple[str, dict[str, Any]]]] = {}
+        self._said: dict[int | str, list[tuple[str, dict[str, Any]]]] = {}
         self._looked = 0.0
         self._looking = threading.Lock()  # the thread that reads ahead asks too
 
@@ -99,7 +101,7 @@ class Ledgers:
         if time.monotonic() - self._looked > _LOOK_AGAIN:
             self.look()
 
-    def take(self, stage: int) -> list[tuple[str, dict[str, Any]]]:
+    def take(self, stage: int | str) -> list[tuple[str, dict[str, Any]]]:
         """Return what was said of a stage since this was last asked, each with who said it."""
         with self._looking:
             return self._said.pop(stage, [])
@@ -146,5 +148,5 @@ class Ledgers:
     def _hear(self, who: str, record: dict[str, Any]) -> None:
         if record.get("left") is True:
             self._left.add(who)
-        elif isinstance(stage := record.get("stage"), int):
+        elif isinstance(stage := record.get("stage"), int | str):
             self._said.setdefault(stage, []).append((who, record))

@@ -22,9 +22,11 @@ from typing import Any, cast
 
 from covmerge.checkpoints import Entry
 from covmerge.checkpoints.sealed import check_seal, parsed, sealed
+from covmerge.engine.portable import named_error
+from covmerge.engine.ranks.claims import Lot
 from covmerge.engine.ranks.ledger import Ledger, Ledgers
 from covmerge.engine.ranks.rank import Rank
-from covmerge.errors import CheckpointError, InputError
+from covmerge.errors import CheckpointError, CovmergeError, InputError
 from covmerge.stores.disk import disk_errors, replace_file
 from covmerge.stores.regular_file import read_regular
 from covmerge.types import Json
@@ -108,6 +110,17 @@ class Session:
             self.check()
             raise
 
+    def failed(self, stage: int | str, error: Exception) -> None:
+        """Tell the others of an error here, which ends the merge.
+
+        Raises:
+            LeaderGoneError: it is all over, and the error is only what came of it.
+        """
+        self.check()
+        kind, message = named_error(error)
+        with suppress(CovmergeError, LeaderGoneError):
+            self.tell({"stage": stage, "error": kind, "message": message})
+
     def open_stage(self, stage: int, items: Sequence[int]) -> None:
         """Say which items a stage has."""
         replace_file(self._stage(stage), sealed({"items": items}, "stage"))
@@ -121,6 +134,19 @@ class Session:
         while (record := _read(self._stage(stage))) is None:
             self.wait()
         return cast("list[int]", record["items"])
+
+    def lot(self, stage: int | str, number: int) -> Lot:
+        """Return what this rank claims of a stage with.
+
+        Raises:
+            LeaderGoneError: it is all over.
+            InputError: the folder cannot be written to.
+        """
+        try:
+            return Lot(self.folder, stage, self.who, number)
+        except (CovmergeError, OSError):
+            self.check()
+            raise
 
     def wait(self) -> None:
         """Wait a moment for others, and look what they have done.

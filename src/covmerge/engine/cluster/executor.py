@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from secrets import token_hex
-from typing import Any, cast
+from typing import Any
 
 import torch
 
+from covmerge.engine.budget import PROCESS_HOLDS
+from covmerge.engine.cluster.connection import connect, ray_module
+from covmerge.engine.cluster.hashing import ClusterHashing
+from covmerge.engine.cluster.kept import KEPT, Opening, Setup
 from covmerge.engine.executor import Batch, Done, Task, moved_together
+from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.inputs import Sources
 from covmerge.engine.portable import portable
 from covmerge.engine.processes import Opener
 from covmerge.engine.serving import check_there, cores_of, serve
 from covmerge.errors import InputError, ResourceError
 from covmerge.recipe import format_size
-from covmerge.version import __version__
 
-# What a process of a task holds beside its item: Python, torch, the buffers of BLAS.
-_TASK_HOLDS = 512 * 2**20
 CLIENT_HOLDS = 256 * 2**20  # what Ray takes in the process that gives out the work
 # Small items go to one task together, as far as every core has several: to start one takes a millisecond.
 _LOT_BYTES = 64 * 2**20
 _LOTS_A_CORE = 8
 _AHEAD = 2  # tasks that wait for each core
 _RETRIES = 3  # of a task whose process or node was lost
-_ANSWERS_IN = 10  # seconds
 _WAIT = 0.2  # seconds between two looks at what another machine wrote
 
 _Lot = Sequence[tuple[int, Batch]]
@@ -54,10 +51,10 @@ class Cluster:
     """
 
     def __init__(self, address: str, opener: Opener, max_memory: int | None) -> None:
-        self._ray, self._joined = _connect(address)
-        self._opener = opener
+        self._ray, self._joined = connect(address)
         self._max_memory = max_memory
         self._key = token_hex(8)
+        self._opening = self._ray.put(Opening(opener))
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`.
@@ -70,8 +67,8 @@ class Cluster:
                 "a merge in memory cannot be shared by machines: leave out --executor ray"
             )
         ray, threads = self._ray, torch.get_num_threads()
-        setup = _Setup(self._key, self._opener, replace(task, sources=Sources({})), threads)
-        given = ray.put(setup)
+        setup = ray.put(Setup(replace(task, sources=Sources({})), threads))
+        given = [self._opening, setup]
         cores = int(ray.cluster_resources().get("CPU", 1))
         lots = _lots(list(batches), cores)
         waiting = iter(sorted(lots, key=_size, reverse=True))
@@ -95,6 +92,10 @@ class Cluster:
                 with suppress(Exception):
                     ray.cancel(reference, force=True)
 
+    def hashing(self, contents: Contents) -> Hashing:
+        """See `Executor.hashing`: by tasks, a file each."""
+        return ClusterHashing(self._ray, self._key, self._opening, contents)
+
     def close(self) -> None:
         """See `Executor.close`: leave the cluster, unless this process was in it before."""
         if self._joined:
@@ -104,7 +105,7 @@ class Cluster:
         self,
         waiting: Iterator[_Lot],
         running: dict[Any, _Lot],
-        given: Any,
+        given: list[Any],
         task: Task,
         threads: int,
     ) -> bool:
@@ -114,7 +115,7 @@ class Cluster:
             needs = self._needs(lot, task, threads)
             function = self._ray.remote(_do).options(max_retries=_RETRIES, **needs)
             # In a list: a reference alone would be looked up anew for every task.
-            running[function.remote([given], lot)] = lot
+            running[function.remote(self._key, given, lot)] = lot
         return bool(running)
 
     def _needs(self, lot: _Lot, task: Task, threads: int) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class Cluster:
             ResourceError: none has as much.
         """
         largest = max((batch for _, batch in lot), key=_memory)
-        memory = _TASK_HOLDS + _memory(largest)
+        memory = PROCESS_HOLDS + _memory(largest)
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         room = max((node.get("memory", 0) for node in nodes), default=0)
         allowed = room if self._max_memory is None else min(room, self._max_memory)
@@ -155,45 +156,6 @@ class Cluster:
         return answer
 
 
-def cluster_address(given: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address of the cluster: what was given, or that of the job that this is part of.
-
-    Raises:
-        InputError: there is neither, or it is one through which no folder is shared.
-    """
-    address = given or environment.get("RAY_ADDRESS")
-    if not address:
-        raise InputError(
-            "--executor ray: which cluster? Give --address HOST:PORT, or --address auto on one of its "
-            "machines; within `ray job submit` it is known"
-        )
-    if address.startswith(("ray://", "http://", "https://")):
-        raise InputError(
-            f"--address {address}: this process reads and writes the folder that the nodes share, so it "
-            "runs on one of them. Start it by `ray job submit`, or give HOST:PORT"
-        )
-    return address
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What the tasks of one run have in common.
-
-    Attributes:
-        key: of the executor, whose sources a process keeps open.
-        opener: opens them.
-        task: without sources.
-        threads: of an item that is computed on all cores.
-        versions: of covmerge and torch, which must be those of the nodes.
-    """
-
-    key: str
-    opener: Opener
-    task: Task
-    threads: int
-    versions: tuple[str, str] = (__version__, torch.__version__)
-
-
 @dataclass(frozen=True)
 class _Answer:
     """What became of a lot.
@@ -211,89 +173,19 @@ class _Answer:
     ended: float
 
 
-class _Kept:
-    """What a process of the cluster keeps from one task to the next."""
-
-    def __init__(self) -> None:
-        self._key = ""
-        self._stack = ExitStack()
-        self._reference: object = None
-        self._setup: _Setup | None = None
-
-    def setup(self, reference: Any) -> tuple[_Setup, Task]:
-        """Return what a task needs, with open sources."""
-        if self._setup is None or self._reference != reference:
-            self._setup, self._reference = cast("_Setup", _ray().get(reference)), reference
-        setup = self._setup
-        if self._key != setup.key:
-            self._stack.close()
-            _check_versions(setup.versions)
-            self._sources = self._stack.enter_context(setup.opener())
-            self._key = setup.key
-        return setup, replace(setup.task, sources=self._sources)
-
-
-_kept = _Kept()
-
-
-def _do(given: list[Any], lot: _Lot) -> _Answer | BaseException:
+def _do(key: str, given: list[Any], lot: _Lot) -> _Answer | BaseException:
     """Do a lot, in a process of the cluster."""
+    opening, reference = given
     try:
-        setup, task = _kept.setup(given[0])
-        counted = None if task.selections is None else task.selections.emptied()
-        task = replace(task, selections=counted)
+        sources, setup = KEPT.sources(key, opening), KEPT.setup(reference)
+        counted = None if setup.task.selections is None else setup.task.selections.emptied()
+        task = replace(setup.task, sources=sources, selections=counted)
         done = [one for index, batch in lot for one in serve(index, batch, task, setup.threads)]
         counts = None if counted is None else counted.counted()
-        node: str = _ray().get_runtime_context().get_node_id()
+        node: str = ray_module().get_runtime_context().get_node_id()
         return _Answer(done, counts, node, time.perf_counter())
     except Exception as error:
         return portable(error)
-
-
-def _check_versions(wanted: tuple[str, str]) -> None:
-    here = (__version__, torch.__version__)
-    if here != wanted:
-        raise InputError(
-            f"the nodes of the cluster have covmerge {here[0]} and torch {here[1]}, and who merges has "
-            f"{wanted[0]} and {wanted[1]}: install the same on all"
-        )
-
-
-def _ray() -> Any:
-    """Return Ray, which is imported by who uses it alone.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise InputError('--executor ray needs Ray: pip install "covmerge[ray]"') from error
-
-
-def _connect(address: str) -> tuple[Any, bool]:
-    """Return Ray, connected to a cluster, and whether it was not before.
-
-    Raises:
-        InputError: it is not installed, or there is no cluster.
-    """
-    ray = _ray()
-    if ray.is_initialized():
-        return ray, False
-    try:
-        _check_answers(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, RuntimeError) as error:
-        first, *_ = str(error).splitlines() or [type(error).__name__]
-        raise InputError(f"--address {address}: there is no Ray cluster ({first})") from error
-    return ray, True
-
-
-def _check_answers(address: str) -> None:
-    """Raise OSError where nobody listens; Ray itself would try for several minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=_ANSWERS_IN).close()
 
 
 def _lots(batches: list[tuple[int, Batch]], cores: int) -> list[list[tuple[int, Batch]]]:
