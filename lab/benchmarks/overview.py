@@ -1,7 +1,8 @@
 """All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
-table of three trainings lacks are of the first one, where that was run on its own (`text/full-first`).
+table lacks are of one training that was run on its own: `text/full-auto`, of `auto` as it is now, before
+`text/full-first`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from covmerge_lab.models import Section
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
-FIRST = "-first"  # of a folder: one training
-ONCE = "¹"
+ALONE = ("-auto", "-first")  # of folders: one training
+ONCE, OTHER = "¹", "²"
+_EXPERTS = "experts, each on its task"
 SUITES = ("text", "vision", "llm")
 _KINDS = {"full": "full", "lora": "LoRA"}
 
@@ -40,16 +42,21 @@ def columns(results: Path = RESULTS) -> list[Column]:
     found: list[Column] = []
     for suite in SUITES:
         for kind, name in _KINDS.items():
-            first = {
-                len(group["tasks"]): group for group in _groups(results / suite / (kind + FIRST))
-            }
+            alone = [group for end in ALONE for group in _groups(results / suite / (kind + end))]
             for group in _groups(results / suite / kind):
                 count = len(group["tasks"])
                 rows = {row["title"]: row for row in group["rows"]}
-                for row in first.get(count, {"rows": []})["rows"]:
-                    rows.setdefault(row["title"], {**row, "once": True})
+                for other in (each for each in alone if len(each["tasks"]) == count):
+                    mark = ONCE if _first(other) == _first(group) else OTHER
+                    for row in other["rows"]:
+                        rows.setdefault(row["title"], {**row, "mark": mark})
                 found.append(Column(f"{suite}, {name}, {count}", rows))
     return found
+
+
+def _first(group: dict[str, Any]) -> float:
+    """How good the experts of the first training are, by which it is known."""
+    return next(row["seeds"][0] for row in group["rows"] if row["title"] == _EXPERTS)
 
 
 def _groups(folder: Path) -> list[dict[str, Any]]:
@@ -90,7 +97,7 @@ def _cell(row: dict[str, Any] | None) -> str:
         return ""
     beyond = row["beyond_tuned"]
     star = "*" if beyond and beyond["low"] > 0 else ""
-    return f"{100 * row['mean']['mean']:.1f}{star}{ONCE if 'once' in row else ''}"
+    return f"{100 * row['mean']['mean']:.1f}{star}{row.get('mark', '')}"
 
 
 def written(text: str) -> str:

@@ -62,8 +62,8 @@ def results(shown: list[Column]) -> Any:
         values = [_percent(column, name) for name in names]
         axes.barh(range(len(names)), values, color=[SHOWN[name] for name in names])
         for place, (name, value) in enumerate(zip(names, values, strict=True)):
-            once = "¹" if "once" in column.rows[name] else ""
-            axes.text(value + 1, place, f"{value:.1f}{once}", va="center", fontsize=8)
+            mark = column.rows[name].get("mark", "")
+            axes.text(value + 1, place, f"{value:.1f}{mark}", va="center", fontsize=8)
         labels = [name.replace(", each on its task", "") for name in names]
         axes.set_yticks(range(len(names)), labels if column in shown[::2] else [""] * len(names))
         axes.set_xlim(0, 109)

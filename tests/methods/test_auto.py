@@ -121,9 +121,13 @@ def test_inputs_that_see_nothing_of_the_updates_say_nothing():
     assert torch.equal(merged(updates, torch.diag(1 - read)), merged(updates))
 
 
-def test_white_inputs_are_as_none():
-    updates = random_updates(24, 40, 3, 24, 3.0, seed=8)
-    assert relative(merged(updates, 7 * torch.eye(40, dtype=torch.float64)), merged(updates)) < 1e-9
+def test_where_nobody_has_measured_them_half_of_the_inputs_is_what_the_updates_tell():
+    updates = random_updates(24, 40, 3, 24, 1.0, seed=8)
+    updates = [7.0 * update / update.norm() for update in updates]  # so that all count alike
+    told = sum(update.mT @ update / 49.0 for update in updates) / 3
+    white = torch.eye(40, dtype=torch.float64) / 40
+    assert relative(merged(updates, told + white), merged(updates)) < 1e-9
+    assert relative(merged(updates, white), merged(updates)) > 0.05
 
 
 def test_what_it_noticed():

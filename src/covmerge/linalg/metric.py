@@ -30,61 +30,51 @@ class Spectrum:
     Attributes:
         sigma: within the numerical rank k, float64, descending.
         update: Δ `(d_out, d_in)`.
-        left: U `(d_out, k)`, eigenvectors of K; None where
-        right: V `(d_in, k)`, those of ΔᵀΔ, say the same, C being I.
+        left: U `(d_out, k)`, eigenvectors of K.
     """
 
     sigma: Tensor
     update: Tensor
-    left: Tensor | None
-    right: Tensor | None = None
+    left: Tensor
 
     def lifted(self, lift: Tensor, beyond: float = 0.0) -> Tensor:
         """Return U diag(lift) UᵀΔ + beyond · (I − UUᵀ)Δ, lift `(k,)`, in Δ's dtype.
 
         Example:
             >>> update = torch.diag(torch.tensor([3.0, 2.0]))
-            >>> Metric().spectrum(update, rtol=1e-6).lifted(torch.tensor([1.0, 2.0])).tolist()
+            >>> seen = Metric.of(torch.eye(2)).spectrum(update, rtol=1e-6)
+            >>> seen.lifted(torch.tensor([1.0, 2.0])).tolist()
             [[3.0, 0.0], [0.0, 4.0]]
         """
         weights = (lift - beyond).to(self.update.dtype)
-        if self.left is not None:
-            found = multi_dot([self.left * weights, self.left.mT, self.update])
-        else:
-            assert self.right is not None
-            found = multi_dot([self.update, self.right * weights, self.right.mT])
+        found = multi_dot([self.left * weights, self.left.mT, self.update])
         return found.add_(self.update, alpha=beyond) if beyond else found
 
 
 @dataclass(frozen=True)
 class Metric:
-    """C `(d_in, d_in)`, symmetric positive semi-definite to rounding, or I.
+    """C `(d_in, d_in)`, symmetric positive semi-definite to rounding.
 
     Attributes:
-        covariance: C in float64, of mean eigenvalue 1; None: I.
+        covariance: C in float64, of mean eigenvalue 1.
     """
 
-    covariance: Tensor | None = None
+    covariance: Tensor
 
     @classmethod
-    def of(cls, covariance: Tensor | None) -> Metric:
-        """The metric of a covariance of any scale; of None, or of one of 0, it is I."""
-        if covariance is None:
-            return cls()
+    def of(cls, covariance: Tensor) -> Metric:
+        """The metric of a covariance of any scale but 0."""
         mean = covariance.diagonal().to(torch.float64).mean()
-        if not mean > 0.0:
-            return cls()
         return cls(covariance.to(torch.float64, copy=True).div_(mean))
 
     @cached_property
     def factor(self) -> Tensor | None:
         """L, lower triangular, with LLᵀ = C, float64; None where C is singular."""
-        return None if self.covariance is None else lower_factor(self.covariance)
+        return lower_factor(self.covariance)
 
     @cached_property
     def root(self) -> Tensor:
         """L with LLᵀ = C, float64, where C is singular: VΛ^½."""
-        assert self.covariance is not None
         values, vectors = eigh(self.covariance)
         return vectors * values.clamp_min(0.0).sqrt()
 
@@ -99,33 +89,29 @@ class Metric:
         """
         count = len(updates)
         total = torch.zeros(count, count, dtype=torch.float64, device=updates[0].device)
-        lower = None if self.covariance is None else half(self.covariance.to(updates[0].dtype))
+        lower = half(self.covariance.to(updates[0].dtype))
         for rows in _blocks(updates):
             block = torch.cat([update[rows] for update in updates])
-            seen = block if lower is None else times_lower(block, lower)
+            seen = times_lower(block, lower)
             total += seen.reshape(count, -1) @ block.reshape(count, -1).mT
-        return ((total + total.mT) / (2.0 if lower is None else 1.0)).cpu()
+        return (total + total.mT).cpu()
 
     def spectrum(self, update: Tensor, *, rtol: float, rounding: Rounding = EXACT) -> Spectrum:
         """The singular values of ΔC^½ within the numerical rank, and its left directions.
 
-        As `truncated_svd`, but of the singular vectors only those of the smaller side are made, if they do.
+        As `truncated_svd`, but where the outputs are the smaller side nothing else is made.
 
         Example:
             >>> update = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
-            >>> Metric().spectrum(update, rtol=1e-6).sigma.tolist()
+            >>> Metric.of(torch.eye(3)).spectrum(update, rtol=1e-6).sigma.tolist()
             [3.0, 2.0]
         """
         d_out, d_in = update.shape
-        exact = update.dtype == torch.float64
-        if not exact and (d_out <= d_in or self.covariance is None):
-            outputs = d_out <= d_in
-            gram = self._outputs(update) if outputs else float64_gram(update.mT)
-            values, vectors = eigh(gram)
+        if update.dtype != torch.float64 and d_out <= d_in:
+            values, vectors = eigh(self._outputs(update))
             sigma = values.clamp_min(0.0).sqrt().flip(0)
             rank, _ = numerical_rank(sigma, update.shape, rtol=rtol, rounding=rounding)
-            kept = vectors.flip(1)[:, :rank].to(update.dtype)
-            return Spectrum(sigma[:rank], update, *((kept, None) if outputs else (None, kept)))
+            return Spectrum(sigma[:rank], update, vectors.flip(1)[:, :rank].to(update.dtype))
         top = truncated_svd(self._seen(update), min(update.shape), rtol=rtol, rounding=rounding)
         return Spectrum(top.kept, update, top.left)
 
@@ -137,7 +123,7 @@ class Metric:
 
     def _outputs(self, update: Tensor) -> Tensor:
         """ΔCΔᵀ `(d_out, d_out)`, float64."""
-        if self.covariance is None or self.factor is not None:
+        if self.factor is not None:
             return float64_gram(self._seen(update))
         whole = update.to(torch.float64)
         found = times_lower(whole, half(self.covariance)) @ whole.mT
@@ -145,8 +131,6 @@ class Metric:
 
     def _seen(self, update: Tensor) -> Tensor:
         """ΔC^½, up to a rotation of its columns, in Δ's dtype."""
-        if self.covariance is None:
-            return update
         if self.factor is None:
             return update @ self.root.to(update.dtype)
         return times_lower(update, self.factor.to(update.dtype))

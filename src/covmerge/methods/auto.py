@@ -23,6 +23,7 @@ from covmerge.linalg.auto import (
     precision_choice,
     solve_cost,
     sums_cost,
+    symmetric_cost,
     system_choice,
 )
 from covmerge.linalg.cholesky import all_above
@@ -30,6 +31,7 @@ from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
 from covmerge.linalg.spectral import EXACT, rank_tolerance
+from covmerge.linalg.symmetric import add_gram_, mirror_
 from covmerge.methods.auto_noticed import Equalised
 from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, register
@@ -46,7 +48,7 @@ _CLEARLY = 1.1
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # With C₀: what it costs beside comes from it. Memory as where float32 could not tell.
+    # With a C₀ that is made of the updates. Memory as where float32 could not tell.
     matrix, route = d_out * d_in, system_choice(d_out, d_in, count, 8).taken
     sums = sums_cost(route, d_out, d_in, count, 8)
     solve = solve_cost(route, d_out, d_in, count, 8)
@@ -56,6 +58,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         precision_choice(d_out, d_in, count, itemsize).cost.flops
         + spectra.flops
         + dots.flops
+        + count * symmetric_cost(d_out, d_in)
         + 4.0 * matrix * min(d_out, d_in),
         max(
             2 * matrix * 8 + sums.workspace + solve.workspace,
@@ -98,7 +101,8 @@ def auto(group: LinearGroup) -> Merged:
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
     C₀ = E[z zᵀ] of the layer's inputs in the base says what counts as long: from a statistics file of
-    the base (`covmerge collect BASE`), or I without one. N counts the experts by how unlike their
+    the base (`covmerge collect BASE`), or Σ s_tw_t (Δ_tᵀΔ_t / ‖Δ_t‖² + I / d_in) without one, half of
+    what the updates tell of the inputs and half of nothing. N counts the experts by how unlike their
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
     share of the layer's directions that the updates use: full fine-tunes use most, where the weakest
     are noise and q goes to ½; adapters use few, and q goes to ¾. An expert whose update vanishes
@@ -121,9 +125,9 @@ def auto(group: LinearGroup) -> Merged:
     active = active_experts(group)
     if not active.updates:
         return Merged(torch.zeros_like(first), Equalised(active.unchanged))
-    seen = Metric.of(group.inputs)
-    known = seen.covariance is not None
     shares = _shares(active)
+    known = group.inputs is not None and float(group.inputs.diagonal().sum()) > 0.0
+    seen = Metric.of(group.inputs if known else _told(active, shares))
     squares, lengths = _squared_cosines(active, seen)
     alike = float((shares * (squares @ shares)).sum())
     experts = max(1.0, float(shares.sum()) ** 2 / alike)
@@ -147,7 +151,7 @@ def auto(group: LinearGroup) -> Merged:
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
     whole = seen.nuclear_norm(stack_weighted(active.updates, active.weights))
     scale = agreement * whole / float((sigma * lift).sum())
-    # What C₀ does not see is lifted as what it hardly sees; without C₀ that is rounding.
+    # What measured inputs do not see is lifted as what they hardly see; else it is rounding.
     unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
     merged = spectrum.lifted(lift * scale, unseen)
     lifted = sigma * lift * scale
@@ -166,6 +170,19 @@ def _shares(active: Active) -> Tensor:
     """s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed the layer."""
     energies = torch.tensor(active.norms, dtype=torch.float64).square()
     return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
+
+
+def _told(active: Active, shares: Tensor) -> Tensor:
+    """Σ s_tw_t (Δ_tᵀΔ_t/‖Δ_t‖² + I/d_in), of the updates' dtype."""
+    first = active.updates[0]
+    counts = shares * torch.tensor(active.weights, dtype=torch.float64)
+    gram = first.new_zeros(first.shape[1], first.shape[1])
+    for update, size, part in zip(
+        active.updates, active.norms, counts.sqrt().tolist(), strict=True
+    ):
+        add_gram_(gram, update * (part / size))
+    mirror_(gram).diagonal().add_(float(counts.sum()) / active.d_in)
+    return gram
 
 
 def _of_all(group: LinearGroup, active: Active, shares: Tensor) -> tuple[float, ...]:

@@ -109,7 +109,7 @@ class Equalised(Noticed):
     Attributes:
         unchanged: experts that left the sums.
         shares: s_t of every expert, 1 for one as long as the others, 0 for one that did not change it.
-        inputs_known: whether C₀ was measured, or is I.
+        inputs_known: whether C₀ was measured, or is half of what the updates tell.
         unlike_experts: N, as how many experts of no common direction these count.
         directions_in_use: φ, the share of the layer's directions that they use.
         flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.

@@ -140,7 +140,8 @@ def auto(group: LinearGroup) -> Tensor:
     R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
     if group.inputs is not None and not group.inputs.any():
         return auto(replace(group, inputs=None))
-    L = identity(d_in) if group.inputs is None else root(group.inputs.double())
+    told = weighted([u.T @ u + 1.0 / d_in * identity(d_in) for u in units], scales)
+    L = root(told if group.inputs is None else group.inputs.double())
     seen = [d @ L for d, _ in changed]
     sizes = [max(length(x), 1e-150) for x in seen]
     same = [

@@ -43,6 +43,9 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
     }.items()
     for value in values
 }
+TOLD: Mapping[str, Mapping[str, Any]] = {
+    f"told {share}": {"told": share} for share in (0.0, 0.25, 0.75, 1.0)
+}
 _TOGETHER = 8  # merges of one reading
 
 
@@ -53,7 +56,8 @@ class Default(Study):
     about = (
         "What every part of the default method is worth, with the base's inputs and by weights alone, and "
         "how much each of its constants matters: 0.1, 0.01 and 0.01, the exponents ½ and ¾ between which q "
-        "lies, and the power of N. One thing is changed at a time (docs/auto.md has the equation)."
+        "lies, the power of N, and by weights alone how much of C₀ the updates tell. One thing is "
+        "changed at a time (docs/auto.md has the equation)."
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
@@ -65,7 +69,7 @@ class Default(Study):
         known = [_merge(title, given) for title, given in {**PARTS, **CONSTANTS}.items()]
         alone = [
             replace(_merge(title + ALONE, given), section=Section.DATA_FREE, statistics=None)
-            for title, given in PARTS.items()
+            for title, given in {**PARTS, **TOLD}.items()
         ]
         return [*known, *alone]
 

@@ -38,11 +38,12 @@ def auto_with(
     sparse: float = 0.75,
     power: float | None = 2.0,
     length: Literal["agreement", "sum", "start"] = "agreement",
+    told: float = 0.5,
 ) -> Tensor:
     """W̄ = W₀ + λ (K + τ²I)^(−q/2) R of docs/auto.md, naive and in float64.
 
     Args:
-        group: updates `(d_out, d_in)`, and C₀ as `inputs`; None is I. All experts weigh the same.
+        group: updates `(d_out, d_in)`, and C₀ as `inputs`. All experts weigh the same.
         start: what R is: the regression, or ΣΔ_t.
         ridge: beside ΔᵀΔ/‖Δ‖², as a share of its mean eigenvalue (0.1 I/d_in).
         small: share of the others' energy at which an expert counts half.
@@ -52,17 +53,22 @@ def auto_with(
         power: p in 1 − N^(−p); None: q does not ask how unlike the experts are.
         length: what λ makes the outputs' singular values add up to: those of (ΣΔ_t)C₀^½, times the
             agreement of copies or not, or those of R.
+        told: without `inputs`, how much of C₀ is what the updates tell; the rest is I.
     """
     updates = [update.double() for update in group.updates if float(update.abs().max()) > 0]
     first = group.updates[0]
     if not updates:
         return torch.zeros_like(first)
     d_out, d_in = first.shape
-    inputs = torch.eye(d_in, dtype=torch.float64, device=first.device)
-    if group.inputs is not None:
-        inputs = group.inputs.double() * (d_in / float(group.inputs.diagonal().sum()))
     energies = torch.stack([update.square().sum() for update in updates])
     shares = energies / (energies + small * energies.square().sum() / energies.sum())
+    if group.inputs is None:
+        units = zip(shares / energies, updates, strict=True)
+        inputs = sum((told * own) * (unit.mT @ unit) for own, unit in units) / shares.sum()
+        inputs.diagonal().add_((1.0 - told) / d_in)
+    else:
+        inputs = group.inputs.double()
+    inputs = inputs * (d_in / float(inputs.diagonal().sum()))
     total = torch.stack(updates).sum(0)
     fused = total if start == "sum" else _regression(updates, energies, shares, ridge)
 
