@@ -75,6 +75,7 @@ coverage: $(VENV)/.ready
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile $(COVERED)
 	$(BIN)/coverage combine --quiet
+	mkdir -p build
 	$(BIN)/coverage json --quiet -o build/coverage.json
 	$(BIN)/python -m tests.branches build/coverage.json
 

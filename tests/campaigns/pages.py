@@ -2,8 +2,9 @@
 
     [{"file": "config.json", "first": 0, "do": "length", "with": "9"}]
 
-is a rule: from the request `first` for the file on, the answer is the right one but for what is done. Where the
-first entry is "s3" or "hub" there are also rules of the "listing". The server is a process of its own, so that only what covmerge does is measured, and ends with it.
+is a rule: from the request `first` for the file on, the answer is the right one but for what is done.
+Where the first entry is "s3" or "hub" there are also rules of the "listing". The server is a process of its
+own, so that only what covmerge does is measured, and ends with it.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ _RULES: dict[str, tuple[Any, ...]] = {
 }
 _STORES = ("s3", "hub")
 _BUCKET = f"/{listings.BUCKET}"
+_HUB = (f"/{listings.REPOSITORY}/", "/api/")
 _RESOLVED = re.compile(rf"/{listings.REPOSITORY}/resolve/[0-9a-f]{{40}}/")
 _HERE = ("/", "", "?x", "{path}", "{path}?")  # where a store may lead is its own matter
 
@@ -192,7 +194,7 @@ class _Handler(socketserver.StreamRequestHandler):
         status, body, size = ("200 OK" if there else "404 x"), data, len(data)
         etag = f'"{hashlib.sha1(data).hexdigest()}"'
         headers: dict[str, Any] = {"ETag": etag, "Connection": "close"}
-        if self._query.startswith(f"/{listings.REPOSITORY}/"):
+        if self._query.startswith(_HUB):
             headers["X-Repo-Commit"] = listings.commit(self.server.folder / IN)
         if there and (found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked)):
             first = int(found[1])
@@ -266,8 +268,8 @@ class _Handler(socketserver.StreamRequestHandler):
             for at in range(0, len(part), 1 if is_slow else len(part) or 1):
                 self.wfile.write(part[at : at + 1] if is_slow else part)
                 self.wfile.flush()
-                if is_slow:
-                    time.sleep(0.1)
+                if is_slow:  # a Hub's client waits for each byte anew, and there are hundreds
+                    time.sleep(0.01 if self._query.startswith(_HUB) else 0.1)
         if self._bare:
             return
         if rules.get("body") == "endless" or rules.get("chunks") == "no end":

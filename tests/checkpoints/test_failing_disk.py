@@ -36,11 +36,11 @@ def test_space_is_reserved_where_it_can_be(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_limit_on_files_is_told_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="grows larger than .*pass a smaller shard size"):
-        with disk_errors(tmp_path / "x"):
-            failing(errno.EFBIG)()
+    larger = pytest.raises(ResourceError, match=r"grows larger than .*pass a smaller shard size")
+    with larger, disk_errors(tmp_path / "x"):
+        failing(errno.EFBIG)()
     with (
-        pytest.raises(InputError, match="cannot write .*Input/output"),
+        pytest.raises(InputError, match=r"cannot write .*Input/output"),
         disk_errors(tmp_path / "x"),
     ):
         failing(errno.EIO)()
@@ -50,7 +50,7 @@ def test_half_of_a_line_is_taken_back(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "journal").write_bytes(b"one\n")
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
-    with pytest.raises(ResourceError, match="no room for .*journal"):
+    with pytest.raises(ResourceError, match=r"no room for .*journal"):
         LocalFolder(tmp_path).append("journal", b"two\n")
     assert (tmp_path / "journal").read_bytes() == b"one\n"
 

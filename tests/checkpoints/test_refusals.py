@@ -113,7 +113,7 @@ def test_an_adalora_without_a_scale(adapter: Path) -> None:  # noqa: F811
     layers = {f"{STEM}.lora_A": torch.ones(3, 16), f"{STEM}.lora_B": torch.ones(16, 3)}
     save_file(layers | {f"{STEM}.lora_E": torch.ones(3, 1)}, adapter / WEIGHTS)
     change(adapter, peft_type="ADALORA", lora_alpha=-1)
-    with pytest.raises(CheckpointError, match="lora_alpha = -1.*AdaLoRA has it positive"):
+    with pytest.raises(CheckpointError, match=r"lora_alpha = -1.*AdaLoRA has it positive"):
         open_checkpoint(adapter)
 
 
@@ -234,7 +234,7 @@ def test_packed_weights_that_a_layout_cannot_hold() -> None:
 def test_a_page_is_no_folder_and_has_one(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is a folder: name a file, such as"):
         check_page(tmp_path)
-    with pytest.raises(InputError, match="there is no folder .*nowhere for x.html: make it first"):
+    with pytest.raises(InputError, match=r"there is no folder .*nowhere for x.html: make it first"):
         check_page(tmp_path / "nowhere" / "x.html")
 
 

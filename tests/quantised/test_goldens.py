@@ -158,7 +158,7 @@ def test_sizes_that_contradict_each_other_are_refused_before_a_weight_is_read(
 def test_a_part_that_is_not_read_is_refused(tmp_path):
     case = "compressed-tensors packed 4"
     layer = {**LAYERS[case], "fc.weight_g_idx": torch.zeros(96, dtype=torch.int32)}
-    with pytest.raises(CheckpointError, match="'fc.weight_g_idx' is there, where symmetric"):
+    with pytest.raises(CheckpointError, match=r"'fc.weight_g_idx' is there, where symmetric"):
         open_plain(save(tmp_path, case, layer))
 
 

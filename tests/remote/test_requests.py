@@ -80,7 +80,7 @@ def test_a_hub_that_says_no_commit_or_sizes(monkeypatch, sha, files) -> None:
 
 def test_files_that_a_hub_has_not_or_too_large() -> None:
     store = HubStore("org/name", "org/name", COMMIT, {"README.md": hub._MOST_OF_A_CARD + 1})
-    with pytest.raises(FileNotFoundError, match="config.json"):
+    with pytest.raises(FileNotFoundError, match=r"config.json"):
         store.stamp("config.json")
     with pytest.raises(CheckpointError, match="the repository is incomplete"):
         store.check("config.json")
