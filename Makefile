@@ -7,12 +7,25 @@ BIN := $(VENV)/bin
 WORKERS ?= logical
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint style types boundaries site tests fast slow coverage bench clean
+.PHONY: demo test lint style types boundaries site tests fast slow coverage lock bench clean
 
-$(VENV)/.ready: pyproject.toml lab/pyproject.toml constraints.txt
+# torch first, by its version alone: which build of it fits is the machine's matter, and each has a hash of its
+# own. All else is what the lock says, byte by byte, also what our own packages are built with.
+$(VENV)/.ready: export PIP_DISABLE_PIP_VERSION_CHECK := 1
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml requirements/torch.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e "./lab[dev]"
+	$(BIN)/python -m pip install --quiet -r requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . -e ./lab
 	touch $@
+
+# Takes uv and a network. Versions stay what they are as long as they fit; without the file, all are the newest.
+# tests/test_lock.py says when it is due.
+lock: export UV_CUSTOM_COMPILE_COMMAND := make lock
+lock:  ## requirements/dev.txt, from pyproject.toml and lab/pyproject.toml
+	printf '%s\n' '-e .[dev]' '-e ./lab[dev]' | uv pip compile --quiet --universal --python-version 3.11 \
+		--generate-hashes --default-index https://pypi.org/simple --constraint requirements/torch.txt \
+		$(addprefix --no-emit-package ,torch covmerge covmerge-lab) --output-file requirements/dev.txt - >/dev/null
 
 demo: $(VENV)/.ready  ## fine-tune eight experts of a real model, merge them by every method, show the table
 	$(BIN)/covmerge bench text --kind full --seeds 1 --cache demo-output/cache --out demo-output
@@ -52,16 +65,19 @@ slow: $(VENV)/.ready
 	$(PYTEST) -m slow
 
 # The tests of what reads or writes files (pyproject.toml has the list of it), and which branches of it they
-# take, also in the processes that they start. It takes as long as all other tests together, so CI does not run it.
-COVERED := $(addprefix tests/,campaigns checkpoints remote quantised export verification vocabulary recipe \
-	statistics engine tensors e2e cli mergekit) \
+# take, also in the processes that they start: of branches alone at least 95 %. It takes half as long as all
+# tests do, so CI does not run it.
+COVERED := $(addprefix tests/,campaigns/test_hostile.py campaigns/test_findings.py checkpoints remote quantised export \
+	verification vocabulary recipe statistics engine tensors e2e cli mergekit viewer test_addresses.py) \
 	$(addprefix src/covmerge/,stores checkpoints export quantised verification vocabulary recipe statistics)
 coverage: export OMP_NUM_THREADS ?= 1
 coverage: $(VENV)/.ready
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --quiet $(COVERED)
+	$(BIN)/coverage run -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile $(COVERED)
 	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage report --skip-covered
+	mkdir -p build
+	$(BIN)/coverage json --quiet -o build/coverage.json
+	$(BIN)/python -m tests.branches build/coverage.json
 
 # With PEERS, the authors' repositories checked out there, and PEERS_PYTHON, a Python that has mergekit and
 # fusion-bench, both are measured beside covmerge (see the modules). `comparison` needs `make demo` before.

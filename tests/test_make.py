@@ -30,7 +30,8 @@ def clone(tmp_path):
     """Makefile and CI script, with a .venv whose programs only say that they ran."""
     if not (ROOT / "Makefile").exists() or shutil.which("make") is None:
         pytest.skip("needs make and a clone")
-    for name in ("Makefile", "pyproject.toml", "lab/pyproject.toml", "constraints.txt", ".ci/run"):
+    locked = ("requirements/torch.txt", "requirements/dev.txt")
+    for name in ("Makefile", "pyproject.toml", "lab/pyproject.toml", *locked, ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)
     binaries = tmp_path / ".venv" / "bin"

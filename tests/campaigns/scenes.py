@@ -29,12 +29,18 @@ class Form:
     Attributes:
         recipe: what the recipe says beside base and experts.
         make: writes `base` and the experts into a folder.
-        command: of the command line, with its own flags.
+        command: the command line, of the names of what lies there.
+        executors: who can do it; (): any.
+        resumes: whether the command can go on with what was begun.
+        models: folders of the output that are models; "": itself.
     """
 
     recipe: Mapping[str, Any]
     make: Callable[[Path], None]
-    command: tuple[str, ...] = ("merge",)
+    command: tuple[str, ...] = ("merge", "{recipe}", "{out}")
+    executors: tuple[str, ...] = ()
+    resumes: bool = True
+    models: tuple[str, ...] = ("",)
 
 
 def _plain(folder: Path, head: int = 0) -> None:
@@ -81,6 +87,20 @@ FORMS = {
     "masks": Form({"method": "emr"}, _plain),
     "heads": Form({"method": "average"}, _with_heads),
     "quantised": Form({"method": "average", "output": {"quantise": "fp8-channel"}}, _llama),
+    "extracted": Form(
+        {"method": "average"},
+        _plain,
+        ("extract", "{base}", "{expert}", "{out}", "--rank", "2"),
+        ("threads", "processes"),
+    ),
+    "compared": Form(
+        {"method": "average"},
+        _plain,
+        ("compare", "{recipe}", "--methods", "average,ties", "--out", "{out}"),
+        ("threads", "processes"),
+        resumes=False,
+        models=("average", "ties"),
+    ),
 }
 
 
@@ -119,7 +139,11 @@ class Scene:
 
     def arguments(self, *more: object) -> list[str]:
         """Return the command line."""
-        return [*self.form.command, str(self.recipe), str(self.out), *map(str, more)]
+        base = self.inputs / "base"
+        names = {"recipe": self.recipe, "out": self.out, "base": base, "expert": self.expert}
+        given = [word.format(**names) for word in self.form.command]
+        anew = {} if self.form.resumes else {"--resume": "--overwrite"}
+        return [*given, *dict.fromkeys(anew.get(str(own), str(own)) for own in more)]
 
     def intact(self) -> str | None:
         """Return what of the sources is not what it was; None: nothing."""
@@ -154,11 +178,12 @@ class Scene:
 
 
 def digests(folder: Path) -> Digests:
-    """By file of a folder its SHA-256."""
+    """By file of a folder its SHA-256, but for the table of a comparison, which tells how long it took."""
+    found = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        str(path.relative_to(folder)): hashlib.sha256(content).hexdigest()
+        for path, content in found.items()
+        if not (path == folder / "covmerge.json" and b'"comparison"' in content)
     }
 
 

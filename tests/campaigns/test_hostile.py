@@ -11,7 +11,7 @@ HOME = Path(__file__).parent.parent.parent
 PROGRAM = "import sys; from tests.campaigns.hostile import main; sys.exit(main(sys.argv[1:]))"
 # These load transformers, which takes longer than all inputs of the others, or wait for a server.
 SLOW = (
-    *("config.json", "GGUF", "quantised", "tokenizer", "whole merge"),
+    *("config.json", "GGUF", "quantised", "tokenizer", "whole merge", "bucket", "Hub"),
     *("large tensors", "remote"),
 )
 

@@ -245,9 +245,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             for begin in range(0, len(body), 2**16):
                 chunk = body[begin : begin + 2**16]
-                self.wfile.write(chunk)
-                if name is not None:
+                if name is not None:  # before: whoever has read it may ask at once
                     self.hub.count(name, len(chunk))
+                self.wfile.write(chunk)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # the client had enough
 

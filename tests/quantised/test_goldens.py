@@ -123,6 +123,22 @@ def test_rows_are_rows_of_the_whole(tmp_path, case, piece, monkeypatch):
         ("gptq 4 gptq", "fc.qweight", lambda t: t.float(), "float32, not torch.int32"),
         ("awq", "fc.qzeros", lambda t: t[:, 1:], "where its layer needs"),
         ("awq", "fc.scales", None, "is missing"),
+        *(
+            (case, part, lambda t: t[0], "where a matrix can be read")
+            for case, part in (
+                ("bitsandbytes 8", "fc.weight"),
+                ("compressed-tensors packed 4", "fc.weight_packed"),
+                ("compressed-tensors float block True", "fc.weight"),
+                ("gptq 4 gptq", "fc.qweight"),
+                ("awq", "fc.qweight"),
+            )
+        ),
+        (
+            "compressed-tensors packed 4",
+            "fc.weight_scale",
+            lambda t: t[:, 1:],
+            "its scales are of 64 inputs",
+        ),
     ],
 )
 def test_sizes_that_contradict_each_other_are_refused_before_a_weight_is_read(
@@ -137,6 +153,13 @@ def test_sizes_that_contradict_each_other_are_refused_before_a_weight_is_read(
         open_plain(save(tmp_path, case, layer))
     assert "quantization_config" in str(error.value)
     assert "model.dequantize()" in str(error.value)
+
+
+def test_a_part_that_is_not_read_is_refused(tmp_path):
+    case = "compressed-tensors packed 4"
+    layer = {**LAYERS[case], "fc.weight_g_idx": torch.zeros(96, dtype=torch.int32)}
+    with pytest.raises(CheckpointError, match=r"'fc.weight_g_idx' is there, where symmetric"):
+        open_plain(save(tmp_path, case, layer))
 
 
 @pytest.mark.parametrize("group", [-1, 3, 2**30])
@@ -190,6 +213,14 @@ def test_format_is_another_name_of_checkpoint_format(tmp_path, case):
             "compressed-tensors float block True",
             {"config_groups": {"a": {"weights": {"block_structure": [0, 32]}}}},
             "its block is .0, 32., not rows and columns",
+        ),
+        *(
+            ("compressed-tensors packed 4", {"config_groups": groups}, said)
+            for groups, said in (
+                ({}, "its layers are of 0 kinds"),
+                ({"a": {"weights": {"num_bits": 3}}}, "of 3 bits, not int of 4 or 8"),
+                ({"a": {"weights": {"num_bits": 4, "group_size": 1}}}, "its group_size is 1"),
+            )
         ),
     ],
 )

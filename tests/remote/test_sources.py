@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge import open_checkpoint
 from covmerge.checkpoints import fingerprint
+from covmerge.checkpoints import remote as fetching
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores import page_server, remote, retries
 from covmerge.stores.address import Address
 from covmerge.stores.remote import remote_store
+from covmerge.stores.retries import RefusedError
 from covmerge.stores.store import StoredFile
 from covmerge.verification import verify
 from tests.checkpoints.test_distributed import save as save_shards
@@ -293,6 +295,85 @@ def test_what_is_compressed_is_not_unpacked(pages, models) -> None:
     server.fail("config.json", compressed, 10)
     with pytest.raises(CheckpointError, match="the server sends it compressed"):
         open_checkpoint(f"{server.url}/base")
+
+
+def test_a_page_is_no_file(pages, models) -> None:
+    """Servers answer what they have not by a page that says so, as if it were there."""
+    server, folder = pages
+    shutil.copytree(models[0], folder / "base")
+    right = open_checkpoint(f"{server.url}/base").headers
+
+    def page(_, environ, start):
+        start("200 OK", [("Content-Type", "text/html; charset=utf-8"), ("Content-Length", "6")])
+        return [b"<html>"]
+
+    server.fail("tokenizer_config.json", page, 100)
+    assert open_checkpoint(f"{server.url}/base").headers == right
+
+
+@pytest.mark.parametrize(
+    "leads, said",
+    [
+        ("http://127.0.0.2:9/x", "a machine of this network"),
+        ("http://localhost./x", "a machine of this network"),
+        ("http://0x7f000001/x", "a machine of this network"),
+        ("http://[x/", "no address of a web page"),
+        ("file:///etc/passwd", "no address of a web page"),
+        ("http://user@example.org/", "no address of a web page"),
+        ("?again", "from one address to the next 6 times"),
+    ],
+)
+def test_where_a_web_server_may_not_lead(pages, models, leads: str, said: str) -> None:
+    server, folder = pages
+    shutil.copytree(models[0], folder / "base")
+
+    def onward(_, environ, start):
+        start("302 Found", [("Location", leads), ("Content-Length", "0")])
+        return []
+
+    server.fail(".*", onward, 100)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(f"{server.url}/base/{BASE}")
+    with pytest.raises(RefusedError, match="not protected as https is"):
+        page_server.onward("https://example.org/a", "http://example.org/a")
+
+
+def test_a_range_that_was_not_asked_for(pages, models) -> None:
+    server, folder = pages
+    shutil.copytree(models[0], folder / "base")
+    checkpoint = open_checkpoint(f"{server.url}/base/{BASE}")
+
+    def answer(code: str, *headers: tuple[str, str]):
+        def fault(right, environ, start):
+            known = []
+            body = b"".join(right(environ, lambda status, told: known.extend(told)))
+            tag = [own for own in known if own[0] == "ETag"]
+            start(code, [*headers, *tag, ("Content-Length", str(len(body)))])
+            return [body]
+
+        return fault
+
+    for fault, said in (
+        (answer("206 Partial Content", ("Content-Range", "bytes 7-9/99")), r"failed 6 times"),
+        (answer("203 Copied"), "answers by status 203"),
+    ):
+        checkpoint._store._windows._held.clear()
+        server.faults.clear()
+        server.fail("GET", fault, 100)
+        with pytest.raises(CheckpointError, match=said):
+            checkpoint.read("h.3.proj.weight", range(1))
+
+
+def test_too_many_or_too_large_files_beside_the_weights(pages, models, monkeypatch) -> None:
+    server, folder = pages
+    shutil.copytree(models[0], folder / "base")
+    monkeypatch.setattr(fetching, "_MANY", 0)
+    with pytest.raises(CheckpointError, match="files beside its weights, and 0 are fetched"):
+        open_checkpoint(f"{server.url}/base").companions()
+    monkeypatch.setattr(fetching, "_MANY", 200)
+    monkeypatch.setattr(fetching, "_MOST", 1)
+    with pytest.raises(CheckpointError, match="bytes, which no such file needs to have"):
+        open_checkpoint(f"{server.url}/base").companions()
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,16 +61,13 @@ class RemoteCheckpoint(View):
         if not (self._whole and _is_there(card)):
             return None
         if self._card is None:
-            self._card = TemporaryDirectory(prefix="covmerge-")
-            _fetch(card, Path(self._card.name))
+            self._card = _filled(lambda folder: _fetch(card, folder))
         return Path(self._card.name) / CARD_NAME
 
     def companions(self) -> Path | None:
         """See `Checkpoint.companions`."""
         if self._whole and self._fetched is None:
-            fetched = TemporaryDirectory(prefix="covmerge-")
-            _fetch_companions(self._store, Path(fetched.name))
-            self._fetched = fetched
+            self._fetched = _filled(lambda folder: _fetch_companions(self._store, folder))
         return self.folder
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
@@ -116,6 +113,17 @@ class RemoteCheckpoint(View):
             if folder is not None:
                 folder.cleanup()
         self._fetched = self._card = None
+
+
+def _filled(fetch: Callable[[Path], None]) -> TemporaryDirectory[str]:
+    """Return a folder with what is fetched into it; where that fails, nothing is left."""
+    folder = TemporaryDirectory(prefix="covmerge-")
+    try:
+        fetch(Path(folder.name))
+    except BaseException:
+        folder.cleanup()
+        raise
+    return folder
 
 
 def _fetch_companions(store: RemoteStore, to: Path) -> None:

@@ -53,11 +53,10 @@ def format_size(nbytes: int) -> str:
     """
     if nbytes < 1000:
         return f"{nbytes} B"
-    value, unit = float(nbytes), "B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
-        # From 999.5 on, rounding would print four digits.
-        if value < 999.5 or unit == "TB":
-            break
+    units = ("kB", "MB", "GB", "TB")
+    value, unit = nbytes / 1000, 0
+    # From 999.5 on, rounding would print four digits.
+    while value >= 999.5 and unit < len(units) - 1:
+        value, unit = value / 1000, unit + 1
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{decimals}f} {unit}"
+    return f"{value:.{decimals}f} {units[unit]}"

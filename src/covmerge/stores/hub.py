@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from covmerge.errors import CheckpointError
+from covmerge.stores.hub_cache import is_commit
 from covmerge.stores.store import Stamp
 
 TIMEOUT = 30.0  # seconds without a byte
@@ -93,14 +94,16 @@ class HubStore:
 
         with _named_errors(source, name, revision):
             info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT)
-        sizes = {file.rfilename: file.size for file in info.siblings or ()}
-        if info.sha is None or None in sizes.values():
+        # The client passes on what it was sent, of whatever type.
+        commit: Any = info.sha
+        sizes: dict[Any, Any] = {file.rfilename: file.size for file in info.siblings or ()}
+        whole = all(isinstance(file, str) and _is_size(size) for file, size in sizes.items())
+        if not (isinstance(commit, str) and is_commit(commit) and whole):
             raise CheckpointError(
                 f"{source}: the Hub did not say which commit or which sizes its files have: "
                 "download the model and pass its folder"
             )
-        known = {file: size for file, size in sizes.items() if size is not None}
-        return cls(source, name, info.sha, known)
+        return cls(source, name, commit, sizes)
 
     def where(self, name: str) -> str:
         """See `Store.where`."""
@@ -242,6 +245,10 @@ class _Ranges:
         found = memoryview(self._held)[begin : begin + wanted]
         target[: len(found)] = found
         return len(found)
+
+
+def _is_size(size: object) -> bool:
+    return isinstance(size, int) and size >= 0
 
 
 def _is_range(response: Any, offset: int) -> bool:

@@ -26,6 +26,11 @@ class HubModel:
     commit: str
 
 
+def is_commit(name: str) -> bool:
+    """Return whether a name is a full hash, as of a commit."""
+    return _COMMIT.fullmatch(name) is not None
+
+
 def snapshot_around(path: Path) -> Path | None:
     """Return the snapshot that a path is or lies in by its name alone, or None."""
     for folder in (path, *path.parents):
@@ -52,7 +57,7 @@ def cached_model(path: Path) -> HubModel | None:
         >>> cached_model(Path("/models/org/my-name"))
     """
     snapshot = snapshot_of(path)
-    if snapshot is None or not _COMMIT.fullmatch(snapshot.name):
+    if snapshot is None or not is_commit(snapshot.name):
         return None
     found = _FOLDER.fullmatch(snapshot.parent.parent.name)
     # No name on the Hub has "--" in it.

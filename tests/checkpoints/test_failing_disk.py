@@ -1,0 +1,119 @@
+"""Disks and systems that say no: what is reserved, appended, locked and removed under them."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from covmerge.errors import InputError, ResourceError
+from covmerge.stores import descriptor, lock, scratch
+from covmerge.stores.disk import disk_errors
+from covmerge.stores.local import LocalFolder
+from covmerge.stores.lock import REMOVED, Lock
+from covmerge.stores.scratch import scratch_folder
+
+
+def failing(number: int):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_space_is_reserved_where_it_can_be(tmp_path: Path, monkeypatch) -> None:
+    for change, size in (
+        (lambda: monkeypatch.setattr(os, "posix_fallocate", failing(errno.EOPNOTSUPP)), 5),
+        (lambda: monkeypatch.delattr(os, "posix_fallocate"), 7),
+    ):
+        change()
+        with (tmp_path / "file").open("wb") as file:
+            descriptor.reserve(file.fileno(), size)
+        assert (tmp_path / "file").stat().st_size == size
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.EIO), raising=False)
+    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="Input/output"):
+        descriptor.reserve(file.fileno(), 5)
+
+
+def test_a_limit_on_files_is_told_by_its_name(tmp_path: Path) -> None:
+    larger = pytest.raises(ResourceError, match=r"grows larger than .*pass a smaller shard size")
+    with larger, disk_errors(tmp_path / "x"):
+        failing(errno.EFBIG)()
+    with (
+        pytest.raises(InputError, match=r"cannot write .*Input/output"),
+        disk_errors(tmp_path / "x"),
+    ):
+        failing(errno.EIO)()
+
+
+def test_half_of_a_line_is_taken_back(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "journal").write_bytes(b"one\n")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
+    with pytest.raises(ResourceError, match=r"no room for .*journal"):
+        LocalFolder(tmp_path).append("journal", b"two\n")
+    assert (tmp_path / "journal").read_bytes() == b"one\n"
+
+
+def test_a_folder_that_cannot_be_locked(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        Lock(tmp_path / "file")
+    with monkeypatch.context() as patched:
+        patched.setattr(lock, "lock_descriptor", failing(errno.EIO))
+        with pytest.raises(OSError, match="Input/output"):
+            Lock(tmp_path / "a")
+        patched.setattr(lock, "lock_descriptor", failing(errno.ENOLCK))
+        unsure = Lock(tmp_path / "a")
+        assert not unsure.works
+        unsure.release()
+
+
+def test_a_lock_that_goes_with_its_folder_is_made_again(tmp_path: Path, monkeypatch) -> None:
+    folder, gone, is_open = tmp_path / "a", [], lock._is_open_at
+
+    def removed_meanwhile(fd: int, path: Path) -> bool:
+        if not gone:
+            gone.append(path.unlink())
+        return is_open(fd, path)
+
+    monkeypatch.setattr(lock, "_is_open_at", removed_meanwhile)
+    Lock(folder).remove_folder()
+    assert gone and not folder.exists()
+
+
+def test_what_a_killed_removal_left_goes_with_the_folder(tmp_path: Path, monkeypatch) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for left in ("link", "folder"):
+        held = Lock(tmp_path / "a")
+        place = tmp_path / "a" / REMOVED
+        if left == "link":
+            place.symlink_to(outside)
+        else:
+            (place / "more").mkdir(parents=True)
+        held.remove_folder()
+        assert not (tmp_path / "a").exists() and outside.is_dir()
+    held = Lock(tmp_path / "a")
+    monkeypatch.setattr(Path, "rmdir", failing(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        held.remove_folder()
+
+
+def test_abandoned_scratch_folders_are_removed_and_no_others(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".w-00000000").symlink_to("elsewhere")
+    (tmp_path / ".w-11111111").mkdir()
+    (tmp_path / ".w-22222222").mkdir()
+    used = Lock(tmp_path / ".w-22222222")
+    tokens = iter(["22222222", "33333333"])  # the first is taken
+    monkeypatch.setattr(scratch, "token_hex", lambda _: next(tokens))
+    with scratch_folder(tmp_path, ".w-") as folder:
+        assert folder.name == ".w-33333333"
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {"elsewhere", ".w-00000000", ".w-22222222", ".w-33333333"}
+    used.release()
+    monkeypatch.setattr(lock, "lock_descriptor", failing(errno.ENOLCK))
+    monkeypatch.setattr(scratch, "token_hex", lambda _: "44444444")
+    with scratch_folder(tmp_path, ".w-"):
+        assert (tmp_path / ".w-22222222").is_dir()  # nothing tells whether it is in use

@@ -1,0 +1,104 @@
+"""Answers of servers that no honest one gives, and what is told of them."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from covmerge.cache import user_cache
+from covmerge.errors import CheckpointError
+from covmerge.stores import hub, object_server, remote
+from covmerge.stores.address import Address
+from covmerge.stores.hub import HubStore
+from covmerge.stores.hub_cache import is_commit
+from covmerge.stores.remote import RemoteStore
+from covmerge.stores.retries import ChangedError, RefusedError, persist
+from covmerge.stores.server import Look
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class HttpError(Exception):
+    """As gcsfs names what its server answers."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    "error, told, said",
+    [
+        (FileExistsError(17, "in passing"), FileExistsError, "File exists"),
+        (HttpError(412), ChangedError, "changed while it was in use"),
+        (HttpError(418), RefusedError, "refuses it .status 418"),
+        (HttpError(404), FileNotFoundError, "No such file"),
+    ],
+)
+def test_what_no_further_attempt_mends(error, told, said: str) -> None:
+    asked = []
+
+    async def request() -> None:
+        asked.append(1)
+        raise error
+
+    with pytest.raises(told, match=said):
+        asyncio.run(persist(request))
+    assert len(asked) == 1
+
+
+def test_a_listing_without_lengths_is_refused(monkeypatch) -> None:
+    for size in (None, -1, "9"):
+        with pytest.raises(RefusedError, match="does not say how long it is"):
+            object_server._look({"size": size})
+
+
+@pytest.mark.parametrize(
+    "sha, files",
+    [
+        (None, {}),
+        ("main", {}),
+        ("../../../../tmp", {}),
+        (7, {}),
+        (COMMIT.upper(), {}),
+        (COMMIT, {"a": None}),
+        (COMMIT, {"a": -1}),
+        (COMMIT, {"a": []}),
+        (COMMIT, {3: 1}),
+    ],
+)
+def test_a_hub_that_says_no_commit_or_sizes(monkeypatch, sha, files) -> None:
+    import huggingface_hub
+
+    found = [SimpleNamespace(rfilename=name, size=size) for name, size in files.items()]
+    info = SimpleNamespace(sha=sha, siblings=found)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
+    with pytest.raises(CheckpointError, match="did not say which commit or which sizes"):
+        HubStore.find("org/name", "org/name", None)
+    assert is_commit(COMMIT) and not is_commit(COMMIT + "\n")
+
+
+def test_files_that_a_hub_has_not_or_too_large() -> None:
+    store = HubStore("org/name", "org/name", COMMIT, {"README.md": hub._MOST_OF_A_CARD + 1})
+    with pytest.raises(FileNotFoundError, match=r"config.json"):
+        store.stamp("config.json")
+    with pytest.raises(CheckpointError, match="the repository is incomplete"):
+        store.check("config.json")
+    with pytest.raises(CheckpointError, match="bytes, which no such file needs to have"):
+        store.card("README.md")
+
+
+def test_windows_are_let_go_of(monkeypatch) -> None:
+    monkeypatch.setattr(remote, "_HELD", 5)
+    windows, look = remote._Windows(), Look(4, "1")
+    for name in ("a", "b"):
+        windows.keep(name, remote._Window(look, 0, b"1234"))
+    assert windows.find("a", look, 0) is None and windows.find("b", look, 3) is not None
+    store = RemoteStore(SimpleNamespace(shown=str), Address("s3", "bucket").path)
+    assert store.inside("") is store
+
+
+def test_where_things_are_kept(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COVMERGE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path / "covmerge"
