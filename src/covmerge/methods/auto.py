@@ -126,8 +126,11 @@ def auto(group: LinearGroup) -> Merged:
     if not active.updates:
         return Merged(torch.zeros_like(first), Equalised(active.unchanged))
     shares = _shares(active)
-    known = group.inputs is not None and float(group.inputs.diagonal().sum()) > 0.0
-    seen = Metric.of(group.inputs if known else _told(active, shares))
+    measured = group.inputs
+    if measured is not None and not float(measured.diagonal().sum()) > 0.0:
+        measured = None  # nothing ever came in
+    known = measured is not None
+    seen = Metric.of(_told(active, shares) if measured is None else measured)
     squares, lengths = _squared_cosines(active, seen)
     alike = float((shares * (squares @ shares)).sum())
     experts = max(1.0, float(shares.sum()) ** 2 / alike)
@@ -175,13 +178,11 @@ def _shares(active: Active) -> Tensor:
 def _told(active: Active, shares: Tensor) -> Tensor:
     """Σ s_tw_t (Δ_tᵀΔ_t/‖Δ_t‖² + I/d_in), of the updates' dtype."""
     first = active.updates[0]
-    counts = shares * torch.tensor(active.weights, dtype=torch.float64)
+    counts = [weight * float(s) for weight, s in zip(active.weights, shares, strict=True)]
     gram = first.new_zeros(first.shape[1], first.shape[1])
-    for update, size, part in zip(
-        active.updates, active.norms, counts.sqrt().tolist(), strict=True
-    ):
-        add_gram_(gram, update * (part / size))
-    mirror_(gram).diagonal().add_(float(counts.sum()) / active.d_in)
+    for update, size, count in zip(active.updates, active.norms, counts, strict=True):
+        add_gram_(gram, update * (sqrt(count) / size))
+    mirror_(gram).diagonal().add_(sum(counts) / active.d_in)
     return gram
 
 
