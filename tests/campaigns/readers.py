@@ -619,7 +619,7 @@ def _use(source: str) -> None:
         checkpoint.materialize()
         _all(checkpoint)
         checkpoint.companions()
-        checkpoint.fingerprint()
+        fingerprint(checkpoint)
 
 
 def _build_merge() -> None:
