@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from covmerge.errors import InputError
-from covmerge.statistics.noise import Noise
+from covmerge.statistics.leaves import Leaves
 from covmerge.statistics.sequences import LONG, Sequences
 from covmerge.statistics.written import Start, Written, writes
 
@@ -16,8 +16,8 @@ class Generated:
     """Inputs that are made for a model, so that nobody's data is needed.
 
     A language model writes them (`Written`), unless they are to be random; an encoder of text is shown
-    tokens drawn by the order of its vocabulary (`Sequences`), a model of pictures noise of a natural
-    spectrum (`Noise`).
+    tokens drawn by the order of its vocabulary (`Sequences`), a model of pictures discs that hide
+    one another (`Leaves`).
 
     Attributes:
         start: of what is written, see `Written`; `random`: nothing is written, a language model too is
@@ -48,7 +48,7 @@ class Generated:
         if given:
             raise InputError(f"random inputs are not written: leave out --{given[0]}")
 
-    def made_for(self, model: Any, source: str) -> Written | Sequences | Noise:
+    def made_for(self, model: Any, source: str) -> Written | Sequences | Leaves:
         """Return how inputs of the kind that a model takes are made.
 
         Args:
@@ -72,7 +72,7 @@ class Generated:
         if takes == "input_ids":
             return Sequences(self.seed, LONG) if writes(model) else Sequences(self.seed)
         if takes == "pixel_values":
-            return Noise(seed=self.seed)
+            return Leaves(seed=self.seed)
         raise InputError(f"{what} and takes '{takes}', which covmerge does not make: {otherwise}")
 
     def _asked(self, *names: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Noise for models of pictures, with the spectrum that natural pictures have."""
+"""Pictures of dead leaves, which have the edges and the spectrum that natural pictures have."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 
 _PREPROCESSOR = "preprocessor_config.json"
 _MOST_VALUES = 2**26  # of one picture; real ones have 2**20
-_COLOURS_AGREE = 0.9  # correlation of the channels: most of a picture is light and shade
-_CONTRAST = 0.5  # standard deviation, of a range from -1 to 1
-
-_fft: Any = torch.fft  # its annotations are partial
+_SMALLEST, _LARGEST = 0.02, 0.5  # radii, of a picture's longer side, and a pixel at least
+_AT_ONCE = 64  # leaves that are drawn; a large picture has about 1,500
+_PIXELS = 2**16  # that are held against all of them
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Pictures whose amplitudes fall off as 1/f, in the range that the model's pixels have.
+class Leaves:
+    """Discs of one colour each that hide one another, in the range that the model's pixels have.
+
+    Discs of radius r fall with a density r⁻³, so that objects of all sizes are seen alike from near
+    and from far: the spectrum is that of natural pictures, about 1/f, and so are the edges, which
+    noise of that spectrum lacks (Lee, Mumford and Huang 2001, §4; what a network learns from such
+    pictures: Baradad et al. 2021, §3).
 
     Attributes:
-        seed: of the noise.
+        seed: of what is drawn.
         shared: whether all experts are shown the same.
     """
 
@@ -41,7 +45,7 @@ class Noise:
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
         """What a statistics file says of it."""
-        return {"kind": "noise, 1/f", "seed": self.seed}
+        return {"kind": "dead leaves", "seed": self.seed}
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
         """Yield batches of pictures `(batch, channels, height, width)`.
@@ -65,18 +69,28 @@ class Noise:
 
 
 def _picture(shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
-    """Return one picture within [-1, 1]: what all channels share, and what each has of its own."""
+    """Return one picture within [-1, 1]: the leaf on top is laid first, until nothing is bare."""
     channels, height, width = shape
-    white = torch.randn(channels + 1, height, width, generator=draw)
-    down, across = _fft.fftfreq(height)[:, None], _fft.fftfreq(width)[None]
-    frequency = (down.square() + across.square()).sqrt()
-    frequency[0, 0] = 1.0 / max(height, width)  # as light or dark as the widest waves
-    gain = 1.0 / frequency
-    gain /= gain.square().mean().sqrt()
-    natural = _fft.ifft2(_fft.fft2(white) * gain).real
-    shared, own = natural[:1], natural[1:]
-    mixed = _COLOURS_AGREE**0.5 * shared + (1.0 - _COLOURS_AGREE) ** 0.5 * own
-    return (_CONTRAST * mixed).clamp(-1.0, 1.0)
+    side = max(height, width)
+    least, most = max(_SMALLEST * side, 1.0), max(_LARGEST * side, 1.0)
+    picture, bare = torch.empty(channels, height * width), torch.arange(height * width)
+    while len(bare):
+        leaves = torch.rand(_AT_ONCE, 3 + channels, generator=draw)
+        # The square of r is inverse where r⁻³ is the density.
+        radius = (most**-2 + leaves[:, :1] * (least**-2 - most**-2)).rsqrt()
+        down = leaves[:, 1:2] * (height + 2.0 * radius) - radius
+        across = leaves[:, 2:3] * (width + 2.0 * radius) - radius
+        still: list[Tensor] = []
+        for pixels in torch.split(bare, _PIXELS):
+            row = pixels // width
+            away = (row - down).square() + (pixels - width * row - across).square()
+            covers = away <= radius.square()
+            hidden = covers.any(0)
+            top = covers.byte().argmax(0)[hidden]  # the first of several
+            picture[:, pixels[hidden]] = 2.0 * leaves[top, 3:].mT - 1.0
+            still.append(pixels[~hidden])
+        bare = torch.cat(still)
+    return picture.view(shape)
 
 
 def _shape(config: Any, source: str) -> tuple[int, int, int]:
