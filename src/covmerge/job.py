@@ -11,6 +11,7 @@ from covmerge.checkpoints import Journal, Staging, check_not_input
 from covmerge.engine import (
     Contents,
     Context,
+    Executor,
     Gathering,
     Hashes,
     MemoryOutput,
@@ -84,7 +85,8 @@ class Job:
         plan = work.plan
         work.checkpoints.materialize()
         output = MemoryOutput(plan.parts)
-        done, _ = self._execute(work, output)
+        with closing(self._executor(work)) as executor:
+            done, _ = self._execute(work, output, executor)
         fit = check_fit(plan, done.items, work.checkpoints)
         stats, account = merge_stats(plan, done.items)
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
@@ -156,35 +158,36 @@ class Job:
                 files = OutputFiles(staging.store, work.plan, work.checkpoints)
                 if session is not None:
                     session.begin(digest, options.threads or torch.get_num_threads())
-                done, hashes = self._execute(work, files.output, journal, session)
-                warnings = check_fit(work.plan, done.items, work.checkpoints)
-                recorded = work.checkpoints.recorded(hashes)
-                result = files.finish(done, recorded, work.memory, out.output, warnings=warnings)
+                with closing(self._executor(work, session)) as executor:
+                    done, hashes = self._execute(work, files.output, executor, journal)
+                    warnings = check_fit(work.plan, done.items, work.checkpoints)
+                    result = files.finish(
+                        done,
+                        work.checkpoints.recorded(hashes),
+                        work.memory,
+                        out.output,
+                        warnings=warnings,
+                        read=executor.read_files,
+                    )
             except Exception:  # whatever it was; Ctrl-C is none, and keeps the work
                 staging.discard()
                 raise
             staging.commit()
         return replace(result, notes=(*result.notes, *staging.notes))
 
+    def _executor(self, work: _Work, session: Session | None = None) -> Executor:
+        """Return what carries the plan out."""
+        own = self.options.executor(work.memory, work.checkpoints.opener)
+        return own if session is None else Ranks(own, session)
+
     def _execute(
-        self,
-        work: _Work,
-        output: Output,
-        journal: Journal | None = None,
-        session: Session | None = None,
+        self, work: _Work, output: Output, executor: Executor, journal: Journal | None = None
     ) -> tuple[RunResult, Hashes]:
         """Carry the plan out, and hash its sources where there is a journal: of a merge to files."""
         work.checkpoints.check_ties(work.plan)
         options = self.options
-        executor = options.executor(work.memory, work.checkpoints.opener)
-        if session is not None:
-            executor = Ranks(executor, session)
         contents: Contents = {} if journal is None else work.checkpoints.contents()
-        with (
-            torch_threads(options.threads),
-            closing(executor),
-            executor.hashing(contents) as hashing,
-        ):
+        with torch_threads(options.threads), executor.hashing(contents) as hashing:
             (done,) = run(
                 [(work.plan, output)],
                 work.checkpoints.sources(),

@@ -16,10 +16,12 @@ from covmerge.checkpoints.hashes import FileHashes
 from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.engine import (
     MemoryPlan,
+    ReadFiles,
     RunResult,
     account_of_lengths,
     account_of_losses,
     peak_memory,
+    read_files,
     seen_in,
     tensor_entries,
     totals,
@@ -109,6 +111,7 @@ class OutputFiles:
         *,
         warnings: Sequence[str] = (),
         may_equal_base: bool = False,
+        read: ReadFiles = read_files,
     ) -> MergedFolder:
         """Write all that belongs to the output beside its weights, and check it.
 
@@ -119,6 +122,7 @@ class OutputFiles:
             out: where the output appears.
             warnings: what the fit of the experts gave.
             may_equal_base: a model that equals the base is no failure.
+            read: see `seal`.
 
         Raises:
             CheckFailed: the output failed its verification.
@@ -150,6 +154,7 @@ class OutputFiles:
             base=None if self._is_adapter else base,
             may_equal_base=may_equal_base,
             removed=self._removed,
+            read=read,
         )
         return MergedFolder(
             path=out.folder,
@@ -254,6 +259,7 @@ def seal(
     base: Checkpoint | None = None,
     may_equal_base: bool = False,
     removed: Sequence[str] = (),
+    read: ReadFiles = read_files,
 ) -> Sealed:
     """Check what was written, in one reading, and write covmerge.json with the hashes of all of it.
 
@@ -265,12 +271,13 @@ def seal(
         base: what the output is compared with.
         may_equal_base: an output that equals the base is no failure.
         removed: what was removed already, for the notes.
+        read: reads the files of weights, here or wherever they were merged.
 
     Raises:
         CheckFailed: the output failed its verification.
     """
     removed = [*removed, *remove_others(store, files)]
-    checks, found = examine(store, record, sorted(files), base=base)
+    checks, found = examine(store, record, sorted(files), base=base, read=read)
     lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
     if lost:
         checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)

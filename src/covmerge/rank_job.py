@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from covmerge.checkpoints import OutputTakenError
@@ -19,6 +20,7 @@ from covmerge.engine import (
     Ranks,
     RunOptions,
     Session,
+    help_reading,
     run_part,
     torch_threads,
 )
@@ -29,6 +31,7 @@ from covmerge.recipe import dump_recipe
 from covmerge.result import MergedFolder, MergeResult, RunFigures, Stats
 from covmerge.sources import OpenCheckpoints
 from covmerge.stores.destination import Destination
+from covmerge.verification import WeightsLook
 
 _FOLDER = "ranks"
 # Seconds after which an output is missed whose work is gone: so long NFS shows what was before.
@@ -125,6 +128,9 @@ class RankJob:
                         executor=executor,
                     )
                 hashing.result()
+            help_reading(
+                session, partial(WeightsLook.from_json, self.out.work), self.checkpoints.base
+            )
             while True:
                 session.wait()
         return executor.own

@@ -178,3 +178,32 @@ def test_the_command(plain, tmp_path):
     here = words(command("plan", file).stdout)
     assert "a rough estimate from a short test" in here
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_all_ranks_verify(plans):
+    """Files of the output as they are claimed; an adapter is one rank's."""
+    plan, sizes = plans["ace"]
+    plan = replace(plan, recipe=with_output(plan.recipe, shard_size=plan.write_bytes // 8 + 1))
+
+    def verifying(plan=plan, **changed):
+        *_, last = forecast(plan, replace(HERE, **changed), sizes).stages
+        return last
+
+    one, four = verifying(), verifying(nodes=4)
+    assert one.node_bytes == one.total_bytes == four.total_bytes == plan.write_bytes
+    assert four.node_bytes <= plan.write_bytes // 4 + 8
+    cores = verifying(cores=1).times["hashing the output"]
+    assert cores == pytest.approx(plan.write_bytes / HERE.hash)
+    assert verifying(cores=8).times["hashing the output"] == pytest.approx(cores / 2)
+    assert verifying(cores=1, nodes=4).times["hashing the output"] == pytest.approx(
+        cores / 4, rel=0.01
+    )
+    assert verifying(nodes=100, cores=1).times["hashing the output"] == pytest.approx(
+        cores / 8, rel=0.01
+    )
+    adapter = replace(plan, recipe=with_output(plan.recipe, format="adapter"))
+    assert verifying(adapter, nodes=4).node_bytes == plan.write_bytes
+
+
+def with_output(recipe, **changed):
+    return recipe.model_copy(update={"output": recipe.output.model_copy(update=changed)})

@@ -21,8 +21,11 @@ from covmerge.engine import Rank, RunOptions, find_rank
 from covmerge.engine.ranks.hashing import SharedHashing
 from covmerge.engine.ranks.session import Session
 from covmerge.engine.ranks.shares import own_first, shares
-from covmerge.errors import CheckpointError, InputError, ResourceError, TensorError
+from covmerge.engine.ranks.sharing import Sharing
+from covmerge.errors import CheckFailed, CheckpointError, InputError, ResourceError, TensorError
 from covmerge.recipe import parse_recipe
+from covmerge.stores.local import LocalFolder
+from covmerge.verification import WeightsLook
 from tests.e2e.test_resume import digests, save_plain
 from tests.forked import Forked, fork_workers
 from tests.held import COMMAND_LINE, wait_until
@@ -131,6 +134,8 @@ import sys, time
 from pathlib import Path
 import covmerge.engine.threads as reader
 from covmerge.engine.ranks.hashing import SharedHashing
+from covmerge.engine.ranks.sharing import Sharing
+from covmerge.verification import WeightsLook
 
 go = Path(sys.argv.pop(1))
 
@@ -145,8 +150,9 @@ def waiting(function):
 _READING = "reader.read_inputs = waiting(reader.read_inputs)\n"
 _HASHING = """
 SharedHashing._hash = waiting(SharedHashing._hash)
-SharedHashing._help = lambda self: None  # one thread, so that each has a file
+Sharing._help = lambda self: None  # one thread, so that each has a file
 """
+_VERIFYING = "WeightsLook.__call__ = waiting(WeightsLook.__call__)\n"
 
 
 @contextmanager
@@ -211,20 +217,66 @@ def test_each_file_is_hashed_once_and_by_all(plain, whole, tmp_path, together, m
     hashed = []
     hash_one, met = SharedHashing._hash, threading.Barrier(3)
 
-    def noted(self, index):
-        if not any(number == self._session.rank.number for number, _ in hashed):
-            hashed.append((self._session.rank.number, index))
+    def noted(self, name, pace):
+        number = self._sharing._session.rank.number
+        first = all(number != by for by, _ in hashed)
+        hashed.append((number, name))
+        if first:
             met.wait(30)
-        else:
-            hashed.append((self._session.rank.number, index))
-        return hash_one(self, index)
+        return hash_one(self, name, pace)
 
     monkeypatch.setattr(SharedHashing, "_hash", noted)
-    monkeypatch.setattr(SharedHashing, "_help", lambda self: None)  # one thread each
+    monkeypatch.setattr(Sharing, "_help", lambda self: None)  # one thread each
     merge_ranks(plain, "ace", tmp_path / "out", 3)
     assert digests(tmp_path / "out") == whole["ace"]
-    assert sorted(index for _, index in hashed) == list(range(4))
+    assert len(hashed) == len({name for _, name in hashed}) == 4
     assert {number for number, _ in hashed} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_each_file_of_the_output_is_verified_once_and_by_all(
+    plain, tmp_path, together, monkeypatch, world
+):
+    together(world)
+    monkeypatch.setattr("covmerge.engine.reading._CORES", 10**6)  # one thread each
+    recipe = recipe_of(plain, "ace")
+    recipe = recipe.model_copy(
+        update={"output": recipe.output.model_copy(update={"shard_size": 40_000})}
+    )
+    api.run_recipe(recipe, tmp_path / "whole", RunOptions())
+    seen, look, met = [], WeightsLook.__call__, threading.Barrier(world)
+
+    def noted(self, base, name):
+        thread = threading.get_ident()
+        first = all(thread != by for by, _ in seen)
+        seen.append((thread, name))
+        if first:
+            met.wait(30)
+        return look(self, base, name)
+
+    monkeypatch.setattr(WeightsLook, "__call__", noted)
+    monkeypatch.setattr("tests.engine.test_ranks.recipe_of", lambda *_: recipe)
+    results = merge_ranks(plain, "ace", tmp_path / "out", world)
+    assert results[0].verification.ok
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    weights = {path.name for path in (tmp_path / "out").glob("model-*.safetensors")}
+    assert len(weights) > 4
+    assert sorted(name for _, name in seen) == sorted(weights)
+
+
+def test_what_another_rank_sees_of_the_output_fails_it(plain, tmp_path, together, monkeypatch):
+    together(2)
+    look = WeightsLook.__call__
+
+    def damaged(self, base, name):
+        return {**look(self, base, name), "not_finite": ["layers.0.proj.weight"]}
+
+    monkeypatch.setattr(WeightsLook, "__call__", damaged)
+    results = merge_ranks(plain, "ace", tmp_path / "out", 2, patience=1.0)
+    assert isinstance(results[0], CheckFailed)
+    assert "finite: layers.0.proj.weight" in str(results[0])
+    assert isinstance(results[1], InputError)  # nobody leads
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_changes_while_ranks_hash_is_noticed(plain, tmp_path, together, monkeypatch):
@@ -234,9 +286,9 @@ def test_a_file_that_changes_while_ranks_hash_is_noticed(plain, tmp_path, togeth
     shutil.copy(experts["e1"], changing)
     merged, hash_one, result = threading.Event(), SharedHashing._hash, SharedHashing.result
 
-    def late(self, index):
+    def late(self, name, pace):
         merged.wait(30)
-        return hash_one(self, index)
+        return hash_one(self, name, pace)
 
     def changed(self):
         if not merged.is_set():
@@ -257,14 +309,14 @@ def test_a_file_that_changes_while_ranks_hash_is_noticed(plain, tmp_path, togeth
     "told, said",
     [
         (
-            {"index": 0, "of": "base w", "hash": "sha256:1f"},
-            r"what no rank does \(a hash of 'base w'",
+            {"of": "base w", "found": "sha256:1f"},
+            r"what no rank does \(hashes of 'base w'",
         ),
-        ({"index": 1, "of": "base w", "hash": f"sha256:{'0' * 64}"}, "what no rank does"),
-        ({"index": 0, "of": "base v", "hash": f"sha256:{'0' * 64}"}, "is one version of covmerge"),
+        ({"of": ["base w"], "found": f"sha256:{'0' * 64}"}, "what no rank does"),
+        ({"of": "base v", "found": f"sha256:{'0' * 64}"}, "is one version of covmerge"),
         ({"error": "TensorError", "message": "w has NaN"}, "^w has NaN$"),
         (
-            {"index": 0, "of": "base w", "hash": f"sha256:{'0' * 64}"},
+            {"of": "base w", "found": f"sha256:{'0' * 64}"},
             "has the hash sha256:0+ where",
         ),
     ],
@@ -286,6 +338,26 @@ def test_what_a_rank_says_of_hashes_is_checked(tmp_path, told, said):
         pytest.raises(InputError, match=said),
     ):
         hashing.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_a_killed_rank_would_have_verified_is_verified_by_others(
+    plain, whole, tmp_path, killed
+):
+    """The one that leads, or another; each has a file of the weights and one of masks or none."""
+    out, go, never = tmp_path / "out", tmp_path / "go", tmp_path / "never"
+    session = tmp_path / ".out.covmerge-partial" / "ranks" / "0"
+    gos = [never if number == killed else go for number in range(2)]
+    with started(plain, "ace", out, gos, _VERIFYING) as ranks:
+        wait_until(lambda: any(session.glob("claims/files-*")), ranks[killed])
+        time.sleep(2)  # the other has seen it alive
+        ranks[killed].kill()
+        go.touch()
+        said = [rank.communicate() for rank in ranks]
+    assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 0], said
+    assert digests(out) == whole["ace"]
+    assert sorted(tmp_path.iterdir()) == [go, out]
 
 
 @pytest.mark.slow
@@ -451,11 +523,45 @@ def test_memory_is_that_of_each_rank(plain, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_rank_says_of_files_is_checked(tmp_path):
+    look = WeightsLook(LocalFolder(tmp_path), compared=True)
+    good = {"sha256": "0" * 64, "tensors": {"w": "1" * 64}, "not_finite": ["w"], "changed": []}
+    assert look.check("a", good) == good
+    assert look.check("a", {"problem": "is missing"}) == {"problem": "is missing"}
+    for wrong in (
+        None,
+        [],
+        {"problem": 1},
+        {**good, "problem": "is missing"},
+        {**good, "sha256": "0"},
+        {**good, "sha256": 0},
+        {**good, "tensors": ["w"]},
+        {**good, "changed": ["v"]},
+        {**good, "changed": None},
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            look.check("a", wrong)
+
+
 def test_which_rank_this_is():
     assert find_rank({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == Rank(1, 4, 2)
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # a shell within an allocation
     assert find_rank(slurm) == Rank(0, 1)
     assert find_rank({**slurm, "RANK": "2", "WORLD_SIZE": "3"}) == Rank(2, 3)
+    # As Slurm 22.05 set them, by srun -N 2 -n 3 in an allocation of --ntasks-per-node=4
+    step = {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    for number, node, local in (("0", "0", 2), ("1", "0", 2), ("2", "1", 1)):
+        given = {**step, "SLURM_PROCID": number, "SLURM_NODEID": node}
+        assert find_rank(given) == Rank(int(number), 3, local)
+    given = {**step, "SLURM_PROCID": "2", "SLURM_NODEID": "2"}
+    assert find_rank({**given, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}) == Rank(2, 3, 1)
+    for tasks, words in (
+        ("2,1", "has no node SLURM_NODEID=2"),
+        ("2(x", "should be as in"),
+        ("0(x3)", "SLURM_STEP_TASKS_PER_NODE is 0"),
+    ):
+        with pytest.raises(InputError, match=words):
+            find_rank({**given, "SLURM_STEP_TASKS_PER_NODE": tasks})
     for wrong, words in (
         ({}, "neither RANK and WORLD_SIZE nor SLURM_PROCID and SLURM_NTASKS"),
         ({"RANK": "0"}, "neither RANK"),

@@ -10,6 +10,7 @@ measures   what a comparison says of merged updates
 selection  what surveys look for: the reduction of the work of counting
 survey     passes before the merge: thresholds over all tensors
 hashing    the hashes of the sources, taken while these are merged
+reading    the finished output, read once more file by file
 outputs    where results go: memory, or files at planned places
 executor   what carries work out: batches in, what was done out
 workers    how many processes a merge is worth
@@ -49,7 +50,16 @@ from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.progress import AnyProgress, Progress, Silent, as_progress
-from covmerge.engine.ranks import Gathering, LeaderGoneError, Rank, Ranks, Session, find_rank
+from covmerge.engine.ranks import (
+    Gathering,
+    LeaderGoneError,
+    Rank,
+    Ranks,
+    Session,
+    find_rank,
+    help_reading,
+)
+from covmerge.engine.reading import FileLook, ReadFiles, read_files
 from covmerge.engine.room import Room, room_for
 from covmerge.engine.run import Figures, RunResult, run, run_part
 from covmerge.engine.survey import find_thresholds
@@ -69,6 +79,7 @@ __all__ = [
     "Done",
     "Executor",
     "Figures",
+    "FileLook",
     "FileOutput",
     "Forecast",
     "Gathering",
@@ -85,6 +96,7 @@ __all__ = [
     "Progress",
     "Rank",
     "Ranks",
+    "ReadFiles",
     "Room",
     "RunOptions",
     "RunResult",
@@ -103,10 +115,12 @@ __all__ = [
     "find_rank",
     "find_thresholds",
     "forecast",
+    "help_reading",
     "look_cost",
     "parse_hardware",
     "peak_memory",
     "plan_memory",
+    "read_files",
     "read_inputs",
     "room_for",
     "run",

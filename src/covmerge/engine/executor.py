@@ -6,10 +6,12 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from covmerge.checkpoints import Checkpoint
 from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.inputs import Sources
 from covmerge.engine.layer import Context
 from covmerge.engine.outputs import Output
+from covmerge.engine.reading import FileLook
 from covmerge.engine.selection import Selections
 from covmerge.plan import WorkItem
 from covmerge.types import Json
@@ -84,6 +86,24 @@ class Executor(Protocol):
 
         Args:
             contents: of all sources.
+        """
+        ...
+
+    def read_files(
+        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+    ) -> Mapping[str, Json]:
+        """Read the files of the finished output once more, wherever that is done best.
+
+        Args:
+            sizes: bytes of each, by name.
+            look: what is done with each.
+            base: of the merge.
+
+        Returns:
+            What was found, by name.
+
+        Raises:
+            CovmergeError: as `look` raises.
         """
         ...
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from covmerge.engine.budget import PROCESS_HOLDS
 from covmerge.engine.hardware import Hardware
 from covmerge.engine.ranks.shares import shares
+from covmerge.engine.reading import files_at_once
 from covmerge.engine.survey import survey_bytes
 from covmerge.errors import ResourceError
 from covmerge.plan import Plan, WorkItem
@@ -74,8 +75,8 @@ def forecast(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -
 
     A rank reads, computes and writes at once, so a stage takes as long as the busiest of its resources:
     the links of a node, the storage that all share, the products of a device, the largest item alone.
-    All sources are hashed beside, a share of the files by each rank. The rank that leads does more: it
-    reads back what others have written, and verifies the whole at the end.
+    All sources are hashed beside, a share of the files by each rank, as the output's are at the end. The
+    rank that leads does more: it reads back what others have written.
 
     Args:
         plan: of the merge.
@@ -161,15 +162,20 @@ def _hashing(hardware: Hardware, sources: Sequence[Sequence[int]]) -> float:
 
 
 def _verifying(plan: Plan, hardware: Hardware) -> Stage:
-    """Every file of the output against its hash, by the rank that leads."""
+    """Every file of the output, which a rank reads for its hash and its tensors; of an adapter one all."""
     size = plan.write_bytes
-    shard = min(size, plan.recipe.output.shard_size or size)
-    at_once = max(1, min(hardware.cores, size // max(1, shard)))
-    busy = {
-        **_links(hardware, size, size),
-        "hashing the output": size / (hardware.hash * at_once),
-    }
-    return _stage("verify", busy, size, size)
+    shard = max(1, min(size, plan.recipe.output.shard_size or size))
+    files = [min(shard, size - start) for start in range(0, size, shard)]
+    alone = plan.recipe.output.format == "adapter"
+    count = 1 if alone else hardware.nodes * hardware.workers
+    given = [sum(files[place] for place in own) for own in shares(files, count)]
+    node = max(
+        sum(given[first : first + hardware.workers]) for first in range(0, count, hardware.workers)
+    )
+    at_once = 1 if alone else files_at_once(len(files), hardware.workers, hardware.cores)
+    hashed = max(max(files, default=0), max(given) / at_once)
+    busy = {**_links(hardware, node, size), "hashing the output": hashed / hardware.hash}
+    return _stage("verify", busy, node, size)
 
 
 def _stage(name: str, busy: Mapping[str, float], node: int, total: int) -> Stage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -18,12 +18,15 @@ from typing import Any, cast
 import torch
 from filelock import FileLock
 
+from covmerge.checkpoints import Checkpoint
 from covmerge.engine.executor import Batch, Done, Task
 from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Sources
 from covmerge.engine.portable import portable
+from covmerge.engine.reading import FileLook, read_files
 from covmerge.engine.serving import serve
 from covmerge.errors import InputError, ResourceError
+from covmerge.types import Json
 
 # What opens the sources of a run in another process.
 Opener = Callable[[], AbstractContextManager[Sources]]
@@ -82,6 +85,13 @@ class Processes:
     def hashing(self, contents: Contents) -> Hashing:
         """See `Executor.hashing`: here, as hashes of one machine need threads and no processes."""
         return InStep(contents)
+
+    def read_files(
+        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+    ) -> Mapping[str, Json]:
+        """See `Executor.read_files`: by this process; the others have done all that there is for them."""
+        self.close()
+        return read_files(sizes, look, base)
 
     def close(self) -> None:
         """End the processes."""

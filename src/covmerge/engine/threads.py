@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from queue import Queue
 
 import torch
 
+from covmerge.checkpoints import Checkpoint
 from covmerge.engine.budget import Budget
 from covmerge.engine.encode import Result
 from covmerge.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Inputs, read_inputs
+from covmerge.engine.reading import FileLook, read_files
 from covmerge.engine.thread_count import use_threads
 from covmerge.engine.worker import work
+from covmerge.types import Json
 
 
 class Threads:
@@ -40,6 +43,12 @@ class Threads:
     def hashing(self, contents: Contents) -> Hashing:
         """See `Executor.hashing`: here, in step with the reader."""
         return InStep(contents)
+
+    def read_files(
+        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+    ) -> Mapping[str, Json]:
+        """See `Executor.read_files`: by this process."""
+        return read_files(sizes, look, base)
 
     def close(self) -> None:
         """See `Executor.close`; the threads end with every run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
@@ -21,25 +21,25 @@ from covmerge.verification.outcome import Check
 Found = Mapping[str, FileHashes | str]
 
 
-def hash_files(
-    store: Store, names: Iterable[str], look: Callable[[str], Look | None] = lambda name: None
-) -> dict[str, FileHashes | str]:
-    """Read files of an output once, and return the hashes of each, or what is wrong with it.
+def hashes_of(store: Store, name: str, look: Look | None = None) -> FileHashes | str:
+    """Read a file of an output once, and return its hashes, or what is wrong with it.
 
     Args:
         store: the output.
-        names: paths in it.
-        look: by file, who is shown its tensors as they are read.
+        name: path of the file in it.
+        look: is shown its tensors as they are read.
     """
-    found: dict[str, FileHashes | str] = {}
-    for name in names:
-        try:
-            found[name] = hash_file(store, name, look(name))
-        except FileNotFoundError:
-            found[name] = "is missing"
-        except CheckpointError as error:
-            found[name] = f"cannot be read ({error})"
-    return found
+    try:
+        return hash_file(store, name, look)
+    except FileNotFoundError:
+        return "is missing"
+    except CheckpointError as error:
+        return f"cannot be read ({error})"
+
+
+def hash_files(store: Store, names: Iterable[str]) -> dict[str, FileHashes | str]:
+    """Return the hashes of files of an output, or what is wrong with each."""
+    return {name: hashes_of(store, name) for name in names}
 
 
 def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Check:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, cast
 
 from covmerge.checkpoints import Checkpoint, FileCheckpoint, fingerprint, open_store
 from covmerge.checkpoints.manifest import read_manifest
+from covmerge.engine import ReadFiles, read_files
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
-from covmerge.linalg.finite import all_finite
 from covmerge.plan import stacked
 from covmerge.quantised import Dequantised, Packed, dequantised, open_plain
 from covmerge.recipe import Slice
 from covmerge.stores.remote import store_at
 from covmerge.stores.store import Store
+from covmerge.stores.walk import file_at
 from covmerge.text import counted, some
-from covmerge.types import Role, TensorHeader
+from covmerge.types import Json, Role, TensorHeader
 from covmerge.verification.adapter import check_adapter
-from covmerge.verification.files import Found, check_files, hash_files
+from covmerge.verification.files import Found, check_files, hash_files, hashes_of
+from covmerge.verification.look import Onlooker, WeightsLook, hashes_in
 from covmerge.verification.outcome import (
     DIFFERS,
     Check,
@@ -68,6 +67,7 @@ def examine(
     names: Iterable[str],
     *,
     base: Checkpoint | None = None,
+    read: ReadFiles = read_files,
 ) -> tuple[tuple[Check, ...], Found]:
     """Read an output once, for all checks but that of its files, and for the hashes of these.
 
@@ -76,6 +76,7 @@ def examine(
         manifest: what is known of it.
         names: the files to hash, as paths in it; weights are read in any case.
         base: see `verify`.
+        read: reads the files of a model's weights, here or wherever it was merged.
 
     Returns:
         The checks, and by file its hashes.
@@ -105,21 +106,17 @@ def examine(
         values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
         weights = _weights(stored) if coverage.ok else ()
         packed: Mapping[str, Packed] = output.packed if isinstance(output, Dequantised) else {}
-        parts = {name for own in packed.values() for name in own.stored}
-
-        def look(header: TensorHeader, rows: range | None, block: Tensor) -> None:
-            if header.name not in parts:
-                values.look(header, rows, block)
-
-        found = hash_files(
-            store,
-            dict.fromkeys([*names, *weights]),
-            lambda name: look if name in weights else None,
-        )
-        for name in packed if coverage.ok else ():  # read once more, as a client does
-            header = output.headers[name]
-            for rows in header.row_blocks(_BLOCK_ELEMENTS):
-                values.look(header, rows, output.read(name, rows))
+        parts = frozenset(name for own in packed.values() for name in own.stored)
+        look = WeightsLook(store, values.base is not None, apart, parts)
+        sizes = {name: _size(store, name) for name in weights}
+        seen = read(sizes, look, values.base or output)
+        found: Found = {
+            name: hashes_in(seen[name]) if name in seen else hashes_of(store, name)
+            for name in dict.fromkeys([*names, *weights])
+        }
+        values.take(seen.values())
+        if coverage.ok:
+            values.look_at(output, packed)  # read once more, as a client does
         if values.lost and base is not None and opened is not None:
             # Before the output is blamed: the same path may hold another model by now.
             recorded = manifest.get("sources", {}).get("base", {}).get("content")
@@ -134,6 +131,14 @@ def examine(
         stored.close()
         if opened is not None:
             opened.close()
+
+
+def _size(store: Store, name: str) -> int:
+    try:
+        size, *_ = file_at(store, name).stamp()
+    except FileNotFoundError:  # since it was opened: whoever reads it will say so
+        return 0
+    return size
 
 
 def _base_of(manifest: Mapping[str, Any]) -> str:
@@ -201,7 +206,7 @@ def _weights(output: Checkpoint) -> list[str]:
 
 
 class _Values:
-    """Sees all tensors go by: finite, copied where copied, changed where changed."""
+    """What was seen of all tensors: finite, copied where copied, changed where changed."""
 
     def __init__(
         self,
@@ -225,29 +230,32 @@ class _Values:
             if other:
                 base = None
                 self._missing = f"the base is another by now: '{other[0]}' is not as it was there"
-        self._base = base
+        self.base = base
         self._not_finite: set[str] = set()
-        self._changed: set[str] = set()
-        self._error: InputError | None = None
+        self._changed = {n for n in apart if base is not None and entries[n].get("merged_norm")}
 
-    def look(self, header: TensorHeader, rows: range | None, block: Tensor) -> None:
-        """See some rows of a tensor."""
-        name = header.name
-        if not all_finite(block):
-            self._not_finite.add(name)
-        if self._base is None or name in self._changed or self._error is not None:
-            return
-        if name in self._apart:
-            if self._entries[name].get("merged_norm"):
-                self._changed.add(name)
-            return
-        try:
-            same = torch.equal(block, self._base.read(name, rows).to(block.dtype))
-        except InputError as error:  # of the base, and not of what is being looked at
-            self._error = error
-            return
-        if not same:
-            self._changed.add(name)
+    def take(self, seen: Iterable[Json]) -> None:
+        """Note what was found in files."""
+        for found in seen:
+            own = cast("Mapping[str, Any]", found)
+            self._not_finite.update(own.get("not_finite", ()))
+            self._changed.update(own.get("changed", ()))
+
+    def look_at(self, output: Checkpoint, names: Iterable[str]) -> None:
+        """Read tensors of the output.
+
+        Raises:
+            InputError: the output, or the base, could not be read.
+        """
+        onlooker = Onlooker(self.base, self._apart)
+        for name in names:
+            header = output.headers[name]
+            for rows in header.row_blocks(_BLOCK_ELEMENTS):
+                onlooker.look(header, rows, output.read(name, rows))
+        if onlooker.error is not None:
+            raise onlooker.error
+        self._not_finite |= onlooker.not_finite
+        self._changed |= onlooker.changed
 
     @property
     def lost(self) -> list[str]:
@@ -279,18 +287,12 @@ class _Values:
 
     def leave_out(self, why: str) -> None:
         """Hold nothing against the base after all."""
-        self._base, self._missing = None, why
+        self.base, self._missing = None, why
 
     def checks(self) -> list[Check]:
-        """What there is to say when all of them were seen.
-
-        Raises:
-            InputError: the base could not be read.
-        """
-        if self._error is not None:
-            raise self._error
+        """What there is to say when all of them were seen."""
         entries = self._entries
-        if self._base is None:
+        if self.base is None:
             changed = sum(bool(entry.get("merged_norm")) for entry in entries.values())
             against = ", by recorded norms (the base is not at hand)"
         else:
@@ -308,7 +310,7 @@ class _Values:
             else f"every tensor equals the base's{against}: {self._why_equal}",
         )
         checks.append(differs)
-        if self._base is None:
+        if self.base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
         beside = f"; {len(self._apart)} have rows of other tokens" if self._apart else ""

@@ -2,7 +2,9 @@
 
 connection  where the cluster is, and Ray itself
 kept        what a process of the cluster keeps from one task to the next
-hashing     the sources' hashes as tasks, a file each
+pieces      pieces of work as tasks, some on their way at a time
+hashing     the sources' hashes, a file a piece
+reading     the finished output, a file a piece
 executor    the executor: items as tasks
 """
 

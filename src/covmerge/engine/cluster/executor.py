@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from secrets import token_hex
@@ -11,18 +11,22 @@ from typing import Any
 
 import torch
 
+from covmerge.checkpoints import Checkpoint
 from covmerge.engine.budget import PROCESS_HOLDS
 from covmerge.engine.cluster.connection import connect, ray_module
 from covmerge.engine.cluster.hashing import ClusterHashing
 from covmerge.engine.cluster.kept import KEPT, Opening, Setup
+from covmerge.engine.cluster.reading import read_on_cluster
 from covmerge.engine.executor import Batch, Done, Task, moved_together
 from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.inputs import Sources
 from covmerge.engine.portable import portable
 from covmerge.engine.processes import Opener
+from covmerge.engine.reading import FileLook
 from covmerge.engine.serving import check_there, cores_of, serve
 from covmerge.errors import InputError, ResourceError
 from covmerge.recipe import format_size
+from covmerge.types import Json
 
 CLIENT_HOLDS = 256 * 2**20  # what Ray takes in the process that gives out the work
 # Small items go to one task together, as far as every core has several: to start one takes a millisecond.
@@ -95,6 +99,13 @@ class Cluster:
     def hashing(self, contents: Contents) -> Hashing:
         """See `Executor.hashing`: by tasks, a file each."""
         return ClusterHashing(self._ray, self._key, self._opening, contents)
+
+    def read_files(
+        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+    ) -> Mapping[str, Json]:
+        """See `Executor.read_files`: by tasks, a file each, whose processes open the base themselves."""
+        del base
+        return read_on_cluster(self._ray, self._key, self._opening, sizes, look)
 
     def close(self) -> None:
         """See `Executor.close`: leave the cluster, unless this process was in it before."""

@@ -12,18 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from covmerge.checkpoints import Entry
+from covmerge.checkpoints import Checkpoint, Entry
 from covmerge.engine.executor import Batch, Done, Executor, Task, moved_together
 from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.portable import error_named
 from covmerge.engine.ranks.claims import Lot, settle, who_has
 from covmerge.engine.ranks.hashing import SharedHashing
+from covmerge.engine.ranks.reading import lead_reading
 from covmerge.engine.ranks.session import Session
 from covmerge.engine.ranks.shares import own_first
+from covmerge.engine.reading import FileLook
 from covmerge.engine.selection import Selections
 from covmerge.engine.serving import check_there
 from covmerge.errors import CheckpointError
 from covmerge.stores.regular_file import read_regular
+from covmerge.types import Json
 
 _MOST_BYTES = 2**34  # of what a rank has counted
 
@@ -69,6 +72,12 @@ class Ranks:
     def hashing(self, contents: Contents) -> Hashing:
         """See `Executor.hashing`: by all ranks, a share each."""
         return SharedHashing(self._session, contents)
+
+    def read_files(
+        self, sizes: Mapping[str, int], look: FileLook, base: Checkpoint
+    ) -> Mapping[str, Json]:
+        """See `Executor.read_files`: by all ranks, a share each."""
+        return lead_reading(self._session, sizes, look, base)
 
     def close(self) -> None:
         """See `Executor.close`."""

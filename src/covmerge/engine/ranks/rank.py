@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ _STARTERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun and most others
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
 )
+# What srun says of its tasks in any case: `2(x3),1` is 2 on each of three nodes, and 1 on the next.
+_TASKS, _NODE = "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
+_TASKS_OF_NODES = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 _MOST_DIGITS = 9
 
@@ -47,11 +51,10 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     """
     for number, world, local in _STARTERS:
         if number in environment and world in environment:
-            rank = Rank(
-                _number(environment, number),
-                _number(environment, world),
-                _number(environment, local) if local in environment else 1,
-            )
+            sharing = _tasks_here(environment) if number == "SLURM_PROCID" else None
+            if sharing is None:
+                sharing = _number(environment, local) if local in environment else 1
+            rank = Rank(_number(environment, number), _number(environment, world), sharing)
             if rank.number >= rank.world:
                 raise InputError(
                     f"{number}={rank.number} of {world}={rank.world} is no rank: they go from 0 to "
@@ -59,7 +62,8 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
                 )
             if not rank.local:
                 raise InputError(
-                    f"{local} is 0, and counts the ranks of this machine: set it right"
+                    f"{_TASKS if _TASKS in environment else local} is 0, and counts the ranks of this "
+                    "machine: set it right"
                 )
             return rank
     names = " nor ".join(f"{number} and {world}" for number, world, _ in _STARTERS)
@@ -67,6 +71,21 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
         f"--executor ranks: neither {names} is set. Start the merge by srun or torchrun, or set RANK "
         "and WORLD_SIZE"
     )
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int | None:
+    """How many tasks of the step run on this node; None: Slurm says nothing of it."""
+    if _TASKS not in environment or _NODE not in environment:
+        return None
+    text, node = environment[_TASKS], _number(environment, _NODE)
+    for part in text.split(","):
+        match = _TASKS_OF_NODES.fullmatch(part)
+        if match is None:
+            raise InputError(f"{_TASKS} is '{text[:40]}', and should be as in 2(x3),1")
+        node -= int(match[2] or 1)
+        if node < 0:
+            return int(match[1])
+    raise InputError(f"{_TASKS}={text[:40]} has no node {_NODE}={environment[_NODE]}")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -4,6 +4,7 @@
         plan                                    what all do, and with how many threads
         0.1f2e3d4c.jsonl                        what a rank has done; see `ledger`
         stage-0                                 the items of a pass, or of the merge
+        stage-files                             the files of the output, when all of them are written
         claims/0-17.0                           whose an item is; see `claims`
         0-0.1f2e3d4c-0.counted                  what a rank has counted in a pass
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -121,19 +122,19 @@ class Session:
         with suppress(CovmergeError, LeaderGoneError):
             self.tell({"stage": stage, "error": kind, "message": message})
 
-    def open_stage(self, stage: int, items: Sequence[int]) -> None:
-        """Say which items a stage has."""
+    def open_stage(self, stage: int | str, items: Json) -> None:
+        """Say which items a stage has, or what else is to be known of it."""
         replace_file(self._stage(stage), sealed({"items": items}, "stage"))
 
-    def stage(self, stage: int) -> list[int]:
-        """Return the items of a stage, which the rank that leads comes to as soon as all others.
+    def stage(self, stage: int | str) -> Any:
+        """Return what was said of a stage, which the rank that leads comes to as soon as all others.
 
         Raises:
             LeaderGoneError: it does not.
         """
         while (record := _read(self._stage(stage))) is None:
             self.wait()
-        return cast("list[int]", record["items"])
+        return record["items"]
 
     def lot(self, stage: int | str, number: int) -> Lot:
         """Return what this rank claims of a stage with.
@@ -167,7 +168,7 @@ class Session:
         elif not there or self.ledgers.is_gone(self.leader):
             raise LeaderGoneError
 
-    def _stage(self, stage: int) -> Path:
+    def _stage(self, stage: int | str) -> Path:
         return self.folder / f"stage-{stage}"
 
 
