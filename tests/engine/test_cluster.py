@@ -39,11 +39,16 @@ quiet = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWar
 @quiet
 @pytest.mark.slow
 def test_the_same_bytes_as_threads(cluster, plain, tmp_path):
+    """With an output of several files, which are verified by tasks."""
     for method in ("ace", "ties"):
-        covmerge.merge(*plain, method, tmp_path / method)
+        given = (*plain, method)
+        covmerge.merge(*given, tmp_path / method, shard_size="100KB")
         out = tmp_path / f"{method}-ray"
-        covmerge.merge(*plain, method, out, executor="ray", address=cluster.address)
+        on = {"executor": "ray", "address": cluster.address}
+        merged = covmerge.merge(*given, out, shard_size="100KB", **on)
+        assert merged.verification.ok
         assert digests(out) == digests(tmp_path / method)
+        assert len(list(out.glob("model-*.safetensors"))) > 2
 
 
 class LoseANode:

@@ -345,7 +345,7 @@ def test_what_a_rank_says_of_hashes_is_checked(tmp_path, told, said):
 def test_what_a_killed_rank_would_have_verified_is_verified_by_others(
     plain, whole, tmp_path, killed
 ):
-    """The one that leads, or another; each has a file of the weights and one of masks or none."""
+    """The one that leads, or another: whichever has claimed the one file of weights."""
     out, go, never = tmp_path / "out", tmp_path / "go", tmp_path / "never"
     session = tmp_path / ".out.covmerge-partial" / "ranks" / "0"
     gos = [never if number == killed else go for number in range(2)]
