@@ -23,7 +23,7 @@ from covmerge.engine.ranks.session import Session
 from covmerge.engine.ranks.shares import own_first, shares
 from covmerge.engine.ranks.sharing import Sharing
 from covmerge.errors import CheckFailed, CheckpointError, InputError, ResourceError, TensorError
-from covmerge.recipe import parse_recipe
+from covmerge.recipe import dump_recipe, parse_recipe
 from covmerge.stores.local import LocalFolder
 from covmerge.verification import WeightsLook
 from tests.e2e.test_resume import digests, save_plain
@@ -54,6 +54,10 @@ def recipe_of(plain, method):
     base, experts = plain
     named = {name: str(path) for name, path in experts.items()}
     return parse_recipe({"base": str(base), "experts": named, "method": method})
+
+
+def with_output(recipe, **changed):
+    return parse_recipe({**dump_recipe(recipe), "output": changed})
 
 
 def merge_rank(plain, method, out, number, world, **options):
@@ -239,10 +243,7 @@ def test_each_file_of_the_output_is_verified_once_and_by_all(
 ):
     together(world)
     monkeypatch.setattr("covmerge.engine.reading._CORES", 10**6)  # one thread each
-    recipe = recipe_of(plain, "ace")
-    recipe = recipe.model_copy(
-        update={"output": recipe.output.model_copy(update={"shard_size": 40_000})}
-    )
+    recipe = with_output(recipe_of(plain, "ace"), shard_size=40_000)
     api.run_recipe(recipe, tmp_path / "whole", RunOptions())
     seen, look, met = [], WeightsLook.__call__, threading.Barrier(world)
 
@@ -262,6 +263,25 @@ def test_each_file_of_the_output_is_verified_once_and_by_all(
     weights = {path.name for path in (tmp_path / "out").glob("model-*.safetensors")}
     assert len(weights) > 4
     assert sorted(name for _, name in seen) == sorted(weights)
+
+
+@pytest.mark.parametrize(
+    "form", [{"format": "adapter", "rank": 4}, {"quantise": "int8-channel", "shard_size": 20_000}]
+)
+def test_outputs_of_which_one_rank_checks_more(plain, tmp_path, together, monkeypatch, form):
+    """An adapter is its alone; of packed tensors it looks at the numbers."""
+    base, experts = plain
+    model = tmp_path / "base"
+    model.mkdir()
+    shutil.copy(base, model / "model.safetensors")
+    (model / "config.json").write_text('{"model_type": "none-that-is-known"}')
+    recipe = with_output(recipe_of((model, experts), "average"), **form)
+    api.run_recipe(recipe, tmp_path / "whole", RunOptions())
+    together(2)
+    monkeypatch.setattr("tests.engine.test_ranks.recipe_of", lambda *_: recipe)
+    first, _ = merge_ranks(plain, "average", tmp_path / "out", 2)
+    assert first.verification.ok
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
 def test_what_another_rank_sees_of_the_output_fails_it(plain, tmp_path, together, monkeypatch):
