@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,13 @@ GPT2 = {
 }
 
 
-def save_llama(model: Any, path: Path, kind: str, architecture: str = "llama") -> Path:
+def save_llama(
+    model: Any,
+    path: Path,
+    kind: str,
+    architecture: str = "llama",
+    beside: Mapping[str, np.ndarray[Any, Any]] | None = None,
+) -> Path:
     """Save a Llama, or what claims to be another: matrices in one type, where its blocks divide rows."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -65,6 +72,8 @@ def save_llama(model: Any, path: Path, kind: str, architecture: str = "llama") -
             permuted(tensor, heads[kept]) if kept in heads else tensor,
             kind,
         )
+    for name, values in (beside or {}).items():
+        writer.add_tensor(name, values)
     return _written(writer, path)
 
 

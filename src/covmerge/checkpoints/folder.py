@@ -23,7 +23,7 @@ from covmerge.checkpoints.base import (
 )
 from covmerge.checkpoints.content import Content, Pace
 from covmerge.checkpoints.distributed import METADATA, DistributedFiles
-from covmerge.checkpoints.gguf_file import GgufFile
+from covmerge.checkpoints.gguf_file import GGUF, GgufFile
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
 from covmerge.checkpoints.module_file import open_module
@@ -45,9 +45,8 @@ DIFFUSERS = "diffusion_pytorch_model"  # what diffusers calls a part's files of 
 
 _SAFETENSORS = ".safetensors"
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
-_GGUF = ".gguf"
 _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed some ten times a merge
-WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, _GGUF)
+WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, GGUF)
 _INDEX = ".index.json"
 _FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
 _SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
@@ -351,7 +350,7 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         files = DistributedFiles(found)
         beside = [*files.files, *([_existing(store, CONFIG)] if CONFIG in names else [])]
         return FileCheckpoint(source, {found: files}, store=store, beside=beside)
-    packed = [name for name in names if name.endswith(_GGUF)]
+    packed = [name for name in names if name.endswith(GGUF)]
     alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
     choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where, store.folders())
     beside = [_existing(store, CONFIG)] if CONFIG in names else []
@@ -372,7 +371,7 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
 
 def _distributed(store: Store, names: Collection[str]) -> StoredFile | None:
     """Return the metadata of a folder of DCP, or of the one that a trainer's checkpoint has in it."""
-    if any(name in PREFERRED or name.endswith((_SAFETENSORS, _GGUF)) for name in names):
+    if any(name in PREFERRED or name.endswith((_SAFETENSORS, GGUF)) for name in names):
         return None
     if METADATA in names:
         return StoredFile(store, METADATA)
@@ -397,7 +396,7 @@ def open_weights(file: StoredFile) -> WeightFile:
         return SafetensorsFile(file)
     if file.suffix in _TORCH:
         return _open_torch(file.path)
-    if file.suffix == _GGUF:
+    if file.suffix == GGUF:
         return GgufFile(file)
     hint = "its folder" if file.name.endswith(_INDEX) else "a folder or one of these"
     raise CheckpointError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from covmerge.errors import CheckpointError
 from covmerge.stores.store import Opened, StoredFile
 from covmerge.types import Json, TensorHeader
 
+GGUF = ".gguf"
 INSTALL = "pip install 'covmerge[gguf]'"
 
 _VERSIONS = (2, 3)
@@ -44,9 +46,22 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class GgufSettings(dict[str, Json]):
     """What a file of GGUF says of itself, in the place of a config's quantisation.
 
-    Of a type of its own, which no config.json can state: `types` by tensor, the numbers and texts of its
-    `metadata`, and its `path`.
+    Of a type of its own, which no config.json can state: `types` by tensor, in the order of the data, the
+    numbers and texts of its `metadata`, and its `path`.
+
+    Attributes:
+        file: itself.
+        tensors: its tensors, in the order of the data.
+        start: what comes before them, but for the numbers of tensors: where metadata ends.
+        alignment: of the data.
+        places: by key, where a number of the metadata lies.
     """
+
+    file: StoredFile
+    tensors: Mapping[str, TensorHeader]
+    start: int
+    alignment: int
+    places: Mapping[str, int]
 
 
 class GgufFile(SlottedFile):
@@ -65,7 +80,20 @@ class GgufFile(SlottedFile):
         _check_entries(entries, stamp[0], str(file))
         super().__init__(file, stamp, {entry.slot.header.name: entry.slot for entry in entries})
         types: Json = {entry.slot.header.name: entry.kind for entry in entries}
-        self.settings = GgufSettings(path=str(file.path), metadata=metadata, types=types)
+        path = None if file.store.folder is None else str(file.path)
+        self.settings = GgufSettings(path=path, metadata=metadata, types=types)
+        self.settings.file, self.settings.tensors = file, dict(self.headers)
+        self.settings.start, self.settings.places = parser.start, parser.places
+        self.settings.alignment = parser.alignment
+
+
+def slots_of(file: StoredFile) -> Mapping[str, Slot]:
+    """Return where the tensors of a GGUF file lie, in the order of the data.
+
+    Raises:
+        CheckpointError: it is damaged, or the package gguf is missing.
+    """
+    return GgufFile(file).slots
 
 
 @dataclass(frozen=True)
@@ -92,20 +120,23 @@ class _Header:
             self._refuse(f"is GGUF version {version}, and {_VERSIONS} can be read")
         if not 0 < self._tensors <= MAX_TENSORS or self._entries > _MAX_ENTRIES:
             self._refuse(f"claims {self._tensors} tensors and {self._entries} entries")
-        self._alignment = _ALIGNMENT
+        self.alignment, self.start = _ALIGNMENT, 0
+        self.places: dict[str, int] = {}
 
     def metadata(self) -> dict[str, Json]:
         """Return its numbers and texts; lists are passed over."""
         found: dict[str, Json] = {}
         for _ in range(self._entries):
-            key = self._text()
-            value = self._value(self._number("<I"))
+            key, kind = self._text(), self._number("<I")
+            if kind in _NUMBERS:
+                self.places[key] = self._place
+            value = self._value(kind)
             if value is not None:
                 found[key] = value
         alignment = found.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 2**16 or alignment & (alignment - 1):
             self._refuse(f"has an alignment of {shorten(alignment)}")
-        self._alignment = alignment
+        self.alignment, self.start = alignment, self._place
         parts = found.get("split.count", 0)
         if isinstance(parts, int) and parts > 1:
             self._refuse(f"is one of {parts} parts, which llama.cpp's gguf-split --merge joins")
@@ -115,7 +146,7 @@ class _Header:
         """Return its tensors, in the order of the data."""
         package = _package()
         told = [self._entry() for _ in range(self._tensors)]
-        start = -(-self._place // self._alignment) * self._alignment
+        start = -(-self._place // self.alignment) * self.alignment
         found: list[_Entry] = []
         for name, shape, number, offset in told:
             try:
@@ -123,7 +154,7 @@ class _Header:
             except ValueError:
                 self._refuse(f"has '{name}' of the type {number}, which gguf does not know")
             header = self._header(package, name, shape, kind)
-            if offset % self._alignment:
+            if offset % self.alignment:
                 self._refuse(f"has '{name}' at {offset}, which is not aligned")
             found.append(_Entry(Slot(start + offset, header.nbytes, header), str(kind.name)))
         return sorted(found, key=lambda entry: entry.slot.offset)

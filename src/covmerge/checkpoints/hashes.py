@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from covmerge.checkpoints.gguf_file import GGUF, slots_of
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.checkpoints.layout import Slot
 from covmerge.errors import CheckpointError
@@ -30,7 +31,7 @@ _WORTH_A_THREAD = 2**18  # bytes
 
 @dataclass(frozen=True)
 class FileHashes:
-    """SHA-256 of a file, and of each of its tensors if it is a safetensors file."""
+    """SHA-256 of a file, and of each of its tensors if it is a file of weights that covmerge writes."""
 
     sha256: str
     tensors: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -60,6 +61,8 @@ def hash_file(folder: Path | Store, name: str, look: Look | None = None) -> File
         whole = hashlib.sha256(header)
         tensors: dict[str, str] = {}
         for slot in slots.values():
+            for chunk in file.until(slot.offset):
+                whole.update(chunk)
             own = hashlib.sha256()
             for rows in slot.header.row_blocks(_BLOCK_ELEMENTS):
                 data = torch.empty(slot.span(rows)[1], dtype=torch.uint8)
@@ -132,6 +135,13 @@ class _Reader:
                 )
             done += count
 
+    def until(self, end: int) -> Iterator[memoryview]:
+        """Read what comes before a byte, as `rest`."""
+        while self._position < end:
+            piece = memoryview(bytearray(min(_CHUNK, end - self._position)))
+            self.fill(piece)
+            yield piece
+
     def rest(self) -> Iterator[memoryview]:
         """Read what is left, piece by piece; a piece holds until the next one is asked for."""
         buffer = memoryview(bytearray(_CHUNK))
@@ -140,7 +150,9 @@ class _Reader:
 
 
 def _slots(file: _Reader) -> tuple[Mapping[str, Slot], bytes]:
-    """The tensors of a safetensors file, and the bytes before them; nothing of any other."""
+    """The tensors of a file of weights, and what was read before them; nothing of any other file."""
+    if file.file.suffix == GGUF:
+        return slots_of(file.file), b""
     if file.file.suffix != ".safetensors":
         return {}, b""
     where, start = str(file.file), bytearray(min(file.size, LENGTH_BYTES))

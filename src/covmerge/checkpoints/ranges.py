@@ -37,6 +37,11 @@ class SlottedFile:
             {name: slot.header for name, slot in slots.items()}
         )
 
+    @property
+    def slots(self) -> Mapping[str, Slot]:
+        """Where its tensors lie."""
+        return self._slots
+
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""
         header = find_header(self.headers, name, rows, str(self._file))

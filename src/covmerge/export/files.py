@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 
 from covmerge.checkpoints import ShardWriter, plan_layout
 from covmerge.checkpoints.adapter_layout import ADAPTER_NAME, LORA_NAME, PEFT_FORM
+from covmerge.checkpoints.gguf_layout import plan_gguf
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.engine import FileOutput
 from covmerge.plan import MODEL, Plan
@@ -25,6 +26,8 @@ def plan_parts(plan: Plan) -> dict[str, Layout]:
         if part != MODEL:
             file_name = f"{part.rpartition('/')[2]}.safetensors"
             layouts[part] = Layout((plan_shard(file_name, headers),))
+        elif plan.gguf is not None:
+            layouts[part] = plan_gguf(plan.gguf, headers)
         elif output.format == "adapter":
             file_name = ADAPTER_NAME if output.names == PEFT_FORM else LORA_NAME
             layouts[part] = Layout((plan_shard(file_name, headers),))

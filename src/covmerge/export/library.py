@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from covmerge.checkpoints import HubModel
 from covmerge.checkpoints.adapter_layout import LORA_NAME
+from covmerge.checkpoints.gguf_layout import GGUF_NAME
 from covmerge.stores.store import Store
 
 PEFT, TRANSFORMERS, OPEN_CLIP = "peft", "transformers", "open_clip"
@@ -99,7 +100,8 @@ def how_to_load(
     elif library == TRANSFORMERS:
         tokenizer = output.is_file("tokenizer_config.json")
         yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{loader}"
-        yield from ("", _FOLDER, f"model = {loader}.from_pretrained(folder)")
+        packed = f', gguf_file="{GGUF_NAME}"' if output.is_file(GGUF_NAME) else ""
+        yield from ("", _FOLDER, f"model = {loader}.from_pretrained(folder{packed})")
         if tokenizer:
             yield "tokenizer = AutoTokenizer.from_pretrained(folder)"
     else:

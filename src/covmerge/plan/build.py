@@ -261,6 +261,7 @@ def _plan(
         parameters=() if draft.adapter is None else draft.adapter.parameters,
         stem=weights_stem(base.checkpoint.config),
         quantisation=None if draft.packed is None else draft.packed.settings,
+        gguf=None if draft.packed is None else draft.packed.gguf,
     )
     others = [f"{own.kind} '{own.name}' is not covmerge's own: {own}" for own in plan.origins]
     return replace(plan, notes=(*plan.notes, *others))

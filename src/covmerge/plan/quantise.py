@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from covmerge.checkpoints import Checkpoint
-from covmerge.checkpoints.gguf_file import GgufSettings
+from covmerge.checkpoints.gguf_layout import GgufHead
 from covmerge.errors import CheckpointError, RecipeError, pattern_meant
 from covmerge.plan.forms import ModelTensor, PackedTensor
+from covmerge.plan.gguf import as_gguf, is_gguf
 from covmerge.plan.work import TensorPlan
 from covmerge.quantised import (
+    DTYPE_KEYS,
     LAYOUTS,
     SAME,
     Dequantised,
@@ -28,7 +30,6 @@ from covmerge.recipe import Recipe
 from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 
-_DTYPE_KEYS = ("dtype", "torch_dtype")
 _GPT_OSS = "gpt_oss"
 # A head tied to the embedding is no stored tensor, and is a layer that a list must name all the same.
 _TIED_HEAD = "lm_head"
@@ -43,11 +44,13 @@ class Quantised:
         tensors: all of them, with their forms.
         settings: `quantization_config` of config.json; None: nothing is packed.
         notes: what a user should know.
+        gguf: what a GGUF file has beside them, where they are written as one.
     """
 
     tensors: tuple[TensorPlan, ...]
     settings: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
+    gguf: GgufHead | None = None
 
 
 def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Quantised:
@@ -69,6 +72,11 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
             "`quantise` goes by the base's own layers and tokens, and the base is quantised and seen "
             "through `slices` or a `tokenizer`: merge without `quantise` first"
         )
+    if is_gguf(wanted, base):
+        own = as_gguf(recipe, tensors, base)
+        for pattern in keep:
+            _check_pattern(pattern, [tensor.name for tensor in tensors])
+        return Quantised(own.tensors, notes=own.notes, gguf=own.head)
     if base.config is None:
         raise RecipeError(
             f"`quantise: {wanted}` has to be said in config.json, and {base.source} has none: pass the "
@@ -101,7 +109,7 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
 
 def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
     """What packed weights are read as: the dtype that config.json will state."""
-    stated = [key for key in _DTYPE_KEYS if key in config]
+    stated = [key for key in DTYPE_KEYS if key in config]
     if recipe.output.dtype == "base" or not stated:
         return dtype_of(config)
     return dtype_of({stated[0]: recipe.output.dtype})
@@ -113,11 +121,6 @@ def _as_base(base: Checkpoint) -> set[str]:
         raise RecipeError(
             f"`quantise: {SAME}` writes the base's own format, and {base.source} is not quantised: name "
             f"one ({', '.join(LAYOUTS)})"
-        )
-    if isinstance(base.settings, GgufSettings):
-        raise RecipeError(
-            f"`quantise: {SAME}`: {base.source} is a GGUF file, which covmerge reads and does not write: "
-            "merge without `quantise`, and convert the output (convert_hf_to_gguf.py, llama-quantize)"
         )
     if base.unused:
         raise RecipeError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from covmerge.checkpoints.gguf_layout import GgufHead
 from covmerge.methods import registry
 from covmerge.plan.forms import MODEL, ModelTensor, PackedTensor, Unwritten
 from covmerge.plan.operations import Count, Merge
@@ -96,7 +97,9 @@ class Plan:
         chosen: why the method is what it is; None: the recipe names it.
         parameters: of an adapter, names of all tensors of the model that it is loaded over.
         stem: what the names of a model's files begin with, so that its library finds them.
-        quantisation: what config.json says of the format that weights are packed in; None: all are plain.
+        quantisation: what config.json says of the format that weights are packed in; None: all are plain,
+            or a GGUF file says it.
+        gguf: what a GGUF file has beside its tensors; None: the output is none.
     """
 
     recipe: Recipe
@@ -114,6 +117,7 @@ class Plan:
     parameters: tuple[str, ...] = ()
     stem: str = "model"
     quantisation: Mapping[str, Any] | None = None
+    gguf: GgufHead | None = None
 
     def __repr__(self) -> str:
         tensors, items = counted(len(self.tensors), "tensor"), counted(len(self.items), "item")
@@ -192,7 +196,7 @@ class Plan:
 
     def digest(self, sources: Mapping[str, Json]) -> str:
         """Hash of all that decides the output's bytes: recipe, sources, tensors and actions."""
-        content = {
+        content: dict[str, Any] = {
             "recipe": dump_recipe(self.recipe),
             "sources": sources,
             "torch": torch.__version__,
@@ -204,6 +208,8 @@ class Plan:
             "packed": [repr(t.form) for t in self.tensors if isinstance(t.form, PackedTensor)],
             "quantisation": self.quantisation,
         }
+        if self.gguf is not None:
+            content["gguf"] = hashlib.sha256(self.gguf.start).hexdigest()
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def summary(self) -> dict[str, Json]:

@@ -5,12 +5,11 @@ their sizes against each other before anything is read, and says how rows of it 
 Everything else of covmerge sees a checkpoint like any other (`Dequantised`).
 """
 
-from covmerge.quantised.packed import Packed
+from covmerge.quantised.packed import DTYPE_KEYS, Packed, dtype_of
 from covmerge.quantised.view import (
     QUANTISATION,
     Dequantised,
     dequantised,
-    dtype_of,
     is_derived,
     is_quantised,
     open_plain,
@@ -21,6 +20,7 @@ from covmerge.quantised.writing.packing import Packing
 from covmerge.quantised.writing.settings import with_plain
 
 __all__ = [
+    "DTYPE_KEYS",
     "LAYOUTS",
     "QUANTISATION",
     "SAME",

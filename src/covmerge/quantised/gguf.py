@@ -9,8 +9,10 @@ lack them, and is then named.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from covmerge.checkpoints.folder import QUANTISATION
 from covmerge.checkpoints.json_file import shorten
-from covmerge.quantised.packed import ByRows, Found, Read, Stored
+from covmerge.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Stored, dtype_of
 from covmerge.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
 from covmerge.text import some
 from covmerge.types import Json, TensorHeader
@@ -40,7 +42,9 @@ _STATED = {
 _DEPTH = 2  # in modules, to the one that names begin with
 _ROPE = "rope.freq_base"
 _ROUNDED = 1e-6
-_PLAIN = {"F32": torch.float32, "F16": torch.float16}
+# What a file of one plain type is read as; bfloat16 is what any other is.
+_READ = {"F32": torch.float32, "F16": torch.float16}
+PLAIN: Mapping[str, torch.dtype] = MappingProxyType({**_READ, "BF16": torch.bfloat16})
 
 Values = NDArray[np.float32]
 
@@ -51,18 +55,20 @@ class Blocks(ByRows):
 
     Attributes:
         kind: what GGUF calls its type.
-        order: by row of the plain tensor, the row of the stored one; None: the same.
+        order: of each group of as many rows, by row of the plain tensor that of the stored one; None: the
+            same.
     """
 
     kind: str
-    order: NDArray[np.int64] | None
+    order: tuple[int, ...] | None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         """See `ByRows.unpacked`."""
         (name,) = self.stored
         if self.order is None:
             return _tensor_of(_dequantised(read(name, rows), self.kind))
-        own = self.order[rows.start : rows.stop]
+        size, plain = len(self.order), np.arange(rows.start, rows.stop)
+        own = plain // size * size + np.array(self.order)[plain % size]
         first = int(own.min())
         span = range(first, int(own.max()) + 1)
         return _tensor_of(_dequantised(read(name, span), self.kind)[own - first])
@@ -74,19 +80,22 @@ class Whole:
 
     Attributes:
         kind: what GGUF calls its type.
-        undo: what llama.cpp's converter did, undone.
+        transposed: whether it is stored transposed.
+        more: what was added to each of its numbers.
     """
 
     header: TensorHeader
     stored: tuple[str, ...]
     kind: str
-    undo: Callable[[Values], Values]
+    transposed: bool
+    more: float
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
         """See `Packed.fill`."""
         (name,) = self.stored
-        values = self.undo(_dequantised(read(name, None), self.kind))
-        out.copy_(_tensor_of(np.ascontiguousarray(values[rows.start : rows.stop])))
+        stored = _tensor_of(_dequantised(read(name, None), self.kind))
+        plain = stored.mT if self.transposed else stored
+        out.copy_(plain[rows.start : rows.stop] - self.more)
 
 
 def find(stored: Stored) -> Found:
@@ -202,19 +211,32 @@ def _same(own: object, value: object) -> bool:
 
 
 def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
-    """What the config beside it states; else that of its matrices if they are plain, or bfloat16."""
-    config = stored.checkpoint.config or {}
-    if "dtype" in config or "torch_dtype" in config:
-        return stored.dtype
+    """See `read_as`."""
     headers = stored.checkpoint.headers
     kinds = {kind for name, kind in types.items() if len(headers[name].shape) > 1}
-    return _PLAIN.get(next(iter(kinds)), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
+    return read_as(stored.checkpoint.config or {}, kinds)
+
+
+def read_as(config: Mapping[str, Any], kinds: Collection[str]) -> torch.dtype:
+    """Return what a file is read as: what the config beside it states; else as its matrices, or bfloat16.
+
+    Args:
+        config: the one beside it; empty if there is none.
+        kinds: the types of its matrices.
+    """
+    if not any(key in config for key in DTYPE_KEYS) and len(kinds) == 1:
+        return _READ.get(next(iter(kinds)), torch.bfloat16)
+    return dtype_of(config)
 
 
 def _tensor(
     stored: Stored, name: str, header: TensorHeader, kind: str, processor: Any
 ) -> Blocks | Whole:
-    """Return a tensor with what is undone to it, after its size was checked."""
+    """Return a tensor with what is undone to it, after its size was checked.
+
+    What transformers undoes is found by what it makes of numbers that tell their places: rows in another
+    order, a transpose, or a number less. So it can be done again when a file is written.
+    """
 
     def undo(values: Values) -> Values:
         kept: dict[str, Any] = {"tensors": {}}
@@ -229,16 +251,39 @@ def _tensor(
     block, size = _sizes(stored, name, kind)
     held = stored.checkpoint.headers[name]
     shape = (*held.shape[:-1], held.shape[-1] // size * block) if size else held.shape
-    if len(shape) == 2:
-        order = np.arange(shape[0])[:, None]
-        found: Any = undo(cast("Any", order))
-        if found.shape == order.shape and (np.sort(found, axis=0) == order).all():
-            _check_shape(stored, name, header, shape)
-            same = bool((found == order).all())
-            return Blocks(header, (name,), kind, None if same else found[:, 0])
+    by_row = _counted(shape[0], *(1 for _ in shape[1:]))
+    found: Any = undo(by_row)
+    if found.shape == by_row.shape and (np.sort(found, axis=0) == by_row).all():
+        _check_shape(stored, name, header, shape)
+        return Blocks(header, (name,), kind, _repeated(found.reshape(-1)))
     one = np.broadcast_to(np.ones(1, np.float32), shape)  # a number's memory
     _check_shape(stored, name, header, tuple(undo(one).shape))
-    return Whole(header, (name,), kind, undo)
+    probe = _counted(2, 3) if len(shape) == 2 else by_row
+    found = undo(probe)
+    turned = len(shape) == 2 and found.shape == probe.T.shape
+    more = float(probe.reshape(-1)[0] - found.reshape(-1)[0])
+    if not np.array_equal(found, (probe.T if turned else probe) - more):
+        stored.refuse(f"transformers does to '{name}' what covmerge does not know")
+    return Whole(header, (name,), kind, turned, more)
+
+
+def _counted(*shape: int) -> Any:
+    """Numbers that tell their places."""
+    numbers: Any = np.arange(prod(shape))
+    return numbers.reshape(shape)
+
+
+def _repeated(order: Any) -> tuple[int, ...] | None:
+    """The order of the least group of rows whose order is that of all groups; None: rows are in order."""
+    if (order == np.arange(len(order))).all():
+        return None
+    ends = np.flatnonzero(np.maximum.accumulate(order) == np.arange(len(order))) + 1
+    size = int(ends[0])
+    if len(order) % size == 0:
+        groups: Any = order.reshape(-1, size) - np.arange(0, len(order), size)[:, None]
+        if (groups == groups[0]).all():
+            order = groups[0]
+    return tuple(order.tolist())
 
 
 def _check_shape(stored: Stored, name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:

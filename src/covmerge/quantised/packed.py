@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ Read = Callable[[str, range | None], Tensor]
 
 PIECE = 2**18  # numbers that are unpacked at once
 SMALLEST = 16  # weights that have one scale: those of a layer are read as a whole
+
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of a config
+_DTYPES = ("bfloat16", "float16", "float32")
 
 HOW_ELSE = (
     "Dequantise it first (transformers: model.dequantize(), then save_pretrained), or pass the "
@@ -78,6 +81,17 @@ def pieces(rows: range, width: int) -> Iterator[range]:
     step = max(1, PIECE // max(1, width))
     for start in range(rows.start, rows.stop, step):
         yield range(start, min(start + step, rows.stop))
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a config states; bfloat16 where it states none."""
+    nested = [value for key, value in config.items() if key.endswith("text_config")]
+    parts = [
+        config,
+        *(cast("Mapping[str, Any]", part) for part in nested if isinstance(part, dict)),
+    ]
+    stated = (part.get(key) for part in parts for key in DTYPE_KEYS)
+    return getattr(torch, next((name for name in stated if name in _DTYPES), "bfloat16"))
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,12 @@ from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
 from covmerge.quantised import gguf
 from covmerge.quantised.formats import FORMATS
-from covmerge.quantised.packed import HOW_ELSE, Found, Packed, Stored
+from covmerge.quantised.packed import HOW_ELSE, Found, Packed, Stored, dtype_of
 from covmerge.quantised.undeclared import packed_pair
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.text import some
 from covmerge.types import TensorHeader
 
-_DTYPES = ("bfloat16", "float16", "float32")
-_DTYPE_KEYS = ("dtype", "torch_dtype")
 # Names that only parts of packed tensors have.
 _PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".absmax", ".quant_map"),
@@ -148,17 +146,6 @@ def open_plain(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found: object = config[QUANTISATION]
     return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
-
-
-def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that a config states; bfloat16 where it states none."""
-    nested = [value for key, value in config.items() if key.endswith("text_config")]
-    parts = [
-        config,
-        *(cast("Mapping[str, Any]", part) for part in nested if isinstance(part, dict)),
-    ]
-    stated = (part.get(key) for part in parts for key in _DTYPE_KEYS)
-    return getattr(torch, next((name for name in stated if name in _DTYPES), "bfloat16"))
 
 
 def _find(stored: Stored) -> Found:

@@ -364,6 +364,15 @@ Quantise = Literal[
     "gptq",
     "awq",
     "mxfp4",
+    "gguf",
+    "gguf-q8_0",
+    "gguf-q5_1",
+    "gguf-q5_0",
+    "gguf-q4_1",
+    "gguf-q4_0",
+    "gguf-bf16",
+    "gguf-f16",
+    "gguf-f32",
 ]
 
 
@@ -408,7 +417,7 @@ class Output(StrictModel):
         description="Quantised format of the weights of linear layers, each rounded to the nearest "
         "number; the loss by layer is reported. `same` is the base's own, tensor by tensor; "
         "docs/quantised.md describes the others. Heads, embeddings, and what a quantised base has plain, "
-        "stay plain.",
+        "stay plain. `gguf` and its types write the base's GGUF file with other weights.",
     )
     keep: tuple[Annotated[str, Field(min_length=1, max_length=1000)], ...] = Field(
         default=(),

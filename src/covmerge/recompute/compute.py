@@ -178,7 +178,7 @@ def _compare(
             merged: Any = result.stats["merged"]
             exact, form = result.tensors[0], forms[name]
             if isinstance(form, PackedTensor) and merged:  # what is the base's has its bytes
-                rounded = _read_packed(exact, form, item)
+                rounded = _read_packed(exact, form, item).to(stored.dtype).double()
                 lost = square_norm(rounded - exact)
             else:
                 rounded, lost = exact.to(stored.dtype).double(), None
@@ -207,7 +207,7 @@ def _read_packed(exact: Tensor, form: PackedTensor, item: WorkItem) -> Tensor:
     """What a client reads of rows that are packed."""
     assert item.rows is not None
     parts = form.packing.quantise(exact.float())
-    return torch.cat([read for _, read in form.packing.unpacked(parts, item.rows)]).double()
+    return torch.cat([read for _, read in form.packing.unpacked(parts, item.rows)])
 
 
 def _unrounded(item: WorkItem) -> WorkItem:

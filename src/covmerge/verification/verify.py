@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from covmerge.checkpoints import Checkpoint, FileCheckpoint, fingerprint, open_store
+from covmerge.checkpoints.gguf_file import GGUF
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.engine import ReadFiles, read_files
 from covmerge.errors import CheckpointError, InputError
@@ -106,8 +107,9 @@ def examine(
         values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
         weights = _weights(stored) if coverage.ok else ()
         packed: Mapping[str, Packed] = output.packed if isinstance(output, Dequantised) else {}
-        parts = frozenset(name for own in packed.values() for name in own.stored)
-        look = WeightsLook(store, values.base is not None, apart, parts)
+        parts = {name for own in packed.values() for name in own.stored}
+        parts |= output.unused if isinstance(output, Dequantised) else set()
+        look = WeightsLook(store, values.base is not None, apart, frozenset(parts))
         sizes = {name: _size(store, name) for name in weights}
         seen = read(sizes, look, values.base or output)
         found: Found = {
@@ -181,9 +183,9 @@ def _coverage(
 ) -> Check:
     headers: Mapping[str, TensorHeader] = output.headers
     wrong = [f"'{name}' is not in the manifest" for name in headers if name not in entries]
-    strange = [name for name in files if not name.endswith(".safetensors")]
+    strange = [name for name in files if not name.endswith((".safetensors", GGUF))]
     if strange:
-        wrong.append(f"{strange[0]} is no safetensors file, and covmerge writes no other")
+        wrong.append(f"{strange[0]} is no file of weights that covmerge writes")
     if not files:
         wrong.append("an adapter lies where a model was written")
     for name, entry in entries.items():

@@ -58,18 +58,20 @@ class Packing:
         quantise: what makes these parts of weights.
         whole: whether that takes all rows at once, as one number is of all of them, or rows lie
             side by side in what is stored.
+        group: rows that are stored in another order among each other.
     """
 
     packed: Packed
     parts: tuple[Part, ...]
     quantise: Quantiser
     whole: bool = False
+    group: int = 1
 
     @property
     def step(self) -> int | None:
-        """Rows that share a number, or a byte; None: all of them."""
+        """Rows that share a number or a byte, or are mixed; None: all of them."""
         shares = [part.share.denominator for part in self.parts if part.share is not None]
-        return None if self.whole else lcm(*shares)
+        return None if self.whole else lcm(self.group, *shares)
 
     def held(self, rows: range | None) -> list[tuple[Part, range | None] | None]:
         """Return each part with its rows of some rows of the weight; None: it lies with the first ones."""
