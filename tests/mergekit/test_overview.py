@@ -21,6 +21,12 @@ LOOKED_OVER = {
     "della",
     "della_linear",
     "breadcrumbs_ties",
+    "multislerp",
+    "karcher",
+    "model_stock",
+    "nuslerp",
+    "sce",
+    "ramplus_tl",
 }
 RECIPES = {
     f"{recipe['merge_method']}{seed}": (seed, recipe)
@@ -61,6 +67,7 @@ def looked_over(monkeypatch, folder):
 
     def small():
         monkeypatch.setattr(build, "BLOCK_ELEMENTS", 40)
+        monkeypatch.setattr(build, "TOGETHER_ELEMENTS", 80)
         monkeypatch.setattr(build, "_PART_ELEMENTS", 17)
         monkeypatch.setattr(work, "_NARROW_ELEMENTS", 60)
         monkeypatch.setattr(worker, "overview", noting)

@@ -1,4 +1,4 @@
-"""A look over a large tensor, expert by expert, for methods that must know all of it."""
+"""A look over a large tensor, expert by expert or of all together, for methods that must know all of it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,15 @@ def overview(
     look = method.overview.of
     shape = item.shape
     experts = list(item.tensor.operands)
+    if method.overview.together:
+        groups = partial(_groups, item, experts, method, sources, context)
+        with naming(item.tensor), torch_threads(1):
+            known = look(groups, shape, method.for_experts(merge.parameters, experts, experts))
+        return dict.fromkeys(experts, known)
 
     def of(expert: str) -> Known:
         own = method.for_experts(merge.parameters, experts, [expert])
-        groups = partial(_groups, item, expert, method, sources, context)
+        groups = partial(_groups, item, [expert], method, sources, context)
         with naming(item.tensor):
             return look(groups, shape, own)
 
@@ -55,22 +60,32 @@ def in_lanes(do: Callable[[_In], _Out], given: Sequence[_In], most: int) -> list
 
 
 def _groups(
-    item: WorkItem, expert: str, method: Method, sources: Sources, context: Context
+    item: WorkItem,
+    names: Sequence[str],
+    method: Method,
+    sources: Sources,
+    context: Context,
+    experts: Sequence[int] | None = None,
 ) -> Iterator[LinearGroup]:
-    """One expert's part of the tensor, block after block."""
+    """The part of one expert of the tensor, or of several, block after block."""
     assert item.at_once is not None
-    operand, by = item.tensor.operands[expert], method.sees == "weights"
+    by = method.sees == "weights"
+    chosen = [names[place] for place in (range(len(names)) if experts is None else experts)]
+    operands = [item.tensor.operands[name] for name in chosen]
     for part in item.parts(item.at_once):
         assert item.tensor.base is not None
         stored = sources.read_rows(item.tensor.base, part.rows)
         base = stored.to(context.device).to(context.dtype)
-        own = seen_of(
-            sources.read(operand, part.rows), base, context.dtype, context.device, weights=by
+        seen = tuple(
+            seen_of(
+                sources.read(operand, part.rows), base, context.dtype, context.device, weights=by
+            )
+            for operand in operands
         )
         yield LinearGroup(
-            () if by else (own,),
-            (operand.weight,),
-            models=(own,) if by else (),
+            () if by else seen,
+            tuple(operand.weight for operand in operands),
+            models=seen if by else (),
             base=base if by else None,
-            streams=(item.tensor.stream(expert, part.first_element),),
+            streams=tuple(item.tensor.stream(name, part.first_element) for name in chosen),
         )

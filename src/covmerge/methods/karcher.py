@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Annotated
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.lapack import lengths
 from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of, wide
-from covmerge.methods.registry import Laws, Parameters, Reference, register
+from covmerge.methods.gathered import Made, Whole, one_buffer
+from covmerge.methods.registry import Groups, Laws, Overview, Parameters, Reference, register
 from covmerge.types import LinearGroup
 
 
@@ -23,6 +26,44 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 def _stands_alone(parameters: Parameters) -> bool:
     return parameters["base_place"] is None
+
+
+@dataclass(frozen=True)
+class _Mean:
+    """The mean of the whole, laid out flat, and how many entries a row has."""
+
+    merged: Tensor
+    width: int
+
+    def rows(self, rows: range) -> Tensor:
+        """The mean of some rows."""
+        return self.merged[rows.start * self.width : rows.stop * self.width]
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Mean:
+    """The mean itself: each of its steps is as long as the whole."""
+    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    base, experts = next((base, models) for _, base, models in whole.blocks())
+    models = [Made((t,), lambda own, base, models: models[0]) for t in range(len(experts))]
+    place: int | None = parameters["base_place"]
+    if place is not None:
+        models.insert(place, Made((), lambda own, base, models: base))
+
+    def in_turn() -> Iterator[Tensor]:
+        for model in models:
+            yield from whole.gathered([model])
+
+    if len(models) == 1:
+        (merged,) = in_turn()
+    else:
+        found = _mean(in_turn, parameters["max_iter"], parameters["tol"])
+        merged = base.new_zeros(whole.numel) if found is None else found
+    return _Mean(merged, prod(shape[1:]))
+
+
+def _entry_bytes(parameters: Parameters) -> float:
+    """A model, its direction, the mean, a step, and two of what is added to it."""
+    return 6 * one_buffer(parameters["arithmetic"])
 
 
 @register(
@@ -43,6 +84,7 @@ def _stands_alone(parameters: Parameters) -> bool:
     ),
     cost=_cost,
     unit="tensor",
+    overview=Overview(_overview, _entry_bytes, together=True),
     sees="weights",
     stands_alone=_stands_alone,
 )
@@ -86,46 +128,62 @@ def karcher(
         >>> [round(x, 6) for x in karcher(group).tolist()]
         [0.707107, 0.707107]
     """
+    if group.known:
+        merged: Tensor = group.known[0]
+        return merged.view(group.models[0].shape).to(group.models[0].dtype)
     base, given = inputs_of(group, arithmetic)
     models = list(given)
     if base_place is not None:
         models.insert(base_place, base)
     if len(models) == 1:
         return models[0].to(group.models[0].dtype)
-    dtype = wide(base.dtype)
+    found = _mean(lambda: iter(models), max_iter, tol)
+    return (torch.zeros_like(base) if found is None else found).to(group.models[0].dtype)
 
-    def length(x: Tensor) -> Tensor:
-        return lengths(x.to(dtype))
 
-    sizes = [length(model) for model in models]
-    there = [t for t, size in enumerate(sizes) if float(size) > tol]
-    if not there:
-        return torch.zeros_like(group.models[0])
-    units = [(models[t] / sizes[t]).to(base.dtype) for t in there]
+def _mean(models: Callable[[], Iterator[Tensor]], max_iter: int, tol: float) -> Tensor | None:
+    """Return the mean of models, which come one after the other as often as they are asked for.
+
+    None where none of them has a length.
+    """
+    sizes = [lengths(model.to(wide(model.dtype))) for model in models()]
+    there = [float(size) > tol for size in sizes]
+    if not any(there):
+        return None
     # As mergekit's shares of those that are there: 1/T over its sum.
-    share = 1.0 / len(models)
-    alpha = share / sum([share] * len(there))
-    mean = torch.zeros_like(base)
-    for unit in units:
+    share = 1.0 / len(sizes)
+    alpha = share / sum([share] * sum(there))
+
+    def units() -> Iterator[Tensor]:
+        for model, size, is_there in zip(models(), sizes, there, strict=True):
+            if is_there:
+                yield (model / size).to(model.dtype)
+
+    mean: Tensor | None = None
+    for unit in units():
+        mean = torch.zeros_like(unit) if mean is None else mean
         mean += alpha * unit
-    size = length(mean)
-    mean = units[0].clone() if float(size) < tol else (mean / size).to(base.dtype)
+        del unit
+    assert mean is not None
+    size = lengths(mean.to(wide(mean.dtype)))
+    mean = next(units()).clone() if float(size) < tol else (mean / size).to(mean.dtype)
     for _ in range(max_iter):
-        step = _step(mean, units, alpha, tol)
-        size = length(step)
+        step = _step(mean, units(), alpha, tol)
+        size = lengths(step.to(wide(step.dtype)))
         if float(size) < tol:
             break
-        mean = (torch.cos(size) * mean + torch.sin(size) * (step / size)).to(base.dtype)
-        size = length(mean)
+        step = torch.sin(size) * (step / size)
+        mean = (torch.cos(size) * mean + step).to(mean.dtype)
+        size = lengths(mean.to(wide(mean.dtype)))
         if float(size) > tol:
-            mean = (mean / size).to(base.dtype)
+            mean = (mean / size).to(mean.dtype)
     total = share * sizes[0]
     for size in sizes[1:]:
         total = total + share * size
-    return (total * mean).to(base.dtype).to(group.models[0].dtype)
+    return (total * mean).to(mean.dtype)
 
 
-def _step(mean: Tensor, units: Sequence[Tensor], alpha: float, tol: float) -> Tensor:
+def _step(mean: Tensor, units: Iterator[Tensor], alpha: float, tol: float) -> Tensor:
     """The mean of the ways to all directions, in the tangent at one."""
     step = torch.zeros_like(mean)
     for unit in units:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
+from math import prod
 from typing import Annotated
 
 import torch
@@ -12,7 +14,8 @@ from torch import Tensor
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.lapack import lengths
 from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.methods.registry import Laws, Parameters, Reference, Unit, register
+from covmerge.methods.gathered import Made, Numbers, Whole, one_buffer
+from covmerge.methods.registry import Groups, Laws, Overview, Parameters, Reference, Unit, register
 from covmerge.types import LinearGroup
 
 _SHORT = 1e-6  # the least that products of lengths count as; and |1 + (N − 1)c| below it is a pole
@@ -25,6 +28,18 @@ def _unit(parameters: Parameters) -> Unit:
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
     return Cost(4.0 * count * count * size, (2 * count + 2) * size * itemsize)
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    count = len(next(whole.blocks())[2])
+    offsets = [Made((t,), lambda own, base, models: models[0] - base) for t in range(count)]
+    products = [
+        Made(pair, lambda own, base, models: (models[0] - base) * (models[1] - base))
+        for pair in combinations(range(count), 2)
+    ]
+    sizes = [lengths(offset, axis=-1) for offset in whole.gathered(offsets)]
+    return Numbers((_share(sizes, [p.sum(dim=-1) for p in whole.gathered(products)]),))
 
 
 @register(
@@ -46,6 +61,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     unit=_unit,
+    overview=Overview(
+        _overview, lambda parameters: one_buffer(parameters["arithmetic"]), together=True
+    ),
     sees="weights",
     experts=(2, None),
 )
@@ -86,20 +104,28 @@ def model_stock(
         x if by_rows else x.reshape(1, -1) if filter_wise else x.reshape(-1)
         for x in (base, *models)
     )
-    offsets = [end - start for end in ends]
-    sizes = [lengths(offset, axis=-1) for offset in offsets]
-    cosines = [
-        ((a * b).sum(dim=-1) / (la * lb).clamp(min=_SHORT)).clamp(-1, 1)
-        for (a, la), (b, lb) in combinations(zip(offsets, sizes, strict=True), 2)
-    ]
-    c = torch.stack(cosines).mean(dim=0).unsqueeze(-1)
-    count = len(models)
-    below = 1 + (count - 1) * c
-    pole = below.abs() < _SHORT
-    share = (count * c) / torch.where(pole, torch.ones_like(below), below)
-    share = torch.where(pole, torch.zeros_like(share), share)
+    if group.known:
+        (share,) = group.known[0]
+    else:
+        offsets = [end - start for end in ends]
+        sizes = [lengths(offset, axis=-1) for offset in offsets]
+        share = _share(sizes, [(a * b).sum(dim=-1) for a, b in combinations(offsets, 2)])
     total = ends[0]
     for end in ends[1:]:
         total = total + end
-    merged = share * (total / count) + (1 - share) * start
+    merged = share * (total / len(models)) + (1 - share) * start
     return merged.reshape(base.shape).to(group.models[0].dtype)
+
+
+def _share(sizes: Sequence[Tensor], products: Sequence[Tensor]) -> Tensor:
+    """Return r, of the lengths of updates and the products of their pairs."""
+    cosines = [
+        (product / (one * other).clamp(min=_SHORT)).clamp(-1, 1)
+        for product, (one, other) in zip(products, combinations(sizes, 2), strict=True)
+    ]
+    c = torch.stack(cosines).mean(dim=0).unsqueeze(-1)
+    count = len(sizes)
+    below = 1 + (count - 1) * c
+    pole = below.abs() < _SHORT
+    share = (count * c) / torch.where(pole, torch.ones_like(below), below)
+    return torch.where(pole, torch.zeros_like(share), share)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Annotated
 
 import torch
@@ -19,12 +22,86 @@ from covmerge.methods.arithmetic import (
     inputs_of,
     weights_of,
 )
-from covmerge.methods.registry import Laws, register
+from covmerge.methods.gathered import Made, Whole, one_buffer
+from covmerge.methods.registry import Groups, Laws, Overview, Parameters, register
 from covmerge.types import LinearGroup
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(30.0 * count * d_out * d_in, (4 * count + 3) * d_out * d_in * itemsize)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """What the rows must know of the whole.
+
+    Attributes:
+        sizes: of the models, `(T, 1)`.
+        size: of the mean of their directions; below ε there is none.
+        along: ⟨u_t, m⟩, `(T, 1)`.
+        turn: ‖v‖ + ε.
+    """
+
+    sizes: Tensor
+    size: Tensor
+    along: Tensor | None = None
+    turn: Tensor | None = None
+
+    def rows(self, rows: range) -> _Way:
+        """The same of any rows."""
+        del rows
+        return self
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Way:
+    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    eps: float = parameters["eps"]
+    group = next(groups())
+    base, _ = inputs_of(group, parameters["arithmetic"])
+    count, column = len(group.models), _shares(parameters, group, base).view(-1, 1)
+    everyone = tuple(range(count))
+
+    def end(base: Tensor, model: Tensor) -> Tensor:
+        return (model - base if parameters["around"] == "base" else model).reshape(-1)
+
+    alone = [Made((t,), lambda own, base, models: end(base, models[0])) for t in everyone]
+    found = [lengths(own.view(1, -1), axis=-1, keep=True) for own in whole.gathered(alone)]
+    sizes = torch.cat(found)
+
+    def units(base: Tensor, models: Sequence[Tensor]) -> Tensor:
+        return torch.stack([end(base, model) for model in models]) / (sizes + eps)
+
+    mean = Made(everyone, lambda own, base, models: (units(base, models) * column).sum(0))
+    (middle,) = whole.gathered([mean])
+    size = lengths(middle)
+    if size < eps:
+        return _Way(sizes, size)
+    middle /= size
+    products = [
+        Made(
+            (t,),
+            lambda own, base, models, t=t: end(base, models[0]) / (sizes[t] + eps) * middle[own],
+        )
+        for t in everyone
+    ]
+    along = torch.cat([own.view(1, -1).sum(-1, keepdim=True) for own in whole.gathered(products)])
+    rest = Made(
+        everyone,
+        lambda own, base, models: ((units(base, models) - along * middle[own]) * column).sum(0),
+    )
+    (tangent,) = whole.gathered([rest])
+    return _Way(sizes, size, along, lengths(tangent) + eps)
+
+
+def _entry_bytes(parameters: Parameters) -> float:
+    """The mean, and what is taken with it."""
+    return 2 * one_buffer(parameters["arithmetic"])
+
+
+def _shares(parameters: Parameters, group: LinearGroup, base: Tensor) -> Tensor:
+    weights = weights_of(parameters["weight"], group)
+    shares = torch.tensor(weights, dtype=base.dtype, device=base.device)
+    return shares / shares.sum() if parameters["normalize_weights"] else shares
 
 
 @register(
@@ -40,6 +117,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     unit="tensor",
+    overview=Overview(_overview, _entry_bytes, together=True),
     sees="weights",
     stands_alone=around_zero,
 )
@@ -85,14 +163,14 @@ def multislerp(
         return models[0].to(group.models[0].dtype)
     ends = torch.stack([m - base if around == "base" else m for m in models])
     rows = ends.view(len(models), -1)
-    shares = torch.tensor(weights_of(weight, group), dtype=base.dtype, device=base.device)
-    if normalize_weights:
-        shares = shares / shares.sum()
+    given = {"weight": weight, "normalize_weights": normalize_weights}
+    shares = _shares(given, group, base)
     column = shares.view(-1, 1)
-    sizes = lengths(rows, axis=-1, keep=True)
+    way: _Way | None = group.known[0] if group.known else None
+    sizes = lengths(rows, axis=-1, keep=True) if way is None else way.sizes
     units = rows / (sizes + eps)
     middle = (units * column).sum(0)
-    size = lengths(middle)
+    size = lengths(middle) if way is None else way.size
     if size < eps:
         if len(models) > 2 and bool(sizes.any()):
             raise TensorError(
@@ -102,9 +180,11 @@ def multislerp(
         flat = ends[0] * shares[0] + ends[1] * shares[1]
         return _placed(flat.view(base.shape), base, around, group)
     middle = middle / size
-    tangents = units - (units * middle).sum(-1, keepdim=True) * middle
+    along = None if way is None else way.along
+    tangents = units - ((units * middle).sum(-1, keepdim=True) if along is None else along) * middle
     tangent = (tangents * column).sum(0)
-    turn = lengths(tangent) + eps
+    known = None if way is None else way.turn
+    turn = lengths(tangent) + eps if known is None else known
     direction = middle * torch.cos(turn) + tangent * (torch.sin(turn) / turn)
     long = direction * (sizes.squeeze(-1) * shares).sum()
     return _placed(long.view(base.shape), base, around, group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Annotated, Literal
 
 import torch
@@ -18,7 +20,8 @@ from covmerge.methods.arithmetic import (
     inputs_of,
     weights_of,
 )
-from covmerge.methods.registry import Laws, register
+from covmerge.methods.gathered import Made, Numbers, Whole, one_buffer
+from covmerge.methods.registry import Groups, Laws, Overview, Parameters, Unit, register
 from covmerge.types import LinearGroup
 
 _SHORT = 1e-7  # a length below it is not divided by
@@ -28,6 +31,26 @@ _NO_SHARE = 1e-6  # weights whose sum is below it mean the middle
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(40.0 * d_out * d_in, (2 * count + 4) * d_out * d_in * itemsize)
+
+
+def _unit(parameters: Parameters) -> Unit:
+    return "row" if parameters["by"] == "rows" else "tensor"
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+
+    def end(base: Tensor, model: Tensor) -> Tensor:
+        return model - base if parameters["around"] == "base" else model
+
+    ends = [Made((t,), lambda own, base, models: end(base, models[0])) for t in (0, 1)]
+    first, second = (_length(own) for own in whole.gathered(ends))
+    both = Made(
+        (0, 1),
+        lambda own, base, models: (end(base, models[0]) / first) * (end(base, models[1]) / second),
+    )
+    (product,) = whole.gathered([both])
+    return Numbers((_cosine(product),))
 
 
 @register(
@@ -41,7 +64,13 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         replicas_text="the expert",
     ),
     cost=_cost,
-    unit="tensor",
+    unit=_unit,
+    overview=Overview(
+        _overview,
+        lambda parameters: one_buffer(parameters["arithmetic"]),
+        together=True,
+        applies=lambda parameters: parameters["by"] == "tensor",
+    ),
     sees="weights",
     stands_alone=around_zero,
     experts=(2, 2),
@@ -84,7 +113,9 @@ def nuslerp(
     t = 0.5 if abs(first + second) < _NO_SHARE else second / (first + second)
     ends = [model - base for model in models] if around == "base" else list(models)
     if by == "tensor" or not base.dim():
-        turned = _between(t, *(end.reshape(-1) for end in ends))
+        cosine = group.known[0][0] if group.known else None
+        one, other = (end.reshape(-1) for end in ends)
+        turned = _between(t, one, other, cosine)
     elif by == "rows":
         turned = _between(t, *ends)
     else:
@@ -94,11 +125,19 @@ def nuslerp(
     return merged.to(group.models[0].dtype)
 
 
-def _between(t: float, one: Tensor, other: Tensor) -> Tensor:
-    """Turn vectors along the last axis."""
-    units = [x / lengths(x, axis=-1, keep=True).clamp(min=_SHORT) for x in (one, other)]
-    cosine = torch.sum(units[0] * units[1], dim=-1, keepdim=True).clamp(-1, 1)
+def _between(t: float, one: Tensor, other: Tensor, cosine: Tensor | None = None) -> Tensor:
+    """Turn vectors along the last axis; `cosine` is that of the whole, where these are parts of it."""
+    if cosine is None:
+        cosine = _cosine((one / _length(one)) * (other / _length(other)))
     straight = (1 - cosine.square()) <= _STRAIGHT
     angle = torch.acos(torch.where(straight, torch.zeros_like(cosine), cosine))
     arc = (torch.sin((1 - t) * angle) * one + torch.sin(t * angle) * other) / torch.sin(angle)
     return torch.where(straight, (1 - t) * one + t * other, arc)
+
+
+def _length(vectors: Tensor) -> Tensor:
+    return lengths(vectors, axis=-1, keep=True).clamp(min=_SHORT)
+
+
+def _cosine(products: Tensor) -> Tensor:
+    return torch.sum(products, dim=-1, keepdim=True).clamp(-1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import nan
 from typing import Annotated
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from covmerge.linalg.auto import Cost
 from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.methods.registry import Laws, Parameters, Reference, Unit, register
+from covmerge.methods.gathered import Numbers
+from covmerge.methods.registry import Groups, Laws, Overview, Parameters, Reference, Unit, register
 from covmerge.types import LinearGroup
 
 
@@ -22,6 +24,22 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 def _unit(parameters: Parameters) -> Unit:
     return "tensor" if parameters["boost"] else "element"
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Numbers:
+    del shape
+    epsilon: float = parameters["epsilon"]
+    together: Tensor | None = None
+    unique: Tensor | None = None
+    for group in groups():
+        base, models = inputs_of(group, parameters["arithmetic"])
+        changed = torch.stack([(model - base).reshape(-1).abs() > epsilon for model in models])
+        here = _counted(changed, changed.sum(dim=0, keepdim=True))
+        together = here[0] if together is None else together + here[0]
+        unique = here[1] if unique is None else unique + here[1]
+    assert together is not None
+    assert unique is not None
+    return Numbers((_ratio(together, unique, epsilon, parameters["most"]),))
 
 
 @register(
@@ -42,6 +60,7 @@ def _unit(parameters: Parameters) -> Unit:
     ),
     cost=_cost,
     unit=_unit,
+    overview=Overview(_overview, lambda parameters: 0.0, together=True),
     sees="weights",
 )
 def ram(
@@ -90,8 +109,19 @@ def ram(
     kept = updates.mul_(changed)
     own = kept * alone
     if boost:
-        together, unique = ((changed & where).sum(dim=1) for where in (shared, alone))
-        ratio = (together / unique.clamp(min=epsilon)).clamp(min=0, max=most)
+        if group.known:
+            (ratio,) = group.known[0]
+        else:
+            ratio = _ratio(*_counted(changed, count), epsilon, most)
         own = own * (1 + boost * ratio).unsqueeze(-1)  # in float32 at least, and so is what follows
     merged = own.add_(kept.mul_(shared).div_(count.clamp_(min=1))).sum(dim=0)
     return (base + merged.view(base.shape)).to(group.models[0].dtype)
+
+
+def _counted(changed: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Entries that an expert changed with others, and alone, by expert."""
+    return (changed & (count > 1)).sum(dim=1), (changed & (count == 1)).sum(dim=1)
+
+
+def _ratio(together: Tensor, unique: Tensor, epsilon: float, most: float) -> Tensor:
+    return (together / unique.clamp(min=epsilon)).clamp(min=0, max=most)

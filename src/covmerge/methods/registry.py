@@ -61,24 +61,32 @@ class Known(Protocol):
         ...
 
 
-# One expert's part of a tensor, in blocks of rows, each time from the first.
-Groups = Callable[[], Iterator[LinearGroup]]
+class Groups(Protocol):
+    """A tensor in blocks of rows, each time from the first."""
+
+    def __call__(self, experts: Sequence[int] | None = None) -> Iterator[LinearGroup]:
+        """Yield the part of the one expert that is looked over, or of those at these places (None: all)."""
+        ...
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A look over each expert's whole tensor before its rows are merged, of a method that sees a tensor.
+    """A look over a whole tensor before its rows are merged, of a method that sees a tensor.
 
-    With it a large tensor is read twice and merged row by row, so that it is held of one expert at most;
-    the result is, bit for bit, that of the whole.
+    With it a large tensor is read twice or more and merged row by row, so that it is held of one expert at
+    most, or of as many tensors as the look makes; the result is, bit for bit, that of the whole.
 
     Attributes:
-        of: `(groups, shape, parameters)` of one expert -> what its rows must know of the whole.
+        of: `(groups, shape, parameters)` -> what its rows must know of the whole.
         entry_bytes: memory for each entry that this takes at most, with what is kept, from the parameters.
+        together: whether it looks at all experts, once; else at each expert by itself.
+        applies: whether it tells all that is needed, with these parameters.
     """
 
     of: Callable[[Groups, Sequence[int], Parameters], Known]
     entry_bytes: Callable[[Parameters], float]
+    together: bool = False
+    applies: Callable[[Parameters], bool] = lambda parameters: True
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -11,7 +15,8 @@ from torch import Tensor
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.exponent import exponent_of
 from covmerge.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.methods.registry import Laws, Reference, register
+from covmerge.methods.gathered import Made, Whole, one_buffer
+from covmerge.methods.registry import Groups, Laws, Overview, Parameters, Reference, register
 from covmerge.types import LinearGroup
 
 # Updates whose squares may leave a dtype; half precision rounds as mergekit's does.
@@ -22,6 +27,49 @@ _NO_ENERGY = 1e-6  # a sum of mean squares below it: weights are uniform; the le
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
     return Cost(40.0 * count * size, size * (itemsize * (3 * count + 3) + 8))
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """What the rows must know of the whole.
+
+    Attributes:
+        shares: w_t.
+        kept: which entries are, laid out flat; None: all.
+        width: entries of a row.
+    """
+
+    shares: Tensor
+    kept: Tensor | None
+    width: int
+
+    def rows(self, rows: range) -> tuple[Tensor, Tensor | None]:
+        """The shares, and which entries of some rows are kept."""
+        if self.kept is None:
+            return self.shares, None
+        return self.shares, self.kept[rows.start * self.width : rows.stop * self.width]
+
+
+def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> _Selected:
+    whole = Whole(groups, prod(shape), parameters["arithmetic"])
+    kept = None
+    if parameters["select_topk"] < 1:
+        kept = _most_varied_of(whole, parameters["select_topk"])
+    count = len(next(whole.blocks())[2])
+
+    def square(own: slice, base: Tensor, models: Sequence[Tensor]) -> Tensor:
+        update = (models[0] - base).reshape(-1)
+        return (update if kept is None else update * kept[own].to(update.dtype)).square()
+
+    squares = whole.gathered([Made((t,), square) for t in range(count)])
+    energy = torch.cat([own.view(1, -1).mean(dim=1) for own in squares])
+    return _Selected(_shares(energy), kept, prod(shape[1:]))
+
+
+def _entry_bytes(parameters: Parameters) -> float:
+    """The variance, in order too, or the squares of one expert; and what is kept."""
+    gathered = one_buffer(parameters["arithmetic"])
+    return 3 * gathered + 2 if parameters["select_topk"] < 1 else gathered
 
 
 @register(
@@ -42,6 +90,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     unit="tensor",
+    overview=Overview(_overview, _entry_bytes, together=True),
     sees="weights",
 )
 def sce(
@@ -82,29 +131,69 @@ def sce(
     """
     base, models = inputs_of(group, arithmetic)
     updates = torch.stack([model - base for model in models])
-    if select_topk < 1:
-        updates = updates * _most_varied(updates, select_topk)
     if not updates.numel():
         return group.models[0].clone()
+    shares, kept = group.known[0] if group.known else (None, None)
+    if kept is None and shares is None and select_topk < 1:
+        kept = _largest(_variance(updates, _exponent([updates])), select_topk)
+    if kept is not None:
+        updates = updates * kept.view(base.shape).to(updates.dtype)
     elected = (updates.sum(dim=0) >= 0).to(base.dtype) * 2 - 1
     agreed = updates.sign() == elected
-    energy = updates.square().reshape(len(models), -1).mean(dim=1)
-    total = float(energy.sum())
-    uniform = torch.ones_like(energy) / len(models)
-    shares = uniform if abs(total) < _NO_ENERGY else energy / total
+    if shares is None:
+        shares = _shares(updates.square().reshape(len(models), -1).mean(dim=1))
     given = shares.view(-1, *[1] * base.dim()) * agreed
     merged = (updates * given).sum(dim=0) / given.sum(dim=0).clamp(min=_NO_ENERGY)
     return (base + merged).to(group.models[0].dtype)
 
 
-def _most_varied(updates: Tensor, share: float) -> Tensor:
-    """1 where the variance over experts is among the largest, 0 elsewhere."""
-    exponent = exponent_of([updates]) if updates.dtype in _WIDE else 0
-    if abs(exponent) > _FAR:
+def _shares(energy: Tensor) -> Tensor:
+    total = float(energy.sum())
+    uniform = torch.ones_like(energy) / len(energy)
+    return uniform if abs(total) < _NO_ENERGY else energy / total
+
+
+def _most_varied_of(whole: Whole, share: float) -> Tensor:
+    """`_largest` of the variance of a tensor that comes in blocks."""
+    largest = [
+        torch.stack([(model - base).abs().amax() for model in models])
+        for _, base, models in whole.blocks()
+    ]
+    exponent = _exponent(largest)
+    found: Tensor | None = None
+    for own, base, models in whole.blocks():
+        block = _variance(torch.stack([model - base for model in models]), exponent).reshape(-1)
+        found = block.new_empty(whole.numel) if found is None else found
+        found[own] = block
+    assert found is not None
+    return _largest(found, share)
+
+
+def _exponent(updates: Sequence[Tensor]) -> int:
+    """The exponent of what is the largest in all, where squares may leave the dtype."""
+    exponent = exponent_of(updates) if updates[0].dtype in _WIDE else 0
+    return exponent if abs(exponent) > _FAR else 0
+
+
+def _variance(updates: Tensor, exponent: int) -> Tensor:
+    """Over experts, of each entry."""
+    if exponent:
         updates = updates * 2.0**-exponent  # which changes no digit, and squares stay in the dtype
-    variance = updates.var(dim=0, unbiased=False)
-    kept = torch.zeros_like(variance)
-    count = int(torch.count_nonzero(variance) * share)
+    return updates.var(dim=0, unbiased=False)
+
+
+def _largest(variance: Tensor, share: float) -> Tensor:
+    """Whether an entry's variance is among the largest, laid out flat."""
+    flat = variance.reshape(-1)
+    count = int(torch.count_nonzero(flat) * share)
+    kept = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
     if count:
-        kept.view(-1)[torch.topk(variance.view(-1), count).indices] = 1
+        exact = torch.promote_types(flat.dtype, torch.float32)  # NumPy has no bfloat16
+        ordered = np.partition(flat.to(exact).cpu().numpy(), len(flat) - count)
+        least = float(ordered[len(flat) - count])
+        del ordered
+        kept = flat >= least
+        if int(kept.sum()) > count:  # of equal ones those that torch takes
+            kept.zero_()
+            kept[torch.topk(flat, count).indices] = True
     return kept

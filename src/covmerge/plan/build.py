@@ -36,7 +36,13 @@ from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.quantise import Quantised, quantised
 from covmerge.plan.rules import Rules
 from covmerge.plan.types import Plan, Survey
-from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
+from covmerge.plan.work import (
+    TOGETHER_ELEMENTS,
+    TensorPlan,
+    WorkItem,
+    looked_over_at_once,
+    parts_at_once,
+)
 from covmerge.recipe import Recipe
 from covmerge.recipe.varied import patterns_in
 from covmerge.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
@@ -550,10 +556,12 @@ def _work_item(
     workspace = held + measured * itemsize + max(cost.workspace for cost in costs)
     if overview:
         assert method.overview is not None
-        looking = method.overview.entry_bytes(tensor.operation.parameters) * numel
+        look = method.overview
+        looking = look.entry_bytes(tensor.operation.parameters) * numel
         merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
         merging += count * numel // 8
-        workspace = max(int(looking * looked_over_at_once(numel, count)), merging)
+        at_a_time = 1 if look.together else looked_over_at_once(numel, count)
+        workspace = max(int(looking * at_a_time), merging)
     return WorkItem(
         tensor,
         rows,
@@ -625,12 +633,14 @@ def _looks_over(tensor: TensorPlan, shape: tuple[int, ...]) -> bool:
     merge = tensor.operation
     return (
         isinstance(merge, Merge)
-        and merge.procedure.overview is not None
+        and (look := merge.procedure.overview) is not None
+        and look.applies(merge.parameters)
         and merge.procedure.unit_for(merge.parameters) == "tensor"
         and isinstance(tensor.form, ModelTensor)
         and not merge.writes_masks
         and len(shape) > 1
         and prod(shape) > BLOCK_ELEMENTS
+        and not (look.together and prod(shape) * len(tensor.operands) <= TOGETHER_ELEMENTS)
     )
 
 

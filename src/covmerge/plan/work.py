@@ -21,6 +21,8 @@ _NARROW_ELEMENTS = 4 * 2**20
 # once as long as they have so many elements together.
 _PARTS_AT_ONCE = 8
 _LOOKED_OVER_ELEMENTS = 2**25
+# From so many of all experts on, a look that is over all of them costs less memory than their tensors.
+TOGETHER_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
