@@ -121,13 +121,16 @@ def bitsandbytes_8(name: str, weight: Tensor) -> dict[str, Tensor]:
     return {name: packed, name.replace(".weight", ".SCB"): scale}
 
 
-def gptq(name: str, weight: Tensor, group: int = 32) -> dict[str, Tensor]:
-    """A weight of 4 bits around 8, a scale for each group of inputs."""
+def gptq(name: str, weight: Tensor, group: int = 32, bits: int = 4) -> dict[str, Tensor]:
+    """A weight of 4 bits around 8, or of 8 around 128, a scale for each group of inputs."""
     own = weight.float().mT
-    scales = own.unflatten(0, (-1, group)).abs().amax(1) / 7
-    numbers = (own / scales.repeat_interleave(group, 0)).round().add(8).clamp(0, 15).int()
-    packed = numbers.unflatten(0, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
-    zeros = torch.full((len(scales), weight.shape[0] // 8), 0x77777777, dtype=torch.int32)
+    half, held = 2 ** (bits - 1), 32 // bits
+    scales = own.unflatten(0, (-1, group)).abs().amax(1) / (half - 1)
+    numbers = (own / scales.repeat_interleave(group, 0)).round().add(half).clamp(0, 2 * half - 1)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)[:, None]
+    packed = numbers.int().unflatten(0, (-1, held)) << shifts
+    zero = {4: 0x77777777, 8: 0x7F7F7F7F}[bits]
+    zeros = torch.full((len(scales), weight.shape[0] // held), zero, dtype=torch.int32)
     module = name.removesuffix(".weight")
     return {
         f"{module}.qweight": packed.sum(1, dtype=torch.int32),

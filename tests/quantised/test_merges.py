@@ -14,7 +14,7 @@ from covmerge.quantised import open_plain
 from covmerge.recipe import Recipe
 from covmerge.recompute import recompute
 from covmerge.statistics.model import load_model
-from tests.quantised.models import FORMATS, build, llama, save_packed
+from tests.quantised.models import FORMATS, GPTQ, build, gptq, llama, save_packed
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -150,3 +150,40 @@ def test_transformers_reads_the_same_of_the_same_file(tmp_path, form):
     expected = theirs.state_dict()
     for name in ours.headers:
         assert torch.equal(ours.read(name), expected[name]), name
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_layers_of_gptq_with_bits_of_their_own(tmp_path, group):
+    """As GPTQModel's `dynamic` has them; what they are is read off their sizes."""
+
+    def pack(name, weight):
+        return gptq(name, weight, group, 8) if "o_proj" in name else gptq(name, weight)
+
+    model = llama(1)
+    stated = {**GPTQ, "dynamic": {r"+:.*o_proj$": {"bits": 8, "group_size": group}, r"-:.*x$": {}}}
+    save_packed(model, tmp_path / "packed", pack, stated)
+    found = open_plain(tmp_path / "packed")
+    assert "other sizes by layer" in found.notes[-1]
+    for name, weight in model.state_dict().items():
+        off = float((found.read(name).float() - weight.float()).norm() / weight.float().norm())
+        assert off < (0.01 if "o_proj" in name else 0.13), name
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"bits": 3}, "no layer.s of 2, 4, 8 bits"),
+        ({"bits": 8, "pack_dtype": "int16"}, "layers of another pack_dtype"),
+    ],
+)
+def test_layers_of_gptq_that_are_not_read_are_named(tmp_path, own, said):
+    def pack(name, weight):
+        packed = gptq(name, weight)
+        if "o_proj" in name and own == {"bits": 3}:
+            zeros = f"{name.removesuffix('.weight')}.qzeros"
+            packed[zeros] = packed[zeros][:, : weight.shape[0] * 3 // 32].contiguous()
+        return packed
+
+    save_packed(llama(1), tmp_path / "packed", pack, {**GPTQ, "dynamic": {"o_proj": own}})
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(tmp_path / "packed")

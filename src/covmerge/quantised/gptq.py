@@ -10,14 +10,19 @@ which "act order" mixes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from covmerge.checkpoints.json_file import shorten
 from covmerge.quantised.integers import WORD, Grouped, unpacked
-from covmerge.quantised.packed import Found, Read, Stored
+from covmerge.quantised.packed import SMALLEST, Found, Read, Stored
 from covmerge.types import TensorHeader
 
+_BITS = (2, 4, 8)
+# What a layer of its own may not have of its own.
+_LAYOUTS = frozenset(("format", "checkpoint_format", "pack_dtype", "is_marlin_format"))
 _INT32 = (torch.int32,)
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -66,17 +71,59 @@ def find(stored: Stored) -> Found:
     Raises:
         CheckpointError: a format of GPTQ that is not read, or sizes that contradict each other.
     """
-    bits = stored.setting("bits", 2, 4, 8)
+    bits = stored.setting("bits", *_BITS)
     version = stored.version("gptq", "gptq_v2")
     stored.setting("is_marlin_format", False, None)
     stored.setting("pack_dtype", "int32", None)
     group = stored.group(-1)
+    varied = _varied(stored)
     names = [name for name in stored.checkpoint.headers if name.endswith(".qweight")]
     tensors = tuple(
-        _weight(stored, name.removesuffix(".qweight"), bits, group, version == "gptq")
-        for name in names
+        _weight(stored, module, *own, version == "gptq")
+        for module in (name.removesuffix(".qweight") for name in names)
+        for own in (_sizes(stored, module) if varied else (bits, group),)
     )
-    return Found(tensors, f"GPTQ, {bits} bit, {said_of_groups(group)}")
+    beside = ", other sizes by layer (dynamic)" if varied else ""
+    return Found(tensors, f"GPTQ, {bits} bit, {said_of_groups(group)}{beside}")
+
+
+def _varied(stored: Stored) -> bool:
+    """Whether some layers have bits or groups of their own, which GPTQModel says by patterns of names."""
+    given: object = stored.settings.get("dynamic") or {}
+    if not isinstance(given, dict):
+        stored.refuse(f"its dynamic is {shorten(given)}, where patterns of names can be read")
+    found = False
+    for pattern, own in cast("dict[str, object]", given).items():
+        if pattern.startswith("-:"):  # these are plain
+            continue
+        changed = cast("dict[str, object]", own) if isinstance(own, dict) else {}
+        strange = sorted(changed.keys() & _LAYOUTS)
+        if strange:
+            stored.refuse(f"its dynamic has layers of another {strange[0]} ({shorten(pattern)})")
+        found = found or bool(changed.keys() & {"bits", "group_size"})
+    return found
+
+
+def _sizes(stored: Stored, module: str) -> tuple[int, int]:
+    """Bits and inputs of a group, which follow from the sizes of what is stored.
+
+    So no pattern of a stranger's is matched.
+    """
+    words = stored.part(f"{module}.qweight", _INT32).shape
+    zeros = stored.part(f"{module}.qzeros", _INT32).shape
+    found = [
+        bits
+        for bits in _BITS
+        if len(words) == 2 and zeros == (*zeros[:1], -(-words[1] * bits // WORD))
+    ]
+    inputs = words[0] * WORD // found[0] if found else 0
+    groups = zeros[0] if zeros else 0
+    if len(found) != 1 or not groups or inputs % groups or inputs < SMALLEST * groups:
+        stored.refuse(
+            f"'{module}.qweight' is {list(words)} beside zero points of {list(zeros)}, no layer's "
+            f"of {', '.join(map(str, _BITS))} bits in groups of one size"
+        )
+    return found[0], inputs // groups
 
 
 def said_of_groups(group: int) -> str:
