@@ -46,7 +46,13 @@ NOT_RUN = {
     "covmerge push": SERVER,
     "covmerge view": "serves a page until it is ended: tests/cli/test_view.py runs it",
 }
-NOT_HERE = {"s3://": SERVER, "sd15/": DIFFUSION, "sdxl.": DIFFUSION, "fp8": QUANTISED}
+NOT_HERE = {
+    "s3://": SERVER,
+    "sd15/": DIFFUSION,
+    "sdxl.": DIFFUSION,
+    "fp8": QUANTISED,
+    ".gguf": QUANTISED,
+}
 # Kinds of blocks that another test runs: the commands of clusters, and of every method.
 ELSEWHERE = {
     ("docs/scale.md", "bash"): "tests/test_scale.py",
