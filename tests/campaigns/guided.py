@@ -45,6 +45,7 @@ _LONGEST = 1 << 17  # bytes of an input, or twice those of the longest valid one
 _SEEDS = 12  # changed inputs to begin with, beside each valid one
 _TRIALS = 150  # smaller inputs that are tried
 _CHANGED = 0.6  # of inputs by their formats, the others by libFuzzer's bytes
+_NEVER = 10**6  # seconds; atheris takes 0, which is never to libFuzzer, for the next whole second
 _SAID = re.compile(rb"cov: (\d+) ft: \d+ corp: (\d+)/")
 _KINDS = {own.__name__: own for own in (Link, Odd, Sparse)}
 
@@ -153,7 +154,7 @@ class Guided:
 
         options = {
             **{"seed": self._seed * 1000 + attempt + 1, "print_pcs": 0},
-            **{"max_len": self._longest, "len_control": 0, "timeout": 0, "rss_limit_mb": 0},
+            **{"max_len": self._longest, "len_control": 0, "timeout": _NEVER, "rss_limit_mb": 0},
             **{"malloc_limit_mb": 0, "artifact_prefix": f"{self._home}/", "handle_segv": 0},
         }
         given = [f"-{key}={value}" for key, value in options.items()]
