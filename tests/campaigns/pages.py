@@ -182,11 +182,17 @@ class _Handler(socketserver.StreamRequestHandler):
             asked = Counter()
             self.server.said = data, asked
         asked[name] += 1
-        return {
+        due = {
             rule["do"]: rule["with"]
             for rule in _rules(data)
             if rule["file"] in ("*", name) and rule["first"] < asked[name]
         }
+        # What the clients of buckets and Hubs do by themselves, which SECURITY.md says.
+        if self._query.startswith((_BUCKET, *_HUB)) and due.get("location", "") not in _HERE:
+            del due["location"]
+        if self._query.startswith(_HUB) and due.get("headers") == "early":
+            del due["headers"]
+        return due
 
     def _answer(self, path: str, rules: dict[str, Any], asked: str) -> None:
         data = self._content(path, rules.get("listing"))
@@ -300,7 +306,6 @@ def _rules(data: bytes) -> list[dict[str, Any]]:
         if isinstance(rule, dict)
         and rule.get("do") in _RULES
         and rule.get("with") in _RULES[rule["do"]]
-        and (rule["do"] != "location" or not _store(data) or rule["with"] in _HERE)
         and isinstance(rule.get("first"), int)
         and isinstance(rule.get("file"), str)
     ]

@@ -657,7 +657,10 @@ READERS: dict[str, Reader] = {
     "quantised": Reader(_build_quantised, _plain, ("config.json", "*.safetensors")),
     "recipe": Reader(_build_recipe, _read_recipe, named=True),
     "recipe of mergekit": Reader(_build_mergekit, _read_mergekit, named=True),
-    "training run": Reader(_build_run, _read_recipe, named=True),
+    # A run may be named anywhere: that name is told.
+    "training run": Reader(
+        _build_run, _read_recipe, named=True, names=("the run ", " is an address")
+    ),
     "statistics": Reader(_build_statistics, _read_statistics, named=True),
     "journal": Reader(_build_journal, _read_journal, changes=True),
     "manifest": Reader(_build_manifest, _read_manifest, ("out/*",), named=True),

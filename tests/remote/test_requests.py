@@ -1,6 +1,7 @@
 """Answers of servers that no honest one gives, and what is told of them."""
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from covmerge.stores.hub_cache import is_commit
 from covmerge.stores.remote import RemoteStore
 from covmerge.stores.retries import ChangedError, RefusedError, persist
 from covmerge.stores.server import Look
+from tests.checkpoints.hub_server import connect, serve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -68,14 +70,24 @@ def test_a_listing_without_lengths_is_refused(monkeypatch) -> None:
     ],
 )
 def test_a_hub_that_says_no_commit_or_sizes(monkeypatch, sha, files) -> None:
-    import huggingface_hub
-
-    found = [SimpleNamespace(rfilename=name, size=size) for name, size in files.items()]
-    info = SimpleNamespace(sha=sha, siblings=found)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
+    found = [{"rfilename": name, "size": size} for name, size in files.items()]
+    told = json.dumps({"sha": sha, "siblings": found}).encode()
+    monkeypatch.setattr(hub, "_told", lambda *_: told)
     with pytest.raises(CheckpointError, match="did not say which commit or which sizes"):
         HubStore.find("org/name", "org/name", None)
     assert is_commit(COMMIT) and not is_commit(COMMIT + "\n")
+
+
+@pytest.mark.parametrize(
+    "files, message", [(2500, "2500 files beside its weights"), (9000, "tells more than 300000")]
+)
+def test_a_hub_of_files_without_end(tmp_path, monkeypatch, files: int, message: str) -> None:
+    monkeypatch.setattr(hub, "_MOST_TOLD", 300_000)
+    with serve(tmp_path) as own:
+        own.files = dict.fromkeys((f"{number}.json" for number in range(files)), b"")
+        connect(monkeypatch, own, tmp_path / "cache")
+        with pytest.raises(CheckpointError, match=message):
+            HubStore.find("org/name", "org/name", None)
 
 
 def test_files_that_a_hub_has_not_or_too_large() -> None:

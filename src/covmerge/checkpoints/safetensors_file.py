@@ -29,4 +29,6 @@ def _read_slots(opened: Opened, size: int, where: str) -> Mapping[str, Slot]:
     read_into(memoryview(length), opened, 0, where)
     header = bytearray(data_start(bytes(length), size, where) - LENGTH_BYTES)
     read_into(memoryview(header), opened, LENGTH_BYTES, where)
-    return parse_header(bytes(header), size, where)
+    text = bytes(header)
+    del header  # of up to 100 MB, and what is parsed of them is more
+    return parse_header(text, size, where)

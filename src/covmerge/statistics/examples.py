@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ Examples = str | Path | Iterable[Batch]
 
 MADE = 256  # examples, where they are made and nobody says how many
 _MAX_LINE = 2**24  # characters of an example
-_MAX_JSON = 2**26  # of a list, which is parsed as a whole
+_MAX_JSON = 2**26  # bytes of a list, which is read and parsed as a whole
 LABELS = "labels"  # key of a batch that holds what the model was trained to say
 
 
@@ -151,12 +152,11 @@ def _json_lines(file: TextIO) -> Iterator[tuple[str, object]]:
 
 
 def _json(file: TextIO) -> Iterator[tuple[str, object]]:
-    content = file.read(_MAX_JSON + 1)
-    if len(content) > _MAX_JSON:
+    if os.fstat(file.fileno()).st_size > _MAX_JSON:
         raise InputError(
-            f"the whole: has more than {_MAX_JSON} characters: write .jsonl, a line for each example"
+            f"the whole: has more than {_MAX_JSON} bytes: write .jsonl, a line for each example"
         )
-    records: object = json.loads(content)
+    records: object = json.loads(file.read())
     if not isinstance(records, list):
         raise InputError("the whole: a JSON list of texts or of objects is needed")
     for number, record in enumerate(cast("list[object]", records), start=1):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import os
 import zlib
 from collections.abc import Generator, Mapping
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub_cache import is_commit
@@ -28,6 +30,8 @@ TIMEOUT = 30.0  # seconds without a byte
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _AHEAD = 100_000  # bytes: enough for the headers of most files in one request
 _MOST_OF_A_CARD = 100_000_000
+_MOST_TOLD = 10_000_000  # bytes of what the API tells of a repository: some 40,000 files
+_MOST_COMPANIONS = 2000  # the client compares each of them with every file that there is
 
 
 def is_offline(source: str) -> bool:
@@ -90,20 +94,27 @@ class HubStore:
         Raises:
             CheckpointError: there is no such repository or revision, or not for this user.
         """
-        from huggingface_hub import HfApi
-
         with _named_errors(source, name, revision):
-            info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT)
-        # The client passes on what it was sent, of whatever type.
-        commit: Any = info.sha
-        sizes: dict[Any, Any] = {file.rfilename: file.size for file in info.siblings or ()}
-        whole = all(isinstance(file, str) and _is_size(size) for file, size in sizes.items())
+            told = _told(source, name, revision)
+        try:
+            about: Any = json.loads(told)
+            commit: Any = about["sha"]
+            sizes: dict[Any, Any] = {own["rfilename"]: own["size"] for own in about["siblings"]}
+            whole = all(isinstance(file, str) and _is_size(size) for file, size in sizes.items())
+        except (ValueError, TypeError, LookupError, RecursionError):  # it may be anything
+            commit, sizes, whole = None, {}, False
         if not (isinstance(commit, str) and is_commit(commit) and whole):
             raise CheckpointError(
                 f"{source}: the Hub did not say which commit or which sizes its files have: "
                 "download the model and pass its folder"
             )
-        return cls(source, name, commit, sizes)
+        store = cls(source, name, commit, sizes)
+        if len(store.companions()) > _MOST_COMPANIONS:
+            raise CheckpointError(
+                f"{source} has {len(store.companions())} files beside its weights, and more than "
+                f"{_MOST_COMPANIONS} are not fetched: download what is needed and pass its folder"
+            )
+        return store
 
     def where(self, name: str) -> str:
         """See `Store.where`."""
@@ -247,6 +258,40 @@ class _Ranges:
         return len(found)
 
 
+def _told(source: str, name: str, revision: str | None) -> bytes:
+    """Ask the API about a repository; its own client would keep an answer of any length."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import (
+        build_hf_headers,
+        hf_raise_for_status,
+        http_stream_backoff,
+        validate_repo_id,
+    )
+
+    validate_repo_id(name)
+    of = "" if revision is None else f"/revision/{quote(revision, safe='')}"
+    told = bytearray()
+    with http_stream_backoff(
+        "GET",
+        f"{constants.ENDPOINT}/api/models/{name}{of}",
+        params={"blobs": True},
+        headers={**build_hf_headers(), "Accept-Encoding": "identity"},
+        timeout=TIMEOUT,
+        max_retries=0,  # whoever named it waits
+    ) as response:
+        if response.is_error:
+            response.read()
+        hf_raise_for_status(response)
+        for chunk in response.iter_bytes():
+            told += chunk
+            if len(told) > _MOST_TOLD:
+                raise CheckpointError(
+                    f"{source}: the Hub tells more than {_MOST_TOLD} bytes of its files: download what is "
+                    "needed and pass its folder"
+                )
+    return bytes(told)
+
+
 def _is_size(size: object) -> bool:
     return isinstance(size, int) and size >= 0
 
@@ -279,6 +324,8 @@ def _named_errors(source: str, name: str, revision: str | None) -> Generator[Non
     hub = constants.ENDPOINT
     try:
         yield
+    except CheckpointError:
+        raise
     except GatedRepoError as error:
         raise CheckpointError(
             f"{source} is gated: accept its terms at {hub}/{name}, and log in with `hf auth login`"
