@@ -72,6 +72,7 @@ class FailingDisk:
         self._server = os.fork()
         if self._server == 0:
             try:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with the campaign
                 while True:
                     self._answer(device, os.read(device, _REQUEST))
             finally:

@@ -34,7 +34,9 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from covmerge.stores import object_server, retries
 from covmerge.verification import verify
+from tests.campaigns.buckets import HELD, HELD_DONE, PASSING, REFUSED, Bucket, StoredScene
 from tests.campaigns.disturbed import (
     At,
     Child,
@@ -54,6 +56,7 @@ _RAY = "ray"  # where it is asked for, as it takes far longer
 _WORLD = 2
 _PATIENCE = 1.0  # of ranks
 _ENOUGH = ("--max-memory", "8GB")
+_PROMPT = 5.0  # seconds within which who is asked to end does
 
 
 class BrokenError(AssertionError):
@@ -83,6 +86,7 @@ class Set:
         steps: files' steps of the process that leads.
         writes: how many of them are writes.
         used: bytes of the output.
+        requests: that it makes of a bucket.
     """
 
     scene: Scene
@@ -95,6 +99,7 @@ class Set:
     steps: int = 0
     writes: int = 0
     used: int = 0
+    requests: int = 0
 
     def start(self, *more: str, executor: str | None = None, **how: Any) -> list[Child]:
         """Start the merge: one process, or one for each rank, the first of which is disturbed."""
@@ -108,6 +113,7 @@ class Set:
             assert self.nodes is not None
             arguments += ["--executor", "ray", "--address", self.nodes.address]
         if executor != "ranks":
+            how["environment"] = {**self.scene.environment, **how.pop("environment", {})}
             return [Child(self.home, arguments, **how)]
         arguments += ["--executor", "ranks", "--patience", str(_PATIENCE)]
         number = {"WORLD_SIZE": str(_WORLD)}
@@ -124,6 +130,7 @@ class Set:
     def run(self, *more: str, **how: Any) -> Ended:
         """Merge to the end; of ranks, how the first ended that did not end well."""
         ended = [child.wait() for child in self.start(*more, **how)]
+        self.scene.look()
         return next((one for one in ended if one.code), ended[0])
 
     def measure(self) -> None:
@@ -137,6 +144,9 @@ class Set:
                     raise SystemExit(f"{self.scene.name}: {ended.said}")
             self.seconds = children[0].seconds
             self.steps, self.writes = children[0].steps()
+            if isinstance(self.scene, StoredScene):
+                self.requests = self.scene.bucket.requests
+            self.scene.look()
             found = digests(self.scene.out)
             if found != (self.scene.expected or found):
                 raise SystemExit(f"{self.scene.name}: two undisturbed merges differ")
@@ -162,9 +172,8 @@ class Set:
             BrokenError: what is there is something else, or the work under way could be taken for one.
         """
         scene = self.scene
-        beside = {path.name for path in scene.out.parent.iterdir()}
-        if strange := beside - {scene.out.name, scene.partial.name}:
-            raise BrokenError(f"left {sorted(strange)}")
+        if strange := scene.strange():
+            raise BrokenError(strange)
         under_way = scene.partial / "output"
         if (under_way / "covmerge.json").exists():
             good = [_without_card(known) for known in (scene.expected, scene.changed)]
@@ -208,7 +217,7 @@ class Set:
                 ended = self.run("--overwrite", executor=executor, **how)
             if ended.code:
                 raise BrokenError(f"not gone on with: {ended.code}\n{ended.said}")
-        elif self.scene.partial.exists():  # it was published, and killed as it cleaned up
+        elif self.scene.left():  # it was published, and killed as it cleaned up
             ended = self.run("--overwrite", executor=executor, **how)
             if ended.code:
                 raise BrokenError(f"not replaced: {ended.code}\n{ended.said}")
@@ -219,7 +228,7 @@ class Set:
         """See that the output is that of an undisturbed merge, and nothing else is there."""
         if not self.finished():
             raise BrokenError("no output")
-        if self.scene.partial.exists():
+        if self.scene.left():
             raise BrokenError("work is left beside the output")
 
     def had_ended(self, children: Sequence[Child]) -> str:
@@ -236,6 +245,7 @@ class Set:
             if time.monotonic() > until:
                 raise BrokenError(f"workers are left: {server_children()}")
             time.sleep(0.01)
+        self.scene.look()
         return ended
 
     def refused(self, ended: Ended, *, names: Sequence[str] = ()) -> None:
@@ -610,6 +620,143 @@ def _torn(own: Set, random: Random, files: Callable[[], list[Path]]) -> str:
     return own.again(random, may_refuse=True)
 
 
+def requests_fail(own: Set, random: Random) -> str:
+    """A bucket's server that fails, cuts connections or is slow, once, for a while or from then on."""
+    return _unserved(own, random, random.choice((1, 2, 8, None)), random.choice(PASSING))
+
+
+def requests_refused(own: Set, random: Random) -> str:
+    """Permission for a bucket that is lost."""
+    return _unserved(own, random, None, random.choice(REFUSED))
+
+
+def _unserved(own: Set, random: Random, count: int | None, how: str) -> str:
+    bucket = _bucket(own)
+    bucket.wrong(random.randrange(own.requests), count, how)
+    (ended,) = own.over(*own.start(before=_impatient))
+    bucket.right()
+    if not ended.code:
+        own.whole()
+        return "went on"
+    return _told(own, random, ended)
+
+
+def bucket_vanishes(own: Set, random: Random) -> str:
+    """A bucket that is removed with all that it holds, and made again."""
+    bucket = _bucket(own)
+    bucket.wrong(random.randrange(own.requests), 1, HELD)
+    (child,) = own.start(before=_impatient)
+    if _until_held(own, child):
+        bucket.vanish()
+    bucket.right()
+    ended = child.wait()
+    bucket.make()
+    own.scene.look()
+    if ended.code:
+        return _told(own, random, ended)
+    if own.finished():
+        return own.had_ended([child])
+    if own.scene.left():
+        raise BrokenError("ended well, with neither output nor room for one")
+    own.again(random)
+    return "had ended"
+
+
+def kill_at_request(own: Set, random: Random) -> str:
+    """`kill -9` before a request to a bucket is done, or when it is and nobody has heard of it."""
+    (child,) = _held(own, random)
+    if _until_held(own, child):
+        child.kill()
+    _bucket(own).right()
+    (ended,) = own.over(child)
+    return own.had_ended([child]) if ended.code == 0 else own.again(random)
+
+
+def asked_to_end_at_request(own: Set, random: Random) -> str:
+    """SIGINT or SIGTERM there."""
+    number, code = random.choice(((signal.SIGINT, 130), (signal.SIGTERM, 143)))
+    (child,) = _held(own, random)
+    if _until_held(own, child):
+        child.kill(number)
+        if not _ends(child, _PROMPT):
+            raise BrokenError(f"it did not end within {_PROMPT:.0f} s of the signal {number}")
+    _bucket(own).right()
+    (ended,) = own.over(child)
+    if ended.code == 0:
+        return own.had_ended([child])
+    if ended.code != code:
+        raise BrokenError(f"ended by {ended.code}:\n{ended.said}")
+    return own.again(random)
+
+
+def two_machines(own: Set, random: Random) -> str:
+    """Another machine that merges into the same output while a request of this one is on its way."""
+    scene = own.scene
+    assert isinstance(scene, StoredScene)
+    more = random.choice(((), ("--overwrite",)))
+    (child,) = _held(own, random, *more)
+    _until_held(own, child)
+    other = own.run(*more, executor="threads", environment=scene.elsewhere)
+    scene.bucket.right()
+    (ended,) = own.over(child)
+    for one in (ended, other):
+        if one.code and not one.named:
+            raise BrokenError(f"ended by {one.code}:\n{one.said}")
+    good = sum(one.code == 0 for one in (ended, other))
+    if not good:
+        raise BrokenError(f"neither has made the output:\n{ended.said}\n{other.said}")
+    if good == 2 and not more:
+        raise BrokenError("what the other machine had made was replaced unasked")
+    own.again(random)
+    return "both, in turn" if good == 2 else "one was refused"
+
+
+def _bucket(own: Set) -> Bucket:
+    assert isinstance(own.scene, StoredScene)
+    return own.scene.bucket
+
+
+def _held(own: Set, random: Random, *more: str) -> list[Child]:
+    """Start a merge of which one request is held."""
+    _bucket(own).wrong(random.randrange(own.requests), 1, random.choice((HELD, HELD_DONE)))
+    return own.start(*more)
+
+
+def _until_held(own: Set, child: Child) -> bool:
+    """Wait until a request is held, or the merge has ended."""
+    while not _bucket(own).held:
+        if _ends(child, 0.002):
+            return False
+    return True
+
+
+def _ends(child: Child, seconds: float) -> bool:
+    """Whether a process has ended within so many seconds; it can still be waited for."""
+    until = time.monotonic() + seconds
+    while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def _told(own: Set, random: Random, ended: Ended) -> str:
+    """An error in words of a merge into a bucket, which may have been completed all the same."""
+    if not ended.named:
+        raise BrokenError(f"ended by {ended.code}:\n{ended.said}")
+    if "s3://" not in ended.said:
+        raise BrokenError(f"does not say where:\n{ended.said}")
+    own.again(random)
+    return "refused"
+
+
+def _impatient() -> None:
+    """Wait for a server as long as a campaign can."""
+    retries.WAITS = (0.01, 0.01)
+    for kind in (object_server._READING, object_server._WRITING):
+        kind["s3"]["config_kwargs"] |= {"read_timeout": 0.5}
+
+
 def _good(ended: Ended) -> None:
     if ended.code:
         raise BrokenError(f"ended by {ended.code}:\n{ended.said}")
@@ -625,6 +772,7 @@ class Fault:
         weight: how often beside the others.
         disk: whether it needs a disk that can fill up.
         failing: whether it needs a disk that can fail.
+        stored: whether it is one of buckets, or of folders alone; None: of both.
     """
 
     run: Callable[[Set, Random], str]
@@ -632,6 +780,7 @@ class Fault:
     weight: int = 1
     disk: bool = False
     failing: bool = False
+    stored: bool | None = None
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -650,13 +799,19 @@ FAULTS: Mapping[str, Fault] = {
     "source changes before it is resumed": Fault(source_changes_before_resume),
     "reading fails": Fault(failing_reads, ("threads", "processes"), failing=True),
     # Not those of a server of Python's that root has started.
-    "permission lost": Fault(unreadable, ("threads", "ranks")),
+    "permission lost": Fault(unreadable, ("threads", "ranks"), stored=False),
     "two processes on one output": Fault(two_at_once, ("threads", "processes")),
     "memory refused": Fault(no_memory, ("threads",)),
     "memory refused to a worker": Fault(no_memory_for_worker, ("processes",)),
     "--max-memory": Fault(small_budget, ("threads", "processes")),
     "page torn in the journal": Fault(torn_journal),
     "page torn in a shard": Fault(torn_shard),
+    "requests to a bucket fail": Fault(requests_fail, weight=3, stored=True),
+    "permission for a bucket lost": Fault(requests_refused, stored=True),
+    "bucket vanishes": Fault(bucket_vanishes, stored=True),
+    "kill -9 at a request to a bucket": Fault(kill_at_request, weight=3, stored=True),
+    "SIGINT or SIGTERM at one": Fault(asked_to_end_at_request, stored=True),
+    "another machine at one": Fault(two_machines, stored=True),
 }
 
 
@@ -673,6 +828,7 @@ class Campaign:
         self.disk = disk
         os.environ["TMPDIR"] = str(home / "tmp")
         self._home = home
+        self.bucket = Bucket() if any(FORMS[form].stored for form in forms) else None
         scenes = [self._scene(form) for form in forms]
         self.sets: dict[tuple[str, str], Set] = {}
         (home / "failing").mkdir()
@@ -691,7 +847,12 @@ class Campaign:
 
     def _scene(self, form: str) -> Scene:
         (self._home / form).mkdir()
-        scene = Scene(form, self._home / form, self._home / "disk")
+        places = self._home / form, self._home / "disk"
+        scene = (
+            StoredScene(form, *places, self.bucket)
+            if self.bucket is not None and FORMS[form].stored
+            else Scene(form, *places)
+        )
         if os.geteuid() == 0:
             for path in (scene.inputs, *scene.inputs.rglob("*")):
                 os.chown(path, 65534, 65534)
@@ -701,7 +862,7 @@ class Campaign:
         """Run one; return its outcome, and what is wrong."""
         random = Random(f"{seed} {name} {number}")
         fault = FAULTS[name]
-        fits = [key for key in self.sets if key[1] in fault.executors]
+        fits = [key for key, own in self.sets.items() if _fits(fault, own)]
         own = self.sets[
             random.choices(fits, [EXECUTORS.get(executor, 1) for _, executor in fits])[0]
         ]
@@ -728,15 +889,23 @@ class Campaign:
     def close(self) -> None:
         """Take off what was mounted."""
         self.failing.close()
+        if self.bucket is not None:
+            self.bucket.close()
         if self.nodes is not None:
             self.nodes.close()
 
     def fits(self, name: str) -> bool:
         """Whether a fault can be tried here."""
         fault = FAULTS[name]
-        possible = any(executor in fault.executors for _, executor in self.sets)
+        possible = any(_fits(fault, own) for own in self.sets.values())
         there = (self.disk.real or not fault.disk) and (self.failing.real or not fault.failing)
         return possible and there
+
+
+def _fits(fault: Fault, own: Set) -> bool:
+    """Whether a fault can happen to a merge."""
+    there = fault.stored is None or fault.stored == own.scene.form.stored
+    return there and own.executor in fault.executors
 
 
 def run(

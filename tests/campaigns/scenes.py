@@ -33,6 +33,7 @@ class Form:
         executors: who can do it; (): any.
         resumes: whether the command can go on with what was begun.
         models: folders of the output that are models; "": itself.
+        stored: whether the output lies in a bucket (`buckets.py`).
     """
 
     recipe: Mapping[str, Any]
@@ -41,6 +42,7 @@ class Form:
     executors: tuple[str, ...] = ()
     resumes: bool = True
     models: tuple[str, ...] = ("",)
+    stored: bool = False
 
 
 def _plain(folder: Path, head: int = 0) -> None:
@@ -101,6 +103,12 @@ FORMS = {
         resumes=False,
         models=("average", "ties"),
     ),
+    "bucket": Form(
+        {"method": "ties", "output": {"shard_size": "6KB"}},
+        _plain,
+        executors=("threads", "processes"),
+        stored=True,
+    ),
 }
 
 
@@ -114,6 +122,8 @@ class Scene:
 
     Attributes:
         out: the output.
+        target: what the command line calls it.
+        environment: variables that the command line is to have.
         expected: what an undisturbed merge writes, by file its SHA-256; whoever ran one sets it.
         changed: the same over the expert that `variant` is.
         variant: other weights of the first expert, of the same size.
@@ -130,6 +140,8 @@ class Scene:
         self.recipe = self.inputs / "recipe.yml"
         self.recipe.write_text(yaml.safe_dump(recipe))
         self.out = place / "out"
+        self.target = str(self.out)
+        self.environment: dict[str, str] = {}
         self.partial = place / ".out.covmerge-partial"
         self.expected: Digests = {}
         self.changed: Digests = {}
@@ -140,10 +152,23 @@ class Scene:
     def arguments(self, *more: object) -> list[str]:
         """Return the command line."""
         base = self.inputs / "base"
-        names = {"recipe": self.recipe, "out": self.out, "base": base, "expert": self.expert}
+        names = {"recipe": self.recipe, "out": self.target, "base": base, "expert": self.expert}
         given = [word.format(**names) for word in self.form.command]
         anew = {} if self.form.resumes else {"--resume": "--overwrite"}
         return [*given, *dict.fromkeys(anew.get(str(own), str(own)) for own in more)]
+
+    def look(self) -> None:
+        """See what is there after processes have ended, where `out` does not say it by itself."""
+
+    def strange(self) -> str | None:
+        """Return what is there that may not be, beside the output and the work; None: nothing."""
+        beside = {path.name for path in self.out.parent.iterdir()}
+        strange = sorted(beside - {self.out.name, self.partial.name})
+        return f"left {strange}" if strange else None
+
+    def left(self) -> bool:
+        """Whether there is work on the output, or what remains of it."""
+        return self.partial.exists()
 
     def intact(self) -> str | None:
         """Return what of the sources is not what it was; None: nothing."""

@@ -57,7 +57,8 @@ class Server:
         return answer
 
 
-def _handler() -> type[WSGIRequestHandler]:
+def quiet_handler() -> type[WSGIRequestHandler]:
+    """Handle requests as moto does, and say nothing."""
     from moto.moto_server.werkzeug_app import MotoRequestHandler
 
     class Quiet(MotoRequestHandler):
@@ -73,7 +74,7 @@ def serving(app: App) -> Iterator[Server]:
     """Serve an application from a thread."""
     server = Server()
     running = make_server(
-        "127.0.0.1", 0, server.app(app), threaded=True, request_handler=_handler()
+        "127.0.0.1", 0, server.app(app), threaded=True, request_handler=quiet_handler()
     )
     running.daemon_threads = True
     server.url = f"http://127.0.0.1:{running.server_port}"

@@ -20,17 +20,15 @@ from covmerge.stores.server import Look
 SILENCE = 30  # seconds without a byte
 _PIECE = 2**25  # bytes of a part of what is sent
 
-# One layer makes requests again. Of parts that are sent the libraries do it: they know which.
-_READING = {
+_PATIENCE = {"read_timeout": SILENCE, "connect_timeout": 10}
+# One layer makes requests again. Of parts that are sent it is botocore: it knows which.
+_READING = {"s3": {"config_kwargs": {**_PATIENCE, "retries": {"total_max_attempts": 1}}}}
+_WRITING = {
     "s3": {
-        "config_kwargs": {
-            "read_timeout": SILENCE,
-            "connect_timeout": 10,
-            "retries": {"total_max_attempts": 1},
-        }
+        "max_concurrency": 4,  # parts of a file at once, in memory
+        "config_kwargs": {**_PATIENCE, "retries": {"total_max_attempts": 5}},
     }
 }
-_WRITING = {"s3": {"max_concurrency": 4}}  # parts of a file at once, in memory
 # A listing and a question about one file must say the same.
 _VERSIONS = ("generation", "ETag", "etag")
 
@@ -134,6 +132,5 @@ def _file_system(scheme: str, *, writing: bool) -> Any:
         raise InputError(
             f"{scheme}:// takes further packages: pip install 'covmerge[{extra}]' ({error})"
         ) from None
-    if not writing:
-        system.retries = 1
+    system.retries = 1  # s3fs's own
     return system
