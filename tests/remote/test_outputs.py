@@ -175,6 +175,23 @@ def test_what_appears_meanwhile_is_not_overwritten(bucket: Bucket, models) -> No
     assert verify(f"{bucket.url}/merged").ok
 
 
+def test_what_another_machine_makes_before_the_claim_is_not_overwritten(
+    bucket: Bucket, models, monkeypatch
+) -> None:
+    base, experts = models
+    claim = object_server.ObjectServer.claim
+
+    async def late(self, path, content):
+        await self._system._pipe_file(f"{bucket.name}/merged/config.json", b"{}")
+        await claim(self, path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_server.ObjectServer, "claim", late)
+        with pytest.raises(InputError, match=r"config.json appeared in .*, and is not overwritten"):
+            merge_into(destination(bucket), base, experts, **SHARDS)
+    assert sent(bucket) == {"merged/config.json": b"{}"}
+
+
 def test_a_file_is_sent_in_parts(bucket: Bucket, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(object_server, "_PIECE", 5 * 2**20)
     large = tmp_path / "large"

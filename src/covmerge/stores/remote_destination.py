@@ -131,12 +131,13 @@ class RemoteDestination:
         names = sorted(tree(self.work), key=_order)
         with self._reached():
             there = list(tree(self.output))
-            if not self._seen.issuperset(there):
-                raise InputError(
-                    f"{some(sorted({*there} - self._seen))} appeared in {self}, and is not overwritten: "
-                    "move it away, and go on with --resume"
-                )
+            self._refuse_new(there)
             self._make_claim([*names, *there])
+            try:  # another machine may have made one meanwhile, and taken its claim away
+                self._refuse_new(name for name in tree(self.output) if name != _CLAIM)
+            except InputError:
+                self._remove([_CLAIM])
+                raise
             # From here to the last line but one there is no covmerge.json, and so no output.
             self._remove(sorted(there, key=_order, reverse=True))
             for name in names[:-1]:
@@ -196,6 +197,13 @@ class RemoteDestination:
         except FileExistsError:
             # An attempt whose answer was lost made it, unless it is another's, which this refuses.
             self._claim()
+
+    def _refuse_new(self, there: Iterable[str]) -> None:
+        if new := sorted({*there} - self._seen):
+            raise InputError(
+                f"{some(new)} appeared in {self}, and is not overwritten: move it away, and go on with "
+                "--resume"
+            )
 
     def _send(self, name: str) -> None:
         folder = self.work.folder
