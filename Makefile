@@ -68,7 +68,8 @@ slow: $(VENV)/.ready
 # take, also in the processes that they start: of branches alone at least 95 %. It takes half as long as all
 # tests do, so CI does not run it.
 COVERED := $(addprefix tests/,campaigns/test_hostile.py campaigns/test_findings.py checkpoints remote quantised export \
-	verification vocabulary recipe statistics engine tensors e2e cli mergekit viewer test_addresses.py) \
+	verification vocabulary recipe statistics engine inspection tensors e2e cli mergekit viewer \
+	test_addresses.py) \
 	$(addprefix src/covmerge/,stores checkpoints export quantised verification vocabulary recipe statistics)
 coverage: export OMP_NUM_THREADS ?= 1
 coverage: $(VENV)/.ready

@@ -806,10 +806,10 @@ FAULTS: Mapping[str, Fault] = {
     "--max-memory": Fault(small_budget, ("threads", "processes")),
     "page torn in the journal": Fault(torn_journal),
     "page torn in a shard": Fault(torn_shard),
-    "requests to a bucket fail": Fault(requests_fail, weight=3, stored=True),
+    "requests to a bucket fail": Fault(requests_fail, weight=2, stored=True),
     "permission for a bucket lost": Fault(requests_refused, stored=True),
     "bucket vanishes": Fault(bucket_vanishes, stored=True),
-    "kill -9 at a request to a bucket": Fault(kill_at_request, weight=3, stored=True),
+    "kill -9 at a request to a bucket": Fault(kill_at_request, weight=2, stored=True),
     "SIGINT or SIGTERM at one": Fault(asked_to_end_at_request, stored=True),
     "another machine at one": Fault(two_machines, stored=True),
 }

@@ -190,8 +190,8 @@ class _Handler(socketserver.StreamRequestHandler):
         # What the clients of buckets and Hubs do by themselves, which SECURITY.md says.
         if self._query.startswith((_BUCKET, *_HUB)) and due.get("location", "") not in _HERE:
             del due["location"]
-        if self._query.startswith(_HUB) and due.get("headers") == "early":
-            del due["headers"]
+        if self._query.startswith(_HUB):
+            due = {do: own for do, own in due.items() if own not in ("early", "no end")}
         return due
 
     def _answer(self, path: str, rules: dict[str, Any], asked: str) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge.inspection import Severity, job
+from covmerge.inspection.compatibility import check_tokenizers
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned
@@ -246,6 +247,29 @@ def test_tokenizers(bert):
     (warning,) = (f for f in inspect(bert).findings if "tokenizer" in f.text)
     assert warning.expert == "b"
     assert "1 tokens added (such as '<think>'), 2 tokens with another number" in warning.text
+
+
+@pytest.mark.parametrize(
+    "name, own, other, told",
+    [
+        # A unigram's tokens are pairs with a score; what else a stranger writes there is none.
+        (
+            "tokenizer.json",
+            {"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": 3},
+            {"model": {"vocab": [["b", -1.0], 7, [], None]}, "added_tokens": [5]},
+            "1 tokens missing (such as 'a'), 1 tokens with another number (such as 'b')",
+        ),
+        ("tokenizer.json", {"model": {}}, [], "is another file than the base's"),
+        ("vocab.txt", "a b", "b a", "is another file than the base's"),
+        ("vocab.txt", "a b", "a b", None),
+    ],
+)
+def test_vocabularies_of_other_kinds(tmp_path, name, own, other, told):
+    for folder, content in (("base", own), ("b", other)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(json.dumps(content))
+    found = [f.text for f in check_tokenizers(tmp_path / "base", {"b": tmp_path / "b"})]
+    assert len(found) == bool(told) and all(told in text for text in found)
 
 
 @pytest.mark.parametrize("whole", [False, True])

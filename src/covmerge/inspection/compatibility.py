@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -191,8 +191,9 @@ def _tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     if isinstance(found, dict):
         tokens.update(cast("dict[str, int]", found))
     elif isinstance(found, list):  # unigram: pairs of token and score
-        pairs = cast("list[Sequence[Any]]", found)
-        tokens.update({str(pair[0]): number for number, pair in enumerate(pairs)})
+        for number, pair in enumerate(cast("list[Any]", found)):
+            if isinstance(pair, list) and pair:
+                tokens[str(cast("list[Any]", pair)[0])] = number
     added: object = tokenizer.get("added_tokens")
     if isinstance(added, list):
         for entry in cast("list[Any]", added):
