@@ -22,7 +22,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import isfinite, sqrt
+from random import Random
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from tests.campaigns.layers import Layer, rows_of
 from tests.methods.groups import permuted
 
 _C = 64.0
+_THREADS = (2, 3, 8)
 _DRAWS, _LARGE = 3, 2**16  # a layer of more entries is moved once
 # ACE goes over to float64 from a condition number of 1e4 on, where 1.5 eps times it is 1.8e-3.
 GRAM = {torch.float32: 2e-3, torch.float64: 1e-7}
@@ -116,14 +119,15 @@ def _others(layer: Layer, group: LinearGroup) -> list[tuple[str, Callable[[], Te
     if which == 0:
         return [("another run", lambda: layer.merged(group), True)]
     if which == 1:
-        return [("two threads", lambda: _by_threads(layer, group), by_entries)]
+        return [("threads", lambda: _by_threads(layer, group), by_entries)]
     if which == 2 and layer.method.laws.order_invariant:
         order = list(range(len(group.weights)))[::-1]
         if layer.step is None and not layer.parameters:  # at the defaults it is declared
             return [("order", lambda: layer.merged(permuted(group, order)), False)]
     if which == 3 and by_entries and group.shape[0] > 1 and layer.method.survey is None:
-        middle = group.shape[0] // 2
-        parts = slice(middle), slice(middle, None)
+        rows, blocks = group.shape[0], 2 + layer.number // 4 % 3
+        cuts = sorted(Random(layer.number).sample(range(1, rows), min(blocks, rows) - 1))
+        parts = [slice(*ends) for ends in pairwise((0, *cuts, rows))]
         return [
             ("blocks", lambda: torch.cat([layer.merged(rows_of(group, p)) for p in parts]), True)
         ]
@@ -132,7 +136,7 @@ def _others(layer: Layer, group: LinearGroup) -> list[tuple[str, Callable[[], Te
 
 def _by_threads(layer: Layer, group: LinearGroup) -> Tensor:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(_THREADS[layer.number // 4 % len(_THREADS)])
     try:
         return layer.merged(group)
     finally:
