@@ -14,6 +14,8 @@ explain` prints all of it.
 | `symmetric_choice` | whole, strips         | strips, unless the matrix is one strip                  |
 | `spectrum_choice`  | svd, gram             | float64: SVD; float32: the float64 eigenproblem of the  |
 |                    |                       | smaller Gram matrix, cheaper, and exact to 1e-8 of σ₁   |
+| `leading_choice`   | svd, gram, refined    | float32, where it is cheaper: the float32 eigenproblem, |
+|                    |                       | of which the leading pairs are refined (see `refined`)  |
 | `inverse_choice`   | cholesky32, cholesky64, | the first that is exact: the data decide (see `pinv`) |
 |                    | eigen64               |                                                         |
 | `factored_choice`  | dense, factored       | factored, where all experts are adapters                |
@@ -35,6 +37,8 @@ _PASSES = 1000.0
 DOTS_BLOCK, DOTS_ROWS = 2**18, 256
 # Strips of a symmetric product: few enough that each is a large product, many enough to save.
 _STRIPS, _LEAST_STRIP, _LARGEST_STRIP = 6, 128, 384
+# Side of an eigenproblem below which the calls of a refinement outweigh what it saves.
+_LEAST_REFINED = 256
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,31 @@ def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int) -> Choice:
     return Choice("k singular triplets", routes, taken, "float64: svd; float32: gram")
 
 
+def leading_choice(d_out: int, d_in: int, k: int, itemsize: int) -> Choice:
+    """How the k leading singular triplets are found where no other values are wanted.
+
+    By `refined` (see `covmerge.linalg.refined`), where the spectrum lets it; else as all values are.
+    """
+    whole = spectrum_choice(d_out, d_in, k, itemsize)
+    short = min(d_out, d_in)
+    b = k + beside(k)
+    gram = whole.routes["gram"]
+    once = FLOAT64 * (2.0 * short * short * (b + k) + 6.0 * short * b * b + 9.0 * b**3)
+    # Two rounds of it: long thin products also run slower than large ones.
+    pairs = 9.0 * short**3 + 2.0 * (once + 4.0 * short * short * k)
+    flops = gram.flops - eigh_cost(short).flops + pairs
+    routes = {**whole.routes, "refined": Cost(flops, gram.workspace)}
+    possible = whole.taken == "gram" and b < short and short >= _LEAST_REFINED
+    taken = _cheapest({name: routes[name] for name in ("gram", "refined")})
+    why = "float64: svd; float32: the fewer FLOPs, gram where the spectrum wants it"
+    return Choice("k leading triplets", routes, taken if possible else whole.taken, why)
+
+
+def beside(k: int) -> int:
+    """How many eigenpairs are refined beside the k that are wanted: the gap beyond them must be clear."""
+    return k // 4 + 8
+
+
 def inverse_choice(side: int, rows: int) -> Choice:
     """How rows `(rows, side)` are divided by a semi-definite system (see `covmerge.linalg.pinv`).
 
@@ -184,7 +213,9 @@ def routes(
     else:
         found += [system, symmetric_choice(d_in, side)]
     spectrum = spectrum_choice(d_out, d_in, min(d_out, d_in), itemsize)
-    return [*found, inverse_choice(side, d_out), spectrum]
+    share = max(1, min(d_out, d_in) // count)
+    leading = leading_choice(d_out, d_in, share, itemsize)
+    return [*found, inverse_choice(side, d_out), spectrum, leading]
 
 
 def triangle_block(n: int) -> int:
@@ -236,6 +267,11 @@ def svd_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
     return spectrum_choice(d_out, d_in, k, itemsize).cost
 
 
+def leading_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
+    """Cost of the k leading singular triplets alone (see `covmerge.linalg.spectral.leading_svd`)."""
+    return leading_choice(d_out, d_in, k, itemsize).cost
+
+
 def metric_cost(d_out: int, d_in: int, itemsize: int) -> Cost:
     """Cost of two spectra of ΔC^½, C `(d_in, d_in)` in float64 (see `covmerge.linalg.metric`).
 
@@ -272,11 +308,16 @@ def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:
     return gram + eigh_cost(d)
 
 
-def polar_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:
-    """Cost of U diag(s) V with the polar factors of U `(d_out, k)` and V `(k, d_in)`."""
-    left = svd_cost(d_out, k, min(d_out, k), itemsize)
+def polar_cost(d_out: int, d_in: int, k: int, itemsize: int, *, apart: int = 0) -> Cost:
+    """Cost of U diag(s) V with the polar factors of U `(d_out, k)` and V `(k, d_in)`.
+
+    Of U's columns `apart` are orthonormal already, and to the others.
+    """
+    others = max(1, k - apart)
+    left = svd_cost(d_out, others, min(d_out, others), itemsize)
     right = svd_cost(k, d_in, min(k, d_in), itemsize)
-    products = 2.0 * k * (d_out * min(d_out, k) + d_in * min(d_in, k) + d_out * d_in)
+    products = 2.0 * others * d_out * min(d_out, others)
+    products += 2.0 * k * d_in * (min(d_in, k) + d_out)
     # The vectors, their stack, and its polar factor, of which the solver has one more.
     held = 4 * k * (d_out + d_in) * itemsize
     return Cost(left.flops + right.flops + products, max(left.workspace, right.workspace) + held)

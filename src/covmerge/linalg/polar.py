@@ -52,21 +52,44 @@ class Orthogonalized:
     dependent: int
 
 
-def orthogonalized(parts: Sequence[TruncatedSvd], *, rtol: float) -> Orthogonalized:
+def orthogonalized(
+    parts: Sequence[TruncatedSvd], *, rtol: float, apart: TruncatedSvd | None = None
+) -> Orthogonalized:
     """Return the polar factors of [U_1 … U_n] and of [V_1 … V_n]ᵀ.
 
     A singular vector of σ is off by rounding over σ: at most what its numerical rank was ended by, and
     of stored weights at least half of their edge.
+
+    Args:
+        parts: U_i, V_i and their singular values; at least one of them has directions.
+        rtol: as in `polar`.
+        apart: one more part, the last, whose U is orthogonal to the others': it is its own block of the
+            polar factor on that side, which only the others are decomposed for.
     """
+    every = [*parts] if apart is None else [*parts, apart]
+    most, least = _errors(every)
+    if apart is None:
+        left, off = _side([part.left for part in parts], least, most, rtol)
+    else:
+        others_most, others_least = _errors(parts)
+        left, off = _side([part.left for part in parts], others_least, others_most, rtol)
+        left = torch.cat([left, apart.left], dim=1)
+    right, off_right = _side([part.right.mT for part in every], least, most, rtol)
+    return Orthogonalized(left, right.mT, max(off, off_right))
+
+
+def _errors(parts: Sequence[TruncatedSvd]) -> tuple[Tensor, Tensor]:
+    """What singular vectors are off by: at most, and at least."""
     most = torch.cat([part.floor / part.kept for part in parts])
-    least = torch.cat([CERTAIN * part.edge / part.kept for part in parts])
-    sides = [
-        torch.cat(stack, dim=1)
-        for stack in ([part.left for part in parts], [part.right.mT for part in parts])
-    ]
-    left, right = (polar(side, rtol=rtol, errors=least) for side in sides)
-    dependent = max(
-        min(len(side), len(most)) - found.k + found.within(most)
-        for side, found in zip(sides, (left, right), strict=True)
-    )
-    return Orthogonalized(left.isometry, right.isometry.mT, dependent)
+    return most, torch.cat([CERTAIN * part.edge / part.kept for part in parts])
+
+
+def _side(
+    vectors: Sequence[Tensor], least: Tensor, most: Tensor, rtol: float
+) -> tuple[Tensor, int]:
+    """The polar factor of vectors side by side, and how many of its directions are dependent."""
+    side = torch.cat(tuple(vectors), dim=1)
+    if not side.numel():
+        return side, 0
+    found = polar(side, rtol=rtol, errors=least)
+    return found.isometry, min(len(side), len(most)) - found.k + found.within(most)

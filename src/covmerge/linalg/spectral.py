@@ -9,14 +9,18 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from covmerge.linalg.auto import spectrum_choice
+from covmerge.linalg.auto import leading_choice, spectrum_choice
+from covmerge.linalg.cholesky import all_above
 from covmerge.linalg.lapack import eigh, eigvalsh, svd, svdvals
+from covmerge.linalg.refined import leading_pairs
 from covmerge.linalg.symmetric import add_gram_, gram, mirror_
 from covmerge.types import Rounding
 
 EXACT = Rounding()
 # Rounding errors add up to what they should within a few per cent; half as much again is something else.
 _MOSTLY = 1.5
+# (σ₁(E)/‖F‖_F)² up to which rounding E is that of float32: half precision gives 1e-4 and more.
+_FINE = 1e-6
 _BLOCK = 1024  # columns that are alive in float64 at once
 # Singular values are one value that differ by less than so much of themselves, and by less than what
 # rounding of float32 entries makes of equal ones, relative to the largest: float32 cannot tell their
@@ -35,8 +39,9 @@ class TruncatedSvd:
     Attributes:
         left: U_k `(d_out, k)`, of F's dtype.
         right: V_kᵀ `(k, d_in)`, of F's dtype.
-        sigma: all singular values of F, float64, descending.
-        rank: numerical rank of F.
+        sigma: all singular values of F, float64, descending; of `leading_svd` perhaps no more than the
+            leading ones.
+        rank: numerical rank of F; of `leading_svd` perhaps no more than is known of it.
         floor: the singular value where it ends.
         edge: that of rounding of the stored weights, if it ends there.
     """
@@ -192,6 +197,30 @@ def only_rounding(sigma: Tensor, shape: Sequence[int], rounding: Rounding) -> bo
     return float(below.square().sum()) <= _MOSTLY * share * rounding.energy
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """The k leading triplets of a matrix, and where its numerical rank ends."""
+
+    k: int
+    rtol: float
+    scale: float | None
+    rounding: Rounding
+    shape: Sequence[int]
+    equals: bool = True
+
+    def of(self, sigma: Tensor) -> tuple[int, int, float]:
+        """How many of all singular values are kept, the numerical rank, and where it ends."""
+        rank, end = numerical_rank(
+            sigma, self.shape, rtol=self.rtol, scale=self.scale, rounding=self.rounding
+        )
+        k = min(self.k, rank)
+        return with_equals(sigma[:rank], k) if self.equals else k, rank, end
+
+    def edge(self, end: float) -> float:
+        """That of rounding, if the rank ends there."""
+        return end if end == self.rounding.edge else 0.0
+
+
 def truncated_svd(
     matrix: Tensor,
     k: int,
@@ -217,32 +246,106 @@ def truncated_svd(
         >>> top.kept.tolist(), top.rank
         ([3.0, 2.0], 2)
     """
-    d_out, d_in = matrix.shape
-    if spectrum_choice(d_out, d_in, k, matrix.dtype.itemsize).taken == "svd":
-        left, sigma, right = svd(matrix)
-        rank, end = numerical_rank(sigma, matrix.shape, rtol=rtol, scale=scale, rounding=rounding)
-        edge = end if end == rounding.edge else 0.0
-        k = min(k, rank)
-        k = with_equals(sigma[:rank], k) if equals else k
-        # Copies, so that the full factors are gone.
-        return TruncatedSvd(left[:, :k].clone(), right[:k].clone(), sigma, rank, end, edge)
+    return _truncated(matrix, _Wanted(k, rtol, scale, rounding, matrix.shape, equals))
 
-    # Oriented so that the small side is the rows.
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    values, vectors = eigh(float64_gram(wide))
+
+def leading_svd(
+    matrix: Tensor,
+    k: int,
+    *,
+    rtol: float,
+    scale: float | None = None,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] | None = None,
+) -> TruncatedSvd:
+    """Return the triplets that `truncated_svd` returns, where of the others nothing is asked.
+
+    `sigma` may end soon after those that are kept, and `rank` is then no more than what is known: it is at
+    least as large. In return a float32 matrix of some size takes little more than an eigenproblem in
+    float32, whose leading pairs are refined (`covmerge.linalg.refined`); where the spectrum does
+    not let it, or its end may be rounding, all is computed as there.
+
+    Args:
+        matrix: F `(d_out, d_in)`.
+        k: how many, but for equals of the last.
+        rtol: as in `truncated_svd`,
+        scale: and this,
+        rounding: and this.
+        shape: of the matrix that `rounding` is of, where F is that in the coordinates of some directions.
+
+    Example:
+        >>> top = leading_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 1, rtol=1e-6)
+        >>> top.kept.tolist(), top.left.abs().mT.tolist()
+        ([3.0], [[1.0, 0.0, 0.0]])
+    """
+    wanted = _Wanted(k, rtol, scale, rounding, matrix.shape if shape is None else shape)
+    if leading_choice(*matrix.shape, k, matrix.dtype.itemsize).taken != "refined":
+        return _truncated(matrix, wanted)
+    gram = float64_gram(_wide(matrix))
+    top = _refined(matrix, gram, wanted)
+    return _of_gram(matrix, gram, wanted) if top is None else top
+
+
+def _truncated(matrix: Tensor, wanted: _Wanted) -> TruncatedSvd:
+    if spectrum_choice(*matrix.shape, wanted.k, matrix.dtype.itemsize).taken != "svd":
+        return _of_gram(matrix, float64_gram(_wide(matrix)), wanted)
+    left, sigma, right = svd(matrix)
+    k, rank, end = wanted.of(sigma)
+    # Copies, so that the full factors are gone.
+    left, right = left[:, :k].clone(), right[:k].clone()
+    return TruncatedSvd(left, right, sigma, rank, end, wanted.edge(end))
+
+
+def _of_gram(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd:
+    """By all eigenpairs of the smaller Gram matrix."""
+    values, vectors = eigh(gram)
     sigma = values.clamp_min(0.0).sqrt().flip(0)
-    rank, end = numerical_rank(sigma, matrix.shape, rtol=rtol, scale=scale, rounding=rounding)
-    edge = end if end == rounding.edge else 0.0
-    k = min(k, rank)
-    k = with_equals(sigma[:rank], k) if equals else k
-    short = vectors.flip(1)[:, :k]
+    k, rank, end = wanted.of(sigma)
+    left, right = _sides(matrix, vectors.flip(1)[:, :k], sigma)
+    return TruncatedSvd(left, right, sigma, rank, end, wanted.edge(end))
+
+
+def _refined(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd | None:
+    """By the leading eigenpairs of the smaller Gram matrix; None where all values decide."""
+    noise = wanted.rounding.edge**2
+    # Weights that were stored in half precision: much of the spectrum is below the edge.
+    if noise > _FINE * float(gram.diagonal().sum()):
+        return None
+
+    def cut(values: Tensor) -> int:
+        return with_equals(values.clamp_min(0.0).sqrt(), wanted.k)
+
+    pairs = leading_pairs(gram, wanted.k, cut)
+    if pairs is None:
+        return None
+    sigma = pairs.values.clamp_min(0.0).sqrt()
+    whole = float(sigma[0]) if wanted.scale is None else wanted.scale
+    end = wanted.rtol * whole
+    if end < wanted.rounding.edge < whole:
+        # As in `numerical_rank` where nothing is below the edge; else it takes all values to tell.
+        if pairs.least <= noise and not all_above(gram, noise):
+            return None
+        end = wanted.rounding.edge
+    if float(sigma[-1]) <= end:
+        return None
+    left, right = _sides(matrix, pairs.vectors, sigma)
+    return TruncatedSvd(left, right, sigma, len(sigma), end, wanted.edge(end))
+
+
+def _sides(matrix: Tensor, short: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """U_k and V_kᵀ = Σ_k⁻¹U_kᵀF, or the other way round, of those of the shorter side in float64."""
+    wide, k = _wide(matrix), short.shape[1]
     whiten = (short / sigma[:k]).mT
     long = matrix.new_empty(k, wide.shape[1])
     for columns, block in _float64_blocks(wide):
         long[:, columns] = (whiten @ block).to(matrix.dtype)
     short = short.to(matrix.dtype)
-    left, right = (short, long) if wide is matrix else (long.mT, short.mT)
-    return TruncatedSvd(left, right, sigma, rank, end, edge)
+    return (short, long) if wide is matrix else (long.mT, short.mT)
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    """Oriented so that the small side is the rows."""
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
 def leading_directions(
@@ -283,8 +386,7 @@ def nuclear_norm(matrix: Tensor) -> float:
     """
     if matrix.dtype == torch.float64:
         return float(svdvals(matrix).sum())
-    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
-    return float(eigvalsh(float64_gram(wide)).clamp_min(0.0).sqrt().sum())
+    return float(eigvalsh(float64_gram(_wide(matrix))).clamp_min(0.0).sqrt().sum())
 
 
 def residual(top: TruncatedSvd) -> float:

@@ -6,21 +6,20 @@ from typing import Annotated
 
 from pydantic import Field
 
-from covmerge.linalg.auto import Cost, svd_cost
-from covmerge.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.linalg.auto import Cost, leading_cost
+from covmerge.linalg.spectral import leading_svd, rank_tolerance
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import LinearGroup, Merged
 
 
-def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # The rank ratio is not known here: every direction is counted.
-    matrix = d_out * d_in
-    side = min(d_out, d_in)
-    each = svd_cost(d_out, d_in, side, itemsize)
-    flops = each.flops + 2.0 * matrix * side
-    # Average, residual, and U_k scaled.
-    held = (2 * matrix + d_out * side) * itemsize
+def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, rank_ratio: float = 0.12) -> Cost:
+    matrix, side = d_out * d_in, min(d_out, d_in)
+    k = max(1, int(rank_ratio * side))
+    each = leading_cost(d_out, d_in, k, itemsize)
+    flops = each.flops + 2.0 * matrix * k
+    # Average, residual, and U_k scaled; of equal singular values, all of them.
+    held = (2 * matrix + (2 * d_out + d_in) * side) * itemsize
     return Cost(count * flops + 2.0 * count * matrix, each.workspace + held)
 
 
@@ -84,6 +83,6 @@ def cart(
     rtol = rank_tolerance(group.shape, group.updates[0].dtype, None)
     merged = average.clone()
     for update, weight in zip(updates, weights, strict=True):
-        top = truncated_svd(update - average, k, rtol=rtol)
+        top = leading_svd(update - average, k, rtol=rtol)
         merged.addmm_(top.left * top.kept.to(merged.dtype), top.right, alpha=scale * weight)
     return Merged(merged, {"k": k})

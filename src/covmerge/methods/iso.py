@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.linalg.auto import Cost, polar_cost, svd_cost
+from covmerge.linalg.auto import Cost, leading_cost, polar_cost, svd_cost
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.polar import orthogonalized
-from covmerge.linalg.spectral import TruncatedSvd, truncated_svd
+from covmerge.linalg.spectral import TruncatedSvd, leading_svd, truncated_svd
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.resolution import Resolution, resolution
@@ -103,13 +103,20 @@ def _cost_of_sum(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(spectrum.flops + products, spectrum.workspace + d_out * d_in * itemsize)
 
 
-def _cost_with_tasks(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+def _cost_with_tasks(
+    d_out: int, d_in: int, count: int, itemsize: int, *, common_fraction: float = 0.8
+) -> Cost:
     side = min(d_out, d_in)
     kept = max(side, count)
     common = _cost_of_sum(d_out, d_in, count, itemsize)
-    each = svd_cost(d_out, d_in, side, itemsize)
-    project = 4.0 * d_out * d_in * side
-    together = polar_cost(d_out, d_in, kept, itemsize)
+    c, s = _dimensions(side, count, common_fraction)
+    if d_out <= d_in:  # in the few directions that are not common
+        each = leading_cost(d_out - c, d_in, s, itemsize)
+        project = 2.0 * d_out * (d_out - c) * d_in
+    else:
+        each = leading_cost(d_out, d_in, s, itemsize)
+        project = 4.0 * d_out * d_in * c
+    together = polar_cost(d_out, d_in, kept, itemsize, apart=c)
     # The vectors of the sum live throughout, those of the tasks from one to the next.
     whole = side * (d_out + d_in) * itemsize
     task = (kept * (d_out + d_in) + (d_out + side) * d_in) * itemsize + each.workspace
@@ -217,13 +224,14 @@ def iso_cts(
     changed = known.changed(group)
     c, s = _dimensions(whole.rank, len(changed), common_fraction)
     common = whole.first(c)
+    beyond = whole.left[:, common.left.shape[1] :] if whole.rank == group.shape[0] else None
     tasks = [
-        _task_directions(update, common.left, s, rtol=known.rtol, rounding=error)
+        _task_directions(update, common.left, beyond, s, rtol=known.rtol, rounding=error)
         for update, _, error in changed
     ]
     sigma = [part.kept * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
     flat = float(torch.cat([*sigma, common.kept]).mean())
-    joined = orthogonalized([*tasks, common], rtol=known.rtol)
+    joined = orthogonalized(tasks, rtol=known.rtol, apart=common)
     noticed = FlattenedTasks(
         unchanged=len(group.updates) - len(changed),
         rank=whole.rank,
@@ -254,8 +262,26 @@ def _dimensions(rank: int, count: int, common_fraction: float) -> tuple[int, int
 
 
 def _task_directions(
-    update: Tensor, common: Tensor, k: int, *, rtol: float, rounding: Rounding
+    update: Tensor,
+    common: Tensor,
+    beyond: Tensor | None,
+    k: int,
+    *,
+    rtol: float,
+    rounding: Rounding,
 ) -> TruncatedSvd:
-    """Return the leading directions of (I − U_cU_cᵀ)Δ."""
+    """Return the leading directions of (I − U_cU_cᵀ)Δ, with U exactly orthogonal to U_c.
+
+    With `beyond`, an orthonormal basis of what U_c leaves of the outputs, they are those
+    of the few rows of beyondᵀΔ.
+    """
+    scale = norm(update)
+    if beyond is not None and beyond.shape[1]:
+        rows = beyond.mT @ update
+        shape = update.shape
+        top = leading_svd(rows, k, rtol=rtol, scale=scale, rounding=rounding, shape=shape)
+        return replace(top, left=beyond @ top.left)
     residual = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
-    return truncated_svd(residual, k, rtol=rtol, scale=norm(update), rounding=rounding)
+    top = leading_svd(residual, k, rtol=rtol, scale=scale, rounding=rounding)
+    # What rounding of the residual left of U_c is much, in directions of a small singular value.
+    return replace(top, left=torch.addmm(top.left, common, common.mT @ top.left, alpha=-1.0))

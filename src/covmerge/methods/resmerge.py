@@ -11,9 +11,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.linalg.auto import FLOAT64, Cost, svd_cost
+from covmerge.linalg.auto import FLOAT64, Cost, leading_cost
 from covmerge.linalg.lapack import dot, norm
-from covmerge.linalg.spectral import TruncatedSvd, truncated_svd
+from covmerge.linalg.spectral import TruncatedSvd, leading_svd
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.iso import RankRtol
 from covmerge.methods.registry import Laws, Reference, register
@@ -58,7 +58,7 @@ class ResNoticed(Noticed):
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, head_rank: int = 1) -> Cost:
     k, matrix = min(head_rank, d_out, d_in), d_out * d_in
-    each = svd_cost(d_out, d_in, k, itemsize)
+    each = leading_cost(d_out, d_in, k, itemsize)
     heads = count * k * (d_out + d_in) * itemsize
     flops = count * (each.flops + 2.0 * matrix * (2 * FLOAT64 * k + k + count + 2))
     # The residuals, the last in float64; later the heads, multiplied out, and both sums.
@@ -149,7 +149,7 @@ def resmerge(
     if not changed:
         return Merged(torch.zeros_like(group.updates[0]), ResNoticed(unchanged))
     parts = [
-        truncated_svd(update, head_rank, rtol=known.rtol, rounding=error)
+        leading_svd(update, head_rank, rtol=known.rtol, rounding=error)
         for update, _, error in changed
     ]
     updates, weights = [update for update, _, _ in changed], [weight for _, weight, _ in changed]

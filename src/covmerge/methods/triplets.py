@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from covmerge.linalg.auto import Cost, polar_cost, svd_cost
-from covmerge.linalg.spectral import TruncatedSvd, truncated_svd
+from covmerge.linalg.auto import Cost, leading_cost, polar_cost
+from covmerge.linalg.spectral import TruncatedSvd, leading_svd
 from covmerge.methods.resolution import Resolution
 from covmerge.types import LinearGroup
 
@@ -48,7 +48,7 @@ def leading_triplets(group: LinearGroup, known: Resolution, *, lossless: bool = 
     side = min(group.shape)
     k = side if lossless else max(1, side // len(changed))
     parts = tuple(
-        truncated_svd(update, k, rtol=known.rtol, rounding=error) for update, _, error in changed
+        leading_svd(update, k, rtol=known.rtol, rounding=error) for update, _, error in changed
     )
     return Triplets(unchanged, k, parts, tuple(weight for _, weight, _ in changed))
 
@@ -65,7 +65,7 @@ def kept_together(d_out: int, d_in: int, count: int) -> int:
 
 def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, kept: int) -> Cost:
     """Cost of `kept` triplets, and of U diag(s) V with the polar factors of their vectors side by side."""
-    each = svd_cost(d_out, d_in, max(1, kept // count), itemsize)
+    each = leading_cost(d_out, d_in, max(1, kept // count), itemsize)
     together = polar_cost(d_out, d_in, kept, itemsize)
     held = kept * (d_out + d_in) * itemsize
     return Cost(count * each.flops + together.flops, max(each.workspace + held, together.workspace))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covmerge.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.linalg.lapack import eigh, norm, qr
-from covmerge.linalg.spectral import truncated_svd
+from covmerge.linalg.spectral import leading_svd
 from covmerge.linalg.symmetric import gram
 from covmerge.methods.registry import Laws, Reference
 from covmerge.methods.resolution import resolution
@@ -127,9 +127,9 @@ def _protected(group: LinearGroup, core: float, own: int) -> Iterator[Tensor]:
     assert group.base is not None
     known = resolution(group, None)
     k = max(1, int(core * min(group.shape)))
-    parts = [truncated_svd(group.base, k, rtol=known.rtol).right]
+    parts = [leading_svd(group.base, k, rtol=known.rtol).right]
     for update, error in zip(group.updates, known.rounding, strict=True):
-        parts.append(truncated_svd(update, own, rtol=known.rtol, rounding=error).right)
+        parts.append(leading_svd(update, own, rtol=known.rtol, rounding=error).right)
     frame, coordinates = qr(torch.cat(parts).to(torch.float64).mT)
     anchored, *rewritten = torch.split(coordinates, [len(part) for part in parts], dim=1)
     relied = [gram((anchored - v @ (v.mT @ anchored)).mT) for v in rewritten]
