@@ -24,7 +24,7 @@ from covmerge.covariance import normal
 from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.estimate import gram as gram_of
 from covmerge.covariance.mixed import solve_mixed
-from covmerge.linalg import auto
+from covmerge.linalg import auto, spectral
 from covmerge.linalg.cholesky import all_above
 from covmerge.linalg.lapack import norm, svd
 from covmerge.linalg.pinv import pinv_right, solve_full_rank
@@ -129,6 +129,16 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
                 "gram": lambda a=matrix, k=k: truncated_svd(a, k, rtol=1e-6),
             },
         )
+    for d_out, d_in, k in ((768, 768, 96), (384, 1536, 48), (2304, 768, 19), (768, 768, 256)):
+        matrix = noise(d_out, d_in)
+        yield (
+            [d_out, d_in, k],
+            auto.leading_choice(d_out, d_in, k, 4),
+            {
+                "gram": lambda a=matrix, k=k: truncated_svd(a, k, rtol=1e-6),
+                "refined": lambda a=matrix, k=k: _refined(a, k),
+            },
+        )
     for side, count in ((384, 1536), (768, 768), (2048, 768)):
         root = noise(4 * side, side)
         system, right = gram(root), noise(count, side)
@@ -160,6 +170,17 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
 
 def _solved(equations: normal.NormalEquations) -> Tensor:
     return solve_ridge(replace(equations, ridge=1e-2))[0]
+
+
+def _refined(matrix: Tensor, k: int) -> object:
+    """By refinement whatever the shape."""
+    found = spectral._refined(
+        matrix,
+        spectral.float64_gram(spectral._wide(matrix)),
+        spectral._Wanted(k, 1e-6, None, spectral.EXACT, matrix.shape),
+    )
+    assert found is not None
+    return found
 
 
 def _checked(equations: normal.NormalEquations) -> Tensor:

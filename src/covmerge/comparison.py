@@ -45,9 +45,9 @@ from covmerge.text import some
 from covmerge.types import Json
 from covmerge.version import __version__
 
-# Methods that run together keep the spectrum of the sum of a layer's updates (`LinearGroup.once`), and
-# the experts' Gram matrices for what is retained: an upper bound, in copies of what is read for the
-# layer.
+# Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
+# and their polar factors (`LinearGroup.once`), and the experts' Gram matrices for what is retained: an
+# upper bound, in copies of what is read for the layer.
 _SHARED_COPIES = 5
 # Methods that minimise what the prediction sums up, so that it is near 1 for them by construction:
 # as a measure it is spent on them.

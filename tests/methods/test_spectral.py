@@ -221,14 +221,21 @@ def test_whole_residuals_of_cart_sum_to_zero():
     assert torch.allclose(whole, average, atol=1e-6)
 
 
-def test_one_decomposition_of_the_sum_serves_both_iso_methods():
+@pytest.mark.parametrize(
+    ("names", "kept"), [(("iso_c", "iso_cts"), 1), (("tsv_m", "dc_merge", "tsv_m"), 2)], ids=str
+)
+def test_one_decomposition_serves_several_methods(names, kept):
+    """The spectrum of the sum; triplets of each expert and their polar factors."""
     group = LinearGroup(tuple(draw()), (1.0,) * 4)
     shared = replace(group, shared={})
-    for name in ("iso_c", "iso_cts"):
+    for name in names:
         method = registry.get(name)
         given = method.resolve({})
         assert torch.equal(method(shared, **given).delta, method(group, **given).delta)
-    assert len(shared.shared) == 1
+    assert len(shared.shared) == kept
+    tsv_m = registry.get("tsv_m")
+    whole = tsv_m.resolve({"lossless": True})
+    assert torch.equal(tsv_m(shared, **whole).delta, tsv_m(group, **whole).delta)
 
 
 def test_the_filter_of_free_keeps_high_frequencies():

@@ -53,7 +53,11 @@ class Orthogonalized:
 
 
 def orthogonalized(
-    parts: Sequence[TruncatedSvd], *, rtol: float, apart: TruncatedSvd | None = None
+    parts: Sequence[TruncatedSvd],
+    *,
+    rtol: float,
+    apart: TruncatedSvd | None = None,
+    frame: Tensor | None = None,
 ) -> Orthogonalized:
     """Return the polar factors of [U_1 … U_n] and of [V_1 … V_n]ᵀ.
 
@@ -63,32 +67,30 @@ def orthogonalized(
     Args:
         parts: U_i, V_i and their singular values; at least one of them has directions.
         rtol: as in `polar`.
-        apart: one more part, the last, whose U is orthogonal to the others': it is its own block of the
-            polar factor on that side, which only the others are decomposed for.
+        apart: one more part, the last, whose U is orthogonal to the others': a block of its own in the
+            polar factor on that side, so that only the others are decomposed.
+        frame: orthonormal columns `(d_out, p)`, orthogonal to that U, that the others' are coordinates in.
+            There rounding does not turn a weak direction of theirs out of the frame.
     """
     every = [*parts] if apart is None else [*parts, apart]
-    most, least = _errors(every)
-    if apart is None:
-        left, off = _side([part.left for part in parts], least, most, rtol)
-    else:
-        others_most, others_least = _errors(parts)
-        left, off = _side([part.left for part in parts], others_least, others_most, rtol)
+    left, off_left = _side([part.left for part in parts], parts, rtol)
+    if frame is not None:
+        left = frame @ left
+    if apart is not None:
+        if frame is None:
+            left = torch.addmm(left, apart.left, apart.left.mT @ left, alpha=-1.0)
         left = torch.cat([left, apart.left], dim=1)
-    right, off_right = _side([part.right.mT for part in every], least, most, rtol)
-    return Orthogonalized(left, right.mT, max(off, off_right))
-
-
-def _errors(parts: Sequence[TruncatedSvd]) -> tuple[Tensor, Tensor]:
-    """What singular vectors are off by: at most, and at least."""
-    most = torch.cat([part.floor / part.kept for part in parts])
-    return most, torch.cat([CERTAIN * part.edge / part.kept for part in parts])
+    right, off_right = _side([part.right.mT for part in every], every, rtol)
+    return Orthogonalized(left, right.mT, max(off_left, off_right))
 
 
 def _side(
-    vectors: Sequence[Tensor], least: Tensor, most: Tensor, rtol: float
+    vectors: Sequence[Tensor], parts: Sequence[TruncatedSvd], rtol: float
 ) -> tuple[Tensor, int]:
-    """The polar factor of vectors side by side, and how many of its directions are dependent."""
+    """The polar factor of the parts' vectors side by side, and how many directions are dependent."""
     side = torch.cat(tuple(vectors), dim=1)
+    most = torch.cat([part.floor / part.kept for part in parts])
+    least = torch.cat([CERTAIN * part.edge / part.kept for part in parts])
     if not side.numel():
         return side, 0
     found = polar(side, rtol=rtol, errors=least)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import frexp, sqrt
+from math import frexp, inf, sqrt
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ from torch import Tensor
 from covmerge.linalg.auto import beside
 from covmerge.linalg.lapack import cholesky, eigh, lengths, solve_triangular
 
-# Most that directions may be off by outside X, about what float32 holds of one, and most that they may mix
-# within it before the last corrections, which leave that as it is.
-_SHARP, _MIXED = 3e-7, 5e-8
-# Corrections that are tried, of X and then of the k; each takes off two digits or more.
+# Of what directions are off by: most that they may mix within X before the last corrections, which leave
+# that as it is; what is sought outside of it; and most of that, where corrections gain no more.
+_MIXED, _ENOUGH, _SHARP = 5e-8, 1e-8, 3e-7
+# Corrections of X that are tried; each takes off two digits or more.
 _ROUNDS = 4
 # The gap to what is outside, in units of what float32 may be off by, below which nothing is certain.
 _CLEAR = 4.0
@@ -132,19 +132,23 @@ class _Rest:
 def _sharp(
     gram: Tensor, pairs: LeadingPairs, residual: Tensor, rest: _Rest, gap: float
 ) -> LeadingPairs | None:
-    """Correct the pairs alone, which mix no further with others, until they are sharp."""
+    """Correct the pairs alone, which mix no further with others, as far as that goes."""
     kept = pairs.vectors.shape[1]
-    vectors, values = pairs.vectors, pairs.values[:kept]
-    for _ in range(_ROUNDS):
-        if float(lengths(residual, axis=0).max()) <= _SHARP * gap:
-            return replace(pairs, vectors=vectors, values=torch.cat([values, pairs.values[kept:]]))
+    vectors, values, before = pairs.vectors, pairs.values[:kept], inf
+    while True:
+        error = float(lengths(residual, axis=0).max()) / gap
+        if error <= _ENOUGH or error > before / 4.0:
+            break
         # Orthogonal to what they were, so that XᵀX and the values change by its square only.
         vectors = vectors + rest.correction(residual, values, gap)
         vectors /= lengths(vectors, axis=0)
         residual = gram @ vectors
         values = (vectors * residual).sum(0)
         residual.sub_(vectors * values)
-    return None
+        before = error
+    if not error <= _SHARP:
+        return None
+    return replace(pairs, vectors=vectors, values=torch.cat([values, pairs.values[kept:]]))
 
 
 def _orthonormal(columns: Tensor) -> Tensor | None:

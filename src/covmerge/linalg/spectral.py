@@ -279,7 +279,8 @@ def leading_svd(
         ([3.0], [[1.0, 0.0, 0.0]])
     """
     wanted = _Wanted(k, rtol, scale, rounding, matrix.shape if shape is None else shape)
-    if leading_choice(*matrix.shape, k, matrix.dtype.itemsize).taken != "refined":
+    d_out, d_in = matrix.shape
+    if leading_choice(d_out, d_in, k, matrix.dtype.itemsize).taken != "refined":
         return _truncated(matrix, wanted)
     gram = float64_gram(_wide(matrix))
     top = _refined(matrix, gram, wanted)
@@ -287,7 +288,8 @@ def leading_svd(
 
 
 def _truncated(matrix: Tensor, wanted: _Wanted) -> TruncatedSvd:
-    if spectrum_choice(*matrix.shape, wanted.k, matrix.dtype.itemsize).taken != "svd":
+    d_out, d_in = matrix.shape
+    if spectrum_choice(d_out, d_in, wanted.k, matrix.dtype.itemsize).taken != "svd":
         return _of_gram(matrix, float64_gram(_wide(matrix)), wanted)
     left, sigma, right = svd(matrix)
     k, rank, end = wanted.of(sigma)

@@ -11,13 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.linalg.auto import Cost
-from covmerge.linalg.polar import orthogonalized
 from covmerge.linalg.select import kth_magnitude
 from covmerge.linalg.spectral import TruncatedSvd, rank_tolerance, without_order
 from covmerge.methods.elect import merge_agreeing
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.resolution import resolution
-from covmerge.methods.triplets import kept_together, leading_triplets, triplets_cost
+from covmerge.methods.triplets import kept_together, leading_triplets, together, triplets_cost
 from covmerge.methods.words import ARBITRARY, DEPENDENT, UNCHANGED
 from covmerge.noticed import Noticed, Words
 from covmerge.types import LinearGroup, Merged
@@ -161,7 +160,7 @@ def dc_merge(
     found = leading_triplets(group, known)
     if not found.parts:
         return Merged(torch.zeros_like(like), DcNoticed(found.unchanged))
-    joined = orthogonalized(found.parts, rtol=known.rtol)
+    joined = together(group, known, found)
     places = list(_side_by_side(found.parts))
     resolved = _ROUNDED_APART * rank_tolerance(group.shape, torch.float32, None)
     blocks: list[Tensor] = []

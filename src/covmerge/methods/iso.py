@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
@@ -224,14 +224,14 @@ def iso_cts(
     changed = known.changed(group)
     c, s = _dimensions(whole.rank, len(changed), common_fraction)
     common = whole.first(c)
-    beyond = whole.left[:, common.left.shape[1] :] if whole.rank == group.shape[0] else None
+    beyond = _beyond(whole, common)
     tasks = [
         _task_directions(update, common.left, beyond, s, rtol=known.rtol, rounding=error)
         for update, _, error in changed
     ]
     sigma = [part.kept * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
     flat = float(torch.cat([*sigma, common.kept]).mean())
-    joined = orthogonalized(tasks, rtol=known.rtol, apart=common)
+    joined = orthogonalized(tasks, rtol=known.rtol, apart=common, frame=beyond)
     noticed = FlattenedTasks(
         unchanged=len(group.updates) - len(changed),
         rank=whole.rank,
@@ -261,6 +261,12 @@ def _dimensions(rank: int, count: int, common_fraction: float) -> tuple[int, int
     return max(0, rank - per_task * count), per_task
 
 
+def _beyond(whole: TruncatedSvd, common: TruncatedSvd) -> Tensor | None:
+    """The other directions of the outputs, where with U_c they span all: a basis of what U_c leaves."""
+    d_out, c = common.left.shape
+    return whole.left[:, c:] if c < whole.rank == d_out else None
+
+
 def _task_directions(
     update: Tensor,
     common: Tensor,
@@ -270,18 +276,11 @@ def _task_directions(
     rtol: float,
     rounding: Rounding,
 ) -> TruncatedSvd:
-    """Return the leading directions of (I − U_cU_cᵀ)Δ, with U exactly orthogonal to U_c.
-
-    With `beyond`, an orthonormal basis of what U_c leaves of the outputs, they are those
-    of the few rows of beyondᵀΔ.
-    """
-    scale = norm(update)
-    if beyond is not None and beyond.shape[1]:
+    """Return the leading directions of (I − U_cU_cᵀ)Δ; U in the basis `beyond`, where there is one."""
+    if beyond is None:
+        rows = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
+    else:
         rows = beyond.mT @ update
-        shape = update.shape
-        top = leading_svd(rows, k, rtol=rtol, scale=scale, rounding=rounding, shape=shape)
-        return replace(top, left=beyond @ top.left)
-    residual = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
-    top = leading_svd(residual, k, rtol=rtol, scale=scale, rounding=rounding)
-    # What rounding of the residual left of U_c is much, in directions of a small singular value.
-    return replace(top, left=torch.addmm(top.left, common, common.mT @ top.left, alpha=-1.0))
+    return leading_svd(
+        rows, k, rtol=rtol, scale=norm(update), rounding=rounding, shape=update.shape
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from covmerge.linalg.auto import Cost, leading_cost, polar_cost
+from covmerge.linalg.polar import Orthogonalized, orthogonalized
 from covmerge.linalg.spectral import TruncatedSvd, leading_svd
 from covmerge.methods.resolution import Resolution
 from covmerge.types import LinearGroup
@@ -41,6 +42,12 @@ def leading_triplets(group: LinearGroup, known: Resolution, *, lossless: bool = 
         >>> found.unchanged, found.k, len(found.parts)
         (1, 2, 2)
     """
+    if lossless:
+        return _find(group, known, lossless=True)
+    return group.once(f"leading triplets, {known}", lambda: _find(group, known, lossless=False))
+
+
+def _find(group: LinearGroup, known: Resolution, *, lossless: bool) -> Triplets:
     changed = known.changed(group)
     unchanged = len(group.updates) - len(changed)
     if not changed:
@@ -51,6 +58,18 @@ def leading_triplets(group: LinearGroup, known: Resolution, *, lossless: bool = 
         leading_svd(update, k, rtol=known.rtol, rounding=error) for update, _, error in changed
     )
     return Triplets(unchanged, k, parts, tuple(weight for _, weight, _ in changed))
+
+
+def together(group: LinearGroup, known: Resolution, found: Triplets) -> Orthogonalized:
+    """The polar factors of the vectors of all experts side by side, for `found` of some experts.
+
+    Several methods may be given the same: they must not be modified.
+    """
+
+    def make() -> Orthogonalized:
+        return orthogonalized(found.parts, rtol=known.rtol)
+
+    return group.once(f"polar factors of {found.k} triplets each, {known}", make)
 
 
 def kept_together(d_out: int, d_in: int, count: int) -> int:

@@ -9,10 +9,9 @@ import torch
 from pydantic import Field
 
 from covmerge.linalg.auto import Cost
-from covmerge.linalg.polar import orthogonalized
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.resolution import resolution
-from covmerge.methods.triplets import kept_together, leading_triplets, triplets_cost
+from covmerge.methods.triplets import kept_together, leading_triplets, together, triplets_cost
 from covmerge.methods.words import DEPENDENT, UNCHANGED
 from covmerge.noticed import Noticed, Words
 from covmerge.types import LinearGroup, Merged
@@ -124,6 +123,6 @@ def tsv_m(
     if not found.parts:
         return Merged(torch.zeros_like(group.updates[0]), TsvNoticed(found.unchanged))
     sigma = torch.cat([p.kept * w for p, w in zip(found.parts, found.weights, strict=True)])
-    joined = orthogonalized(found.parts, rtol=known.rtol)
-    merged = joined.left.mul_(scale * sigma.to(joined.left.dtype)) @ joined.right
+    joined = together(group, known, found)
+    merged = (joined.left * (scale * sigma.to(joined.left.dtype))) @ joined.right
     return Merged(merged, TsvNoticed(found.unchanged, found.k, len(sigma), joined.dependent))
