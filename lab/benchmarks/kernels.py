@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "kernels.json")
     arguments = parser.parse_args()
-    theirs = {} if arguments.peers is None else published(arguments.peers)
+    theirs = {} if arguments.peers is None else published(arguments.peers, arguments.methods)
     rows = []
     for block in arguments.blocks:
         count, shapes = BLOCKS[block]
@@ -94,7 +94,7 @@ def main() -> None:
                     rows.append(row)
                     print(line(row), flush=True)
     result = {
-        "command": "python -m benchmarks.kernels --peers DIR",
+        "command": command(sys.argv[1:]),
         "machine": machine(),
         "blocks": totals(rows),
         "layers": rows,
@@ -103,6 +103,18 @@ def main() -> None:
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     for total in result["blocks"]:
         print(total)
+
+
+def command(given: Sequence[str]) -> str:
+    """What was asked for, without where the peers lie and the result goes."""
+    words = iter(given)
+    shown = ["python -m benchmarks.kernels"]
+    for word in words:
+        if word == "--out":
+            next(words)
+        else:
+            shown += [word, "DIR"] if word == "--peers" and next(words) else [word]
+    return " ".join(shown)
 
 
 def experts(kind: str, shape: tuple[int, int], count: int) -> list[Tensor]:
@@ -130,18 +142,8 @@ def experts(kind: str, shape: tuple[int, int], count: int) -> list[Tensor]:
     return found
 
 
-def published(folder: Path) -> dict[str, Merge]:
+def published(folder: Path, methods: Sequence[str]) -> dict[str, Merge]:
     """The authors' functions, each as one from a layer's updates to the merged update."""
-    ace = source(folder / "ACE-Merging/src/merge/strategy.py", "MergeStrategy")["MergeStrategy"]
-    actmat = source(folder / "actmat/src/merging.py", "merge_actmat")
-    actmat["pinv"] = torch.linalg.pinv
-    tsv = source(
-        folder / "task_singular_vectors/src/utils/TSVM_utils.py",
-        "compute_and_sum_svd_mem_reduction",
-    )
-    iso = source(folder / "iso-merging/src/utils/iso.py", "iso_c", "iso_cts")
-    wudi = source(folder / "WUDI-Merging/vit/wudi_main.py", "get_redundant_task_vector")
-    wudi["tqdm"] = lambda steps: steps
 
     def as_dicts(updates: Sequence[Tensor]) -> tuple[list[Any], Any]:
         vectors = [
@@ -157,17 +159,39 @@ def published(folder: Path) -> dict[str, Merge]:
     def by_config(function: Callable[..., Any]) -> Merge:
         return lambda updates: function(*as_dicts(updates))["w"]
 
-    def wudi_once(updates: Sequence[Tensor]) -> Tensor:
-        return wudi["get_redundant_task_vector"]("w", torch.stack(list(updates)), WUDI_TIMED)
+    def ace() -> Merge:
+        own = source(folder / "ACE-Merging/src/merge/strategy.py", "MergeStrategy")["MergeStrategy"]
+        return lambda updates: own(["w"], as_dicts(updates)[0], "cpu").ace_merging(eps=EPS)["w"]
 
-    return {
-        "ace": lambda updates: ace(["w"], as_dicts(updates)[0], "cpu").ace_merging(eps=EPS)["w"],
-        "actmat": lambda updates: actmat["merge_actmat"](torch.stack(list(updates))),
-        "iso_c": by_config(iso["iso_c"]),
-        "iso_cts": by_config(iso["iso_cts"]),
-        "tsv_m": by_config(tsv["compute_and_sum_svd_mem_reduction"]),
-        "wudi": wudi_once,
+    def actmat() -> Merge:
+        own = source(folder / "actmat/src/merging.py", "merge_actmat")
+        own["pinv"] = torch.linalg.pinv
+        return lambda updates: own["merge_actmat"](torch.stack(list(updates)))
+
+    def iso(name: str) -> Merge:
+        return by_config(source(folder / "iso-merging/src/utils/iso.py", name)[name])
+
+    def tsv_m() -> Merge:
+        name = "compute_and_sum_svd_mem_reduction"
+        return by_config(
+            source(folder / "task_singular_vectors/src/utils/TSVM_utils.py", name)[name]
+        )
+
+    def wudi() -> Merge:
+        name = "get_redundant_task_vector"
+        own = source(folder / "WUDI-Merging/vit/wudi_main.py", name)
+        own["tqdm"] = lambda steps: steps
+        return lambda updates: own[name]("w", torch.stack(list(updates)), WUDI_TIMED)
+
+    found: dict[str, Callable[[], Merge]] = {
+        "ace": ace,
+        "actmat": actmat,
+        "iso_c": lambda: iso("iso_c"),
+        "iso_cts": lambda: iso("iso_cts"),
+        "tsv_m": tsv_m,
+        "wudi": wudi,
     }
+    return {name: found[name]() for name in methods if name in found}
 
 
 def source(path: Path, *names: str) -> dict[str, Any]:

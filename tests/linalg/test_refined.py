@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from covmerge import merge_layer
 from covmerge.linalg import auto
 from covmerge.linalg.polar import orthogonalized
 from covmerge.linalg.refined import leading_pairs
@@ -188,3 +189,22 @@ def test_a_part_apart_is_a_block_of_its_own(framed):
     products = [each.left @ each.right for each in (apart, together)]
     assert (products[0] - products[1]).norm() < 2e-6 * products[1].norm()
     assert (apart.left[:, :12].mT @ whole.left).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, (SIDE, 280)) for name in ("tsv_m", "dc_merge", "cart", "resmerge", "iso_cts")),
+        ("iso_cts", (280, SIDE)),
+    ],
+)
+def test_methods_on_layers_that_are_refined(name, shape):
+    """In any order, and at any size, they give what float64 does."""
+    updates = [
+        of_spectrum(0.1 * STEPS**-0.5, *shape) @ (torch.eye(shape[1]) + 0.02 * noise.float())
+        for noise in (rows(shape[1], shape[1], seed) for seed in range(8))
+    ]
+    exact = merge_layer([update.double() for update in updates], name)
+    for given, factor in ((updates, 1.0), (updates[::-1], 1.0), ([4 * u for u in updates], 4.0)):
+        merged = merge_layer(given, name)
+        assert (merged - factor * exact).norm() < 1e-5 * factor * exact.norm()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -110,12 +110,11 @@ def _cost_with_tasks(
     kept = max(side, count)
     common = _cost_of_sum(d_out, d_in, count, itemsize)
     c, s = _dimensions(side, count, common_fraction)
-    if d_out <= d_in:  # in the few directions that are not common
-        each = leading_cost(d_out - c, d_in, s, itemsize)
-        project = 2.0 * d_out * (d_out - c) * d_in
-    else:
-        each = leading_cost(d_out, d_in, s, itemsize)
-        project = 4.0 * d_out * d_in * c
+    each = leading_cost(d_out, d_in, s, itemsize)
+    project = 4.0 * d_out * d_in * c
+    if d_out <= d_in:  # in the few directions that are not common, unless the sum has a lower rank
+        flops = leading_cost(d_out - c, d_in, s, itemsize).flops
+        each, project = replace(each, flops=flops), 2.0 * d_out * (d_out - c) * d_in
     together = polar_cost(d_out, d_in, kept, itemsize, apart=c)
     # The vectors of the sum live throughout, those of the tasks from one to the next.
     whole = side * (d_out + d_in) * itemsize
