@@ -1,6 +1,6 @@
 """Eigenproblems before and after: merges of one layer by two trees of covmerge, in turns.
 
-    python -m benchmarks.spectra --before DIR/src [--rounds 2] [--out FILE.json]
+    python -m benchmarks.spectra --before DIR/src [--rounds 1] [--out FILE.json]
 
 The four matrices of a ViT-B/16 block with 8 experts, as in `benchmarks.kernels`, by the methods that
 decompose spectra. Both trees have a process of their own, with one thread, and are asked in turn, layer
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="the folder that has the other covmerge")
     parser.add_argument("--kinds", nargs="+", default=["homogeneous", "decaying"], choices=KINDS)
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "spectra.json")
     parser.add_argument("--serve", action="store_true", help="answer on standard input")
     arguments = parser.parse_args()

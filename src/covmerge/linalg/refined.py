@@ -92,14 +92,14 @@ def leading_pairs(
         kept = k if cut is None else cut(theta)
         if not 0 < kept < b:
             return None
-        gap = float(theta[kept - 1]) - rest.largest - off
-        if gap < _CLEAR * off:
+        last = float(theta[kept - 1])
+        gap, step = last - rest.largest - off, last - float(theta[kept])
+        if gap < _CLEAR * off or not step > 0.0:
             return None
         span, image = span @ turn, image @ turn
         residual = image.sub_(span * theta)
         error = float(lengths(residual[:, :kept], axis=0).max()) / gap
-        mixed = error**2 * float(theta[kept - 1]) / float(theta[kept - 1] - theta[kept])
-        if mixed <= _MIXED:
+        if error**2 * last <= _MIXED * step:
             pairs = LeadingPairs(theta, span[:, :kept], rest.least - off)
             return _sharp(gram, pairs, residual[:, :kept], rest, gap)
         span += rest.correction(residual, theta, gap)
