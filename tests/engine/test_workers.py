@@ -7,7 +7,8 @@ import covmerge
 from covmerge.engine import Context, NoOutput, RunOptions, Task
 from covmerge.engine import workers as choosing
 from covmerge.engine.serving import serve
-from covmerge.engine.workers import choose_workers, usable_cores
+from covmerge.engine.thread_count import usable_cores
+from covmerge.engine.workers import choose_workers
 from covmerge.plan import WorkItem, build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.sources import open_checkpoints

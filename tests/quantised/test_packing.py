@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from covmerge.quantised import LAYOUTS, as_stored, open_plain
+from covmerge.quantised.writing.gguf import WRITTEN
 from covmerge.recipe.schema import Quantise
 from covmerge.types import TensorHeader
 from tests.quantised.make_goldens import EXPECTED, weight
@@ -41,7 +42,9 @@ def assert_equal(parts, others):
 
 
 def test_the_recipe_knows_all_layouts():
-    assert get_args(Quantise) == ("none", "same", *LAYOUTS)
+    known = get_args(Quantise)
+    assert known[: 2 + len(LAYOUTS)] == ("none", "same", *LAYOUTS)
+    assert {*known[2 + len(LAYOUTS) :]} == {"gguf", *(f"gguf-{kind.lower()}" for kind in WRITTEN)}
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])

@@ -31,7 +31,7 @@ advice     merged updates that were blown up, in words, with what to do
 losses     what rounding to a quantised format left of the update, by layer
 entries    items joined to tensors, tensors to totals; what methods noticed, each as its own type
 ties       tied tensors that are stored twice
-thread_count  how many threads torch computes with, thread by thread
+thread_count  cores that there are, and threads that torch computes with
 """
 
 from covmerge.engine.advice import account_of_lengths

@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
-import psutil
-
 from covmerge.checkpoints import Checkpoint
+from covmerge.engine.thread_count import usable_cores
 from covmerge.types import Json
 
 _CORES = 4  # for each file: two hash it, and the others look at it and wait for the disk
@@ -52,7 +51,7 @@ def files_at_once(count: int, processes: int = 1, cores: int | None = None) -> i
         processes: that share its machine.
         cores: of its machine; None: of this one.
     """
-    cores = cores or psutil.cpu_count() or 1
+    cores = cores or usable_cores()
     return max(1, min(count, _MOST, cores // _CORES // processes))
 
 

@@ -1,11 +1,19 @@
-"""How many threads torch computes with, thread by thread."""
+"""How many cores there are, and how many threads torch computes with, thread by thread."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def use_threads(count: int) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import psutil
 import torch
 
 from covmerge.engine.executor import moved_together
 from covmerge.engine.survey import survey_bytes
+from covmerge.engine.thread_count import usable_cores
 from covmerge.plan import Plan
 from covmerge.recipe import format_size
 
@@ -72,10 +71,3 @@ def choose_workers(
         return Choice(1, "most of the mathematics is of matrices that each take all cores")
     workers = min(max(2, cores // threads if threads < cores else cores), len(batches))
     return Choice(workers, f"{format_size(size)} to read and write, and {cores} cores")
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return psutil.cpu_count() or 1
