@@ -111,7 +111,15 @@ def test_a_failed_check_exits_with_1(models, monkeypatch):
     assert ran.stderr == "error: out fails its verification. finite: w\n"
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+REFUSED = [
+    MemoryError(),
+    RuntimeError("can't start new thread"),
+    RuntimeError("std::bad_alloc"),  # as torch passes C++'s exception on
+    OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+]
+
+
+@pytest.mark.parametrize("error", REFUSED, ids=str)
 def test_memory_that_the_system_refuses_exits_with_2(models, monkeypatch, error):
     replace_run(monkeypatch, error)
     ran = covmerge("merge", *flags(models), models / "out", code=2)

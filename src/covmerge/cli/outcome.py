@@ -20,7 +20,15 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 RECIPES = (".yml", ".yaml", ".json")  # what their names end in
 _RECIPE = "covmerge.recipe"
 TERMINATED = 143  # 128 + SIGTERM
-_NO_MEMORY = ("can't start new thread", "can't allocate memory", "out of memory")
+# How Python, torch's allocators, C++ and the C library say it.
+_NO_MEMORY = (
+    "can't start new thread",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "out of memory",
+    "std::bad_alloc",
+)
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -83,18 +91,17 @@ class ReportingGroup(TyperGroup):
         except KeyboardInterrupt as stop:
             stderr().print(str(stop) or "interrupted")
             raise typer.Exit(_interrupted()) from None
-        except (MemoryError, RuntimeError) as error:
-            if not _of_memory(error):
-                raise
-            _fail(
-                ResourceError(
-                    f"the memory is used up ({str(error).splitlines()[0] if str(error) else 'refused'}): "
-                    "free some, raise the limit of this process (ulimit -v), or pass a smaller "
-                    "--max-memory and fewer --workers and --threads"
+        except (MemoryError, RuntimeError, OSError) as error:
+            if _of_memory(error):
+                said = str(error).partition("\n")[0] or "refused"
+                _fail(
+                    ResourceError(
+                        f"the memory is used up ({said}): "
+                        "free some, raise the limit of this process (ulimit -v), or pass a smaller "
+                        "--max-memory and fewer --workers and --threads"
+                    )
                 )
-            )
-        except OSError as error:
-            if error.errno not in _NO_SPACE:
+            if not isinstance(error, OSError) or error.errno not in _NO_SPACE:
                 raise
             _fail(
                 ResourceError(
@@ -106,7 +113,8 @@ class ReportingGroup(TyperGroup):
 
 def _of_memory(error: Exception) -> bool:
     """Whether the system refused memory: to Python, to torch, or for the stack of a thread."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY)
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)
 
 
 def _fail(error: CovmergeError, form: Form = "flags") -> NoReturn:
