@@ -161,7 +161,10 @@ def keep_probabilities(
     if rows.shape[1] < 2:
         return torch.full_like(rows, density, dtype=dtype)
     # Which of equal magnitudes comes first is torch's matter.
-    rank = rows.abs().argsort(dim=1).argsort(dim=1).to(dtype) + 1
+    order = rows.abs().argsort(dim=1)
+    ranks = torch.arange(rows.shape[1], device=rows.device).to(dtype) + 1
+    ranks = ranks.view(-1, *[1] * (rows.dim() - 2))
+    rank = torch.empty_like(rows, dtype=dtype).scatter_(1, order, ranks.expand_as(order))
     low, high = rank.amin(dim=1, keepdim=True), rank.amax(dim=1, keepdim=True)
     return ((rank - low) / (high - low)).clamp_(0, 1) * 2 * epsilon + (density - epsilon)
 
