@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from rich.console import Console
@@ -224,6 +225,9 @@ def test_regimes(small_text, monkeypatch, tmp_path):
         assert {"auto", "auto, base's inputs", "average", "task_arithmetic, tuned"} < titles
         # What merges inside the adapters' space is left out where not all are adapters.
         assert ("core_space" in titles) == (name != "full and adapters in turns")
+    # An interrupted run goes on: what was scored is not scored again.
+    monkeypatch.setattr(small_text, "score", None)
+    assert study.run(small_text, [Variant("lora", 0)]).numbers == found.numbers
     assert "| 2 experts |" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "regimes-lora.png").exists()
     assert not list((small_text.suite.folder / "work").iterdir())
@@ -248,6 +252,30 @@ def test_who_is_merged_in_a_regime(small_text, tmp_path):
     assert not (mixed[second] / "adapter_config.json").exists()
     assert found["one update 5 times as long"][first] != experts.folders[first]
     assert found["one update 0.2 times as long"][second] == experts.folders[second]
+    ranks = found["adapters of ranks 4, 16 and 64 in turns"]
+    assert [_rank_and_start(ranks[task])[0] for task in tasks] == [4, 16]
+    assert [_rank_and_start(each)[0] for each in found["adapters of rank 64"].values()] == [64, 64]
+    began = found["adapters that began alike"]
+    assert set(began) == set(tasks)
+    # After five steps A is hardly more than its start.
+    alike = [_rank_and_start(began[task])[1] for task in tasks]
+    unlike = [_rank_and_start(experts.folders[task])[1] for task in tasks]
+    assert (alike[0] - alike[1]).norm() < 0.1 * (unlike[0] - unlike[1]).norm()
+    longer = json.loads(
+        (found["one trained 10 times as long"][second] / "training.json").read_text()
+    )
+    assert longer["settings"]["steps"] == 50
+    assert found["one trained 10 times as long"][first] == experts.folders[first]
+    by_sgd = found["SGD and AdamW in turns"]
+    assert by_sgd[first] == experts.folders[first]
+    assert json.loads((by_sgd[second] / "training.json").read_text())["variant"] == "lora-0-sgd"
+
+
+def _rank_and_start(adapter):
+    (file,) = adapter.glob("adapter_model.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    first = next(tensor for name, tensor in sorted(tensors.items()) if ".lora_A." in name)
+    return first.shape[0], first
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -166,6 +166,22 @@ class Bench:
         with self.experts(variant, tasks, kinds) as experts:
             models = [*bounds(experts), *self.merge(experts, merges, tuned=True)]
             return Outcome(variant, tuple(tasks), tuple(self.score(experts, models)))
+
+    def kept(self, name: str, variant: Variant, make: Callable[[], Outcome]) -> Outcome:
+        """Return what came of something, made now unless the same code made it before.
+
+        Args:
+            name: of what is made, unlike all others.
+            variant: of the experts that it is made of.
+            make: makes it.
+        """
+        path = self.suite.folder / "outcomes" / f"{name}.json"
+        key = sources()
+        outcome = load_outcome(path, key, variant)
+        if outcome is None:
+            outcome = make()
+            save_outcome(outcome, path, key)
+        return outcome
 
     @contextmanager
     def _stage(self, title: str) -> Generator[None]:

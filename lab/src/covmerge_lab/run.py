@@ -149,16 +149,8 @@ def _check(out: Path, methods: Sequence[str] | None) -> None:
 def _outcome(
     of: Bench, variant: Variant, tasks: Sequence[str], methods: Sequence[str] | None
 ) -> Outcome:
-    """Run one variant, unless the same code has run it before on the same experts."""
     asked = hashlib.sha256(repr((tuple(tasks), methods)).encode()).hexdigest()[:12]
-    path = of.suite.folder / "outcomes" / f"{variant}-{asked}.json"
-    key = bench.sources()
-    kept = bench.load_outcome(path, key, variant)
-    if kept is not None:
-        return kept
-    outcome = of.run(variant, tasks, methods)
-    bench.save_outcome(outcome, path, key)
-    return outcome
+    return of.kept(f"{variant}-{asked}", variant, lambda: of.run(variant, tasks, methods))
 
 
 def _command(

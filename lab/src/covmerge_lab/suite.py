@@ -9,7 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from covmerge import code
 from covmerge_lab import splits, training
 from covmerge_lab.own import DRAWN, Own
-from covmerge_lab.training import ALPHA, RANK, Settings, device, products
+from covmerge_lab.training import ALPHA, RANK, Optimizer, Settings, device, products
 from covmerge_lab.workers import OnProgress
 
 # Its annotations are partial.
@@ -40,13 +40,27 @@ class Variant:
     Attributes:
         kind: every weight, or LoRA.
         seed: of the order of the examples, of fresh heads and of LoRA's random factors.
+        rank: of LoRA.
+        times: how many times as many steps as the suite has it.
+        optimizer: by which it is trained.
+        one_start: whether all tasks' LoRA begins with the same random factors.
     """
 
     kind: Kind
     seed: int
+    rank: int = RANK
+    times: float = 1.0
+    optimizer: Optimizer = "adamw"
+    one_start: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind}-{self.seed}"
+        unusual = (
+            f"-rank-{self.rank}" if self.rank != RANK else "",
+            f"-times-{self.times:g}" if self.times != 1 else "",
+            f"-{self.optimizer}" if self.optimizer != "adamw" else "",
+            "-one-start" if self.one_start else "",
+        )
+        return f"{self.kind}-{self.seed}{''.join(unusual)}"
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,7 @@ class Suite(ABC):
             Seconds per step, or None when the expert was there already.
         """
         settings = self.settings(task, variant)
+        settings = replace(settings, steps=max(1, round(variant.times * settings.steps)))
         marker = training.marker(settings, variant=str(variant), **self.learnt_from(task))
         out = self.expert(task, variant)
         if training.is_trained(out, marker):
@@ -162,7 +177,11 @@ class Suite(ABC):
         seed = 1000 * variant.seed + list(self.tasks).index(task)
         torch.default_generator.manual_seed(seed)
         lessons = self.lessons(task, settings.batch_size, seed)
-        model: Any = self.adapt(lessons.model) if variant.kind == "lora" else lessons.model
+        if variant.one_start:
+            torch.default_generator.manual_seed(1000 * variant.seed)
+        model: Any = lessons.model
+        if variant.kind == "lora":
+            model = self.adapt(model, variant.rank)
         model.to(device()).train()
 
         def loss(batch: Batch) -> Tensor:
@@ -171,17 +190,19 @@ class Suite(ABC):
             with products() if self.autocast else nullcontext():
                 return lessons.loss((there, wanted.to(device())))
 
-        seconds = training.fit(model, lessons.batches, loss, settings, on_progress)
+        seconds = training.fit(
+            model, lessons.batches, loss, settings, on_progress, by=variant.optimizer
+        )
         with training.finished(out, marker) as folder:
             model.save_pretrained(str(folder))
             if self.tokenizer is not None:
                 _Tokenizer.from_pretrained(self.tokenizer).save_pretrained(folder)
         return seconds
 
-    def adapt(self, model: Any) -> Any:
+    def adapt(self, model: Any, rank: int = RANK) -> Any:
         """Return the model with fresh adapters by PEFT, which are put into the model itself."""
         config = peft.LoraConfig(
-            r=RANK, lora_alpha=ALPHA, target_modules=list(self.adapted), **self.lora
+            r=rank, lora_alpha=ALPHA * rank // RANK, target_modules=list(self.adapted), **self.lora
         )
         return peft.get_peft_model(model, config)
 

@@ -21,12 +21,16 @@ from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
 from covmerge_lab.suite import Kind, Variant
 from covmerge_lab.summary import Group, Row, difference, summarise
+from covmerge_lab.training import RANK
 from covmerge_lab.workers import Job
 
 # Its annotations are partial.
 _plt: Any = plt
 
 LONG = 5.0  # times as long as it was trained
+OFTEN = 10.0  # times as many steps
+RANKS = (4, 16, 64)
+_LISTED = f"{', '.join(map(str, RANKS[:-1]))} and {RANKS[-1]}"
 AUTO = "auto, base's inputs"
 ALONE = "auto"
 AVERAGE = "average"
@@ -47,37 +51,77 @@ class Regime:
         name: what the table calls it.
         make: gives the experts by name, of the bench, those that were trained and a folder to write in;
             those with the name of a task are scored.
+        kind: of the experts that it is of; None for both.
     """
 
     name: str
     make: Callable[[Bench, Experts, Path], Folders]
+    kind: Kind | None = None
 
 
 def _first(count: int) -> Callable[[Bench, Experts, Path], Folders]:
     return lambda bench, experts, out: dict(list(experts.folders.items())[:count])
 
 
-def _other_training(bench: Bench, experts: Experts, tasks: Sequence[str]) -> Folders:
-    variant = replace(experts.variant, seed=experts.variant.seed + 1)
+def _trained(bench: Bench, experts: Experts, tasks: Sequence[str], **otherwise: Any) -> Folders:
+    """Train some tasks' experts in another way."""
+    variant = replace(experts.variant, **otherwise)
     bench.train(variant, tasks)
-    return {f"{task}-again": bench.suite.expert(task, variant) for task in tasks}
+    return {task: bench.suite.expert(task, variant) for task in tasks}
+
+
+def _again(bench: Bench, experts: Experts, tasks: Sequence[str]) -> Folders:
+    again = _trained(bench, experts, tasks, seed=experts.variant.seed + 1)
+    return {**experts.folders, **{f"{task}-again": folder for task, folder in again.items()}}
 
 
 def _one_twice(bench: Bench, experts: Experts, _: Path) -> Folders:
-    return {**experts.folders, **_other_training(bench, experts, list(experts.folders)[:1])}
+    return _again(bench, experts, list(experts.folders)[:1])
 
 
 def _all_twice(bench: Bench, experts: Experts, _: Path) -> Folders:
-    return {**experts.folders, **_other_training(bench, experts, list(experts.folders))}
+    return _again(bench, experts, list(experts.folders))
 
 
 def _mixed(bench: Bench, experts: Experts, _: Path) -> Folders:
     """Every other expert is of the other kind."""
     other: Kind = "lora" if experts.variant.kind == "full" else "full"
-    variant = replace(experts.variant, kind=other)
     tasks = list(experts.folders)[1::2]
-    bench.train(variant, tasks)
-    return {**experts.folders, **{task: bench.suite.expert(task, variant) for task in tasks}}
+    return {**experts.folders, **_trained(bench, experts, tasks, kind=other)}
+
+
+def _by_sgd(bench: Bench, experts: Experts, _: Path) -> Folders:
+    """Every other expert is trained by SGD."""
+    tasks = list(experts.folders)[1::2]
+    return {**experts.folders, **_trained(bench, experts, tasks, optimizer="sgd")}
+
+
+def _ranks(*ranks: int) -> Callable[[Bench, Experts, Path], Folders]:
+    """Give adapters of these ranks in turns."""
+
+    def make(bench: Bench, experts: Experts, out: Path) -> Folders:
+        tasks = list(experts.folders)
+        found = [
+            _trained(bench, experts, tasks[place :: len(ranks)], rank=rank)
+            for place, rank in enumerate(ranks)
+        ]
+        return {task: found[place % len(ranks)][task] for place, task in enumerate(tasks)}
+
+    return make
+
+
+def _one_start(bench: Bench, experts: Experts, _: Path) -> Folders:
+    return _trained(bench, experts, list(experts.folders), one_start=True)
+
+
+def _one_trained(times: float) -> Callable[[Bench, Experts, Path], Folders]:
+    """Train the last task's expert for other numbers of steps."""
+
+    def make(bench: Bench, experts: Experts, out: Path) -> Folders:
+        tasks = list(experts.folders)[-1:]
+        return {**experts.folders, **_trained(bench, experts, tasks, times=times)}
+
+    return make
 
 
 def _one_times(times: float) -> Callable[[Bench, Experts, Path], Folders]:
@@ -101,6 +145,12 @@ REGIMES = (
     Regime("one task trained twice", _one_twice),
     Regime("all tasks trained twice", _all_twice),
     Regime("full and adapters in turns", _mixed),
+    *(Regime(f"adapters of rank {rank}", _ranks(rank), "lora") for rank in RANKS if rank != RANK),
+    Regime(f"adapters of ranks {_LISTED} in turns", _ranks(*RANKS), "lora"),
+    Regime("adapters that began alike", _one_start, "lora"),
+    Regime("SGD and AdamW in turns", _by_sgd, "full"),
+    Regime(f"one trained {OFTEN:g} times as long", _one_trained(OFTEN)),
+    Regime(f"one trained {1 / OFTEN:g} times as long", _one_trained(1 / OFTEN)),
     Regime(f"one update {LONG:g} times as long", _one_times(LONG)),
     Regime(f"one update {1 / LONG:g} times as long", _one_times(1 / LONG)),
     Regime("one more, its update random", _one_random),
@@ -113,7 +163,8 @@ class Regimes(Study):
     name = "regimes"
     about = (
         "Does the default keep up wherever experts come from: few and many, two of one task, adapters "
-        "among full fine-tunes, updates much longer or shorter than the others', and one that is random? "
+        "among full fine-tunes, adapters of other ranks and starts, other optimisers, training much longer "
+        "or shorter, updates much longer or shorter than the others', and one that is random? "
         "Known methods at their defaults, Task Arithmetic tuned on labels, on the same experts."
     )
 
@@ -147,16 +198,25 @@ accuracy shown, which no user has.
 def _outcomes(bench: Bench, variant: Variant) -> dict[str, Outcome]:
     tasks = tuple(bench.suite.tasks)
     bench.train(variant, tasks)
-    found: dict[str, Outcome] = {}
     with bench.experts(variant, tasks, [BASE]) as experts:
-        for regime in REGIMES:
-            work = experts.work / regime.name.replace("/", "-")
-            changed = _changed(bench, experts, regime, work)
-            models = [*bounds(changed), *bench.merge(changed, _merges(changed), tuned=True)]
-            scored = bench.score(changed, models, measured=False)
-            found[regime.name] = Outcome(variant, changed.tasks, tuple(scored))
-            shutil.rmtree(work)
-    return found
+        return {
+            regime.name: bench.kept(
+                f"{variant}-regime-{regime.name}",
+                variant,
+                partial(_outcome, bench, experts, regime),
+            )
+            for regime in REGIMES
+            if regime.kind in (None, variant.kind)
+        }
+
+
+def _outcome(bench: Bench, experts: Experts, regime: Regime) -> Outcome:
+    work = experts.work / regime.name
+    changed = _changed(bench, experts, regime, work)
+    models = [*bounds(changed), *bench.merge(changed, _merges(changed), tuned=True)]
+    scored = bench.score(changed, models, measured=False)
+    shutil.rmtree(work)
+    return Outcome(experts.variant, changed.tasks, tuple(scored))
 
 
 def _changed(bench: Bench, experts: Experts, regime: Regime, work: Path) -> Experts:
