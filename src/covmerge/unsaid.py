@@ -15,6 +15,7 @@ import psutil
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.memory import MemoryCheckpoint
 from covmerge.checkpoints.unwrapped import Unwrapped
+from covmerge.memory import all_memory
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import NOTHING, RANDOM, Recipe, format_size
@@ -107,7 +108,8 @@ def why_not(
         return f"transformers does not build the base ({described.notes[0]})"
     needed, limit, whose = memory_needed(base), max_memory, "--max-memory"
     if limit is None:
-        limit, whose = int(_SHARE * psutil.virtual_memory().total), "the machine's memory"
+        there = all_memory()
+        limit, whose = int(_SHARE * there.size), there.whose
     else:
         needed += psutil.Process().memory_info().rss
     if needed > limit:

@@ -11,6 +11,7 @@ import torch
 
 from covmerge.engine.executor import held_together
 from covmerge.errors import ResourceError
+from covmerge.memory import free_memory
 from covmerge.plan import Plan
 from covmerge.recipe import format_size
 
@@ -132,10 +133,10 @@ def plan_memory(
     largest, workspace = max(moved), max(spaces)
     beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
-    free = resident - held + psutil.virtual_memory().available // processes
-    limit = free if max_memory is None else max_memory
+    free = free_memory(processes)
+    limit = resident - held + free.size if max_memory is None else max_memory
     if resident + workspace + largest > limit:
-        given = "of memory are free" if max_memory is None else "are allowed (--max-memory)"
+        given = f"of {free.whose} are free" if max_memory is None else "are allowed (--max-memory)"
         raise ResourceError(
             f"the merge needs {format_size(resident + workspace + largest)} and "
             f"{format_size(limit)} {given}: {format_size(resident)} for the process, "

@@ -21,6 +21,7 @@ from covmerge import code
 from covmerge.cache import user_cache
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import CovmergeError, InputError, ResourceError
+from covmerge.memory import free_memory
 from covmerge.statistics.collect import Progress, collect
 from covmerge.statistics.examples import MADE
 from covmerge.statistics.file import SUFFIX, StatisticsFile, probe
@@ -119,10 +120,11 @@ def memory_needed(base: Checkpoint) -> int:
 
 def _check_memory(base: Checkpoint, max_memory: int | None) -> None:
     resident = psutil.Process().memory_info().rss
-    free = resident + psutil.virtual_memory().available
-    limit, needed = free if max_memory is None else max_memory, resident + memory_needed(base)
+    free = free_memory()
+    limit = resident + free.size if max_memory is None else max_memory
+    needed = resident + memory_needed(base)
     if needed > limit:
-        given = "are free" if max_memory is None else "are allowed (--max-memory)"
+        given = f"of {free.whose} are free" if max_memory is None else "are allowed (--max-memory)"
         gib = 2**30
         raise ResourceError(
             f"{HOW} ({base.source}) take up to {needed / gib:.3g} GiB, and {limit / gib:.3g} GiB {given}: "

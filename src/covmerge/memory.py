@@ -1,0 +1,139 @@
+"""What memory this process may take: of the machine, of the container it is in, of its Slurm job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+MACHINE = "this machine's memory"
+
+# A cgroup's own limit, what it has taken, and of that the pages of files, which the kernel takes back.
+_V2 = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_MIB = 2**20  # Slurm's unit
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An amount of memory, and what sets it.
+
+    Attributes:
+        size: bytes.
+        whose: `this machine's memory`, or the limit that is tighter, with what it is read from.
+    """
+
+    size: int
+    whose: str = MACHINE
+
+
+def free_memory(
+    processes: int = 1, *, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
+) -> Memory:
+    """Return what this process may take beside what it has.
+
+    Where several limits hold the tightest counts: what the machine has free, what is left of the limits of
+    this process's cgroup and of those above it (Docker, Kubernetes, systemd, Slurm), and what
+    Slurm says that the job was given, which holds too where no cgroup enforces it.
+
+    Args:
+        processes: as many as this one, which share it.
+        root: of the file system that tells of cgroups.
+        environment: has Slurm's variables.
+    """
+    machine = Memory(psutil.virtual_memory().available // processes)
+    found = [
+        *(
+            Memory(max(0, group.limit - group.taken) // processes, group.whose)
+            for group in _groups(root)
+        ),
+        *(
+            Memory(max(0, job.size // processes - psutil.Process().memory_info().rss), job.whose)
+            for job in _slurm(environment)
+        ),
+    ]
+    return min([machine, *found], key=lambda memory: memory.size)
+
+
+def all_memory(*, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Memory:
+    """Return what all processes here may take together, whatever they have taken; see `free_memory`."""
+    machine = Memory(psutil.virtual_memory().total)
+    limits = [Memory(group.limit, group.whose) for group in _groups(root)]
+    return min([machine, *limits, *_slurm(environment)], key=lambda memory: memory.size)
+
+
+@dataclass(frozen=True)
+class _Group:
+    limit: int
+    taken: int
+    whose: str
+
+
+def _groups(root: Path) -> Iterator[_Group]:
+    """Go from this process's cgroup up; where there are none, or none with a limit, nothing comes."""
+    for mount, names, (limit, taken, reclaimed) in _mounts(root):
+        # In a container the path is often the host's, and the container's own group is the mount itself.
+        for depth in range(len(names), -1, -1):
+            folder = mount.joinpath(*names[:depth])
+            most, now = _number(folder / limit), _number(folder / taken)
+            if most is not None and now is not None:
+                files = _stat(folder / "memory.stat", reclaimed)
+                yield _Group(
+                    most, now - files, f"the memory limit of this cgroup ({folder / limit})"
+                )
+
+
+def _mounts(root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, str, tuple[str, str]]]]:
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = PurePosixPath(path).parts[1:]
+        # A process outside its cgroup namespace's root: where its group is cannot be told from here.
+        names = () if ".." in names else names
+        if not controllers:
+            yield root / "sys/fs/cgroup", names, _V2
+        elif "memory" in controllers.split(","):
+            yield root / "sys/fs/cgroup/memory", names, _V1
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None where there is no file, or `max` for no limit."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _stat(path: Path, names: tuple[str, ...]) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
+
+
+def _slurm(environment: Mapping[str, str]) -> Iterator[Memory]:
+    """Return what Slurm gave the job on this node, where it says so; 0 is all of the node's memory."""
+    per_node = _given(environment, "SLURM_MEM_PER_NODE")
+    if per_node:
+        yield Memory(per_node * _MIB, "Slurm's memory limit (SLURM_MEM_PER_NODE)")
+    per_core = _given(environment, "SLURM_MEM_PER_CPU")
+    cores = _given(environment, "SLURM_CPUS_ON_NODE")
+    if per_core and cores:
+        yield Memory(per_core * cores * _MIB, "Slurm's memory limit (SLURM_MEM_PER_CPU)")
+
+
+def _given(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0

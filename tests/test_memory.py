@@ -1,0 +1,157 @@
+"""What memory there is for a process: the machine's, a container's, a Slurm job's."""
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from covmerge.memory import MACHINE, all_memory, free_memory
+
+GIB = 2**30
+NOTHING = {}
+
+
+def put(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+def stat(prefix=""):
+    return f"anon 5\n{prefix}inactive_file {2**20}\n{prefix}active_file {2**20}\nslab 7"
+
+
+def test_where_nothing_else_is_said_it_is_the_machines(tmp_path):
+    assert free_memory(root=tmp_path, environment=NOTHING).whose == MACHINE
+    assert all_memory(root=tmp_path, environment=NOTHING).size == psutil.virtual_memory().total
+
+
+def test_the_tightest_of_nested_groups_counts_and_pages_of_files_are_free(tmp_path):
+    put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pods/pod/main",
+            "sys/fs/cgroup/pods/pod/main/memory.max": "max",
+            "sys/fs/cgroup/pods/pod/main/memory.current": 5,
+            "sys/fs/cgroup/pods/pod/memory.max": 2**30,
+            "sys/fs/cgroup/pods/pod/memory.current": 2**29,
+            "sys/fs/cgroup/pods/pod/memory.stat": stat(),
+            "sys/fs/cgroup/pods/memory.max": 2**40,
+            "sys/fs/cgroup/pods/memory.current": 2**30,
+        },
+    )
+    found = free_memory(root=tmp_path, environment=NOTHING)
+    assert found.size == GIB // 2 + 2**21
+    assert str(tmp_path / "sys/fs/cgroup/pods/pod/memory.max") in found.whose
+    assert free_memory(4, root=tmp_path, environment=NOTHING).size == found.size // 4
+    assert all_memory(root=tmp_path, environment=NOTHING).size == GIB
+
+
+@pytest.mark.parametrize(
+    ("line", "folder"),
+    [
+        ("4:memory:/docker/abc", "docker/abc"),
+        ("4:cpu,memory:/docker/abc", ""),  # in the container the mount is its own group
+        ("4:memory:/../other", ""),
+    ],
+)
+def test_the_first_version_of_cgroups(line, folder, tmp_path):
+    group = Path("sys/fs/cgroup/memory") / folder
+    put(
+        tmp_path,
+        {
+            "proc/self/cgroup": f"2:cpuset:/\n{line}\n0::/",
+            str(group / "memory.limit_in_bytes"): GIB,
+            str(group / "memory.usage_in_bytes"): GIB // 4,
+            str(group / "memory.stat"): stat("total_"),
+        },
+    )
+    found = free_memory(root=tmp_path, environment=NOTHING)
+    assert found.size == GIB - GIB // 4 + 2**21
+    assert str(group) in found.whose
+
+
+def test_a_group_that_took_more_than_it_may_has_nothing_free(tmp_path):
+    put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": 1000,
+            "sys/fs/cgroup/memory.current": 2000,
+        },
+    )
+    assert free_memory(root=tmp_path, environment=NOTHING).size == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({"SLURM_MEM_PER_NODE": "4096"}, 4 * GIB),
+        ({"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "3"}, 3 * GIB),
+        ({"SLURM_MEM_PER_NODE": "0"}, None),  # all of the node's
+        ({"SLURM_MEM_PER_CPU": "1024"}, None),
+        ({"SLURM_MEM_PER_NODE": "4G"}, None),
+    ],
+)
+def test_what_slurm_gave_the_job(environment, size, tmp_path):
+    found = all_memory(root=tmp_path, environment=environment)
+    assert found.size == (size or psutil.virtual_memory().total)
+    if size is None:
+        return
+    assert "Slurm" in found.whose
+    # What two ranks have taken is of the same limit.
+    mine = psutil.Process().memory_info().rss
+    free = free_memory(2, root=tmp_path, environment=environment).size
+    assert abs(free - max(0, size // 2 - mine)) < 2**26
+
+
+def _new_group():
+    """Make a cgroup below this process's own, if this machine lets it."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            return Path("/sys/fs/cgroup/memory") / path.lstrip(
+                "/"
+            ) / "covmerge-test", "limit_in_bytes"
+        if controllers == "" and Path("/sys/fs/cgroup/cgroup.controllers").exists():
+            return Path("/sys/fs/cgroup/covmerge-test"), "max"
+    return None, ""
+
+
+MERGE = """
+import os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+from covmerge.memory import all_memory, free_memory
+print(free_memory().size, all_memory().size, free_memory().whose, sep="\\n")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/cgroup").exists(), reason="no Linux")
+def test_a_real_group(tmp_path):
+    folder, limit = _new_group()
+    try:
+        folder.mkdir()
+        (folder / f"memory.{limit}").write_text(str(GIB))
+    except (AttributeError, OSError) as error:
+        pytest.skip(f"no cgroup can be made here: {error}")
+    try:
+        out = subprocess.run(
+            [sys.executable, "-c", MERGE, str(folder)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=dict(os.environ),
+        )
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
+    free, there, whose = out.stdout.splitlines()
+    assert GIB // 2 < int(free) < GIB
+    assert int(there) == GIB
+    assert str(folder) in whose
