@@ -19,7 +19,7 @@ from covmerge.memory import all_memory
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import NOTHING, RANDOM, Recipe, format_size
-from covmerge.statistics.of_base import memory_needed
+from covmerge.statistics.needed import memory_needed
 from covmerge.tensors import Donor, Stacked, describe_checkpoint
 
 # Of the memory that the machine has, where no limit is given: what else runs on it is not known, and the

@@ -1,5 +1,6 @@
 """`covmerge collect`: what it prints, and how it ends."""
 
+import json
 import re
 import subprocess
 import sys
@@ -66,6 +67,20 @@ def test_all_experts_at_once(tmp_path):
     assert StatisticsFile.open(paths[0]).protocol == "regmean++"
 
 
+def test_all_experts_at_once_on_what_they_write(tmp_path):
+    base, paths = save_family(build("llama"), tmp_path)
+    given = [f"--expert={name}={path}" for name, path in paths.items()]
+    flags = ["--protocol=regmean++", "--inputs=generated", "--tokens=12", "--seed=2"]
+    out = tmp_path / "out"
+    covmerge("collect", *flags, "--base", base, *given, "--out", out)
+    stats = [f"--stats={name}={out / name}.covstats.safetensors" for name in paths]
+    how = ["--method=regmean++", *stats]
+    covmerge("merge", "--base", base, *given, tmp_path / "merged", *how)
+    sources = json.loads((tmp_path / "merged" / "covmerge.json").read_text())["sources"]
+    made = [sources[f"statistics {name}"]["content"]["generated"] for name in paths]
+    assert [each["seed"] for each in made] == [2, 2]
+
+
 BAD = {
     "nothing": ([], "a model, a file of examples and a file to write are needed"),
     "no out": (["m", "a.txt"], "are needed: covmerge collect EXPERT DATA OUT"),
@@ -85,7 +100,31 @@ BAD = {
     ),
     "labels of a Gram matrix": (
         ["--protocol=regmean++", "--base=m", "--out=out", "--labels=data"],
-        "--labels, --seed, --start, --tokens and --temperature belong to --protocol inputs",
+        "--other, --kind and --labels belong to --protocol inputs",
+    ),
+    "a temperature of given data": (
+        ["--protocol=regmean++", "--base=m", "--out=out", "--expert=a=m", "--temperature=2"],
+        "--temperature belongs to --inputs generated",
+    ),
+    "data beside what is generated": (
+        ["--protocol=regmean++", "--base=m", "--out=out", "--inputs=generated", "--data=a=a.txt"],
+        "--inputs generated needs no --data: leave it out",
+    ),
+    "inputs of all": (
+        ["--protocol=regmean++", "--base=m", "--out=out", "--inputs=made"],
+        "--inputs is 'made': pass data, generated or random",
+    ),
+    "random ones of all": (
+        ["--protocol=regmean++", "--base=m", "--out=out", "--inputs=random"],
+        "--inputs random belongs to --protocol inputs",
+    ),
+    "memory": (["m", "a.txt", OUT, "--max-memory=300MB"], "are allowed (--max-memory)"),
+    "memory for all": (
+        [
+            *("--protocol=regmean++", "--base=m", "--out=o", "--expert=a=m", "--data=a=a.txt"),
+            "--max-memory=300MB",
+        ],
+        "are allowed (--max-memory)",
     ),
     "no base": (["--protocol=regmean++", "--out=out"], "--base SOURCE and --out FOLDER"),
     "no experts": (["--protocol=regmean++", "--base=m", "--out=out"], "no experts are given"),
@@ -120,7 +159,7 @@ def test_help_comes_without_torch_and_fits():
     for flag in (
         "kind", "max-examples", "labels", "seed", "max-length", "tokenizer", "text-column",
         "pair-column", "label-column", "protocol", "base", "expert", "data", "out", "batch-size",
-        "device", "overwrite", "json",
+        "device", "max-memory", "overwrite", "json",
     ):  # fmt: skip
         assert f"--{flag} " in done.stdout
 

@@ -7,8 +7,10 @@ import torch
 import transformers
 from torch import nn
 
+from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import StatisticsFile, collect, collect_regmean_pp
+from covmerge.statistics import Generated, Reading, StatisticsFile, collect, collect_regmean_pp
+from covmerge.statistics.model import load_model
 from tests.e2e.models import BUILDERS, TEXT, build, fine_tuned
 from tests.statistics.models import (
     classifier,
@@ -126,6 +128,44 @@ def test_against_the_definition(tmp_path, name):
     last = next(n for n in own.names("gram") if f"{BLOCKS[name]}.1." in n)
     difference = own.read("gram", last) - merged.read("gram", last)
     assert float(difference.norm() / own.read("gram", last).norm()) > 1e-2
+
+
+def test_inputs_that_each_expert_writes(tmp_path):
+    folder, paths = save_family(build("llama"), tmp_path)
+    how = Generated(tokens=5, seed=3)
+    collect_regmean_pp(folder, paths, how, tmp_path / "out", max_examples=6, batch_size=4)
+    # Each wrote before anything was merged: the same as if its texts had been given.
+    texts = {}
+    for name, path in paths.items():
+        model = load_model(open_checkpoint(path), "cpu", head=False, writing=True)
+        reading = Reading(max_examples=6, batch_size=4)
+        texts[name] = list(model.batches(how, reading)[0])
+    assert not torch.equal(texts["e1"][0]["input_ids"], texts["e2"][0]["input_ids"])
+    collect_regmean_pp(folder, paths, texts, tmp_path / "given")
+    for name in paths:
+        own, given = (
+            StatisticsFile.open(tmp_path / of / f"{name}.covstats.safetensors")
+            for of in ("out", "given")
+        )
+        assert own.protocol == "regmean++"
+        assert own.about.content == given.about.content
+        assert own.about.generated["start"] == "bos"
+        assert given.about.generated is None
+
+
+def test_inputs_that_all_experts_are_shown(tmp_path):
+    folder, paths = save_family(build("bert"), tmp_path)
+    done = collect_regmean_pp(folder, paths, Generated(), tmp_path / "out", max_examples=9)
+    for file in done.values():
+        assert "what enters a block is the same for all" in " ".join(file.notes)
+    first, second = (StatisticsFile.open(file.path) for file in done.values())
+    same = {
+        name.split(".", 3)[3]: torch.equal(first.read("gram", name), second.read("gram", name))
+        for name in first.names("gram")
+        if ".layer.1." in name
+    }
+    assert same["attention.self.query.weight"]
+    assert not same["output.dense.weight"]
 
 
 def test_images(tmp_path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covmerge.cli import options
 from covmerge.cli.console import print_json, printable, say, stderr, stdout
 from covmerge.cli.units import format_seconds
 from covmerge.errors import InputError
@@ -184,6 +185,7 @@ def collect(
         str,
         typer.Option(metavar="cpu|cuda[:i]", rich_help_panel=_RUN, help="Where the model runs."),
     ] = "cpu",
+    max_memory: options.MaxMemory = None,
     overwrite: Annotated[
         bool,
         typer.Option(
@@ -205,15 +207,20 @@ def collect(
 
     covmerge collect --protocol regmean++ --base B --expert code=./code
     --data code=code.jsonl ... --out DIR
+
+    covmerge collect --protocol regmean++ --inputs generated --base B
+    --expert code=./code ... --out DIR
     """
     from covmerge.cli.flags import pairs
     from covmerge.cli.progress import ExamplesProgress
     from covmerge.engine import usable_device
+    from covmerge.recipe import parse_size
     from covmerge.statistics import collect as collect_one
     from covmerge.statistics import collect_regmean_pp
 
     how: dict[str, Any] = {
         "device": usable_device(device),
+        "max_memory": None if max_memory is None else parse_size(max_memory),
         "overwrite": overwrite,
         "progress": ExamplesProgress(stderr()),
         "max_examples": max_examples,
@@ -221,12 +228,12 @@ def collect(
         "max_length": max_length,
         "tokenizer": tokenizer,
     }
+    made = {"start": start, "tokens": tokens, "temperature": temperature, "seed": seed}
     columns = {"text_column": text_column, "pair_column": pair_column, "label_column": label_column}
     how |= {name: value for name, value in columns.items() if value is not None}
     if protocol == "inputs":
         _refuse("regmean++", base if inputs == "data" else None, named_expert, named_data, folder)
-        options = {"start": start, "tokens": tokens, "temperature": temperature, "seed": seed}
-        examples, target = _examples(inputs, data, out, options, other)
+        examples, target = _examples(inputs, data, out, made, other)
         if expert is None or target is None:
             raise InputError(_USAGE[inputs])
         done = [
@@ -243,15 +250,13 @@ def collect(
             )
         ]
     elif protocol == "regmean++":
-        _refuse("inputs", expert, data, out, kind, labels, seed, start, tokens, temperature, other)
-        if inputs != "data":
-            raise InputError(
-                f"--inputs {inputs} belongs to --protocol inputs: leave out one of them"
-            )
+        _refuse("inputs", expert, data, out, kind, labels, other)
+        if inputs == "random":
+            raise InputError("--inputs random belongs to --protocol inputs: leave out one of them")
         if base is None or folder is None:
             raise InputError("--base SOURCE and --out FOLDER are needed for --protocol regmean++")
         experts = pairs("--expert", named_expert or (), "code=./code")
-        examples_of = pairs("--data", named_data or (), "code=code.jsonl")
+        examples_of = _examples_of_all(inputs, named_data or (), made)
         done = list(collect_regmean_pp(base, experts, examples_of, folder, **how).values())
     else:
         raise InputError(f"--protocol is '{protocol}': pass inputs or regmean++")
@@ -281,16 +286,11 @@ def _examples(
     """What the expert sees, and the file to write: the second place, where there is no data."""
     from covmerge.statistics import Generated
 
-    if inputs not in _USAGE:
-        raise InputError(f"--inputs is '{inputs}': pass data, generated or random")
+    _check_inputs(inputs)
     given = {name: value for name, value in options.items() if value is not None}
     start = given.get("start")
     if inputs == "data":
-        own = [*(name for name in given if name != "seed"), *(["other"] if others else [])]
-        if own:
-            raise InputError(
-                f"--{own[0]} belongs to --inputs generated: leave it out, or pass that"
-            )
+        _refuse_made([*(name for name in given if name != "seed"), *(["other"] if others else [])])
         if data is None or out is None:
             raise InputError(_USAGE[inputs])
         return data, out
@@ -303,12 +303,39 @@ def _examples(
     return Generated(**given), data
 
 
+def _examples_of_all(
+    inputs: str, data: Sequence[str], options: Mapping[str, Any]
+) -> Mapping[str, str] | Generated:
+    """What the experts of RegMean++ see: a file each, or what each makes itself."""
+    from covmerge.cli.flags import pairs
+    from covmerge.statistics import Generated
+
+    _check_inputs(inputs)
+    given = {name: value for name, value in options.items() if value is not None}
+    if inputs == "data":
+        _refuse_made(list(given))
+        return pairs("--data", data, "code=code.jsonl")
+    if data:
+        raise InputError(f"--inputs {inputs} needs no --data: leave it out")
+    return Generated(**given)
+
+
+def _check_inputs(inputs: str) -> None:
+    if inputs not in _USAGE:
+        raise InputError(f"--inputs is '{inputs}': pass data, generated or random")
+
+
+def _refuse_made(given: Sequence[str]) -> None:
+    """Refuse what belongs to inputs that are made."""
+    if given:
+        raise InputError(f"--{given[0]} belongs to --inputs generated: leave it out, or pass that")
+
+
 def _refuse(protocol: str, *given: object) -> None:
     """Refuse arguments of the other protocol, rather than pass over them."""
     if any(value is not None and value != [] for value in given):
         words = {
-            "inputs": "EXPERT, DATA, OUT, --other, --kind, --labels, --seed, --start, --tokens and "
-            "--temperature belong to --protocol inputs",
+            "inputs": "EXPERT, DATA, OUT, --other, --kind and --labels belong to --protocol inputs",
             "regmean++": "--base, --expert, --data and --out belong to --protocol regmean++",
         }
         raise InputError(f"{words[protocol]}: leave them out, or pass --protocol {protocol}")

@@ -12,7 +12,8 @@ from covmerge.plan.operations import Merge
 from covmerge.plan.work import TensorPlan
 from covmerge.recipe import RANDOM, Recipe, format_size
 from covmerge.statistics.file import StatisticsFile
-from covmerge.statistics.of_base import HOW, memory_needed
+from covmerge.statistics.needed import memory_needed
+from covmerge.statistics.of_base import HOW
 from covmerge.tensors import matrix_shapes
 from covmerge.text import some
 

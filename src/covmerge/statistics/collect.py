@@ -20,6 +20,7 @@ from covmerge.statistics.fisher import FisherCollector, Labels
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import RunningModel, load_model
+from covmerge.statistics.needed import check_memory, memory_needed
 from covmerge.statistics.reactions import Reactions
 from covmerge.statistics.write import Contents, Statistic, check_output, write_statistics
 from covmerge.stores.address import local_path
@@ -29,6 +30,8 @@ _SHARED = (
     "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To merge "
     "by them, name --base and each --other expert",
 )
+
+SMALLER = "collect on a larger machine; the file may be used on any"
 
 
 class Progress(Protocol):
@@ -83,6 +86,7 @@ def collect(
     base: str | Path | None = None,
     others: Sequence[str | Path] = (),
     device: str | torch.device = "cpu",
+    max_memory: int | None = None,
     progress: Progress | None = None,
     overwrite: bool = False,
     **reading: Unpack[ReadingOptions],
@@ -109,6 +113,7 @@ def collect(
         others: the experts that it is to be merged with, without itself: its reaction is then held
             against the mean of theirs. They are read layer by layer.
         device: where the model runs.
+        max_memory: bytes that the process may take, small batches supposed; None: what is free.
         progress: called for every batch.
         overwrite: replace a statistics file.
         **reading: how examples become batches, the attributes of `Reading`: `max_examples`,
@@ -117,7 +122,7 @@ def collect(
     Raises:
         InputError: anything wrong with the model, the examples or the output; nothing is left
             behind.
-        ResourceError: the disk is full.
+        ResourceError: the model with its sums does not fit the memory, or the disk is full.
 
     Departs from the paper: nowhere. A Gram matrix is `(d_in, d_in)`, Fisher information of the shape
     of its tensor, both means in float32.
@@ -131,7 +136,9 @@ def collect(
     source = _checked_labels(labels)
     generated = isinstance(examples, Generated)
     if generated:
-        _check_generated(source, reading)
+        check_generated(reading)
+        if source == "data":
+            raise InputError("what is generated has no labels: pass --labels model")
     _check_base(base, others, chosen, generated=generated)
     check_output(out, overwrite=overwrite)
     how = Reading(**reading)
@@ -141,6 +148,8 @@ def collect(
             return opened.enter_context(closing(open_checkpoint(source)))
 
         opened_expert = opening(expert) if isinstance(expert, str | Path) else expert
+        needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
+        check_memory(needed, max_memory, f"{opened_expert.source} and its sums", SMALLER)
         model = load_model(opened_expert, device, head="fisher" in chosen, writing=generated)
         reactions = base and Reactions(model, opening(base), [opening(other) for other in others])
         grams = GramCollector(model.layers(), reactions or None) if "gram" in chosen else None
@@ -208,7 +217,7 @@ def _checked_labels(labels: str) -> Labels:
     return cast("Labels", labels)
 
 
-def _check_generated(labels: Labels, reading: ReadingOptions) -> None:
+def check_generated(reading: ReadingOptions) -> None:
     """Refuse what belongs to examples of a file, rather than pass over it."""
     for name in ("text_column", "pair_column", "label_column"):
         if name in reading:
@@ -216,8 +225,6 @@ def _check_generated(labels: Labels, reading: ReadingOptions) -> None:
                 f"--{name.replace('_', '-')} is for a file of examples, and --inputs generated reads none: "
                 "leave it out"
             )
-    if labels == "data":
-        raise InputError("what is generated has no labels: pass --labels model")
 
 
 def _check_base(

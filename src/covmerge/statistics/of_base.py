@@ -14,30 +14,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from covmerge import code
 from covmerge.cache import user_cache
 from covmerge.checkpoints import Checkpoint
-from covmerge.errors import CovmergeError, InputError, ResourceError
-from covmerge.memory import free_memory
+from covmerge.errors import CovmergeError, InputError
 from covmerge.statistics.collect import Progress, collect
 from covmerge.statistics.examples import MADE
 from covmerge.statistics.file import SUFFIX, StatisticsFile, probe
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.model import in_short, require_transformers
+from covmerge.statistics.needed import check_memory, memory_needed
 from covmerge.stores.disk import disk_errors
-from covmerge.tensors import describe_checkpoint, matrix_shapes
-from covmerge.types import Role
 
 DRAWN = Generated("random")
 HOW = f"{MADE} random inputs through the base"
 
 _KEPT_BYTES = 16 * 2**30  # of all files together, the latest used
-_BESIDE = 512 * 2**20  # transformers, and a batch on its way through the model
 _READ_FROM = frozenset({".json", ".model", ".txt", ".tiktoken"})
-_SUM = torch.float64.itemsize
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,13 @@ def base_inputs(
         with suppress(OSError):  # a cache that may be read and not written
             os.utime(path)
         return BaseInputs(path, None)
-    _check_memory(base, max_memory)
+    check_memory(
+        memory_needed(base),
+        max_memory,
+        f"{HOW} ({base.source})",
+        "collect them on a larger machine (covmerge collect BASE OUT --inputs random) and name that file, "
+        "or leave out --base-stats random",
+    )
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -100,37 +101,6 @@ def base_inputs(
         raise InputError(f"{base.source} cannot be run: {in_short(error)}") from error
     _make_room(folder, path)
     return BaseInputs(path, made.seconds, made.notes)
-
-
-def memory_needed(base: Checkpoint) -> int:
-    """Return what running a base for its inputs takes beside the process, from above.
-
-    Its weights as they are stored and in float32, and a sum for every layer: layers with one input share
-    theirs, but which these are shows when they are called.
-    """
-    described = describe_checkpoint(base).tensors
-    total = _BESIDE
-    for name, header in base.headers.items():
-        total += header.nbytes + header.numel * torch.float32.itemsize
-        info = described[name]
-        if info.role in (Role.LINEAR, Role.CONV1D):
-            total += sum(_SUM * d_in**2 for _, d_in in matrix_shapes(header.shape, info.layout))
-    return total
-
-
-def _check_memory(base: Checkpoint, max_memory: int | None) -> None:
-    resident = psutil.Process().memory_info().rss
-    free = free_memory()
-    limit = resident + free.size if max_memory is None else max_memory
-    needed = resident + memory_needed(base)
-    if needed > limit:
-        given = f"of {free.whose} are free" if max_memory is None else "are allowed (--max-memory)"
-        gib = 2**30
-        raise ResourceError(
-            f"{HOW} ({base.source}) take up to {needed / gib:.3g} GiB, and {limit / gib:.3g} GiB {given}: "
-            "collect them on a larger machine (covmerge collect BASE OUT --inputs random) and name that "
-            "file, or leave out --base-stats random"
-        )
 
 
 def _key(base: Checkpoint, device: torch.device) -> str:

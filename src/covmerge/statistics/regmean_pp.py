@@ -22,11 +22,21 @@ from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, did_you_mean
 from covmerge.identifiers import expert_name
 from covmerge.methods import registry
-from covmerge.statistics.collect import Collected, Progress, collected, packed_note, reported
+from covmerge.statistics.collect import (
+    SMALLER,
+    Collected,
+    Progress,
+    check_generated,
+    collected,
+    packed_note,
+    reported,
+)
 from covmerge.statistics.examples import Examples, Reading, ReadingOptions, size_of
 from covmerge.statistics.file import SUFFIX
+from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import Layer, RunningModel, load_model
+from covmerge.statistics.needed import check_memory, memory_needed
 from covmerge.statistics.write import Contents, check_output, write_statistics
 from covmerge.stores.address import local_path
 from covmerge.stores.disk import disk_errors
@@ -35,14 +45,20 @@ from covmerge.types import LinearGroup, Measured
 
 Advance = Callable[[int], None]
 
+_SHARED = (
+    "all experts are shown these inputs, so that what enters a block is the same for all: its first layers "
+    "are merged to their mean",
+)
+
 
 def collect_regmean_pp(
     base: str | Path,
     experts: Mapping[str, str | Path],
-    examples: Mapping[str, Examples],
+    examples: Mapping[str, Examples] | Generated,
     out: str | Path,
     *,
     device: str | torch.device = "cpu",
+    max_memory: int | None = None,
     progress: Progress | None = None,
     overwrite: bool = False,
     **reading: Unpack[ReadingOptions],
@@ -56,9 +72,11 @@ def collect_regmean_pp(
     Args:
         base: folder of the base model, or a repository of the Hub.
         experts: the same of each expert, by name.
-        examples: each expert's, as in `collect`; batches are kept, on the CPU.
+        examples: each expert's, as in `collect`; batches are kept, on the CPU. Or `Generated`: what each
+            expert writes before anything is merged, or what is drawn for all of them.
         out: folder for the files `<name>.covstats.safetensors`; it is made if need be.
         device: where the models run.
+        max_memory: bytes that the process may take, small batches supposed; None: what is free.
         progress: called for every example in every stage.
         overwrite: replace statistics files.
         **reading: as in `collect`.
@@ -69,22 +87,33 @@ def collect_regmean_pp(
     Raises:
         InputError: anything wrong with the inputs, a model without a list of blocks, or models that
             differ; nothing is left behind.
-        ResourceError: the disk is full.
+        ResourceError: all models with their sums do not fit the memory, or the disk is full.
 
     Departs from the paper: linear layers outside the blocks get Gram matrices too.
     """
     start = time.perf_counter()
     how = Reading(**reading)
-    files = _files(experts, examples, local_path(out).expanduser(), overwrite=overwrite)
+    generated = isinstance(examples, Generated)
+    if generated:
+        check_generated(reading)
+    given = experts if generated else examples
+    files = _files(experts, given, local_path(out).expanduser(), overwrite=overwrite)
     with ExitStack() as stack:
-
-        def load(source: str | Path) -> RunningModel:
-            checkpoint = stack.enter_context(closing(open_checkpoint(source)))
-            return load_model(checkpoint, device, head=False)
-
-        origin = load(base)
+        opened = {
+            name: stack.enter_context(closing(open_checkpoint(source)))
+            for name, source in experts.items()
+        }
+        opened_base = stack.enter_context(closing(open_checkpoint(base)))
+        needed = memory_needed(*opened.values()) + memory_needed(opened_base, grams=False)
+        check_memory(needed, max_memory, "the base, all experts and their sums", SMALLER)
+        origin = load_model(opened_base, device, head=False)
         candidates = {
-            name: _Candidate(load(source), examples[name], how) for name, source in experts.items()
+            name: _Candidate(
+                load_model(expert, device, head=False, writing=generated),
+                examples if isinstance(examples, Generated) else examples[name],
+                how,
+            )
+            for name, expert in opened.items()
         }
         ensemble = _Ensemble(origin, list(candidates.values()))
         with reported(progress, ensemble.work) as advance, torch.no_grad():
@@ -146,9 +175,17 @@ class _Candidate:
     what they gave when they were merged: the output of the last of them is all that is kept.
     """
 
-    def __init__(self, model: RunningModel, examples: Examples, reading: Reading) -> None:
+    def __init__(
+        self, model: RunningModel, examples: Examples | Generated, reading: Reading
+    ) -> None:
         self.model = model
         self.batches = list(model.batches(examples, reading)[0])
+        self._made = (
+            examples.made_for(model.whole, model.checkpoint.source)
+            if isinstance(examples, Generated)
+            else None
+        )
+        self._reading = reading
         if not self.batches:
             raise InputError(f"{model.checkpoint.source} has no examples: pass one batch or more")
         self.examples = sum(map(size_of, self.batches))
@@ -217,13 +254,15 @@ class _Candidate:
 
     def contents(self) -> Contents:
         """Return what goes into this expert's file."""
-        notes = [*self.grams.notes(), *packed_note(self.model), *self.notes]
+        made = self._made
+        shared = _SHARED if made is not None and made.shared else ()
         return Contents(
             self.model.checkpoint,
             {"gram": self.grams.statistics()},
             self.examples,
             protocol="regmean++",
-            notes=notes,
+            generated=made and made.as_json(self._reading),
+            notes=[*self.grams.notes(), *packed_note(self.model), *self.notes, *shared],
         )
 
 
