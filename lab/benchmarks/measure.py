@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 
 import torch
+
+import covmerge
 
 
 def machine() -> dict[str, object]:
@@ -40,6 +44,7 @@ def spawn(
 
     The peak of a child begins at its parent's: whoever measures memory stays small.
     """
+    _compile_own()
     sink = os.devnull if log is None else str(log)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     # Its own output is of no interest, and must not be mixed into this one's.
@@ -60,6 +65,16 @@ def spawn(
         "disk_bytes_read": usage.ru_inblock * 512,
         **asked,
     }
+
+
+@cache
+def _compile_own() -> None:
+    """Compile covmerge's modules, as pip does with what it installs.
+
+    Run from its sources where Python may not write (PYTHONDONTWRITEBYTECODE), every start would compile
+    them anew, and those of what it is compared with would not.
+    """
+    compileall.compile_dir(Path(covmerge.__file__).parent, quiet=1)
 
 
 def _bytes_asked_for(pid: int) -> dict[str, float]:

@@ -159,6 +159,8 @@ def test_norms_of_any_size(dtype):
         vector = torch.tensor([3.0, 4.0], dtype=dtype) * 2.0**exponent
         assert norm(vector) == pytest.approx(5.0 * 2.0**exponent, rel=1e-6)
     assert norm(torch.zeros(3, dtype=dtype)) == 0.0
+    least = torch.tensor([0.0, -1.0, 0.0], dtype=dtype) * torch.finfo(dtype).smallest_normal / 4
+    assert norm(least) == -float(least.min())
     assert norm(torch.zeros(0, dtype=dtype)) == 0.0
     assert math.isnan(norm(torch.tensor([1.0, math.nan], dtype=dtype)))
     assert exponent_of([torch.zeros(0), torch.zeros(2)]) == 0

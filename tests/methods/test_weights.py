@@ -215,3 +215,19 @@ def test_the_angle_of_slerp_is_that_of_all_parts(monkeypatch):
     whole = merged("slerp", group)
     monkeypatch.setattr(slerp_module, "_PART", 4)
     assert torch.allclose(merged("slerp", group), whole)
+
+
+@pytest.mark.parametrize("ends", [[1, 3, 8], [4, 8, 12, 16, 20], [16], [8, 9], [20]])
+def test_the_angle_of_slerp_is_the_same_wherever_its_pieces_end(ends, monkeypatch):
+    group = numbers(21, count=1)
+    monkeypatch.setattr(slerp_module, "_PART", 4)
+
+    def pieces(experts=None):
+        assert group.base is not None
+        for start, end in zip([0, *ends], [*ends, 21], strict=True):
+            models = tuple(model[start:end] for model in group.models)
+            yield LinearGroup((), group.weights, models=models, base=group.base[start:end])
+
+    found = covmerge.methods.get("slerp").overview.of(pieces, (21,), {"t": 0.3, "arithmetic": None})
+    rows = LinearGroup((), group.weights, models=group.models, base=group.base, known=(found,))
+    assert torch.equal(merged("slerp", rows, t=0.3), merged("slerp", group, t=0.3))

@@ -131,17 +131,31 @@ def _length(norms: list[Tensor]) -> Tensor:
 
 def _parts(ways: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Two tensors in parts `(1, n)` of one size, wherever the pieces end that they come in."""
-    first: Tensor | None = None
-    second: Tensor | None = None
+    pieces: list[tuple[Tensor, Tensor]] = []
+    held = 0
     for base, model in ways:
-        x, y = base.reshape(1, -1), model.reshape(1, -1)
-        first = x if first is None else torch.cat([first, x], dim=1)
-        second = y if second is None else torch.cat([second, y], dim=1)
-        while first.shape[1] > _PART:
+        pieces.append((base.reshape(1, -1), model.reshape(1, -1)))
+        held += base.numel()
+        if held < _PART:
+            continue
+        first, second = _joined(pieces)
+        while first.shape[1] >= _PART:
             yield _wide(first[:, :_PART]), _wide(second[:, :_PART])
             first, second = first[:, _PART:], second[:, _PART:]
-    if first is not None and second is not None:
+        held = first.shape[1]
+        pieces = [(first, second)] if held else []
+    if pieces:
+        first, second = _joined(pieces)
         yield _wide(first), _wide(second)
+
+
+def _joined(pieces: list[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+    """Each of the two tensors in one piece; the list is emptied, so that its pieces can go."""
+    if len(pieces) == 1:
+        return pieces.pop()
+    joined = [torch.cat([piece[which] for piece in pieces], dim=1) for which in (0, 1)]
+    pieces.clear()
+    return joined
 
 
 def _wide(part: Tensor) -> Tensor:
