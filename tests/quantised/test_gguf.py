@@ -119,7 +119,7 @@ def test_another_config_is_refused(tmp_path):
         open_plain(tmp_path)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen35", "no_such"])
+@pytest.mark.parametrize("architecture", ["minimax-m2", "qwen35", "no_such"])
 def test_an_architecture_that_is_not_read_is_named(tmp_path, architecture):
     path = save_llama(llama(1), tmp_path / "model.gguf", "Q8_0", architecture)
     with pytest.raises(CheckpointError, match=rf"gguf.*{architecture}"):
