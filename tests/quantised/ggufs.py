@@ -56,7 +56,9 @@ def save_moe(model: Any, path: Path, kind: str) -> Path:
     writer.add_expert_used_count(config.num_experts_per_tok)
     if architecture != "llama":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        writer.add_key_length(model.model.layers[0].self_attn.head_dim)
+        head = model.model.layers[0].self_attn.head_dim
+        writer.add_key_length(head)
+        writer.add_value_length(head)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -148,7 +150,8 @@ def _add_sizes(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    of_a_head = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(getattr(config, "head_dim", None) or of_a_head)
     writer.add_vocab_size(config.vocab_size)
     writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
 
