@@ -35,6 +35,54 @@ GPT2 = {
 }
 
 
+OF_EXPERTS = {
+    **LAYER,
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{own}_proj": f"ffn_{own}_shexp" for own in ("gate", "up", "down")},
+}
+ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
+
+
+def save_moe(model: Any, path: Path, kind: str) -> Path:
+    """Save a Mixtral, a Qwen2-MoE or a Qwen3-MoE: experts stacked, routers in float32."""
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_sizes(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture != "llama":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        head = model.model.layers[0].self_attn.head_dim
+        writer.add_key_length(head)
+        writer.add_value_length(head)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        module, _, leaf = name.rpartition(".")
+        if module in OUTSIDE:
+            _add(writer, f"{OUTSIDE[module]}.{leaf}", tensor, kind)
+            continue
+        _, _, number, inner = module.split(".", 3)
+        if leaf == "gate_up_proj":
+            for own, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                _add(writer, f"blk.{number}.ffn_{own}_exps.weight", half, kind)
+        elif leaf == "down_proj":
+            _add(writer, f"blk.{number}.ffn_down_exps.weight", tensor, kind)
+        else:
+            own = OF_EXPERTS[inner]
+            if own in heads and architecture == "llama":
+                tensor = permuted(tensor, heads[own])
+            plain = own.startswith("ffn_gate_inp")
+            values = tensor.squeeze(0) if own == "ffn_gate_inp_shexp" else tensor
+            _add(writer, f"blk.{number}.{own}.{leaf}", values, "F32" if plain else kind)
+    return _written(writer, path)
+
+
 def save_llama(
     model: Any,
     path: Path,
@@ -45,18 +93,7 @@ def save_llama(
     """Save a Llama, or what claims to be another: matrices in one type, where its blocks divide rows."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
+    _add_sizes(writer, config)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         module = name.removesuffix(".weight")
@@ -101,6 +138,22 @@ def save_gpt2(model: Any, path: Path, kind: str) -> Path:
         turned = tensor.mT if "c_" in module and leaf == "weight" else tensor
         _add(writer, f"{own}.{leaf}", turned, kind)
     return _written(writer, path)
+
+
+def _add_sizes(writer: Any, config: Any) -> None:
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    of_a_head = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(getattr(config, "head_dim", None) or of_a_head)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:

@@ -119,17 +119,35 @@ def of_packed_integers() -> Iterator[tuple[str, Layer]]:
 
 
 def of_gptq(folder: Path) -> Iterator[tuple[str, Layer]]:
-    """4 and 8 bits in both versions, the groups in order or mixed."""
-    convert = gptqmodel(folder).convert_gptq_file
-    for bits, version, mixed in ((4, "gptq", True), (4, "gptq_v2", False), (8, "gptq", False)):
+    """3, 4 and 8 bits, 3 and 4 in both versions, the groups in order or mixed."""
+    client = gptqmodel(folder)
+    convert = client.convert_gptq_file
+    for bits, version, mixed in (
+        *((4, "gptq", True), (4, "gptq_v2", False), (8, "gptq", False)),
+        *((3, "gptq", True), (3, "gptq_v2", False)),
+    ):
         generator = torch.Generator().manual_seed(bits)
         groups = torch.arange(96, dtype=torch.int32) // 32
         if mixed:
             groups = groups[torch.randperm(96, generator=generator)]
+        d_out = 32 if bits == 3 else 24
+        if (
+            bits == 3
+        ):  # packed by the client too, zero points that are the largest number among them
+            packed = (
+                client.pack_cols(
+                    torch.randint(0, 8, shape, generator=generator), bits, pack_dtype=torch.int32
+                )
+                for shape in ((d_out, 96), (3, d_out))
+            )
+            qweight, qzeros = next(packed).mT.contiguous(), next(packed)
+        else:
+            qweight = words((96 * bits // 32, d_out), bits, generator)
+            qzeros = words((3, d_out * bits // 32), bits, generator)
         stored = {
-            "fc.qweight": words((96 * bits // 32, 24), bits, generator),
-            "fc.qzeros": words((3, 24 * bits // 32), bits, generator),
-            "fc.scales": torch.rand((3, 24), generator=generator).half(),
+            "fc.qweight": qweight,
+            "fc.qzeros": qzeros,
+            "fc.scales": torch.rand((3, d_out), generator=generator).half(),
             "fc.g_idx": groups,
         }
         with TemporaryDirectory() as name:

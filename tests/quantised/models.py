@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -122,22 +124,26 @@ def bitsandbytes_8(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def gptq(name: str, weight: Tensor, group: int = 32, bits: int = 4) -> dict[str, Tensor]:
-    """A weight of 4 bits around 8, or of 8 around 128, a scale for each group of inputs."""
+    """A weight of 4 bits around 8, of 8 around 128, of 3 around 4; a scale for each group of inputs."""
     own = weight.float().mT
-    half, held = 2 ** (bits - 1), 32 // bits
+    half = 2 ** (bits - 1)
     scales = own.unflatten(0, (-1, group)).abs().amax(1) / (half - 1)
     numbers = (own / scales.repeat_interleave(group, 0)).round().add(half).clamp(0, 2 * half - 1)
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)[:, None]
-    packed = numbers.int().unflatten(0, (-1, held)) << shifts
-    zero = {4: 0x77777777, 8: 0x7F7F7F7F}[bits]
-    zeros = torch.full((len(scales), weight.shape[0] // held), zero, dtype=torch.int32)
+    zeros = torch.full((len(scales), weight.shape[0]), half - 1)
     module = name.removesuffix(".weight")
     return {
-        f"{module}.qweight": packed.sum(1, dtype=torch.int32),
-        f"{module}.qzeros": zeros,
+        f"{module}.qweight": in_words(numbers.mT, bits).mT.contiguous(),
+        f"{module}.qzeros": in_words(zeros, bits),
         f"{module}.scales": scales.half(),
         f"{module}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group,
     }
+
+
+def in_words(numbers: Tensor, bits: int) -> Tensor:
+    """Numbers of a row as one string of bits, the lowest first, in words of 32."""
+    single = np.unpackbits(numbers.numpy().astype(np.uint8)[..., None], axis=-1, bitorder="little")
+    row = single[..., :bits].reshape(len(numbers), -1)
+    return torch.from_numpy(np.packbits(row, axis=-1, bitorder="little").view("<i4"))
 
 
 def awq(name: str, weight: Tensor, group: int = 32) -> dict[str, Tensor]:
@@ -183,6 +189,7 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
     ),
     "bitsandbytes": (bitsandbytes_8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "gptq": (gptq, GPTQ),
+    "gptq, 3 bits": (partial(gptq, bits=3), {**GPTQ, "bits": 3}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "mxfp4": (mxfp4, {"quant_method": "mxfp4"}),
 }

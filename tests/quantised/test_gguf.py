@@ -112,6 +112,20 @@ def test_a_config_beside_it_decides(tmp_path):
     }
 
 
+def test_a_mistral_is_a_llama_there(tmp_path):
+    """llama.cpp has one architecture for both; the config beside it says which."""
+    save_llama(llama(1), tmp_path / "model.gguf", "F32")
+    config = llama(1).config.to_dict()
+    kept = {
+        key: value for key, value in config.items() if key not in ("model_type", "architectures")
+    }
+    transformers.MistralConfig(**kept).save_pretrained(tmp_path)
+    model = open_plain(tmp_path)
+    assert model.config["architectures"] == ["MistralForCausalLM"]
+    for name, tensor in llama(1).state_dict().items():
+        assert torch.equal(model.read(name), tensor), name
+
+
 def test_another_config_is_refused(tmp_path):
     save_llama(llama(1), tmp_path / "model.gguf", "Q8_0")
     llama(1, intermediate_size=128).config.save_pretrained(tmp_path)
@@ -119,7 +133,7 @@ def test_another_config_is_refused(tmp_path):
         open_plain(tmp_path)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen35", "no_such"])
+@pytest.mark.parametrize("architecture", ["minimax-m2", "qwen35", "no_such"])
 def test_an_architecture_that_is_not_read_is_named(tmp_path, architecture):
     path = save_llama(llama(1), tmp_path / "model.gguf", "Q8_0", architecture)
     with pytest.raises(CheckpointError, match=rf"gguf.*{architecture}"):

@@ -28,6 +28,8 @@ SETTINGS = {
     "gptq 4 gptq_v2": {"bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
     "gptq 4 gptq": {"bits": 4, "group_size": 32, "desc_act": True},
     "gptq 8 gptq": {"bits": 8, "group_size": 32},
+    "gptq 3 gptq_v2": {"bits": 3, "group_size": 32, "checkpoint_format": "gptq_v2"},
+    "gptq 3 gptq": {"bits": 3, "group_size": 32, "desc_act": True},
     "awq": {"bits": 4, "group_size": 32, "version": "gemm"},
     "compressed-tensors float": {"format": "float-quantized", "config_groups": BLOCKS},
     **{f"compressed-tensors packed {bits}": packed(bits) for bits in (4, 8)},
@@ -184,7 +186,8 @@ def test_format_is_another_name_of_checkpoint_format(tmp_path, case):
     ("case", "changes", "said"),
     [
         ("gptq 4 gptq", {"quant_method": "hqq"}, "formats that can be read are fp8, "),
-        ("gptq 4 gptq", {"bits": 3}, "its bits is 3, where 2, 4, 8 can be read"),
+        ("gptq 4 gptq", {"bits": 5}, "its bits is 5, where 2, 3, 4, 8 can be read"),
+        ("gptq 8 gptq", {"bits": 3}, r"'fc.qweight' is \[24, 24\], where layers of 3 bits"),
         ("gptq 4 gptq", {"bits": True}, "its bits is True"),
         ("gptq 4 gptq", {"bits": 8}, "where its layer needs"),
         ("gptq 4 gptq", {"group_size": 0}, "its group_size is 0, where -1, or 16"),

@@ -40,7 +40,7 @@ def twin(packed, plain, out):
     assert changed
     for name in changed:
         error = (stored[name].float() - before[name].float()).norm() / before[name].float().norm()
-        assert error < 0.2
+        assert error < 0.25  # of 3 bits the most
     out.mkdir()
     save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text((plain / "config.json").read_text())
@@ -157,31 +157,36 @@ def test_layers_of_gptq_with_bits_of_their_own(tmp_path, group):
     """As GPTQModel's `dynamic` has them; what they are is read off their sizes."""
 
     def pack(name, weight):
-        return gptq(name, weight, group, 8) if "o_proj" in name else gptq(name, weight)
+        own = next((bits for leaf, bits in of_their_own.items() if leaf in name), None)
+        return gptq(name, weight) if own is None else gptq(name, weight, group, own)
 
     model = llama(1)
-    stated = {**GPTQ, "dynamic": {r"+:.*o_proj$": {"bits": 8, "group_size": group}, r"-:.*x$": {}}}
+    of_their_own = {"o_proj": 8, "q_proj": 3}
+    dynamic = {
+        rf"+:.*{leaf}$": {"bits": bits, "group_size": group} for leaf, bits in of_their_own.items()
+    }
+    stated = {**GPTQ, "dynamic": {**dynamic, r"-:.*x$": {}}}
     save_packed(model, tmp_path / "packed", pack, stated)
     found = open_plain(tmp_path / "packed")
     assert "other sizes by layer" in found.notes[-1]
     for name, weight in model.state_dict().items():
         off = float((found.read(name).float() - weight.float()).norm() / weight.float().norm())
-        assert off < (0.01 if "o_proj" in name else 0.13), name
+        assert off < (0.01 if "o_proj" in name else 0.3 if "q_proj" in name else 0.13), name
 
 
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({"bits": 3}, "no layer.s of 2, 4, 8 bits"),
+        ({"bits": 5}, "no layer.s of 2, 3, 4, 8 bits"),
         ({"bits": 8, "pack_dtype": "int16"}, "layers of another pack_dtype"),
     ],
 )
 def test_layers_of_gptq_that_are_not_read_are_named(tmp_path, own, said):
     def pack(name, weight):
         packed = gptq(name, weight)
-        if "o_proj" in name and own == {"bits": 3}:
+        if "o_proj" in name and own == {"bits": 5}:
             zeros = f"{name.removesuffix('.weight')}.qzeros"
-            packed[zeros] = packed[zeros][:, : weight.shape[0] * 3 // 32].contiguous()
+            packed[zeros] = packed[zeros][:, : weight.shape[0] * 5 // 64].contiguous()
         return packed
 
     save_packed(llama(1), tmp_path / "packed", pack, {**GPTQ, "dynamic": {"o_proj": own}})

@@ -379,3 +379,36 @@ def test_a_head_that_is_tied_is_named_as_plain(tmp_path, form):
     assert "lm_head.weight" not in weights(tmp_path / "out")
     key = "modules_to_not_convert" if form == "fp8-block" else "llm_int8_skip_modules"
     assert "lm_head" in settings(tmp_path / "out")[key]
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "nf4", "int8", "int8-channel", "gptq"])
+def test_what_transformers_keeps_in_float32_is_not_packed(tmp_path, form):
+    """T5's `wo`, which its quantisers leave out whatever a config says: packed it would be no weight."""
+    config = transformers.T5Config(
+        vocab_size=64, d_model=128, d_kv=64, d_ff=256, num_layers=1, num_heads=2
+    )
+    torch.manual_seed(0)
+    first = transformers.T5ForConditionalGeneration(config).to(torch.bfloat16)
+    first.save_pretrained(tmp_path / "base")
+    moved(first, 1).save_pretrained(tmp_path / "a")
+    result = merged(tmp_path, "out", experts=("a",), method="task_arithmetic", quantise=form)
+    assert any("2 layers stay plain, which transformers keeps in" in note for note in result.notes)
+    stored = weights(tmp_path / "out")
+    wo = [name for name in stored if ".wo." in name]
+    assert sorted(wo) == [
+        "decoder.block.0.layer.2.DenseReluDense.wo.weight",
+        "encoder.block.0.layer.1.DenseReluDense.wo.weight",
+    ]
+    assert all(stored[name].dtype is torch.bfloat16 for name in wo)
+    assert sum("DenseReluDense.wi" in name for name in stored) > 2  # with their scales
+    said = json.dumps(settings(tmp_path / "out")).replace("\\\\.", ".")
+    assert all(name.removesuffix(".weight") in said for name in wo)
+    if form != "fp8-block":
+        return
+    model, loaded = transformers.T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
+    expected = model.state_dict()
+    for name, tensor in read(tmp_path / "out").items():
+        assert torch.equal(expected[name].float(), tensor.float()), name

@@ -1,5 +1,9 @@
 """One GGUF file, read by ranges of rows; blocks of quantised numbers are shown as the bytes they are.
 
+A layer's experts lie stacked, `(experts, d_out, d_in)`. Each is shown as the tensor that it is
+elsewhere, `blk.0.ffn_up_exps.7.weight` of `blk.0.ffn_up_exps.weight`: its bytes lie together, so it is
+read, hashed and written by itself.
+
 A file is `GGUF | u32 version | u64 tensors | u64 entries | metadata | tensors' names, shapes, types and
 offsets | data`, all little-endian, the data aligned. Its header is parsed here, so that nothing of a
 stranger's file is believed before its sizes are checked; what a type's blocks mean is `gguf`'s.
@@ -8,6 +12,7 @@ stranger's file is believed before its sizes are checked; what a type's blocks m
 from __future__ import annotations
 
 import importlib
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,6 +45,7 @@ _NUMBERS = {
     **{10: "<Q", 11: "<q", 12: "<d"},
 }
 _TEXT, _ARRAY = 8, 9
+_STACKED = re.compile(r"ffn_(gate|up|down)_exps\.weight$")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -55,6 +61,7 @@ class GgufSettings(dict[str, Json]):
         start: what comes before them, but for the numbers of tensors: where metadata ends.
         alignment: of the data.
         places: by key, where a number of the metadata lies.
+        stacks: by the name of each stack of experts, those of its matrices, in order.
     """
 
     file: StoredFile
@@ -62,6 +69,7 @@ class GgufSettings(dict[str, Json]):
     start: int
     alignment: int
     places: Mapping[str, int]
+    stacks: Mapping[str, tuple[str, ...]]
 
 
 class GgufFile(SlottedFile):
@@ -84,7 +92,7 @@ class GgufFile(SlottedFile):
         self.settings = GgufSettings(path=path, metadata=metadata, types=types)
         self.settings.file, self.settings.tensors = file, dict(self.headers)
         self.settings.start, self.settings.places = parser.start, parser.places
-        self.settings.alignment = parser.alignment
+        self.settings.alignment, self.settings.stacks = parser.alignment, parser.stacks
 
 
 def slots_of(file: StoredFile) -> Mapping[str, Slot]:
@@ -122,6 +130,7 @@ class _Header:
             self._refuse(f"claims {self._tensors} tensors and {self._entries} entries")
         self.alignment, self.start = _ALIGNMENT, 0
         self.places: dict[str, int] = {}
+        self.stacks: dict[str, tuple[str, ...]] = {}
 
     def metadata(self) -> dict[str, Json]:
         """Return its numbers and texts; lists are passed over."""
@@ -156,8 +165,19 @@ class _Header:
             header = self._header(package, name, shape, kind)
             if offset % self.alignment:
                 self._refuse(f"has '{name}' at {offset}, which is not aligned")
-            found.append(_Entry(Slot(start + offset, header.nbytes, header), str(kind.name)))
+            slot = Slot(start + offset, header.nbytes, header)
+            if _STACKED.search(name) and len(shape) == 3:
+                self._check_count(name, len(found) + shape[0])
+                slots = _matrices(slot)
+                self.stacks[name] = tuple(own.header.name for own in slots)
+            else:
+                slots = [slot]
+            found.extend(_Entry(own, str(kind.name)) for own in slots)
         return sorted(found, key=lambda entry: entry.slot.offset)
+
+    def _check_count(self, name: str, count: int) -> None:
+        if count > MAX_TENSORS:
+            self._refuse(f"has '{name}', by which its matrices are {count}")
 
     def _header(self, package: Any, name: str, shape: tuple[int, ...], kind: Any) -> TensorHeader:
         block, size = package.GGML_QUANT_SIZES[kind]
@@ -224,6 +244,21 @@ class _Header:
 
     def _refuse(self, why: str) -> NoReturn:
         raise CheckpointError(f"{self._where} {why}: fetch the file again, or convert it anew")
+
+
+def _matrices(stack: Slot) -> list[Slot]:
+    """Where the matrices of a stack lie."""
+    count, *rest = stack.header.shape
+    stem = stack.header.name.removesuffix("weight")
+    size = stack.nbytes // count
+    return [
+        Slot(
+            stack.offset + number * size,
+            size,
+            TensorHeader(f"{stem}{number}.weight", tuple(rest), stack.header.dtype),
+        )
+        for number in range(count)
+    ]
 
 
 def _check_entries(entries: list[_Entry], size: int, where: str) -> None:

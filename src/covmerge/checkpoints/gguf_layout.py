@@ -30,12 +30,14 @@ class GgufHead:
         alignment: of the data.
         types: by tensor, in the order of the data, what GGUF calls its type.
         fixed: by tensor, the bytes of those that are no parameters; they come first.
+        stacks: by the name of a stack of experts, those of its matrices, which are of one type.
     """
 
     start: bytes = field(repr=False)
     alignment: int
     types: Mapping[str, str] = field(repr=False)
     fixed: Mapping[str, tuple[TensorHeader, bytes]] = field(repr=False)
+    stacks: Mapping[str, tuple[str, ...]] = field(repr=False)
 
 
 def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
@@ -49,22 +51,22 @@ def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
     stored = {header.name: header for header in headers}
     fixed = {name: header for name, (header, _) in head.fixed.items()}
     own = fixed | {name: stored[name] for name in head.types if name in stored}
+    stack_of = {name: stack for stack, names in head.stacks.items() for name in names}
     infos = bytearray()
     places: dict[str, int] = {}
-    end = 0
+    end = count = 0
     for name, header in own.items():
-        kind = package.GGMLQuantizationType[head.types[name]]
-        block, size = package.GGML_QUANT_SIZES[kind]
-        row = header.shape[-1]
-        width = row // size * block if header.dtype is torch.uint8 else row
-        axes = (*header.shape[:-1], width)[::-1]  # the fastest comes first
-        text = name.encode()
-        infos += struct.pack("<Q", len(text)) + text
-        infos += struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, int(kind), end)
+        stack = stack_of.get(name)
+        if stack is None or name == head.stacks[stack][0]:
+            end = _aligned(end, head.alignment)
+            stacked = () if stack is None else (len(head.stacks[stack]),)
+            infos += _info(package, stack or name, stacked, header, head.types[name], end)
+            count += 1
         places[name] = end
-        end = _aligned(end + header.nbytes, head.alignment)
+        end += header.nbytes
+    end = _aligned(end, head.alignment)
     start = bytearray(head.start)
-    struct.pack_into("<Q", start, _TENSORS_AT, len(own))
+    struct.pack_into("<Q", start, _TENSORS_AT, count)
     start += infos
     start += bytes(_aligned(len(start), head.alignment) - len(start))
     data = len(start)
@@ -77,6 +79,20 @@ def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
         if name not in fixed
     }
     return Layout((Shard(GGUF_NAME, bytes(start), slots, data + end),))
+
+
+def _info(
+    package: Any, name: str, stacked: tuple[int, ...], header: TensorHeader, kind: str, place: int
+) -> bytes:
+    """What a header says of a tensor: its name, its sizes, its type and where its data begin."""
+    numbered = package.GGMLQuantizationType[kind]
+    block, size = package.GGML_QUANT_SIZES[numbered]
+    row = header.shape[-1]
+    width = row // size * block if header.dtype is torch.uint8 else row
+    axes = (*stacked, *header.shape[:-1], width)[::-1]  # the fastest comes first
+    text = name.encode()
+    sizes = struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, int(numbered), place)
+    return struct.pack("<Q", len(text)) + text + sizes
 
 
 def _aligned(place: int, alignment: int) -> int:

@@ -97,11 +97,16 @@ def how_to_load(
         part = part_class(config)
         yield from (f"from diffusers import {part}", "", _FOLDER)
         yield f"model = {part}.from_pretrained(folder)"
+    elif library == TRANSFORMERS and output.is_file(GGUF_NAME) and _only_llama_cpp(config):
+        yield from ("from llama_cpp import Llama", "", f'model = Llama("{GGUF_NAME}")')
     elif library == TRANSFORMERS:
-        tokenizer = output.is_file("tokenizer_config.json")
-        yield f"from transformers import {'AutoTokenizer, ' if tokenizer else ''}{loader}"
-        packed = f', gguf_file="{GGUF_NAME}"' if output.is_file(GGUF_NAME) else ""
-        yield from ("", _FOLDER, f"model = {loader}.from_pretrained(folder{packed})")
+        packed, tokenizer = (output.is_file(n) for n in (GGUF_NAME, "tokenizer_config.json"))
+        names = (*["AutoConfig"] * packed, *["AutoTokenizer"] * tokenizer, loader)
+        yield from (f"from transformers import {', '.join(names)}", "", _FOLDER)
+        if packed:  # of the file alone it makes a config without the sizes of experts
+            yield "config = AutoConfig.from_pretrained(folder)"
+        more = f', config=config, gguf_file="{GGUF_NAME}"' if packed else ""
+        yield f"model = {loader}.from_pretrained(folder{more})"
         if tokenizer:
             yield "tokenizer = AutoTokenizer.from_pretrained(folder)"
     else:
@@ -109,3 +114,8 @@ def how_to_load(
         yield "weights = {}"
         yield 'for file in sorted(Path(".").glob("*.safetensors")):'
         yield "    weights |= load_file(file)"
+
+
+def _only_llama_cpp(config: Mapping[str, Any]) -> bool:
+    """Whether transformers takes a GGUF file of this model for another's: Mixtral's for a Llama's."""
+    return config.get("model_type") == "mixtral"

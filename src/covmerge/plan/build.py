@@ -399,6 +399,7 @@ def _plan_tensors(
             matrices=rules.matrices(header, info),
             parameter=info.parameter,
             takes_factors=info.takes_factors,
+            stays_full=info.stays_full,
             ties=tuple(other for other, to in base.description.tied.items() if to == name),
         )
 

@@ -29,6 +29,7 @@ GGUF = "gguf"
 _FULL = "F32"
 # Which llama.cpp leaves in float32 too.
 _STAY = ("position_embd.weight", "token_types.weight")
+_ROUTERS = "ffn_gate_inp.weight"  # of every layer
 _FILE_TYPE = "general.file_type"
 _MOST_FIXED = 2**20  # bytes of a tensor that is no parameter: rotation frequencies, mostly
 
@@ -78,11 +79,12 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
     names = {tensor.name: base.packed[tensor.name].stored[0] for tensor in tensors}
     held = {name: types[own] for name, own in names.items()}
     kept = {name for name in names if any(fnmatchcase(name, pattern) for pattern in keep)}
-    matrices = {tensor.name for tensor in tensors if len(tensor.output.shape) > 1}
+    matrices = {name for name, own in names.items() if len(base.seen.headers[own].shape) > 1}
     plain = _plain_type(recipe, base)
     kinds = dict(zip(names, _kinds(wanted, names, held, matrices), strict=True))
     kinds |= {name: plain for name in kept & matrices}
     _check_made(wanted, kinds, base.source)
+    _check_stacks(settings.stacks, {own: (name, kinds[name]) for name, own in names.items()})
     dtype = _dtype(recipe, base, {kinds[name] for name in matrices})
     done = tuple(
         _formed(tensor, base, kinds[tensor.name], held[tensor.name], dtype) for tensor in tensors
@@ -103,10 +105,14 @@ def _kinds(
     for name, own in names.items():
         if wanted in (SAME, GGUF):
             yield own_or_higher(held[name]) if wanted == GGUF else held[name]
-        elif name not in matrices or own in _STAY or (held[name] == _FULL and not all_full):
+        elif name not in matrices or _stays(own) or (held[name] == _FULL and not all_full):
             yield held[name]
         else:
             yield wanted.partition("-")[2].upper()
+
+
+def _stays(name: str) -> bool:
+    return name in _STAY or name.endswith(_ROUTERS)
 
 
 def own_or_higher(kind: str) -> str:
@@ -132,6 +138,25 @@ def _check_made(wanted: str, kinds: Mapping[str, str], source: str) -> None:
         + (f"`quantise: gguf` writes the next higher type ({higher})" if higher else "Name a type")
         + "; `gguf-q8_0` writes one type; or write gguf-f16, and quantise it by llama-quantize"
     )
+
+
+def _check_stacks(
+    stacks: Mapping[str, tuple[str, ...]], given: Mapping[str, tuple[str, str]]
+) -> None:
+    """Refuse a stack of experts whose matrices would be of several types.
+
+    Args:
+        stacks: see `GgufHead`.
+        given: by stored name, the tensor's own name and its type.
+    """
+    for stack, members in stacks.items():
+        first, kind = given[members[0]]
+        for name, other in (given[member] for member in members):
+            if other != kind:
+                raise RecipeError(
+                    f"`keep` makes '{first}' {kind} and '{name}' {other}, and a GGUF file has one type for "
+                    f"all experts of a layer ('{stack}'): keep all of them or none"
+                )
 
 
 def _plain_type(recipe: Recipe, base: Dequantised) -> str:
@@ -183,7 +208,7 @@ def _head(settings: GgufSettings, base: Dequantised, types: Mapping[str, str]) -
     place = settings.places.get(_FILE_TYPE)
     if place is not None and types != settings["types"]:
         struct.pack_into("<I", start, place, _file_type(settings, types))
-    return GgufHead(bytes(start), settings.alignment, types, fixed)
+    return GgufHead(bytes(start), settings.alignment, types, fixed, settings.stacks)
 
 
 def _file_type(settings: GgufSettings, types: Mapping[str, str]) -> int:

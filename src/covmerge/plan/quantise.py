@@ -151,7 +151,7 @@ def _by_name(wanted: str, tensors: Sequence[TensorPlan], base: Checkpoint) -> se
 def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
     if wanted == "mxfp4":
         return tensor.role is Role.EXPERT_STACK and len(tensor.output.shape) == LAYOUTS[wanted].axes
-    if not _is_linear(tensor):
+    if not _is_linear(tensor) or tensor.stays_full:
         return False
     return tensor.takes_factors or (wanted == _OF_EXPERTS and _is_an_expert(tensor))
 
@@ -267,6 +267,12 @@ def _notes(
         yield (
             f"experts that are stored one by one stay plain in this format ({some(experts, 2)}): "
             f"transformers puts them together, and loads them of {_OF_EXPERTS} alone"
+        )
+    full = [tensor.name for tensor in tensors if tensor.stays_full and _is_linear(tensor)]
+    if full and wanted != SAME:
+        yield (
+            f"{counted(len(full), 'layer stays', 'layers stay')} plain, which transformers keeps in "
+            f"float32 and loads packed in no format ({some(full, 2)})"
         )
     for pattern in unused:
         yield f"`keep` has '{pattern}', which is plain in {wanted} anyway"

@@ -46,6 +46,7 @@ class TensorPlan:
             it holds none, or they are no layer's.
         parameter: its name in the model that transformers builds of config.json.
         takes_factors: whether it is the weight of a layer that PEFT has factors for.
+        stays_full: whether transformers keeps it in float32, and packs it in no format.
         ties: the other parameters that the config ties to it, for which it stands too.
     """
 
@@ -63,6 +64,7 @@ class TensorPlan:
     matrices: MatrixLayout | None = None
     parameter: str = ""
     takes_factors: bool = False
+    stays_full: bool = False
     ties: tuple[str, ...] = ()
 
     @property

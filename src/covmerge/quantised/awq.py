@@ -28,9 +28,9 @@ class Weight(Grouped):
     """A layer's weight."""
 
     @property
-    def inputs_of_a_row(self) -> int:
-        """See `Grouped.inputs_of_a_row`."""
-        return 1
+    def run(self) -> tuple[int, int]:
+        """See `Grouped.run`."""
+        return 1, 1
 
     def values(self, words: Tensor, rows: range) -> Tensor:
         """See `Grouped.values`."""

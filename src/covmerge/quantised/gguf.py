@@ -1,14 +1,17 @@
-"""GGUF, of the language models whose tensors are one of transformers' each.
+"""GGUF, of the language models whose tensors are one of transformers' each, as it saves them.
 
 What a type's blocks mean is said by `gguf.dequantize`. Names, config, and what llama.cpp's
 converter did to a tensor (rows of q and k in another order, transposed, norms plus one) are undone
 by transformers' own tables of its GGUF loader, which are no stable interface: another release may
-lack them, and is then named.
+lack them, and is then named. Experts, which that loader puts together as its modules hold them, get the
+names that transformers saves them under, one by one; Mixtral, which it reads as a Llama, is known by
+its count of experts.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from covmerge.checkpoints.folder import QUANTISATION
+from covmerge.checkpoints.gguf_file import GgufSettings
 from covmerge.checkpoints.json_file import shorten
 from covmerge.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Stored, dtype_of
 from covmerge.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
@@ -28,17 +32,26 @@ from covmerge.text import some
 from covmerge.types import Json, TensorHeader
 
 _LOADER = "transformers.modeling_gguf_pytorch_utils"
-# Those that give one tensor for one; the others put the experts of a layer together.
+# Those that give one tensor for one, apart from stacks of experts.
 _ONE_FOR_ONE = frozenset(
-    f"{name}TensorProcessor" for name in ("", "Llama", "GPT2", "Nemotron", "Gemma2")
+    f"{name}TensorProcessor" for name in ("", "Llama", "GPT2", "Nemotron", "Gemma2", "Qwen2Moe")
 )
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+\.")
 _OF_NO_PARAMETER = ("rope_freqs.weight",)  # what the config says already
 # What a config has of the metadata, by the keys after the architecture's name.
 _STATED = {
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
 }
+# What transformers' loader leaves out of a config, by the keys after the architecture's name.
+_LEFT_OUT = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_QWEN_EXPERTS = ("qwen2moe", "qwen3moe")
 _DEPTH = 2  # in modules, to the one that names begin with
 _ROPE = "rope.freq_base"
 _ROUNDED = 1e-6
@@ -82,6 +95,7 @@ class Whole:
         kind: what GGUF calls its type.
         transposed: whether it is stored transposed.
         more: what was added to each of its numbers.
+        flat: whether it is stored without its first axis, which has one place.
     """
 
     header: TensorHeader
@@ -89,12 +103,13 @@ class Whole:
     kind: str
     transposed: bool
     more: float
+    flat: bool = False
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
         """See `Packed.fill`."""
         (name,) = self.stored
         stored = _tensor_of(_dequantised(read(name, None), self.kind))
-        plain = stored.mT if self.transposed else stored
+        plain = stored[None] if self.flat else stored.mT if self.transposed else stored
         out.copy_(plain[rows.start : rows.stop] - self.more)
 
 
@@ -108,6 +123,8 @@ def find(stored: Stored) -> Found:
         loader: Any = importlib.import_module(_LOADER)
     except ImportError as error:
         stored.refuse(f"transformers' GGUF loader, by which it is read, is missing ({error})")
+    assert isinstance(stored.settings, GgufSettings)
+    settings = stored.settings
     metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
     types = cast("Mapping[str, str]", stored.settings["types"])
     architecture = metadata.get("general.architecture")
@@ -118,18 +135,21 @@ def find(stored: Stored) -> Found:
     try:
         model, _ = empty_model(config, len(types))
         processor = made(config=config)
-        names: dict[str, str] = loader.get_gguf_hf_weights_map(_Outer(model, 0), processor)
-        if not types.keys() <= names.keys() | _OF_NO_PARAMETER:
-            names = loader.get_gguf_hf_weights_map(_Outer(model, _DEPTH), processor)
+        shapes = _saved_shapes(model, one_by_one=bool(settings.stacks))
+        known = {_EXPERT.sub("", name): name for name in shapes}
+        how = (processor, str(architecture))
+        names: dict[str, str] = loader.get_gguf_hf_weights_map(_Outer(model, 0, known), *how)
+        if not settings.stacks and not types.keys() <= names.keys() | _OF_NO_PARAMETER:
+            names = loader.get_gguf_hf_weights_map(_Outer(model, _DEPTH), *how)
     except SkeletonUnavailable as error:
         stored.refuse(f"transformers cannot build its model ({error})")
     except Exception as error:  # a stranger's config can make it fail in any way
         stored.refuse(f"transformers cannot build its model ({in_short(error)})")
     _check_config(stored, metadata, model.config)
+    names |= _of_experts(stored, settings.stacks, names, shapes)
     unknown = [name for name in types if name not in names and name not in _OF_NO_PARAMETER]
     if unknown:
         stored.refuse(f"transformers has no parameter for {some(unknown, quoted=True)}")
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     dtype = _dtype(stored, types)
     tensors = tuple(
         _tensor(
@@ -144,19 +164,59 @@ def find(stored: Stored) -> Found:
     return Found(tensors, said, unused, {**config, "dtype": stated}, turned=True)
 
 
+def _saved_shapes(model: Any, *, one_by_one: bool) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, of the parameters of a model; `one_by_one`: as it is saved, an expert a tensor."""
+    held = model.state_dict()
+    if one_by_one:
+        loading: Any = importlib.import_module("transformers.core_model_loading")
+        held = loading.revert_weight_conversion(model, held)
+    return {name: tuple(value.shape) for name, value in held.items()}
+
+
+def _of_experts(
+    stored: Stored,
+    stacks: Mapping[str, tuple[str, ...]],
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, str]:
+    """The names of the matrices of stacks, by the names that stacks have without the experts' numbers."""
+    found: dict[str, str] = {}
+    for stack, members in stacks.items():
+        before, between, after = names.get(stack, "").partition(".experts.")
+        if not between:
+            stored.refuse(f"transformers saves no experts that are '{stack}'")
+        own = [f"{before}{between}{number}.{after}" for number in range(len(members) + 1)]
+        if any(name not in shapes for name in own[:-1]) or own[-1] in shapes:
+            stored.refuse(
+                f"'{stack}' has {len(members)} experts, and its config gives another number"
+            )
+        found.update(zip(members, own, strict=False))
+    return found
+
+
 class _Outer:
     """A model, and of its modules only those that are no deeper than `depth`.
 
     transformers looks for the tensors' names in the model, and then once more in every module of it, for
     the few architectures whose names lack their beginning: nearly all of the time to open a small model,
     and minutes where a name is of no parameter at all.
+
+    Args:
+        module: the model.
+        depth: see above.
+        names: those of its parameters, where they are others than it has itself.
     """
 
-    def __init__(self, module: Any, depth: int) -> None:
+    def __init__(self, module: Any, depth: int, names: Collection[str] | None = None) -> None:
         self.config = getattr(module, "config", None)
-        self.state_dict = module.state_dict
+        self._names = names
+        self._module = module
         self._inside = module.named_children() if depth else ()
         self._depth = depth
+
+    def state_dict(self) -> Collection[str]:
+        """The names of its parameters, which are all that is asked of it."""
+        return self._module.state_dict() if self._names is None else self._names
 
     def named_children(self) -> Iterator[tuple[str, _Outer]]:
         """The modules in it that are looked into."""
@@ -171,6 +231,7 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
     try:
         if not config:
             config = loader.load_gguf_checkpoint(stored.settings["path"])["config"]
+            config |= _left_out(cast("Mapping[str, Json]", stored.settings["metadata"]))
         kind: Any = transformers.AutoConfig.for_model(**config).__class__
     except Exception as error:  # a stranger's metadata can make it fail in any way
         stored.refuse(f"transformers cannot make a config of its metadata ({in_short(error)})")
@@ -181,6 +242,19 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
         )
     kept = {key: value for key, value in config.items() if not key.startswith("_")}
     return {"architectures": [model.__name__], **kept}
+
+
+def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
+    """What metadata say of experts, and transformers' loader does not put into the config."""
+    architecture = metadata.get("general.architecture")
+    if architecture in _QWEN_EXPERTS:
+        found = {name: metadata.get(f"{architecture}.{key}") for key, name in _LEFT_OUT.items()}
+        return {name: value for name, value in found.items() if value is not None}
+    count = metadata.get("llama.expert_count")
+    if architecture != "llama" or not count:
+        return {}
+    used = metadata.get("llama.expert_used_count")
+    return {"model_type": "mixtral", "num_local_experts": count, "num_experts_per_tok": used}
 
 
 def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> None:
@@ -260,11 +334,13 @@ def _tensor(
     _check_shape(stored, name, header, tuple(undo(one).shape))
     probe = _counted(2, 3) if len(shape) == 2 else by_row
     found = undo(probe)
+    flat = found.shape == (1, *probe.shape)
     turned = len(shape) == 2 and found.shape == probe.T.shape
     more = float(probe.reshape(-1)[0] - found.reshape(-1)[0])
-    if not np.array_equal(found, (probe.T if turned else probe) - more):
+    expected = probe[None] if flat else probe.T if turned else probe
+    if not np.array_equal(found, expected - more):
         stored.refuse(f"transformers does to '{name}' what covmerge does not know")
-    return Whole(header, (name,), kind, turned, more)
+    return Whole(header, (name,), kind, turned, more, flat)
 
 
 def _counted(*shape: int) -> Any:

@@ -4,7 +4,7 @@
 bits, the lowest bits first; `X.qzeros` `(groups, d_out · bits / 32)` its zero points along the
 outputs, less one in the format `gptq` (the word less one in each number, as GPTQModel has it) and
 as they are in `gptq_v2`; `X.scales` `(groups, d_out)`; `X.g_idx` `(d_in)` the group of each input,
-which "act order" mixes.
+which "act order" mixes. 32 numbers of 3 bits are in three words, two of them across the ends of words.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.json_file import shorten
-from covmerge.quantised.integers import WORD, Grouped, unpacked
+from covmerge.quantised.integers import WORD, Grouped, in_a_row, run_of
 from covmerge.quantised.packed import SMALLEST, Found, Read, Stored
 from covmerge.types import TensorHeader
 
-_BITS = (2, 4, 8)
+_BITS = (2, 3, 4, 8)
 # What a layer of its own may not have of its own.
 _LAYOUTS = frozenset(("format", "checkpoint_format", "pack_dtype", "is_marlin_format"))
 _INT32 = (torch.int32,)
@@ -40,29 +40,26 @@ class Weight(Grouped):
     mixed: str | None
 
     @property
-    def inputs_of_a_row(self) -> int:
-        """See `Grouped.inputs_of_a_row`."""
-        return WORD // self.bits
+    def run(self) -> tuple[int, int]:
+        """See `Grouped.run`."""
+        return run_of(self.bits)
 
     def values(self, words: Tensor, rows: range) -> Tensor:
         """See `Grouped.values`."""
-        own = words[:, rows.start : rows.stop]
-        return unpacked(own, self._shifts, self.bits).transpose(1, 2).flatten(0, 1)
+        return in_a_row(words[:, rows.start : rows.stop].mT, self.bits).mT
 
     def zeros(self, read: Read, rows: range) -> Tensor:
         """See `Grouped.zeros`."""
         words = read(self.stored[1], None)
-        if self.less_one:
-            words = words + sum(1 << int(shift) for shift in self._shifts)
-        return unpacked(words, self._shifts, self.bits).flatten(1)[:, rows.start : rows.stop]
+        across = run_of(self.bits)[1] > 1  # words: then one is added to each number by itself
+        if self.less_one and not across:
+            words = words + sum(1 << shift for shift in range(0, WORD, self.bits))
+        zeros = in_a_row(words, self.bits)[:, rows.start : rows.stop]
+        return (zeros + 1) & (2**self.bits - 1) if self.less_one and across else zeros
 
     def groups(self, read: Read) -> Tensor:
         """See `Grouped.groups`."""
         return super().groups(read) if self.mixed is None else read(self.mixed, None).long()
-
-    @property
-    def _shifts(self) -> Tensor:
-        return torch.arange(0, WORD, self.bits, dtype=torch.int32)
 
 
 def find(stored: Stored) -> Found:
@@ -114,7 +111,9 @@ def _sizes(stored: Stored, module: str) -> tuple[int, int]:
     found = [
         bits
         for bits in _BITS
-        if len(words) == 2 and zeros == (*zeros[:1], -(-words[1] * bits // WORD))
+        if len(words) == 2
+        and zeros == (*zeros[:1], -(-words[1] * bits // WORD))
+        and _are_whole(bits, *words)
     ]
     inputs = words[0] * WORD // found[0] if found else 0
     groups = zeros[0] if zeros else 0
@@ -124,6 +123,12 @@ def _sizes(stored: Stored, module: str) -> tuple[int, int]:
             f"of {', '.join(map(str, _BITS))} bits in groups of one size"
         )
     return found[0], inputs // groups
+
+
+def _are_whole(bits: int, rows: int, d_out: int) -> bool:
+    """Whether words and zero points are whole runs; of 3 bits no client reads a part of one."""
+    count, high = run_of(bits)
+    return high == 1 or (rows % high == 0 and d_out % count == 0)
 
 
 def said_of_groups(group: int) -> str:
@@ -138,6 +143,10 @@ def _weight(stored: Stored, module: str, bits: int, group: int, less_one: bool) 
     shape = stored.part(words, _INT32).shape
     if len(shape) != 2 or 0 in shape:
         stored.refuse(f"'{words}' is {list(shape)}, where a matrix can be read")
+    if not _are_whole(bits, *shape):
+        stored.refuse(
+            f"'{words}' is {list(shape)}, where layers of {bits} bits have sizes that {WORD} divides"
+        )
     d_in, d_out = shape[0] * WORD // bits, shape[1]
     group = d_in if group == -1 else group
     count = -(-d_in // group)

@@ -8,6 +8,7 @@ of it, in pieces.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -47,16 +48,17 @@ class Grouped:
                 f"{self.source}: '{self.header.name}' has inputs in group {int(groups.max())} or "
                 f"{int(groups.min())} of {len(scales)}: fetch it again"
             )
-        held = self.inputs_of_a_row
-        for part in pieces(range(d_in // held), max(d_out, held * len(rows))):
+        held, high = self.run
+        for part in pieces(range(d_in // held), max(high * d_out, held * len(rows))):
             inputs = slice(part.start * held, part.stop * held)
-            values = self.values(read(weights, part), rows).float()
+            words = read(weights, range(part.start * high, part.stop * high))
+            values = self.values(words, rows).float()
             own = groups[inputs]
             out[:, inputs] = values.sub_(zeros[own]).mul_(scales[own]).mT
 
     @property
-    def inputs_of_a_row(self) -> int:
-        """How many inputs of the layer one row of words has."""
+    def run(self) -> tuple[int, int]:
+        """The fewest inputs of the layer that are whole rows of words, and how many rows."""
         raise NotImplementedError
 
     def values(self, words: Tensor, rows: range) -> Tensor:
@@ -81,3 +83,36 @@ def unpacked(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
         tensor([[1, 2]])
     """
     return (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+
+
+def run_of(bits: int) -> tuple[int, int]:
+    """Return the fewest numbers of some bits that fill whole words, and how many words.
+
+    Example:
+        >>> run_of(4), run_of(3)
+        ((8, 1), (32, 3))
+    """
+    shared = gcd(WORD, bits)
+    return WORD // shared, bits // shared
+
+
+def in_a_row(words: Tensor, bits: int) -> Tensor:
+    """Return the numbers in words `(rows, n)` as `(rows, n · 32 / bits)`, the lowest bits first.
+
+    Of 3 bits some lie across two words: the bits of a run of words are one row.
+
+    Example:
+        >>> in_a_row(torch.tensor([[0x21]], dtype=torch.int32), 4)
+        tensor([[1, 2, 0, 0, 0, 0, 0, 0]], dtype=torch.int32)
+        >>> in_a_row(torch.tensor([[1 << 30, 1, 0]]), 3)[0, 10].item()
+        5
+    """
+    count, high = run_of(bits)
+    places = torch.arange(0, count * bits, bits, dtype=torch.int32)
+    if high == 1:
+        return unpacked(words, places, bits).flatten(1)
+    held = words.reshape(len(words), words.shape[1] // high, high).long() & (2**WORD - 1)
+    word, shift = places // WORD, places % WORD
+    low = held[..., word] >> shift
+    rest = held[..., (word + 1).clamp_max(high - 1)] << (WORD - shift)
+    return ((low | rest) & (2**bits - 1)).flatten(1).int()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from covmerge.checkpoints.json_file import shorten
 from covmerge.quantised.gptq import said_of_groups
-from covmerge.quantised.integers import WORD, unpacked
+from covmerge.quantised.integers import WORD, in_a_row
 from covmerge.quantised.packed import SMALLEST, ByRows, Found, Read, Stored
 from covmerge.types import TensorHeader
 
@@ -39,8 +39,7 @@ class Words(ByRows):
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         """See `ByRows.unpacked`."""
-        shifts = torch.arange(0, WORD, self.bits, dtype=torch.int32)
-        numbers = unpacked(read(self.stored[0], rows), shifts, self.bits).flatten(1)
+        numbers = in_a_row(read(self.stored[0], rows), self.bits)
         numbers = numbers[:, : self.header.shape[1]].float().sub_(2 ** (self.bits - 1))
         scales = read(self.stored[1], rows).float()
         if scales.shape[1] > 1:

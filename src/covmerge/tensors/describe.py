@@ -35,6 +35,7 @@ class TensorInfo:
         outside_backbone: whether it lies outside the base model: a task head, an output layer.
         parameter: its name in the model that transformers builds; as stored where that is unknown.
         takes_factors: whether it is the weight of a layer that PEFT has factors for.
+        stays_full: whether transformers keeps it in float32, and packs it in no format.
     """
 
     name: str
@@ -46,6 +47,7 @@ class TensorInfo:
     outside_backbone: bool
     parameter: str
     takes_factors: bool
+    stays_full: bool
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def describe(
             takes_factors=kind.takes_factors
             if skeleton and name in skeleton.places
             else _takes_factors_by_name(name, kind, headers),
+            stays_full=kind.stays_full,
         )
         for name, (kind, parts) in found.items()
     }

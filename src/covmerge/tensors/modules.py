@@ -36,6 +36,7 @@ class Kind:
         unsure: the tensor is taken for `other` because too little is known; users are told.
         takes_factors: whether it is the weight of a layer that PEFT has factors for. Of subclasses it
             does not know what they do beside.
+        stays_full: whether transformers keeps its module in float32, and packs it in no format (T5's `wo`).
     """
 
     role: Role
@@ -43,6 +44,7 @@ class Kind:
     transposed: bool = False
     unsure: bool = False
     takes_factors: bool = False
+    stays_full: bool = False
 
 
 def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_output: bool) -> Kind:

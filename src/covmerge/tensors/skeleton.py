@@ -255,6 +255,7 @@ def _slots(model: Any) -> dict[str, Slot]:
     entry = _input_embeddings(model)
     slots: dict[str, Slot] = {}
     configs: dict[str, Any] = {}
+    full = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for path, module in model.named_modules(remove_duplicate=False):
         config = getattr(module, "config", None) or configs.get(path.rpartition(".")[0])
         configs[path] = config
@@ -265,6 +266,9 @@ def _slots(model: Any) -> dict[str, Slot]:
             aside = kind.role is Role.EMBEDDING and module is not entry
             if aside or _REFUSED_BY_PEFT.search(f"{model.config.model_type}.{path}"):
                 kind = replace(kind, takes_factors=False)
+            # By the ends and beginnings of paths, as its quantisers leave modules out.
+            if path.endswith(full) or any(path.startswith(f"{name}.") for name in full):
+                kind = replace(kind, stays_full=True)
             shape = tuple(parameter.shape)
             parts = None
             if kind.role in MATRICES:

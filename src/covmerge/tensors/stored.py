@@ -99,7 +99,7 @@ def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) ->
     piece_of = f"{kind.why}, converted on loading"
     if kind.role in MATRICES and axes >= 2:
         role = {2: Role.LINEAR, 3: Role.EXPERT_STACK}.get(axes, Role.CONV)
-        return Kind(role, piece_of, transposed)
+        return Kind(role, piece_of, transposed, stays_full=kind.stays_full)
     as_a_whole = kind.role in (Role.CONV, Role.EMBEDDING, Role.OUTPUT)
     if as_a_whole and (axes != len(slot.shape) or transposed != kind.transposed):
         return Kind(Role.OTHER, f"{piece_of} from {list(header.shape)}", unsure=True)

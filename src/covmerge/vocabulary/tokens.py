@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
     "bpe.codes",
     "tekken.json",
     "*.model",
+    "*.model.v[0-9]*",
     "*.spm",
     "*.tiktoken",
     "chat_template*.jinja",
@@ -44,6 +45,8 @@ _VOCABULARIES = (TOKENIZER, "vocab*", "tekken.json", "*.model", "*.spm", "*.tikt
 # Tells the kind of tokenizer where nothing else does.
 _CONFIG, _KIND = "config.json", ("model_type",)
 _MOST_HOLES = 1024
+_SENTENCEPIECE = (".model", ".spm")
+INSTALL_SENTENCEPIECE = "pip install 'covmerge[sentencepiece]'"
 
 
 @dataclass(frozen=True)
@@ -203,12 +206,50 @@ def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
             (Path(name) / file).write_bytes(content)
         try:
             with quiet(transformers), panics_as_errors():
-                return _load(transformers, Path(name), files), transformers
+                tokenizer = _load(transformers, Path(name), files)
         except Exception as error:  # a stranger's files can make it fail in any way
-            raise InputError(
-                f"{folder}: transformers cannot load its tokenizer without running code of its own "
+            why = _why_no_sentencepiece(files) or (
+                "transformers cannot load its tokenizer without running code of its own "
                 f"({in_short(error)}): save it with a plain {TOKENIZER}"
-            ) from error
+            )
+            raise InputError(f"{folder}: {why}") from error
+    count = len(tokenizer.get_vocab())
+    if count <= len(tokenizer.added_tokens_decoder):
+        # What a class makes of a file that it cannot read: a pointer of Git LFS, mostly.
+        why = _why_no_sentencepiece(files) or (
+            f"transformers reads no token of its tokenizer but {count} that a {type(tokenizer).__name__} "
+            "has anyhow: fetch its files again"
+        )
+        raise InputError(f"{folder}: {why}")
+    return tokenizer, transformers
+
+
+def _why_no_sentencepiece(files: Mapping[str, bytes]) -> str | None:
+    """Why a SentencePiece model is not read, which transformers then takes for one of tiktoken's.
+
+    None: there is none, or sentencepiece reads it.
+    """
+    models = [name for name in files if name.endswith(_SENTENCEPIECE)]
+    if TOKENIZER in files or not models:
+        return None
+    try:
+        package: Any = importlib.import_module("sentencepiece")
+    except ImportError:
+        return (
+            f"its tokenizer is {models[0]} without a {TOKENIZER}, and to read a SentencePiece model takes "
+            f"the package sentencepiece: {INSTALL_SENTENCEPIECE}, or save it with a plain {TOKENIZER}"
+        )
+    for name in models:
+        try:
+            if not files[name]:
+                raise ValueError("it is empty")
+            package.SentencePieceProcessor(model_proto=files[name])
+        except Exception as error:
+            return (
+                f"{name} is no SentencePiece model ({in_short(error)}): fetch it again, or save it with a "
+                f"plain {TOKENIZER}"
+            )
+    return None
 
 
 def _load(transformers: Any, folder: Path, files: Mapping[str, bytes]) -> Any:

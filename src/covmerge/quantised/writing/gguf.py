@@ -42,16 +42,20 @@ class ToBlocks:
         order: see `Blocks`; None: rows are in order.
         transposed: see `Whole`.
         more: see `Whole`.
+        flat: see `Whole`.
     """
 
     kind: str
     order: tuple[int, ...] | None = None
     transposed: bool = False
     more: float = 0.0
+    flat: bool = False
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
         """See `Quantiser`."""
         stored = weights.mT.contiguous() if self.transposed else weights
+        if self.flat:
+            (stored,) = weights
         if self.more:
             stored = stored + self.more
         if self.order is not None:
@@ -90,7 +94,7 @@ def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None
         header = TensorHeader(name, (*shape[:-1], width // block * size), torch.uint8)
     own = replace(packed, kind=kind)
     if isinstance(own, Whole):
-        quantise = ToBlocks(kind, transposed=own.transposed, more=own.more)
+        quantise = ToBlocks(kind, transposed=own.transposed, more=own.more, flat=own.flat)
         return Packing(own, (Part(header),), quantise, whole=True)
     group = 1 if own.order is None else len(own.order)
     return Packing(own, (Part(header),), ToBlocks(kind, own.order), group=group)

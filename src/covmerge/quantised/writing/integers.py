@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from covmerge.quantised import awq, gptq
-from covmerge.quantised.integers import WORD, Grouped
+from covmerge.quantised.integers import WORD, Grouped, run_of
 from covmerge.quantised.packed import pieces
 from covmerge.quantised.packed_integers import Words
 from covmerge.quantised.writing.packing import Packing, Part
@@ -92,14 +92,14 @@ class ToWords:
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
         """See `Quantiser`."""
-        shifts = tuple(range(0, WORD, self.rounding.bits))
+        held, _ = run_of(self.rounding.bits)
         rows, columns = weights.shape
-        words = torch.empty((rows, -(-columns // len(shifts))), dtype=torch.int32)
+        words = torch.empty((rows, -(-columns // held)), dtype=torch.int32)
         scales = torch.empty((rows, -(-columns // self.rounding.group)), dtype=self.rounding.scales)
         for few in pieces(range(rows), columns):
             own = slice(few.start, few.stop)
             q, scales[own], _ = self.rounding(weights[own])
-            words[own] = _words(pad(q, (0, -columns % len(shifts))), shifts)
+            words[own] = _in_a_row(pad(q, (0, -columns % held)), self.rounding.bits)
         return words, scales, torch.tensor(self.shape, dtype=self.sizes)
 
 
@@ -117,40 +117,46 @@ class ToGrouped:
 
     Attributes:
         rounding: how weights are rounded.
-        along_inputs: whether a word has inputs of one output (GPTQ), or outputs of one input (AWQ).
-        shifts: where in a word its numbers are.
+        shifts: where in a word its numbers are, of which each is an output (AWQ); None: they are in a row,
+            and inputs of one output (GPTQ).
         less: what z is stored less.
         mixed: whether the groups of inputs are stored, which are in order here.
     """
 
     rounding: Rounding
-    along_inputs: bool
-    shifts: tuple[int, ...]
+    shifts: tuple[int, ...] | None
     less: int = 0
     mixed: bool = False
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
         """See `Quantiser`."""
         rows, columns = weights.shape
-        held, group = len(self.shifts), self.rounding.group
+        (held, high), group = run_of(self.rounding.bits), self.rounding.group
         count = -(-columns // group)
-        shape = (columns // held, rows) if self.along_inputs else (columns, rows // held)
+        along_inputs = self.shifts is None
+        shape = (columns // held * high, rows) if along_inputs else (columns, rows // held * high)
         packed = torch.empty(shape, dtype=torch.int32)
         scales = torch.empty((count, rows), dtype=self.rounding.scales)
-        zeros = torch.empty((count, -(-rows // held)), dtype=torch.int32)
-        for few in pieces(range(zeros.shape[1]), held * columns):
+        runs = -(-rows // held)
+        zeros = torch.empty((count, runs * high), dtype=torch.int32)
+        for few in pieces(range(runs), held * columns):
             lines = slice(few.start * held, min(few.stop * held, rows))
-            own = slice(few.start, few.stop)
+            own = slice(few.start * high, few.stop * high)
             q, scale, z = self.rounding(weights[lines])
             scales[:, lines] = scale.mT
             z = pad(z - self.less, (0, 0, 0, -len(z) % held)) & self.rounding.most
-            zeros[:, own] = _words(z.mT, self.shifts)
-            if self.along_inputs:
-                packed[:, lines] = _words(q, self.shifts).mT
+            zeros[:, own] = self._words(z.mT)
+            if along_inputs:
+                packed[:, lines] = self._words(q).mT
             else:
-                packed[:, own] = _words(q.mT, self.shifts)
+                packed[:, own] = self._words(q.mT)
         mixed = (torch.arange(columns, dtype=torch.int32) // group,) if self.mixed else ()
         return (packed, zeros, scales, *mixed)
+
+    def _words(self, numbers: Tensor) -> Tensor:
+        if self.shifts is None:
+            return _in_a_row(numbers, self.rounding.bits)
+        return _words(numbers, self.shifts)
 
 
 def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetric: bool) -> Packing:
@@ -166,8 +172,7 @@ def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetri
     scales = headers[packed.stored[2]].dtype
     quantise = ToGrouped(
         Rounding(packed.bits, packed.group, scales, symmetric, least=less),
-        along_inputs=by_gptq,
-        shifts=tuple(range(0, WORD, packed.bits)) if by_gptq else awq.SHIFTS,
+        None if by_gptq else awq.SHIFTS,
         less=less,
         mixed=by_gptq and packed.mixed is not None,
     )
@@ -179,3 +184,11 @@ def _words(numbers: Tensor, shifts: tuple[int, ...]) -> Tensor:
     """Numbers `(rows, n)`, from 0 on, as words `(rows, n / held)`."""
     held = numbers.reshape(len(numbers), -1, len(shifts))
     return (held << torch.tensor(shifts, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+
+
+def _in_a_row(numbers: Tensor, bits: int) -> Tensor:
+    """Numbers `(rows, n)`, from 0 on, as words `(rows, n · bits / 32)`: what `in_a_row` reads."""
+    if run_of(bits)[1] == 1:
+        return _words(numbers, tuple(range(0, WORD, bits)))
+    single = (numbers.unsqueeze(-1) >> torch.arange(bits, dtype=torch.int32)) & 1
+    return _words(single.flatten(1), tuple(range(WORD)))
