@@ -131,6 +131,28 @@ def test_tokens_of_a_chat_model_in_added_tokens_json(tmp_path, source):
     assert {key: loaded(out).get_vocab()[key] for key in CHAT} == CHAT
 
 
+def test_an_added_token_whose_number_transformers_changes_is_refused(tmp_path):
+    """It gives the next free number, whatever the file says: another row would be taken for the token's."""
+    pytest.importorskip("sentencepiece")
+    save(tmp_path / "a", llama, "llama", 340, LLAMA)
+    save(tmp_path / "b", llama, "llama", 346, LLAMA)
+    first, second, _ = CHAT
+    added = {first: CHAT[first], second: 345}
+    (tmp_path / "b" / "added_tokens.json").write_text(json.dumps(added))
+    with pytest.raises(
+        InputError, match=r"added_tokens.json gives .* the number 345, .* reads 341"
+    ):
+        merged(tmp_path, "b")
+
+
+def test_a_union_says_that_pieces_of_words_were_added(tmp_path):
+    pytest.importorskip("sentencepiece")
+    save(tmp_path / "a", llama, "llama", 340, LLAMA)
+    save(tmp_path / "b", llama, "llama_other", 340, LLAMA)
+    notes = json.loads((merged(tmp_path, "union") / "covmerge.json").read_text())["notes"]
+    assert any("of the added tokens are pieces of other models' words" in note for note in notes)
+
+
 @pytest.mark.parametrize(("source", "there"), [("a", True), ("b", False), ("union", False)])
 def test_mistrals_other_file_goes_with_its_tokens(tmp_path, source, there):
     """Of the same tokens, by mistral-common's name; it would contradict others."""

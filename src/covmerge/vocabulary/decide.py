@@ -13,6 +13,7 @@ from covmerge.errors import InputError
 from covmerge.recipe.tokenizer import BASE, UNION, TokenizerRules
 from covmerge.stores.paths import safe_child
 from covmerge.tensors import find_name
+from covmerge.text import some
 from covmerge.types import Json
 from covmerge.vocabulary.chat import chosen_template
 from covmerge.vocabulary.files import MORE_TEMPLATES, TokenizerFiles
@@ -165,6 +166,16 @@ def _vocabulary(
             f"{len(more)} tokens are added to the tokenizer of {_called(owner)}, the first "
             f"{more[0].content!r} as {ids[more[0].content]}"
         )
+    pieces = [
+        one.content for one in more if one.content not in rules.tokens and _is_piece(one, sources)
+    ]
+    if pieces:
+        notes.append(
+            f"{len(pieces)} of the added tokens are pieces of other models' words "
+            f"({some(pieces, 3, quoted=True)}). A tokenizer looks for added tokens first, inside words "
+            f"too, so that texts may be read otherwise than by {_called(owner)}; `source: base`, or of one "
+            "expert, leaves a model's reading as it is"
+        )
     folder = folders[owner]
     if folder is None or found[owner] is None:
         raise InputError(f"{_called(owner)} has no tokenizer: name another `source` in `tokenizer`")
@@ -212,6 +223,12 @@ def _more(
     for token in dict.fromkeys((*wanted, *rules.tokens)):
         if token not in known:
             yield _as_added(token, sources)
+
+
+def _is_piece(token: Added, sources: Mapping[str | None, Source]) -> bool:
+    """Whether a token was added to no tokenizer: models of texts were trained to have it."""
+    own = (source.tokenizer for source in sources.values())
+    return not any(one.ids.get(token.content, -1) in one.added for one in own)
 
 
 def _as_added(token: str, sources: Mapping[str | None, Source]) -> Added:

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object
 from covmerge.errors import InputError, panics_as_errors
@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
 )
 # By one of these transformers knows the tokens.
 _VOCABULARIES = (TOKENIZER, "vocab*", "tekken.json", "*.model", "*.spm", "*.tiktoken")
+_ADDED_TOKENS = "added_tokens.json"
 # Tells the kind of tokenizer where nothing else does.
 _CONFIG, _KIND = "config.json", ("model_type",)
 _MOST_HOLES = 1024
@@ -195,7 +196,46 @@ def _read(folder: Path, files: Mapping[str, bytes], hashes: Mapping[str, str]) -
         int(number): Added(**{name: getattr(token, name) for name in names})
         for number, token in tokenizer.added_tokens_decoder.items()
     }
-    return Tokenizer(folder, files, hashes, dict(tokenizer.get_vocab()), added)
+    ids = dict(tokenizer.get_vocab())
+    if TOKENIZER not in files:
+        _check_stated(folder, files, ids)
+    return Tokenizer(folder, files, hashes, ids, added)
+
+
+def _check_stated(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, int]) -> None:
+    """Refuse numbers of added tokens that are not the files': those tell which rows were trained as which.
+
+    transformers gives added tokens the next free numbers, where its older releases went by the files.
+
+    Raises:
+        InputError: there is such a token.
+    """
+    for name, token, number in _stated(folder, files):
+        if ids.get(token) != number:
+            raise InputError(
+                f"{folder / name} gives {token!r} the number {number}, and transformers reads "
+                f"{ids.get(token)}: its row would be taken for another token's. Save the tokenizer with a "
+                f"{TOKENIZER} that has these numbers, or leave out `tokenizer`"
+            )
+
+
+def _stated(folder: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
+    """The tokens to which files give numbers: the file, the token, the number."""
+    for name in (_ADDED_TOKENS, TOKENIZER_CONFIG):
+        if name not in files:
+            continue
+        content = parse_object(files[name], str(folder / name))
+        if name == _ADDED_TOKENS:
+            yield from ((name, token, number) for token, number in content.items())
+            continue
+        decoder: Any = content.get("added_tokens_decoder")
+        given = cast("dict[str, Any]", decoder) if isinstance(decoder, dict) else {}
+        for number, own in given.items():
+            token: Any = (
+                cast("dict[str, Any]", own).get("content") if isinstance(own, dict) else None
+            )
+            if number.isdecimal() and isinstance(token, str):
+                yield name, token, int(number)
 
 
 def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
