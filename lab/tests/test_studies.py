@@ -358,7 +358,7 @@ def test_prediction_is_held_against_what_was_measured(bench):
 
 def test_agreement_of_what_agrees():
     pairs = [
-        Pair(model, task, kept, -kept, measured)
+        Pair(model, task, kept, -kept, kept, measured)
         for model, task, kept, measured in (
             ("one", "a", 0.1, 0.2), ("one", "b", 0.2, 0.1),
             ("two", "a", 0.8, 0.9), ("two", "b", 0.9, 0.8),

@@ -24,6 +24,10 @@ def test_a_comparison_says_what_a_report_says(family, methods, tmp_path):
         seen = api.report(tmp_path / "out" / row.method, spectra="none").inspection
         assert set(row.retention) == set(experts)
         assert seen.retention() == pytest.approx(row.retention, abs=1e-3)
+        for layer in seen.matrices:
+            assert set(layer.along) == {
+                e for e, kept in layer.retention.items() if kept is not None
+            }
         layers = {layer.name: layer.retention for layer in seen.matrices}
         assert layers.keys() == row.retention_by_layer.keys()
         for name, kept in row.retention_by_layer.items():
@@ -43,6 +47,23 @@ def test_the_recommended_method_serves_the_worst_served_expert_best(tmp_path):
     others = {name: kept for name, kept in least.items() if name not in SPENT}
     assert compared.recommended == max(others, key=others.get)
     assert compared.as_json()["recommended"] == compared.recommended
+
+
+def test_what_is_kept_along_an_update(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    name = "h.0.up.weight"
+    one, other = (torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    other -= (other * one).sum() / one.square().sum() * one  # they do not meet
+    tensors = {"base": torch.zeros(6, 5), "a": one.float(), "b": other.float()}
+    for source, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / f"{source}.safetensors")
+    base, *experts = (tmp_path / f"{source}.safetensors" for source in tensors)
+    out = tmp_path / "out"
+    for scale, kept in ((0.25, 0.4375), (1.0, 1.0), (1.5, 0.75)):
+        covmerge.merge(base, experts, "task_arithmetic", out, scale=scale, overwrite=True)
+        (layer,) = api.report(out, spectra="none").inspection.matrices
+        # 1 − (1 − scale)² of each, whatever the other adds.
+        assert list(layer.along.values()) == pytest.approx([kept, kept], abs=1e-6)
 
 
 def test_where_nothing_is_a_matrix_nothing_is_predicted():

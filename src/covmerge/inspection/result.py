@@ -14,6 +14,7 @@ from covmerge.covariance.gate import DEFAULT_TAU, Gate, Statistic, gate
 from covmerge.findings import Finding, Severity
 from covmerge.judgement import Layer
 from covmerge.judgement.layers import TABLES
+from covmerge.measures.along import along
 from covmerge.measures.retention import overall
 from covmerge.measures.sums import Sums
 from covmerge.measures.table_rows import TableRows
@@ -114,6 +115,16 @@ class LayerView:
         """‖Δ_t‖ / ‖W_0‖; 0 where the base is zero."""
         base = self.sums.base_norm
         return {name: norm / base if base else 0.0 for name, norm in self.norms.items()}
+
+    @property
+    def along(self) -> dict[str, float]:
+        """What the merged update keeps along each expert's own; of those that changed the layer."""
+        merged = self.merged_norm or 0.0
+        return {
+            name: along(self.merged_cosines[name] * merged / norm)
+            for name, norm in self.norms.items()
+            if norm
+        }
 
     @property
     def cosines_with_base(self) -> dict[str, float]:

@@ -5,4 +5,5 @@ spectrum   singular values, ranks, leading input directions and how far two expe
 length     whether a merged update is longer than all that it was merged from
 rounding   what rounding of stored weights gives to an update
 retention  what a merged update keeps of each expert, by its estimated covariance
+along      what it keeps of each along the expert's own update
 """

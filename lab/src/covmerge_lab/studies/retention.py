@@ -27,6 +27,8 @@ from covmerge_lab.workers import MergeSteps, OnProgress
 # Its annotations are partial.
 _plt: Any = plt
 
+WEIGHTS = {"kept": "Ĉ = ΔᵀΔ", "unweighted": "Ĉ = I", "along": "along the update"}
+
 _COLOURS = {False: "#1f5fa8", True: "#b3541e"}
 
 
@@ -37,6 +39,7 @@ class Pair:
     Attributes:
         kept: predicted with Ĉ_t = Δ_tᵀΔ_t, over all matrices.
         unweighted: the same with Ĉ_t = I, which knows nothing of inputs.
+        along: predicted along the expert's own update, `covmerge.measures.along`.
         measured: accuracy over the expert's own.
     """
 
@@ -44,6 +47,7 @@ class Pair:
     task: str
     kept: float
     unweighted: float
+    along: float
     measured: float
 
 
@@ -69,7 +73,8 @@ class Retention(Study):
     about = (
         "Whether the retention that `covmerge compare` and `covmerge report` predict without data, "
         "1 − Tr[(W̄−Δ)Ĉ(W̄−Δ)ᵀ]/Tr[ΔĈΔᵀ] with Ĉ = ΔᵀΔ, agrees with measured accuracy: rank "
-        "correlations, beside the same prediction with Ĉ = I, which knows nothing of the inputs."
+        "correlations, beside the same prediction with Ĉ = I, which knows nothing of the inputs, and "
+        "beside what is kept along the expert's own update, 1 − (1 − ⟨W̄,Δ⟩/‖Δ‖²)²."
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
@@ -81,7 +86,7 @@ class Retention(Study):
             pairs = average([_pairs(bench, v) for v in variants if v.kind == kind])
             seeds = sum(variant.kind == kind for variant in variants)
             found = {
-                name: {weight: agreement(some, weight) for weight in ("kept", "unweighted")}
+                name: {weight: agreement(some, weight) for weight in WEIGHTS}
                 for name, some in (
                     ("all methods", pairs),
                     ("without actmat and wudi", without(pairs, SPENT)),
@@ -120,8 +125,8 @@ def _pairs(bench: Bench, variant: Variant) -> list[Pair]:
 
 def predict(
     experts: Experts, model: Model, on_progress: OnProgress
-) -> dict[str, tuple[float, float]]:
-    """Return by task what a merged model on the disk keeps, weighted by the inputs and not."""
+) -> dict[str, tuple[float, float, float]]:
+    """Return by task what a merged model on the disk keeps: by the inputs, without, along the update."""
     (folder,) = set(model.folders.values())
     seen = inspect_merged(experts.suite.base, experts.folders, folder, on_progress)
     return {
@@ -129,6 +134,7 @@ def predict(
             overall(layer.retention[task] for layer in seen) or 0.0,
             # As it is: cut off at 0 it would be 0 nearly everywhere.
             fmean(unweighted(layer, task) for layer in seen if layer.norms[task]),
+            overall(layer.along.get(task) for layer in seen) or 0.0,
         )
         for task in experts.folders
     }
@@ -158,6 +164,7 @@ def average(seeds: Sequence[Sequence[Pair]]) -> list[Pair]:
             same[0].task,
             fmean(pair.kept for pair in same),
             fmean(pair.unweighted for pair in same),
+            fmean(pair.along for pair in same),
             fmean(pair.measured for pair in same),
         )
         for same in zip(*seeds, strict=True)
@@ -222,12 +229,11 @@ def text(pairs: Sequence[Pair], found: Mapping[str, Mapping[str, Agreement]]) ->
         "which method, for a task",
         "which method",
     ]
-    weights = {"kept": "Ĉ = ΔᵀΔ", "unweighted": "Ĉ = I"}
     correlations = markdown(
         [*columns, "which task pays, for a method"],
         [
             [
-                f"{weights[weight]}, {name}",
+                f"{WEIGHTS[weight]}, {name}",
                 f"{value.methods:+.2f}",
                 f"{value.means:+.2f}",
                 f"{value.tasks:+.2f}",
@@ -240,7 +246,10 @@ def text(pairs: Sequence[Pair], found: Mapping[str, Mapping[str, Agreement]]) ->
     rows = [(model, [p for p in pairs if p.model == model]) for model in models]
     rows.sort(key=lambda row: -fmean(p.measured for p in row[1]))
     table = markdown(
-        ["method", "measured / expert", "predicted, mean", "least", "predicted with Ĉ = I, mean"],
+        [
+            *("method", "measured / expert", "predicted, mean", "least"),
+            *("predicted with Ĉ = I, mean", "along the update, mean", "least"),
+        ],
         [
             [
                 model,
@@ -248,21 +257,21 @@ def text(pairs: Sequence[Pair], found: Mapping[str, Mapping[str, Agreement]]) ->
                 f"{fmean(p.kept for p in own):+.2f}",
                 f"{min(p.kept for p in own):+.2f}",
                 f"{fmean(p.unweighted for p in own):+.2f}",
+                f"{fmean(p.along for p in own):+.2f}",
+                f"{min(p.along for p in own):+.2f}",
             ]
             for model, own in rows
         ],
     )
     return (
-        f"{correlations}\n\n`actmat` and `wudi` minimise what is predicted, so that it is near 1 for "
-        f"them whatever they are worth.\n\n{table}"
+        f"{correlations}\n\n`actmat` and `wudi` minimise what is predicted with Ĉ = ΔᵀΔ, so that it is "
+        f"near 1 for them whatever they are worth.\n\n{table}"
     )
 
 
 def _draw(title: str, pairs: Sequence[Pair]) -> Any:
-    figure, panels = _plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
-    for axes, (weight, name) in zip(
-        panels, (("kept", "Ĉ = ΔᵀΔ"), ("unweighted", "Ĉ = I")), strict=True
-    ):
+    figure, panels = _plt.subplots(1, 3, figsize=(13, 4), sharey=True, layout="constrained")
+    for axes, (weight, name) in zip(panels, WEIGHTS.items(), strict=True):
         for circular in (False, True):
             own = [p for p in pairs if (p.model in SPENT) == circular]
             axes.plot(
