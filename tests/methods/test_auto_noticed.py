@@ -31,11 +31,21 @@ def drawn(*norms, seed=0, shape=(12, 16)):
 
 def test_the_numbers_of_a_matrix():
     one = merged(drawn(1.0, 1.0, 0.05, 0.0))
-    # s = ‖Δ‖² over itself and a hundredth of Σ‖Δ‖⁴/Σ‖Δ‖².
-    mean = (2 + 0.05**4) / (2 + 0.05**2)
+    # s = ‖Δ‖² over itself and a hundredth of Σ‖Δ‖⁴/Σ‖Δ‖², of norms that are nearly 1, 1 and 0.05.
+    long = one.bounds[0]
+    assert one.bounds == pytest.approx([long, long, (1 + 2**-4) ** 0.25, 0.0], rel=1e-3)
+    assert 0.95 < long < 1.0
+    small = 0.05 * one.bounds[2] / long
+    mean = (2 + small**4) / (2 + small**2)
     assert one.shares == pytest.approx(
-        [1 / (1 + 0.01 * mean)] * 2 + [0.05**2 / (0.05**2 + 0.01 * mean), 0.0], rel=1e-5
+        [1 / (1 + 0.01 * mean)] * 2 + [small**2 / (small**2 + 0.01 * mean), 0.0], rel=1e-5
     )
+    assert merged(drawn(1.0, 1.0, 1.0)).bounds == pytest.approx([1.0] * 3)
+    # One of seven that is many times as long ends near twice the geometric mean of all.
+    for times, most in ((5.0, 2.6), (100.0, 5.5), (1000.0, 15.0)):
+        *others, far = merged(drawn(*[1.0] * 6, times)).bounds
+        assert 2.0 < times * far < most
+        assert min(others) > 0.99
     assert one.unchanged == 1 and one.lengthening > 1.0 and 0.0 < one.outputs_length < 1.0
     assert one.length_in_outputs is None  # by I, a length of outputs is one of weights
     assert merged(drawn(1.0, 1.0), torch.eye(16)).length_in_outputs is not None
@@ -46,7 +56,9 @@ def test_the_numbers_of_a_matrix():
 
 
 def test_what_the_report_tells_of_a_matrix():
-    one = Equalised(0, (0.99, 0.6), True, 1.8, 0.9, 0.4, 1.2, 0.7).told(("code", "math"))
+    one = Equalised(0, (0.99, 0.6), (0.5, 1.0), True, 1.8, 0.9, 0.4, 1.2, 0.7).told(
+        ("code", "math")
+    )
     assert one == {
         "base's inputs": "known",
         "N, unlike experts": 1.8,
@@ -54,13 +66,14 @@ def test_what_the_report_tells_of_a_matrix():
         "q, flattening": 0.4,
         "λ, times the length of least squares": 1.2,
         "counted less": "math",
+        "shortened": "code",
     }
     assert Equalised(unchanged=1).told(())["φ, directions in use, %"] is None
 
 
 def test_rows_and_totals_over_matrices():
-    known = Equalised(0, (0.99, 0.6), True, 1.8, 0.9, 0.4, 1.2, 0.7)
-    other = Equalised(0, (0.99, 0.99), False, 2.0, 0.5, 0.5, 1.4, 0.7)
+    known = Equalised(0, (0.99, 0.6), (0.5, 1.0), True, 1.8, 0.9, 0.4, 1.2, 0.7)
+    other = Equalised(0, (0.99, 0.99), (1.0, 1.0), False, 2.0, 0.5, 0.5, 1.4, 0.7)
     seen = [Seen("a", {}, ("code", "math"), (known,)), Seen("b", {}, ("code", "math"), (other,))]
     account = account_of(seen)
     rows = dict(account.rows)
@@ -72,9 +85,13 @@ def test_rows_and_totals_over_matrices():
     assert rows["counted less"].startswith("'math' in 1 tensor (a)")
     assert account.totals["inputs_known"] == 1 and account.totals["flattening"] == 0.45
     assert account.totals["counted_less"] == {"math": ["a"]}
+    assert rows["shortened"].startswith("'code' in 1 tensor (a): long beside the others")
+    assert account.totals["shortened"] == {"code": ["a"]}
     alone = dict(account_of(seen[1:]).rows)
     assert alone["base's inputs"] == "not known: by the weights alone"
-    assert "counted less" not in alone and alone["q, flattening"].startswith("0.50, where")
+    assert not {"counted less", "shortened"} & set(alone) and alone["q, flattening"].startswith(
+        "0.50, where"
+    )
     # Where nothing was left, and in what an older version wrote, there is nothing to say.
     nothing = account_of([Seen("a", {}, ("code",), (Equalised(unchanged=1),))])
     assert [label for label, _ in nothing.rows] == ["base's inputs", "unchanged"]
@@ -91,7 +108,7 @@ def test_covmerge_json_and_the_report_tell_it_of_every_layer(tmp_path):
     tables = [rows_of(table) for table in root.all("table")]
     (layers,) = (rows for rows in tables if "q, flattening" in rows[0])
     assert [row[0] for row in layers[1:]] == list(made.noticed)
-    assert layers[1][1] == "not known" and layers[1][-1] == "faint"
+    assert layers[1][1] == "not known" and layers[1][-2:] == ["faint", "nobody"]
     assert "not known: by the weights alone" in root.text
 
 

@@ -84,10 +84,12 @@ class _Leading:
         own = led.mT @ led
         self.own.add_(own, alpha=scale)
         self.across.add_(across)
-        self.numerator.addmm_(led, own, alpha=scale).add_(led, alpha=covariance.ridge)
+        length = covariance.length
+        self.numerator.addmm_(led, own, alpha=scale * length)
+        self.numerator.add_(led, alpha=covariance.ridge * length)
         # V's own block, which is large, divides it: float32 will do.
-        self.numerator.add_(rest @ across.mT.to(rest.dtype))
-        self.products.append((led, across))
+        self.numerator.add_(rest @ across.mT.to(rest.dtype), alpha=length)
+        self.products.append((led.mul_(length), across))
         return rest
 
     def beside_(self, numerator: Tensor) -> Tensor:
@@ -231,7 +233,7 @@ class _System:
             root.copy_(covariance.root())
             own = (root.mT @ (root @ vector)).mul_(covariance.scale)
             own.add_(vector, alpha=covariance.ridge)
-            wanted.addmv_(root, own)
+            wanted.addmv_(root, own, alpha=covariance.length)
             image.add_(own)
         size = norm(solved)
         return norm(wanted.addmv_(solved, image, alpha=-1.0)) / size if size > 0.0 else inf

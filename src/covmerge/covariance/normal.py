@@ -83,25 +83,25 @@ def _primal(covariances: Sequence[Covariance]) -> NormalEquations:
 
 
 def add_own_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covariance) -> None:
-    """Add s RᵀR to the lower block triangle of a sum, and R(s RᵀR + εI) to the numerator.
+    """Add s RᵀR to the lower block triangle of a sum, and ℓR(s RᵀR + εI) to the numerator.
 
     Args:
         lower: `(d_in, d_in)`, for `covmerge.linalg.symmetric.mirror_`.
         numerator: `(d_out, d_in)`.
         root: R, of their dtype.
-        covariance: s and ε.
+        covariance: s, ε and ℓ.
     """
-    scale = covariance.scale
+    scale, length = covariance.scale, covariance.length
     d_out, d_in = root.shape
     if cube_choice(d_out, d_in, root.dtype.itemsize).taken == "outer":
         add_gram_(lower, root, scale)
-        numerator.addmm_(gram(root.mT), root, alpha=scale)
+        numerator.addmm_(gram(root.mT), root, alpha=scale * length)
     else:
         own = gram(root)
         lower.add_(own, alpha=scale)
-        numerator.addmm_(root, own, alpha=scale)
+        numerator.addmm_(root, own, alpha=scale * length)
     if covariance.ridge:
-        numerator.add_(root, alpha=covariance.ridge)
+        numerator.add_(root, alpha=covariance.ridge * length)
 
 
 def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
@@ -114,6 +114,7 @@ def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
     total = gram(basis.mT)
     numerator = total.new_empty(d_out, len(basis))
     for block, covariance in zip(blocks, covariances, strict=True):
-        numerator[:, block] = total[block, block] / sqrt(covariance.scale)
-        numerator[:, block].diagonal().add_(covariance.ridge / sqrt(covariance.scale))
+        factor = covariance.length / sqrt(covariance.scale)
+        numerator[:, block] = total[block, block] * factor
+        numerator[:, block].diagonal().add_(covariance.ridge * factor)
     return NormalEquations(total, numerator, sum(c.ridge for c in covariances), basis)

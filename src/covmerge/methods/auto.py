@@ -7,6 +7,7 @@ their updates use few of a layer's directions. `docs/auto.md` derives it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 
@@ -41,6 +42,8 @@ from covmerge.types import LinearGroup, Merged, Rounding
 _UNSEEN = 0.1
 # An expert of so much of the others' energy counts half, one of less for less.
 _SMALL = 0.01
+# An update of so many times the usual length is felt as long, beyond that more and more: it ends there.
+_LONG = 2.0
 # A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
 _FAINT = 0.01
 # An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
@@ -72,7 +75,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @register(
     "auto",
-    equation="W̄ = W₀ + λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  R = (Σ Δ_tC_t)(ΣC_t)⁻¹,  "
+    equation="W̄ = W₀ + λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
     "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²)",
     laws=Laws(
         order_invariant=True,
@@ -91,11 +94,13 @@ def auto(group: LinearGroup) -> Merged:
 
     W̄ = W₀ + λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  with
 
-    R = (Σ s_tw_t Δ_tC_t)(Σ s_tw_t C_t)⁻¹,  C_t = Δ_tᵀΔ_t / ‖Δ_t‖² + 0.1 I / d_in,
-    s_t = ‖Δ_t‖² / (‖Δ_t‖² + 0.01 Σ‖Δ_s‖⁴ / Σ‖Δ_s‖²),
+    R = (Σ s_tw_t b_tΔ_tC_t)(Σ s_tw_t C_t)⁻¹,  C_t = Δ_tᵀΔ_t / ‖Δ_t‖² + 0.1 I / d_in,
+    s_t = ‖b_tΔ_t‖² / (‖b_tΔ_t‖² + 0.01 Σ‖b_sΔ_s‖⁴ / Σ‖b_sΔ_s‖²),
+    b_t = ((1 + 2⁻⁴) / (1 + (‖Δ_t‖/2g)⁴))^¼,  g = exp(Σ c_t log ‖Δ_t‖ / Σ c_t),
+    c_t = Σ_(u≠t) ‖Δ_u‖^¼ ‖Δ_t‖² / (‖Δ_t‖² + 0.01 ‖Δ_u‖²),
     σ² the eigenvalues of K,  τ = 0.01 Σσ² / Σσ,  φ = Σ σ²/(σ² + τ²) / min(d_out, d_in),
     q = (¾ − φ/4)(1 − N⁻²),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
-    λ such that the outputs' singular values add up to those of (Σ w_tΔ_t) C₀^½, times
+    λ such that the outputs' singular values add up to those of (Σ w_tb_tΔ_t) C₀^½, times
     Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½).
 
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
@@ -106,7 +111,8 @@ def auto(group: LinearGroup) -> Merged:
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
     share of the layer's directions that the updates use: full fine-tunes use most, where the weakest
     are noise and q goes to ½; adapters use few, and q goes to ¾. An expert whose update vanishes
-    leaves all sums, s_t → 0, without a jump.
+    leaves all sums, s_t → 0, without a jump. One that is many times as long as the others is brought to
+    about twice their length, b_t; lengths that differ by less stay nearly what they are.
 
     Args:
         group: updates `(d_out, d_in)`, and C₀ `(d_in, d_in)` of any scale as `inputs`; a weight
@@ -125,26 +131,32 @@ def auto(group: LinearGroup) -> Merged:
     active = active_experts(group)
     if not active.updates:
         return Merged(torch.zeros_like(first), Equalised(active.unchanged))
-    shares = _shares(active)
+    bounds = _bounds(active)
+    shares = _shares([size * own for size, own in zip(active.norms, bounds, strict=True)])
     measured = group.inputs
     if measured is not None and not float(measured.diagonal().sum()) > 0.0:
         measured = None  # nothing ever came in
     known = measured is not None
     seen = Metric.of(_told(active, shares) if measured is None else measured)
-    squares, lengths = _squared_cosines(active, seen)
+    squares, seen_lengths = _squared_cosines(active, seen)
     alike = float((shares * (squares @ shares)).sum())
     experts = max(1.0, float(shares.sum()) ** 2 / alike)
     agreement = min(1.0, float(shares.square().sum()) / alike)
     rtol = rank_tolerance(group.shape, first.dtype, None)
-    fused = _least_squares(active, shares, rtol).to(first.dtype)
+    fused = _least_squares(active, shares, bounds, rtol).to(first.dtype)
+    in_sum = [weight * own for weight, own in zip(active.weights, bounds, strict=True)]
     spectrum = seen.spectrum(
-        fused, rtol=rtol, rounding=EXACT if known else _rounding_of_sum(active)
+        fused, rtol=rtol, rounding=EXACT if known else _rounding_of_sum(active, in_sum)
     )
     sigma = spectrum.sigma
     if not len(sigma) and known:
         return auto(replace(group, inputs=None))  # which see nothing of the updates
     noticed = Equalised(
-        active.unchanged, _of_all(group, active, shares), known, unlike_experts=experts
+        active.unchanged,
+        _of_all(group, active, [float(own) for own in shares]),
+        _of_all(group, active, bounds),
+        known,
+        unlike_experts=experts,
     )
     if not len(sigma):
         return Merged(torch.zeros_like(first), noticed)
@@ -152,13 +164,13 @@ def auto(group: LinearGroup) -> Merged:
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(group.shape)
     exponent = (0.75 - in_use / 4.0) * (1.0 - experts**-2.0)
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
-    whole = seen.nuclear_norm(stack_weighted(active.updates, active.weights))
+    whole = seen.nuclear_norm(stack_weighted(active.updates, in_sum))
     scale = agreement * whole / float((sigma * lift).sum())
     # What measured inputs do not see is lifted as what they hardly see; else it is rounding.
     unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
     merged = spectrum.lifted(lift * scale, unseen)
     lifted = sigma * lift * scale
-    together = float((lengths * torch.tensor(active.weights, dtype=torch.float64)).sum())
+    together = float((seen_lengths * torch.tensor(active.weights, dtype=torch.float64)).sum())
     noticed = replace(
         noticed,
         directions_in_use=in_use,
@@ -169,10 +181,26 @@ def auto(group: LinearGroup) -> Merged:
     return Merged(merged, noticed)
 
 
-def _shares(active: Active) -> Tensor:
+def _shares(norms: Sequence[float]) -> Tensor:
     """s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed the layer."""
-    energies = torch.tensor(active.norms, dtype=torch.float64).square()
+    energies = torch.tensor(norms, dtype=torch.float64).square()
     return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
+
+
+def _bounds(active: Active) -> list[float]:
+    """b_t: 1 for an expert as long as the others, near 2g/‖Δ_t‖ for one that is many times as long.
+
+    In g an expert counts by how long it is beside each of the others, and not beside the longest.
+    """
+    if len(active.norms) == 1:
+        return [1.0]
+    logs = torch.tensor(active.norms, dtype=torch.float64).log()
+    logs -= logs.max()
+    beside = 1.0 / (1.0 + _SMALL * (2.0 * (logs - logs[:, None])).exp())
+    counts = beside.fill_diagonal_(0.0) @ (logs / 4.0).exp()
+    usual = float((counts * logs).sum() / counts.sum())
+    times = (logs - usual).exp() / _LONG
+    return [float(own) for own in ((1.0 + _LONG**-4.0) / (1.0 + times**4.0)) ** 0.25]
 
 
 def _told(active: Active, shares: Tensor) -> Tensor:
@@ -186,9 +214,9 @@ def _told(active: Active, shares: Tensor) -> Tensor:
     return gram
 
 
-def _of_all(group: LinearGroup, active: Active, shares: Tensor) -> tuple[float, ...]:
-    """s_t of every expert, 0 of those that left the sums."""
-    of_active = dict(zip(map(id, active.updates), map(float, shares), strict=True))
+def _of_all(group: LinearGroup, active: Active, values: Sequence[float]) -> tuple[float, ...]:
+    """A number of every expert, 0 of those that left the sums."""
+    of_active = dict(zip(map(id, active.updates), values, strict=True))
     return tuple(of_active.get(id(update), 0.0) for update in group.updates)
 
 
@@ -203,23 +231,23 @@ def _squared_cosines(active: Active, seen: Metric) -> tuple[Tensor, Tensor]:
     return found.clamp_max(1.0).fill_diagonal_(1.0), squares.sqrt()
 
 
-def _rounding_of_sum(active: Active) -> Rounding:
-    """What rounding of the stored weights gives to Σ w_tΔ_t."""
-    pairs = zip(active.rounding, active.weights, strict=True)
+def _rounding_of_sum(active: Active, weights: Sequence[float]) -> Rounding:
+    """What rounding of the stored weights gives to a weighted sum of the updates."""
+    pairs = zip(active.rounding, weights, strict=True)
     return Rounding.together(error.times(weight) for error, weight in pairs)
 
 
-def _least_squares(active: Active, shares: Tensor, rtol: float) -> Tensor:
-    """(Σ Δ_tC_t)(ΣC_t)⁻¹ `(d_out, d_in)`, float64, on the inputs that the updates together use.
+def _least_squares(active: Active, shares: Tensor, bounds: Sequence[float], rtol: float) -> Tensor:
+    """(Σ b_tΔ_tC_t)(ΣC_t)⁻¹ `(d_out, d_in)`, float64, on the inputs that the updates together use.
 
     Outside them is nothing but rounding, which the ridge would let grow a hundredfold, and the spectrum's
     lift once more.
     """
     ridge = _UNSEEN / active.d_in
     covariances = [
-        Covariance(update, scale=1.0 / size**2, ridge=ridge).times(weight * float(s))
-        for update, weight, size, s in zip(
-            active.updates, active.weights, active.norms, shares, strict=True
+        Covariance(update, scale=1.0 / size**2, ridge=ridge, length=own).times(weight * float(s))
+        for update, weight, size, s, own in zip(
+            active.updates, active.weights, active.norms, shares, bounds, strict=True
         )
     ]
     rounding = Rounding.together(

@@ -12,7 +12,9 @@ from covmerge.noticed import Noticed, Seen, Words
 from covmerge.text import counted, some
 from covmerge.types import Json
 
-_LESS = 0.9  # an expert with a smaller share counted less than the others
+_LESS = (
+    0.9  # an expert with a smaller share counted less than the others; of a smaller length, was cut
+)
 
 
 class _Inputs(Words):
@@ -61,34 +63,48 @@ class _Median(Words):
         yield self.label, self.text.format(numbers=middle + span)
 
 
-class _Small(Words):
-    """Experts that counted less, because their update is short beside the others'."""
+@dataclass(frozen=True)
+class _Less(Words):
+    """Experts of which a fact is below 0.9 where they changed something.
+
+    Attributes:
+        fact: its name; a number an expert.
+        total: what it is called in the totals.
+        label: of its row.
+        why: what stands behind the experts.
+    """
+
+    fact: str
+    total: str
+    label: str
+    why: str
 
     def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
-        return {"counted_less": {expert: [*names] for expert, names in _less(seen).items()}}
+        return {self.total: {expert: [*names] for expert, names in self._found(seen).items()}}
 
     def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
-        found = _less(seen)
+        found = self._found(seen)
         if found:
             where = (
                 f"'{expert}' in {counted(len(names), 'tensor')} ({some(names, 2)})"
                 for expert, names in found.items()
             )
-            yield "counted less", f"{'; '.join(where)}: short beside the others there"
+            yield self.label, f"{'; '.join(where)}: {self.why}"
+
+    def _found(self, seen: Sequence[Seen]) -> dict[str, list[str]]:
+        """The tensors, by expert."""
+        found: dict[str, list[str]] = {}
+        for one in seen:
+            for place, expert in enumerate(one.experts):
+                own = [getattr(matrix, self.fact) for matrix in one.matrices]
+                if any(0.0 < values[place] < _LESS for values in own if values):
+                    found.setdefault(expert, []).append(one.tensor)
+        return found
 
 
-def _less(seen: Sequence[Seen]) -> dict[str, list[str]]:
-    """The tensors in which an expert changed something and counted less, by expert."""
-    found: dict[str, list[str]] = {}
-    for one in seen:
-        for place, expert in enumerate(one.experts):
-            shares = [matrix.shares[place] for matrix in one.matrices if matrix.shares]
-            if any(0.0 < share < _LESS for share in shares):
-                found.setdefault(expert, []).append(one.tensor)
-    return found
-
-
-INPUTS, SMALL = _Inputs(), _Small()
+INPUTS = _Inputs()
+SMALL = _Less("shares", "counted_less", "counted less", "short beside the others there")
+LONG = _Less("bounds", "shortened", "shortened", "long beside the others there")
 UNLIKE = _Median("unlike_experts", "N, unlike experts", "count as {numbers}, by their directions")
 IN_USE = _Median(
     "directions_in_use",
@@ -109,6 +125,8 @@ class Equalised(Noticed):
     Attributes:
         unchanged: experts that left the sums.
         shares: s_t of every expert, 1 for one as long as the others, 0 for one that did not change it.
+        bounds: b_t of every expert, 1 for one as long as the others, less for one that is many times as
+            long, 0 for one that did not change it.
         inputs_known: whether C₀ was measured, or is half of what the updates tell.
         unlike_experts: N, as how many experts of no common direction these count.
         directions_in_use: φ, the share of the layer's directions that they use.
@@ -125,11 +143,13 @@ class Equalised(Noticed):
         FLATTENING,
         LENGTHENING,
         SMALL,
+        LONG,
         UNCHANGED,
     )
 
     unchanged: int = 0
     shares: tuple[float, ...] = ()
+    bounds: tuple[float, ...] = ()
     inputs_known: bool = False
     unlike_experts: float | None = None
     directions_in_use: float | None = None
@@ -145,7 +165,10 @@ class Equalised(Noticed):
     def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
         """What a report tells of one matrix, by headings."""
         share = self.directions_in_use
-        less = [e for e, own in zip(experts, self.shares, strict=False) if 0.0 < own < _LESS]
+        less, cut = (
+            [e for e, own in zip(experts, values, strict=False) if 0.0 < own < _LESS]
+            for values in (self.shares, self.bounds)
+        )
         return {
             "base's inputs": "known" if self.inputs_known else "not known",
             "N, unlike experts": self.unlike_experts,
@@ -153,4 +176,5 @@ class Equalised(Noticed):
             "q, flattening": self.flattening,
             "λ, times the length of least squares": self.lengthening,
             "counted less": ", ".join(less) or "nobody",
+            "shortened": ", ".join(cut) or "nobody",
         }

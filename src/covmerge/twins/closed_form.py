@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
+from math import exp, inf, log
 
 import torch
 from torch import Tensor
@@ -124,15 +124,16 @@ def auto(group: LinearGroup) -> Tensor:
     if not changed:
         return torch.zeros_like(group.updates[0], dtype=torch.float64)
     d_out, d_in = group.shape
-    energies = [length(d) ** 2 for d, _ in changed]
-    usual = sum(e**2 for e in energies) / sum(energies)
-    s = [e / (e + 0.01 * usual) for e in energies]
+    b = bounds([length(d) for d, _ in changed])
+    changed = [(own * d, w) for own, (d, w) in zip(b, changed, strict=True)]
+    s = shares([length(d) for d, _ in changed])
     units = [d / length(d) for d, _ in changed]
     C = [u.T @ u + 0.1 / d_in * identity(d_in) for u in units]
     scales = [own * w for own, (_, w) in zip(s, changed, strict=True)]
     numerator = total(a * d @ c for a, (d, _), c in zip(scales, changed, C, strict=True))
     errors = roundings(group, None)
     known = [e for d, e in zip(group.updates, errors, strict=True) if d.any()]
+    known = [e.times(own) for e, own in zip(known, b, strict=True)]
     roots = [a**0.5 * u for a, u in zip(scales, units, strict=True)]
     own = [e.times(a**0.5 / length(d)) for e, a, (d, _) in zip(known, scales, changed, strict=True)]
     rounding = Rounding.together(own)
@@ -153,7 +154,7 @@ def auto(group: LinearGroup) -> Tensor:
     ]
     alike = sum(s[i] * s[j] * same[i][j] for i in range(len(s)) for j in range(len(s)))
     N = sum(s) ** 2 / alike
-    end = of_sum(errors, weights) if group.inputs is None else Rounding()
+    end = of_sum(known, [w for _, w in changed]) if group.inputs is None else Rounding()
     top = leading(R @ L, tolerance(group, None), end)
     if not len(top.S):
         return torch.zeros_like(R) if group.inputs is None else auto(replace(group, inputs=None))
@@ -165,6 +166,23 @@ def auto(group: LinearGroup) -> Tensor:
     power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
     whole = svd(weighted(seen, [w for _, w in changed]))[1].sum()
     return whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
+
+
+def shares(norms: Sequence[float]) -> list[float]:
+    """s_t = ‖Δ_t‖² / (‖Δ_t‖² + 0.01 Σ‖Δ_s‖⁴/Σ‖Δ_s‖²)."""
+    usual = sum(n**4 for n in norms) / sum(n**2 for n in norms)
+    return [n**2 / (n**2 + 0.01 * usual) for n in norms]
+
+
+def bounds(norms: Sequence[float]) -> list[float]:
+    """b_t = ((1 + 2⁻⁴) / (1 + (‖Δ_t‖/2g)⁴))^¼, log g = Σ c_t log ‖Δ_t‖ / Σ c_t."""
+    n = [norm / max(norms) for norm in norms]
+    if len(n) == 1:
+        return [1.0]
+    pairs = [[u**0.25 / (1 + 0.01 * (u / t) ** 2) for u in n] for t in n]
+    c = [sum(own[:t] + own[t + 1 :]) for t, own in enumerate(pairs)]
+    g = max(norms) * exp(sum(own * log(t) for own, t in zip(c, n, strict=True)) / sum(c))
+    return [((1 + 2**-4) / (1 + (n / (2 * g)) ** 4)) ** 0.25 for n in norms]
 
 
 def root(C0: Tensor) -> Tensor:

@@ -30,12 +30,14 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
     "however alike": {"power": None},
     "length of least squares": {"length": "start"},
     "copies add up": {"length": "sum"},
+    "however long": {"long": None},
 }
 CONSTANTS: Mapping[str, Mapping[str, Any]] = {
     f"{name} {value}": {name: value}
     for name, values in {
         "ridge": (0.01, 0.03, 0.3, 1.0),
         "small": (0.001, 0.1),
+        "long": (1.5, 3.0),
         "faint": (0.001, 0.1),
         "dense": (0.25, 0.4, 0.6, 0.75),
         "sparse": (0.5, 0.65, 0.85, 1.0),
@@ -55,8 +57,8 @@ class Default(Study):
     name = "default"
     about = (
         "What every part of the default method is worth, with the base's inputs and by weights alone, and "
-        "how much each of its constants matters: 0.1, 0.01 and 0.01, the exponents ½ and ¾ between which q "
-        "lies, the power of N, and by weights alone how much of C₀ the updates tell. One thing is "
+        "how much each of its constants matters: 0.1, 0.01, 2 and 0.01, the exponents ½ and ¾ between "
+        "which q lies, the power of N, and by weights alone how much of C₀ the updates tell. One thing is "
         "changed at a time (docs/auto.md has the equation)."
     )
 

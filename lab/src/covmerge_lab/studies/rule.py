@@ -33,6 +33,7 @@ def auto_with(
     start: Literal["regression", "sum"] = "regression",
     ridge: float = 0.1,
     small: float = 0.01,
+    long: float | None = 2.0,
     faint: float = 0.01,
     dense: float = 0.5,
     sparse: float = 0.75,
@@ -47,6 +48,7 @@ def auto_with(
         start: what R is: the regression, or ΣΔ_t.
         ridge: beside ΔᵀΔ/‖Δ‖², as a share of its mean eigenvalue (0.1 I/d_in).
         small: share of the others' energy at which an expert counts half.
+        long: times the usual length that an update is about brought to, where it is longer; None: none is.
         faint: τ over the mean singular value.
         dense: q where all directions of the layer are in use.
         sparse: q where hardly one is.
@@ -60,8 +62,15 @@ def auto_with(
     if not updates:
         return torch.zeros_like(first)
     d_out, d_in = first.shape
-    energies = torch.stack([update.square().sum() for update in updates])
-    shares = energies / (energies + small * energies.square().sum() / energies.sum())
+    energies, shares = _shares(updates, small)
+    if long is not None and len(updates) > 1:
+        logs = energies.log() / 2.0
+        beside = 1.0 / (1.0 + small * (2.0 * (logs - logs[:, None])).exp())
+        counts = beside.fill_diagonal_(0.0) @ (logs / 4.0).exp()
+        times = (logs - (counts * logs).sum() / counts.sum()).exp() / long
+        bounds = ((1.0 + long**-4.0) / (1.0 + times**4.0)) ** 0.25
+        updates = [own * update for own, update in zip(bounds, updates, strict=True)]
+        energies, shares = _shares(updates, small)
     if group.inputs is None:
         units = zip(shares / energies, updates, strict=True)
         inputs = sum((told * own) * (unit.mT @ unit) for own, unit in units) / shares.sum()
@@ -95,6 +104,12 @@ def auto_with(
         wanted = wanted * agreement
     merged = (left * lift) @ (left.mT @ fused) * (wanted / (sigma * lift).sum())
     return merged.to(first.dtype)
+
+
+def _shares(updates: list[Tensor], small: float) -> tuple[Tensor, Tensor]:
+    """‖Δ_t‖² and s_t."""
+    energies = torch.stack([update.square().sum() for update in updates])
+    return energies, energies / (energies + small * energies.square().sum() / energies.sum())
 
 
 def _regression(updates: list[Tensor], energies: Tensor, shares: Tensor, ridge: float) -> Tensor:
