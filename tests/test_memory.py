@@ -111,6 +111,39 @@ def test_what_slurm_gave_the_job(environment, size, tmp_path):
     assert abs(free - max(0, size // 2 - mine)) < 2**26
 
 
+ODD = {
+    "proc/self/cgroup": (b"\n0::/\n", b"0:memory\n", b"0::/\xff\xfe\n", b"0::/a\0b\n", b""),
+    "sys/fs/cgroup/memory.max": (b"9" * 5000, b"\xff", "١٢٣".encode(), b"-5", b"1e9", b""),
+    "sys/fs/cgroup/memory.current": (b"9" * 5000, b"-1", b"x"),
+    "sys/fs/cgroup/memory.stat": (
+        *(b"\n", b"inactive_file\n", b"inactive_file abc\n", b"\xff\n"),
+        *(b"inactive_file 9999999999999999999\n", b"inactive_file -999999999\n"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, content) for name, of in ODD.items() for content in of]
+)
+def test_what_cannot_be_read_says_nothing(name, content, tmp_path):
+    put(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/memory.max": GIB,
+            "sys/fs/cgroup/memory.current": 0,
+        },
+    )
+    (tmp_path / name).write_bytes(content)
+    free = free_memory(root=tmp_path, environment=NOTHING)
+    assert 0 <= free.size <= all_memory(root=tmp_path, environment=NOTHING).size
+    if name.endswith("stat"):
+        assert free.size == GIB
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    assert free_memory(root=tmp_path, environment=NOTHING).size > 0
+
+
 def _new_group():
     """Make a cgroup below this process's own, if this machine lets it."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -19,6 +19,7 @@ _V1 = (
     ("total_inactive_file", "total_active_file"),
 )
 _MIB = 2**20  # Slurm's unit
+_MOST_READ, _MOST_DIGITS = 2**16, 19
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,18 @@ def _groups(root: Path) -> Iterator[_Group]:
             folder = mount.joinpath(*names[:depth])
             most, now = _number(folder / limit), _number(folder / taken)
             if most is not None and now is not None:
-                files = _stat(folder / "memory.stat", reclaimed)
+                files = min(now, _stat(folder / "memory.stat", reclaimed))
                 yield _Group(
                     most, now - files, f"the memory limit of this cgroup ({folder / limit})"
                 )
 
 
 def _mounts(root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, str, tuple[str, str]]]]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for line in _lines(root / "proc/self/cgroup"):
+        fields = line.split(":", 2)
+        if len(fields) < 3:
+            continue
+        _, controllers, path = fields
         names = PurePosixPath(path).parts[1:]
         # A process outside its cgroup namespace's root: where its group is cannot be told from here.
         names = () if ".." in names else names
@@ -106,21 +106,28 @@ def _mounts(root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, str,
             yield root / "sys/fs/cgroup/memory", names, _V1
 
 
+def _lines(path: Path) -> list[str]:
+    """Return what the kernel says in a file; nothing where there is none, or none that can be read."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_READ).splitlines()
+    except (OSError, ValueError):  # of a name with a zero byte
+        return []
+
+
 def _number(path: Path) -> int | None:
     """Return the number in a file; None where there is no file, or `max` for no limit."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+    return next((_digits(line.strip()) for line in _lines(path)), None)
 
 
 def _stat(path: Path, names: tuple[str, ...]) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
+    fields = (line.split() for line in _lines(path))
+    return sum(_digits(own[1]) or 0 for own in fields if len(own) == 2 and own[0] in names)
+
+
+def _digits(text: str) -> int | None:
+    """Return a number that is written in plain digits, and no more of them than a size of memory has."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def _slurm(environment: Mapping[str, str]) -> Iterator[Memory]:
@@ -135,5 +142,4 @@ def _slurm(environment: Mapping[str, str]) -> Iterator[Memory]:
 
 
 def _given(environment: Mapping[str, str], name: str) -> int:
-    text = environment.get(name, "")
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
+    return _digits(environment.get(name, "")) or 0

@@ -118,13 +118,21 @@ BAD = {
         ["--protocol=regmean++", "--base=m", "--out=out", "--inputs=random"],
         "--inputs random belongs to --protocol inputs",
     ),
-    "memory": (["m", "a.txt", OUT, "--max-memory=300MB"], "are allowed (--max-memory)"),
+    "a seed of no generator": (
+        ["m", OUT, "--inputs=generated", "--seed=99999999999999999999999"],
+        "seed is 99999999999999999999999: pass a number from 0",
+    ),
+    "a seed below 0": (
+        ["m", OUT, "--inputs=generated", "--seed=-1"],
+        "seed is -1: pass a number from 0",
+    ),
+    "memory": (["m", "a.txt", OUT, "--max-memory=300MB"], "are left (--max-memory)"),
     "memory for all": (
         [
             *("--protocol=regmean++", "--base=m", "--out=o", "--expert=a=m", "--data=a=a.txt"),
             "--max-memory=300MB",
         ],
-        "are allowed (--max-memory)",
+        "are left (--max-memory)",
     ),
     "no base": (["--protocol=regmean++", "--out=out"], "--base SOURCE and --out FOLDER"),
     "no experts": (["--protocol=regmean++", "--base=m", "--out=out"], "no experts are given"),

@@ -223,6 +223,36 @@ def test_a_config_of_other_experts_is_refused(tmp_path, changes, said):
         open_plain(tmp_path)
 
 
+@pytest.mark.parametrize("used", [0, 4, 2**31])
+def test_a_number_of_experts_at_once_that_cannot_be_is_refused(tmp_path, used):
+    path = save_moe(moe("qwen3_moe", 1), tmp_path / "model.gguf", "Q8_0")
+    data = path.read_bytes()
+    place = data.index(b"qwen3moe.expert_used_count") + len("qwen3moe.expert_used_count") + 4
+    path.write_bytes(put(data, place, "<I", used))
+    with pytest.raises(CheckpointError, match=rf"expert_used_count is {used}, .* from 1 to 3, its"):
+        open_plain(path)
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (64 * 96,), (1, 64, 32, 3)])
+def test_a_stack_that_is_none_is_refused(tmp_path, shape):
+    plain = save_moe(moe("qwen3_moe", 1), tmp_path / "plain.gguf", "F32")
+    reader, path = gguf.GGUFReader(plain), tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    for key, field in reader.fields.items():
+        if key.startswith(("qwen3moe", "general.file_type")):
+            kind = field.types[0]
+            writer.add_key_value(key, field.contents(), kind, *field.types[1:2])
+    for tensor in reader.tensors:
+        data = np.ones(shape, np.float32) if tensor.name == STACK else np.array(tensor.data)
+        writer.add_tensor(tensor.name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=rf"'{STACK}' is \[.*a stack of experts is"):
+        open_plain(path)
+
+
 def test_a_stack_of_absurdly_many_experts_is_refused_before_they_are_listed(tmp_path):
     path = save_moe(moe("qwen3_moe", 1), tmp_path / "model.gguf", "Q8_0")
     data, count = path.read_bytes(), MAX_TENSORS + 1

@@ -145,6 +145,16 @@ def test_an_added_token_whose_number_transformers_changes_is_refused(tmp_path):
         merged(tmp_path, "b")
 
 
+@pytest.mark.parametrize("key", [" 345", "+345", "3_45", "-5", "٣٤٥"])
+def test_a_number_that_only_python_reads_is_refused(tmp_path, key):
+    pytest.importorskip("sentencepiece")
+    added = {"added_tokens_decoder": {key: {"content": "<x>", "special": True}}}
+    save(tmp_path / "a", llama, "llama", 340, LLAMA)
+    save(tmp_path / "b", llama, "llama", 346, LLAMA | added)
+    with pytest.raises(InputError, match=r"tokenizer_config.json gives '<x>' the number"):
+        merged(tmp_path, "b")
+
+
 def test_a_union_says_that_pieces_of_words_were_added(tmp_path):
     pytest.importorskip("sentencepiece")
     save(tmp_path / "a", llama, "llama", 340, LLAMA)

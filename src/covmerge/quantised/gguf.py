@@ -146,7 +146,15 @@ def find(stored: Stored) -> Found:
     except Exception as error:  # a stranger's config can make it fail in any way
         stored.refuse(f"transformers cannot build its model ({in_short(error)})")
     _check_config(stored, metadata, model.config)
+    _check_experts(stored, metadata)
     names |= _of_experts(stored, settings.stacks, names, shapes)
+    whole = [name for name in types if name in names and names[name] not in shapes]
+    if whole:
+        headers = stored.checkpoint.headers
+        stored.refuse(
+            f"'{whole[0]}' is {list(headers[whole[0]].shape)}, and a stack of experts is (experts, d_out, "
+            "d_in): convert the model again"
+        )
     unknown = [name for name in types if name not in names and name not in _OF_NO_PARAMETER]
     if unknown:
         stored.refuse(f"transformers has no parameter for {some(unknown, quoted=True)}")
@@ -273,6 +281,21 @@ def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> 
         stored.refuse(
             f"its {full} is {shorten(own)}, where its config gives {shorten(value)}: "
             "remove or correct the config.json beside it"
+        )
+
+
+def _check_experts(stored: Stored, metadata: Mapping[str, Json]) -> None:
+    """Refuse a mixture that would ask for more experts than it has, or for none."""
+    architecture = metadata.get("general.architecture")
+    count = metadata.get(f"{architecture}.expert_count")
+    if not isinstance(count, int) or not count:
+        return
+    used = metadata.get(f"{architecture}.expert_used_count")
+    if not isinstance(used, int) or not 1 <= used <= count:
+        said = "missing" if used is None else shorten(used)
+        stored.refuse(
+            f"its {architecture}.expert_used_count is {said}, and should be from 1 to {count}, its "
+            "expert_count: convert the model again"
         )
 
 

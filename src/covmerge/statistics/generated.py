@@ -10,6 +10,8 @@ from covmerge.statistics.leaves import Leaves
 from covmerge.statistics.sequences import LONG, Sequences
 from covmerge.statistics.written import Start, Written, writes
 
+_MOST_SEEDS = 2**62  # a batch's number is added to it
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -41,6 +43,8 @@ class Generated:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.seed < _MOST_SEEDS:
+            raise InputError(f"seed is {self.seed}: pass a number from 0 to {_MOST_SEEDS - 1}")
         if self.start != "random":
             self._written()
             return

@@ -55,10 +55,10 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
     """
     resident = psutil.Process().memory_info().rss
     free = free_memory()
-    limit = resident + free.size if max_memory is None else max_memory
-    if resident + needed > limit:
-        given = f"of {free.whose} are free" if max_memory is None else "are allowed (--max-memory)"
+    left = free.size if max_memory is None else max_memory - resident
+    if needed > left:
+        given = f"of {free.whose} are free" if max_memory is None else "are left (--max-memory)"
         raise ResourceError(
-            f"{what} take up to {(resident + needed) / _GIB:.3g} GiB, and {limit / _GIB:.3g} GiB "
-            f"{given}: {otherwise}"
+            f"{what} take up to {needed / _GIB:.3g} GiB, and {max(0, left) / _GIB:.3g} GiB {given}: "
+            f"{otherwise}"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object
+from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object, shorten
 from covmerge.errors import InputError, panics_as_errors
 from covmerge.statistics.model import in_short, quiet, require_transformers
 from covmerge.stores.paths import safe_child
@@ -213,9 +213,9 @@ def _check_stated(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, in
     for name, token, number in _stated(folder, files):
         if ids.get(token) != number:
             raise InputError(
-                f"{folder / name} gives {token!r} the number {number}, and transformers reads "
-                f"{ids.get(token)}: its row would be taken for another token's. Save the tokenizer with a "
-                f"{TOKENIZER} that has these numbers, or leave out `tokenizer`"
+                f"{folder / name} gives {shorten(token)} the number {shorten(number)}, and transformers "
+                f"reads {ids.get(token)}: its row would be taken for another token's. Save the tokenizer "
+                f"with a {TOKENIZER} that has these numbers, or leave out `tokenizer`"
             )
 
 
@@ -234,8 +234,14 @@ def _stated(folder: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, str
             token: Any = (
                 cast("dict[str, Any]", own).get("content") if isinstance(own, dict) else None
             )
-            if number.isdecimal() and isinstance(token, str):
-                yield name, token, int(number)
+            if not isinstance(token, str):
+                continue
+            if not (number.isascii() and number.isdecimal()):
+                raise InputError(
+                    f"{folder / name} gives {shorten(token)} the number {shorten(number)}, which is none: "
+                    "correct it"
+                )
+            yield name, token, int(number)
 
 
 def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
