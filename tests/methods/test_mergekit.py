@@ -85,7 +85,8 @@ def everything():
 def test_the_table():
     """Bit for bit where torch adds and sorts as it did for mergekit; else to rounding.
 
-    How many numbers are added at once, and which of equal magnitudes comes first, is the processor's.
+    How many numbers are added at once, and which of equal magnitudes comes first, is the processor's. Of
+    dot products (karcher's angles) that goes by who made it, too, which torch does not tell.
     """
     found = everything()
     print(table(found))
@@ -96,7 +97,8 @@ def test_the_table():
     for (case, dtype), off in found.items():
         for name, error in off.items():
             equal = dtype == torch.bfloat16 or name == "h.2.fc.weight"  # magnitudes are
-            limit = 0.0 if alike else 1e-5 if not equal else 1.0
+            rounds = str(case).startswith("karcher") and dtype == torch.float32
+            limit = 1e-5 if rounds else 0.0 if alike else 1e-5 if not equal else 1.0
             assert error <= limit, (str(case), dtype, name, error)
 
 
