@@ -100,7 +100,7 @@ class _Leading:
 
 
 def solve_mixed(covariances: Sequence[Covariance], *, energy: float, floor: float) -> Tensor | None:
-    """Return (Σ R_tC_t)(Σ C_t)⁻¹ `(d_out, d_in)`, float64, if float32 products can tell; None if not.
+    """Return (Σ ℓ_tR_tC_t)(Σ C_t)⁻¹ `(d_out, d_in)`, float64, if float32 products can tell; None if not.
 
     Args:
         covariances: of one shape. Of float64, and where float64 costs less (`precision_choice`), the

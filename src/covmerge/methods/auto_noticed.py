@@ -12,9 +12,8 @@ from covmerge.noticed import Noticed, Seen, Words
 from covmerge.text import counted, some
 from covmerge.types import Json
 
-_LESS = (
-    0.9  # an expert with a smaller share counted less than the others; of a smaller length, was cut
-)
+# An expert with a smaller share counted less than the others, one with a smaller bound was shortened.
+_LESS = 0.9
 
 
 class _Inputs(Words):

@@ -94,7 +94,15 @@ def base_inputs(
         folder.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
     try:
-        made = collect(base, DRAWN, path, device=device, progress=progress, overwrite=True)
+        made = collect(
+            base,
+            DRAWN,
+            path,
+            device=device,
+            max_memory=max_memory,
+            progress=progress,
+            overwrite=True,
+        )
     except CovmergeError:
         raise
     except Exception as error:  # a stranger's model and tokenizer can make it fail in any way
