@@ -126,13 +126,13 @@ BAD = {
         ["m", OUT, "--inputs=generated", "--seed=-1"],
         "seed is -1: pass a number from 0",
     ),
-    "memory": (["m", "a.txt", OUT, "--max-memory=300MB"], "are left (--max-memory)"),
+    "memory": (["m", "a.txt", OUT, "--max-memory=300MB"], "are allowed (--max-memory)"),
     "memory for all": (
         [
             *("--protocol=regmean++", "--base=m", "--out=o", "--expert=a=m", "--data=a=a.txt"),
             "--max-memory=300MB",
         ],
-        "are left (--max-memory)",
+        "are allowed (--max-memory)",
     ),
     "no base": (["--protocol=regmean++", "--out=out"], "--base SOURCE and --out FOLDER"),
     "no experts": (["--protocol=regmean++", "--base=m", "--out=out"], "no experts are given"),

@@ -53,12 +53,13 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
     Raises:
         ResourceError: it does not fit.
     """
-    resident = psutil.Process().memory_info().rss
-    free = free_memory()
-    left = free.size if max_memory is None else max_memory - resident
-    if needed > left:
-        given = f"of {free.whose} are free" if max_memory is None else "are left (--max-memory)"
+    if max_memory is None:
+        free = free_memory()
+        limit, given = free.size, f"of {free.whose} are free"
+    else:
+        needed += psutil.Process().memory_info().rss
+        limit, given = max_memory, "are allowed (--max-memory)"
+    if needed > limit:
         raise ResourceError(
-            f"{what} take up to {needed / _GIB:.3g} GiB, and {max(0, left) / _GIB:.3g} GiB {given}: "
-            f"{otherwise}"
+            f"{what} take up to {needed / _GIB:.3g} GiB, and {limit / _GIB:.3g} GiB {given}: {otherwise}"
         )
