@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine import Silent, read_inputs
+from covmerge.engine import Silent, read_inputs, survey
+from covmerge.engine.selection import Selections
 from covmerge.errors import RecipeError, TensorError
 from covmerge.linalg.select import kth_magnitude
 from covmerge.methods.emr import Masses, rescalers
@@ -141,16 +142,28 @@ class TestTheSample:
         assert set(passes.values()) == {2 * expected + 1}
         assert moved.total == moved.done
 
-    def test_a_bad_guess_costs_one(self, states, monkeypatch, passes):
+    @pytest.mark.parametrize(("off", "counted"), [(1.0, 1), (1.04, 2), (0.96, 2), (2.0, 4)])
+    def test_a_guess_by_so_much_too_long(self, states, monkeypatch, passes, off, counted):
+        """One that is off by little costs a pass, and no progress beyond what was announced."""
         merged = covmerge.merge(*states, method="ties").tensors
         passes.clear()
         monkeypatch.setattr(types, "_LEAST_SAMPLED", 0)
-        monkeypatch.setattr(types, "_SAMPLED", 1e-9)  # one row of each
-        sampled = covmerge.merge(*states, method="ties").tensors
+        monkeypatch.setattr(types, "_SAMPLED", 1.0)
+
+        class Misled(Selections):
+            def __init__(self, surveys, dtype, guesses):
+                wrong = [
+                    {key: {e: value * off for e, value in own.items()} for key, own in plan.items()}
+                    for plan in guesses
+                ]
+                super().__init__(surveys, dtype, wrong)
+
+        monkeypatch.setattr(survey, "Selections", Misled)
+        moved = Moved()
+        sampled = covmerge.merge(*states, method="ties", progress=moved).tensors
         assert all(torch.equal(tensor, sampled[name]) for name, tensor in merged.items())
-        up = passes["layers.0.mlp.up_proj.weight", (0, 24)]
-        assert up == 3
-        assert passes["layers.0.mlp.up_proj.weight", (0, 1)] == 2
+        assert set(passes.values()) == {2 + counted}  # two of the sample, which is all of it here
+        assert moved.total == moved.done
 
     def test_methods_that_see_matrices_have_none(self, states, monkeypatch):
         monkeypatch.setattr(types, "_LEAST_SAMPLED", 0)

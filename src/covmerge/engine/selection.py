@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -11,6 +12,10 @@ from torch import Tensor
 
 from covmerge.linalg.select import MagnitudeSelect, threshold_rank
 from covmerge.plan import Count, Survey
+
+# Bits to which a guess is taken to be right: a sixteenth of a language model of 135M parameters was up to
+# 1.2 % off, of an encoder of 22M up to 3.5 %.
+_GUESSED = 5
 
 Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> threshold
 
@@ -32,6 +37,7 @@ class Selections:
                         partial(threshold_rank, survey.density),
                         dtype,
                         near=guessed.get(survey.merge.key, {}).get(expert),
+                        bits=_GUESSED,
                     )
                     for expert in {e: None for item in survey.items for e in item.tensor.operands}
                 }
@@ -59,8 +65,9 @@ class Selections:
         return other
 
     def counted(self) -> bytes:
-        """Return what was counted in this pass, for `absorb_counted`."""
-        return b"".join(select.counted() for select in self._all() if not select.settled)
+        """Return what was counted in this pass, for `absorb_counted`: most counters are 0."""
+        counts = (select.counted() for select in self._all() if not select.settled)
+        return zlib.compress(b"".join(counts), level=1)
 
     def absorb_counted(self, counts: memoryview) -> None:
         """Add what another, of the same pass, has counted.
@@ -69,12 +76,16 @@ class Selections:
             ValueError: it is of something else.
         """
         selects = [select for select in self._all() if not select.settled]
-        if len(counts) != sum(select.counted_bytes for select in selects):
+        size = sum(select.counted_bytes for select in selects)
+        try:  # never more than is asked for, whatever the bytes claim
+            whole = memoryview(zlib.decompressobj().decompress(counts, size + 1))
+        except zlib.error:
+            whole = memoryview(b"")
+        if len(whole) != size:
             raise ValueError(f"{len(counts)} bytes of counts are not of this pass")
-        start = 0
         for select in selects:
-            select.absorb_counted(counts[start : start + select.counted_bytes])
-            start += select.counted_bytes
+            select.absorb_counted(whole[: select.counted_bytes])
+            whole = whole[select.counted_bytes :]
 
     def end_pass(self) -> None:
         """Settle what all rows of a pass tell."""

@@ -21,27 +21,31 @@ def find_thresholds(
 
     A sample of the rows tells nearly what each threshold is; with that guess one pass over all
     rows settles a float32. Each pass reads the tensors once for all surveys; memory is
-    that of the items in flight and of 2¹⁷ counters per survey and expert.
+    that of the items in flight and of 2¹⁹ counters per survey and expert.
 
     Args:
         plans: plans whose items are the same rows of the same tensors.
         count: does the work of one pass.
-        advance: called for every batch of every pass, with the bytes that were read.
+        advance: called for every batch of every pass, with the bytes of `survey_bytes` that it was.
 
     Raises:
         TensorError: NaN or Inf in the inputs.
     """
     found: list[Thresholds] = [{} for _ in plans]
-    for items_of in (_sample_of, _items_of):
+    for items_of, expected in zip((_sample_of, _items_of), _passes(plans), strict=True):
         surveys = [[survey for survey in plan.surveys if items_of(survey)] for plan in plans]
         selections = Selections(surveys, plans[0].compute_dtype, found)
         batches = _together(plans, items_of)
+        passes = 0
         while not selections.settled:
+            passes += 1
             with closing(count(batches, selections)) as counted:
                 for done in counted:
                     first = batches[done.index][0]
                     if done.number == 0:
-                        advance(f"thresholds, {first.tensor.name}", first.read_bytes)
+                        # A pass more than was expected is no part of the total (`survey_bytes`).
+                        size = first.read_bytes if passes <= expected else 0
+                        advance(f"thresholds, {first.tensor.name}", size)
             selections.end_pass()
         found = selections.thresholds()
     return found
@@ -49,16 +53,19 @@ def find_thresholds(
 
 def survey_bytes(plans: Sequence[Plan]) -> int:
     """Bytes that the surveys of all plans read together, if all guesses are good."""
-    dtype = plans[0].recipe.dtype
-    each = [survey.passes(dtype) for plan in plans for survey in plan.surveys]
-    if not each:
-        return 0
-    sampling, counting = (max(passes) for passes in zip(*each, strict=True))
     return sum(
         passes * size
-        for passes, items_of in ((sampling, _sample_of), (counting, _items_of))
+        for passes, items_of in zip(_passes(plans), (_sample_of, _items_of), strict=True)
         for size in _sizes(plans, items_of)
     )
+
+
+def _passes(plans: Sequence[Plan]) -> tuple[int, int]:
+    """Passes over the samples and over the items of all surveys together, if all guesses are good."""
+    dtype = plans[0].recipe.dtype
+    each = [survey.passes(dtype) for plan in plans for survey in plan.surveys]
+    sampling, counting = zip(*each, strict=True) if each else ((0,), (0,))
+    return max(sampling), max(counting)
 
 
 def _sizes(plans: Sequence[Plan], items_of: _ItemsOf) -> Iterable[int]:

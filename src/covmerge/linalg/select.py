@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_FLOAT32_DIGITS = 24  # of a float32: a guess that is right to b of them leaves 24 − b to one pass
 _DIGIT = 17  # bits that one pass settles: the counters, one MiB, stay in the cache
-_NEAR = 7  # a guess is taken to be right to so many bits
+_NEAR = 7  # a guess from a sample of one tensor is taken to be right to so many bits
 # Every sixteenth of so many values tells nearly how large one of a rank is.
 _SAMPLED, _LEAST_SAMPLED = 16, 2**20
 _PART = 2**19  # values that are counted at once: temporaries stay small, whatever the block
@@ -24,9 +25,10 @@ class MagnitudeSelect:
 
     The bit pattern of a non-negative float, read as an integer, orders as the float does. Each pass
     counts the values in equal ranges of bit patterns, and the next one looks into the range where the
-    rank falls; two passes settle a float32, four a float64. With a guess that is less than 1/128 off
-    one settles a float32, three a float64; with another guess it takes one more. Memory does not
-    depend on the number of values.
+    rank falls; two passes settle a float32, four a float64. With a guess that is less than 2^−(bits+1)
+    of it off one settles a float32, three a float64; it takes one more up to thrice that, and two
+    beyond. Memory, 2¹⁷ counters of eight bytes, 2^(24−bits) while a guess is tried, does not depend on
+    the number of values.
 
     Attributes:
         settled: whether `value` is known.
@@ -45,12 +47,17 @@ class MagnitudeSelect:
     """
 
     def __init__(
-        self, rank: int | Callable[[int], int], dtype: torch.dtype, *, near: float | None = None
+        self,
+        rank: int | Callable[[int], int],
+        dtype: torch.dtype,
+        *,
+        near: float | None = None,
+        bits: int = _NEAR,
     ) -> None:
         """Look for the `rank`-th smallest magnitude, counted from 1; rank 0 is 0.0.
 
         A function gives the rank for the number of values, which the first pass counts. `near` is a
-        guess of the magnitude.
+        guess of the magnitude, right to so many `bits`: the fewer, the more counters.
         """
         self._rank = rank
         self._float = dtype
@@ -58,11 +65,12 @@ class MagnitudeSelect:
         self._adding = threading.Lock()
         self.settled = rank == 0
         self.below = self.up_to = 0
+        self._guesses = 1  # that may be tried beside one that was wrong
         self._look_everywhere()
         if near is not None:
             guess = int(torch.tensor(near, dtype=dtype).view(self._int))
-            off = -int(log2(torch.finfo(dtype).eps)) - _NEAR
-            self._look(max(0, guess - 2**off), off + 1)
+            off = -int(log2(torch.finfo(dtype).eps)) - bits
+            self._look(max(0, guess - 2**off), off + 1, _FLOAT32_DIGITS - bits)
 
     @property
     def value(self) -> float:
@@ -135,19 +143,29 @@ class MagnitudeSelect:
             return
         found = int(torch.searchsorted(below, self._rank))
         if found in (0, len(below) - 1):  # the guess was wrong
-            self._look_everywhere()
+            self._look_beside(above=found > 0)
             return
         self.below, self.up_to = int(below[found - 1]), int(below[found])
         self._low += (found - 1) << self._shift
         self.settled = self._shift == 0
         self._look(self._low, self._shift)
 
+    def _look_beside(self, *, above: bool) -> None:
+        """Look next to where a guess was wrong, and after that everywhere: most are wrong by little."""
+        if self._guesses == 0:
+            self._look_everywhere()
+            return
+        self._guesses -= 1
+        digit = (len(self._counts) - 2).bit_length() - 1
+        width = digit + self._shift
+        self._look(max(0, self._low + (2**width if above else -(2**width))), width, digit)
+
     def _look_everywhere(self) -> None:
         self._look(0, torch.finfo(self._float).bits - 1)  # the sign bit is dropped
 
-    def _look(self, low: int, width: int) -> None:
-        """Count 2^width bit patterns from `low` on next, in ranges of equal size."""
-        digit = min(width, _DIGIT)
+    def _look(self, low: int, width: int, digit: int = _DIGIT) -> None:
+        """Count 2^width bit patterns from `low` on next, in 2^digit ranges of equal size."""
+        digit = min(width, digit)
         self._low, self._shift = low, width - digit
         self._counts = torch.zeros(2**digit + 2, dtype=torch.int64)
 
