@@ -15,9 +15,10 @@ from typing import Any
 
 from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object
 from covmerge.errors import InputError, panics_as_errors
-from covmerge.statistics.model import in_short, quiet, require_transformers
+from covmerge.statistics.model import quiet, require_transformers
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import read_regular
+from covmerge.tensors.skeleton import in_short
 from covmerge.vocabulary.stated import (
     ADDED_TOKENS,
     TOKENIZER,
