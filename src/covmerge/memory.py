@@ -35,6 +35,38 @@ class Memory:
     whose: str = MACHINE
 
 
+@dataclass(frozen=True)
+class Allowance:
+    """What a run may take, and how a message says so.
+
+    Attributes:
+        size: bytes.
+        given: by whom, behind the number.
+        in_all: whether what the process has already counts; else these are beside it.
+    """
+
+    size: int
+    given: str
+    in_all: bool
+
+
+def allowance(max_memory: int | None, processes: int = 1) -> Allowance:
+    """Return what this process may take.
+
+    Args:
+        max_memory: bytes that it may have in all; None: what is free beside what it has.
+        processes: as many as this one, which share what is free.
+
+    Example:
+        >>> allowance(2**30).in_all, allowance(None).in_all
+        (True, False)
+    """
+    if max_memory is not None:
+        return Allowance(max_memory, "are allowed (--max-memory)", in_all=True)
+    free = free_memory(processes)
+    return Allowance(free.size, f"of {free.whose} are free", in_all=False)
+
+
 def free_memory(
     processes: int = 1, *, root: Path = Path("/"), environment: Mapping[str, str] = os.environ
 ) -> Memory:

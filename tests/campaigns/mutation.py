@@ -2,6 +2,7 @@
 
     python -m pip install -e ".[dev,mutation]"
     python -m tests.campaigns.mutation --sample 600 --seed 0 --out mutants.jsonl
+    python -m tests.campaigns.mutation --module methods/auto --tests tests/methods/test_auto.py --sample 200
 
 A mutant is one function with one change: an operator exchanged, a number off by one, an argument None or
 left out, a condition forced. mutmut knows the changes (`mutmut.mutation.mutators`). Its own runner leaves
@@ -151,9 +152,10 @@ def _changes(file: Path) -> tuple[cst.Module, list[_Change]]:
     return wrapper.module, visitor.found
 
 
-def drawn(sample: int | None, seed: int) -> tuple[int, list[Mutant]]:
+def drawn(sample: int | None, seed: int, modules: Sequence[str] = ()) -> tuple[int, list[Mutant]]:
     """How many mutants there are, and those to run, in the order of the draw."""
-    every = [(path, number) for path in files() for number in range(changes_of(path))]
+    paths = [_SOURCE / f"{own}.py" for own in modules] or files()
+    every = [(path, number) for path in paths for number in range(changes_of(path))]
     chosen = every if sample is None else Random(seed).sample(every, min(sample, len(every)))
     numbers: dict[Path, list[int]] = defaultdict(list)
     for path, number in chosen:
@@ -171,9 +173,9 @@ def files() -> list[Path]:
     return sorted(path for folder in FOLDERS for path in (_SOURCE / folder).glob("**/*.py"))
 
 
-def _state() -> str:
-    """A short hash of all code and tests: what is reached is as good as they are."""
-    found = hashlib.sha256()
+def _state(tests: Sequence[str]) -> str:
+    """A short hash of all code and tests, and of which are run: what is reached is as good as they are."""
+    found = hashlib.sha256("\n".join(tests).encode())
     for path in sorted([*Path("src").glob("**/*.py"), *Path("tests").glob("**/*.py")]):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
@@ -269,7 +271,7 @@ class Session:
                 spent = time.process_time() - began
                 say({"test": nodeid, "failed": failed, "seconds": spent, "hit": sorted(hit)})
 
-        kept: Path = self._asked.out.with_suffix(f".{_state()}.reached")
+        kept: Path = self._asked.out.with_suffix(f".{_state(self._asked.tests)}.reached")
         if not kept.exists():
             kept.write_text(json.dumps(_forked(work)[0]))
         reached: dict[Place, list[str]] = defaultdict(list)
@@ -308,9 +310,11 @@ class Session:
 
     def _run(self) -> None:
         out: Path = self._asked.out
-        done = {json.loads(line)["mutant"] for line in out.open()} if out.exists() else set()
+        # Not a line left open: pytest takes its warning for a failure of the first test of every mutant.
+        before = out.read_text().splitlines() if out.exists() else []
+        done = {json.loads(line)["mutant"] for line in before}
         until = time.monotonic() + 60 * self._asked.minutes
-        count, chosen = drawn(self._asked.sample, self._asked.seed)
+        count, chosen = drawn(self._asked.sample, self._asked.seed, self._asked.module)
         chosen = [mutant for mutant in chosen if self._asked.only in mutant.key]
         print(f"{count} mutants, of which {len(chosen)} are run", flush=True)
         with out.open("a") as results:
@@ -375,7 +379,7 @@ def _forked(work: Any) -> tuple[list[Any], bool]:
 def table(out: Path) -> str:
     """Return the score by folder as a table in Markdown."""
     counts: dict[str, Counter[str]] = {folder: Counter() for folder in FOLDERS}
-    for line in out.open():
+    for line in out.read_text().splitlines():
         told = json.loads(line)
         counts[Path(told["mutant"].split(":")[0]).relative_to(_SOURCE).parts[0]][
             told["outcome"]
@@ -405,6 +409,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", default="", help="those whose `file:line function` has this in it"
     )
+    parser.add_argument(
+        "--module",
+        action="append",
+        default=[],
+        help="these alone, such as linalg/refined; more than once",
+    )
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="held against these alone")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--each", type=float, default=15.0, help="seconds of tests a mutant")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
@@ -420,7 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "no:xdist",
             f"--basetemp={folder}/tests",
         ]
-        pytest.main([*given, "-m", "not slow", *TESTS], plugins=[Session(asked)])
+        pytest.main([*given, "-m", "not slow", *asked.tests], plugins=[Session(asked)])
     print(table(asked.out))
     return 0
 

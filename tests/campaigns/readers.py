@@ -461,7 +461,7 @@ def _read_deep(path: Path) -> None:
 
 
 def _build_tokenizer() -> None:
-    from tests.mergekit.token_cases import WORDS, save_model
+    from tests.mergekit.token_cases import WORDS, ids_of, save_model
 
     for name in ("base", "t1"):
         save_model(IN / name, "llama", name, WORDS[name])
@@ -470,7 +470,8 @@ def _build_tokenizer() -> None:
         )
         special = {"eos_token": "</s>", "unk_token": {"content": "<unk>"}}
         (IN / name / "special_tokens_map.json").write_text(json.dumps(special))
-        (IN / name / "added_tokens.json").write_text('{"<new>": 9}')
+        added = {"<new>": len(ids_of(IN / name))}
+        (IN / name / "added_tokens.json").write_text(json.dumps(added))
 
 
 def _read_tokenizer(path: Path) -> None:

@@ -174,3 +174,79 @@ def test_auto_is_that_of_the_twin(kind, shape, inputs):
 def test_copies_of_an_expert_give_it_back():
     (update,) = updates(FULL["trained"], TALL, 1)
     assert off(merge_layer([update] * 4, "auto"), update) < 1e-4
+
+
+def test_rows_are_split_a_few_at_a_time(monkeypatch):
+    """Old tests had no update of more rows than are split at once."""
+    deltas = updates(FULL["one"], TALL)
+    whole, exact = solved(deltas)
+    monkeypatch.setattr(mixed, "_AT_ONCE", 7 * TALL[1])
+    parts, _ = solved(deltas)
+    assert off(parts, exact) < 2e-5
+    assert off(parts, whole) < 1e-6
+    monkeypatch.setattr(mixed, "_AT_ONCE", 1)  # a row at least
+    assert off(solved(deltas)[0], whole) < 1e-6
+
+
+def test_one_covariance_alone_is_its_own_answer():
+    (delta,) = updates(FULL["slow"], TALL, count=1)
+    assert off(solved([delta])[0], delta.double()) < 2e-5
+
+
+def test_lengths_are_those_of_the_part_along_the_axes_too():
+    """Experts that share their large directions, and turn them elsewhere: sEEᵀY is not small then."""
+    draw = torch.Generator().manual_seed(3)
+    shared = torch.linalg.qr(torch.randn(TALL[1], 2, generator=draw).double())[0]
+    deltas = []
+    for own in updates(FULL["flat"], TALL, count=4):
+        image = own.double() @ torch.randn(TALL[1], 2, generator=draw).double()
+        deltas.append((own.double() + 3.0 * image @ shared.mT / image.norm()).float())
+    lengths, ridge = (0.2, 1.0, 2.0, 5.0), 0.1 / TALL[1]
+    given = [
+        Covariance(d, scale=1 / norm(d) ** 2, ridge=ridge, length=own)
+        for d, own in zip(deltas, lengths, strict=True)
+    ]
+    found = solve_mixed(given, energy=4.0, floor=1e-12)
+    eye = torch.eye(TALL[1]).double()
+    own = [d.double().mT @ d.double() / norm(d) ** 2 + ridge * eye for d in deltas]
+    numerator = sum(b * d.double() @ c for b, d, c in zip(lengths, deltas, own, strict=True))
+    assert off(found, torch.linalg.solve(sum(own), numerator, left=False)) < 1e-6
+
+
+def system_of(own, across, *, least, floor, gram=None):
+    """One axis, the first, apart from a rest of ones."""
+    axes = torch.zeros(8, 1, dtype=torch.float64)
+    axes[0] = 1.0
+    leading = mixed._Leading(
+        axes, torch.tensor([[own]]).double(), across, torch.zeros(8, 1).double(), []
+    )
+    rest = torch.eye(8)
+    rest[0, 0] = 0.0
+    return mixed._System.of(
+        rest if gram is None else gram, leading, ridge=0.1, mean=1.0, least=least, floor=floor
+    )
+
+
+def test_what_the_axes_mix_with_the_rest_is_in_the_bound_of_the_whole():
+    """λ ≥ least / (1 + ‖N‖)², N the rest's part along the axes: here ‖N‖ is 0.5."""
+    across = torch.zeros(1, 8, dtype=torch.float64)
+    across[0, 3] = 50.0
+    rest = torch.eye(8)
+    rest[0, 0], rest[3, 3] = 0.0, 26.0
+    for share, possible in ((0.99, True), (1.01, False)):
+        found = system_of(100.0, across, least=0.01, floor=share * 0.01 / 1.5**2, gram=rest.clone())
+        assert (found is not None) is possible
+
+
+def test_an_axis_below_what_float32_tells_from_zero_is_none():
+    across = torch.zeros(1, 8, dtype=torch.float64)
+    assert system_of(0.02, across, least=0.01, floor=1e-9) is not None
+    assert system_of(0.005, across, least=0.01, floor=1e-9) is None
+
+
+@pytest.mark.parametrize("energy", [0.0, inf, float("nan")])
+def test_an_energy_that_tells_nothing_gives_no_answer(energy):
+    deltas = updates(FULL["flat"], TALL)
+    ridge = 0.1 / TALL[1]
+    covariances = [Covariance(d, scale=1 / norm(d) ** 2, ridge=ridge) for d in deltas]
+    assert solve_mixed(covariances, energy=energy, floor=1e-12) is None

@@ -211,3 +211,20 @@ def test_methods_on_layers_that_are_refined(name, shape):
     for given, factor in ((updates, 1.0), (updates[::-1], 1.0), ([4 * u for u in updates], 4.0)):
         merged = merge_layer(given, name)
         assert (merged - factor * exact).norm() < 1e-5 * factor * exact.norm()
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+@pytest.mark.parametrize("scale", [2.0**-200, 2.0**150])
+def test_a_scale_that_float32_does_not_have_changes_nothing(name, scale):
+    """Nothing that is measured on the way has a unit: as many corrections, and the same vectors."""
+    gram = gram_of(SPECTRA[name])
+    found, scaled = leading_pairs(gram, 6), leading_pairs(gram * scale, 6)
+    assert torch.equal(scaled.vectors, found.vectors)
+    assert torch.equal(scaled.values, found.values * scale)
+    assert scaled.least == found.least * scale
+
+
+@pytest.mark.parametrize("kept", [0, -1])
+def test_a_cut_before_or_behind_all_that_is_refined_is_no_answer(kept):
+    gram = gram_of(SPECTRA["1/i"])
+    assert leading_pairs(gram, 6, lambda values: kept % (len(values) + 1)) is None

@@ -151,3 +151,44 @@ def test_it_does_not_modify_the_inputs():
     kept = c0.clone()
     AUTO(replace(group_of(updates), inputs=c0))
     assert torch.equal(c0, kept)
+
+
+def test_lengths_that_it_noticed_are_those_of_what_it_returned():
+    """One expert comes back as long as it was; two copies of unlike weights are half of their sum."""
+    update = 7.0 * random_updates(24, 40, 1, 24, 1.0, seed=5)[0].double()
+    alone = AUTO(group_of([update])).noticed
+    assert alone.lengthening == pytest.approx(1.0)
+    assert alone.outputs_length == pytest.approx(1.0)
+    both = AUTO(group_of([update, update], weights=[0.5, 1.5])).noticed
+    assert both.outputs_length == pytest.approx(0.5)
+
+
+def test_where_nothing_was_changed_it_says_so():
+    nothing = AUTO(group_of([torch.zeros(8, 6)] * 3))
+    assert not nothing.delta.any()
+    assert nothing.noticed.unchanged == 3
+
+
+def test_experts_that_cancel_give_zeros_and_what_was_noticed():
+    update = random_updates(24, 40, 1, 24, 1.0, seed=6)[0]
+    found = AUTO(group_of([update, -update]))
+    assert found.delta.shape == (24, 40) and not found.delta.any()
+    assert found.noticed.unchanged == 0
+    assert found.noticed.outputs_length == 0.0
+
+
+@pytest.mark.parametrize("ratio", [1e-2, 1e-3])
+def test_the_least_of_few_directions_counts(ratio):
+    """Squared it is far below the rank's end of unsquared numbers."""
+    left, right = (
+        torch.linalg.qr(torch.randn(n, 4, generator=seeded(n)).double())[0] for n in (24, 40)
+    )
+    sigma = torch.tensor([1.0, 0.5, 0.1, ratio], dtype=torch.float64)
+    turned = random_rotation(4, 9).double()
+    updates = [(left * sigma) @ right.mT, (left @ turned * sigma) @ right.mT]
+    group = group_of([own.double() for own in updates])
+    assert relative(AUTO(group).delta, TWINS["auto"](group)) < 1e-9
+
+
+def seeded(number):
+    return torch.Generator().manual_seed(number)

@@ -8,10 +8,12 @@ import torch
 
 import covmerge
 from covmerge.engine import plan_memory
+from covmerge.engine.executor import held_together
 from covmerge.engine.survey import survey_bytes
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
+from covmerge.memory import Memory
 from covmerge.plan import Copy, Merge, build_plan
-from covmerge.recipe import parse_recipe
+from covmerge.recipe import format_size, parse_recipe
 from covmerge.sources import open_checkpoints
 from covmerge.types import Role
 
@@ -287,6 +289,22 @@ class TestWork:
             ResourceError, match=r"needs .* allowed \(--max-memory\).*largest tensor"
         ):
             plan_memory([plan], 10**6, device=CPU)
+
+    @pytest.mark.parametrize("held", [0, 3 * 10**9])
+    def test_what_is_free_is_said_without_what_the_process_has(self, monkeypatch, held):
+        """Old: "1.1 GiB of this machine's memory are free", of which a gigabyte was the process's own."""
+        monkeypatch.setattr("covmerge.memory.free_memory", lambda _: Memory(1000))
+        plan = plan_for(state(), {"a": state()})
+        with pytest.raises(ResourceError) as told:
+            plan_memory([plan], None, device=CPU, held=held)
+        largest = max(held_together([own]) + own.write_bytes for own in plan.items)
+        needed = max(own.workspace for own in plan.items) + largest
+        output = f"{format_size(held)} for the output, " if held else ""
+        assert str(told.value).startswith(
+            f"the merge needs {format_size(needed + held)} beside what the process has, and 1.00 kB of "
+            f"this machine's memory are free: {output}{format_size(needed)} for the largest tensor, "
+            f"'{plan.peak_item.tensor.name}'. Free more, or merge"
+        )
 
     def test_memory_follows_the_parameters(self):
         """Old: `tsv_m` without loss was planned as with it."""

@@ -10,10 +10,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import covmerge
+from covmerge.api import run_recipe
 from covmerge.checkpoints import open_checkpoint
 from covmerge.checkpoints.layout import MAX_TENSORS
-from covmerge.errors import CheckpointError, RecipeError
+from covmerge.errors import CheckpointError, RecipeError, TensorError
 from covmerge.quantised import open_plain
+from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
 from tests.quantised.ggufs import save_moe
 from tests.quantised.models import SIZES, moved
@@ -273,3 +275,45 @@ def test_a_matrix_of_a_stack_that_is_there_by_itself_too_is_refused(tmp_path):
     writer.close()
     with pytest.raises(CheckpointError, match=r"'blk.0.ffn_up_exps.1.weight' is there twice"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_packed_experts_beside_separate_ones_are_named(tmp_path, kind):
+    """What a module of transformers has in memory, and `save_original_format=False` on disk."""
+    base = save_moe(moe(kind, 0), tmp_path / "base.gguf", "F32")
+    module = moe(kind, 1)
+    apart = saved(module, tmp_path / "apart")
+    module.save_pretrained(tmp_path / "packed", save_original_format=False)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    again.save_pretrained(tmp_path / "again")
+    for source in (module, tmp_path / "packed", tmp_path / "again"):
+        for pair in ((base, source), (source, base), (tmp_path / "apart", source)):
+            expert = "expert 'a'" if pair[1] is source else "the base"
+            said = rf"^{expert} \(.*\) has all experts of a layer in one tensor \('.*_proj'\), as .*save_"
+            with pytest.raises(TensorError, match=said):
+                covmerge.merge(pair[0], {"a": pair[1]}, "average")
+        ignored = {"tensors": {"extra": "ignore"}}
+        with pytest.raises(TensorError, match="has all experts of a layer in one tensor"):
+            run_recipe(recipe_of(base, tmp_path / "packed", **ignored), None)
+    # The next step that the message names.
+    new = type(again)(again.config).to(again.dtype)
+    new.load_state_dict(again.state_dict())
+    written = saved(new, tmp_path / "new")
+    assert written.keys() == apart.keys()
+    assert all(torch.equal(written[name], apart[name]) for name in apart)
+    merged = covmerge.merge(base, {"a": tmp_path / "new"}, "average")
+    assert all(torch.allclose(merged.tensors[name], own, atol=1e-6) for name, own in apart.items())
+
+
+def recipe_of(base, expert, **given):
+    data = {"base": str(base), "experts": {"a": str(expert)}, "method": "average"}
+    return parse_recipe({**data, **given})
+
+
+def test_models_that_are_packed_alike_are_merged():
+    """Old wording of the manual: what is packed does not align. It does, beside its like."""
+    base, expert = moe("qwen3_moe", 0), moe("qwen3_moe", 1)
+    merged = covmerge.merge(base, {"a": expert}, "average").tensors
+    assert all(
+        torch.allclose(merged[name], own, atol=1e-6) for name, own in expert.state_dict().items()
+    )

@@ -381,16 +381,26 @@ def test_a_head_that_is_tied_is_named_as_plain(tmp_path, form):
     assert "lm_head" in settings(tmp_path / "out")[key]
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "nf4", "int8", "int8-channel", "gptq"])
-def test_what_transformers_keeps_in_float32_is_not_packed(tmp_path, form):
-    """T5's `wo`, which its quantisers leave out whatever a config says: packed it would be no weight."""
-    config = transformers.T5Config(
-        vocab_size=64, d_model=128, d_kv=64, d_ff=256, num_layers=1, num_heads=2
+def save_t5(folder, kind, layers=1, **changes):
+    """A base and an expert."""
+    config = getattr(transformers, f"{kind}Config")(
+        **{"vocab_size": 64, "d_model": 128, "d_kv": 64, "d_ff": 256, "num_heads": 2},
+        **{"num_layers": layers, **changes},
     )
     torch.manual_seed(0)
-    first = transformers.T5ForConditionalGeneration(config).to(torch.bfloat16)
-    first.save_pretrained(tmp_path / "base")
-    moved(first, 1).save_pretrained(tmp_path / "a")
+    first = getattr(transformers, f"{kind}ForConditionalGeneration")(config).to(torch.bfloat16)
+    first.save_pretrained(folder / "base")
+    moved(first, 1).save_pretrained(folder / "a")
+    return type(first)
+
+
+@pytest.mark.parametrize("kind", ["T5", "UMT5"])
+@pytest.mark.parametrize(
+    "form", ["fp8-block", "nf4", "int8", "fp8-channel", "int8-channel", "gptq", "awq"]
+)
+def test_what_transformers_keeps_in_float32_is_not_packed(tmp_path, form, kind):
+    """T5's `wo`, which its quantisers leave out whatever a config says: packed it would be no weight."""
+    model_class = save_t5(tmp_path, kind)
     result = merged(tmp_path, "out", experts=("a",), method="task_arithmetic", quantise=form)
     assert any("2 layers stay plain, which transformers keeps in" in note for note in result.notes)
     stored = weights(tmp_path / "out")
@@ -405,10 +415,64 @@ def test_what_transformers_keeps_in_float32_is_not_packed(tmp_path, form):
     assert all(name.removesuffix(".weight") in said for name in wo)
     if form != "fp8-block":
         return
-    model, loaded = transformers.T5ForConditionalGeneration.from_pretrained(
+    model, loaded = model_class.from_pretrained(
         tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
     )
     assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
     expected = model.state_dict()
     for name, tensor in read(tmp_path / "out").items():
         assert torch.equal(expected[name].float(), tensor.float()), name
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # it says what is wanted
+@pytest.mark.parametrize("kind", ["T5", "UMT5"])
+@pytest.mark.parametrize("form", ["fp8-channel", "fp8-tensor", "int8-channel", "int4-group"])
+def test_t5_by_compressed_tensors(tmp_path, form, kind):
+    """Loaded by transformers with that package: unpacked, weights are the reader's; packed, it runs."""
+    pytest.importorskip("compressed_tensors")
+    model_class = save_t5(tmp_path, kind, layers=2, feed_forward_proj="gated-gelu")
+    merged(tmp_path, "out", experts=("a",), method="task_arithmetic", quantise=form)
+    ids = torch.arange(1, 9)[None]
+    answers = []
+    for plain in (True, False):
+        how = transformers.CompressedTensorsConfig(dequantize=plain)
+        if form == "int4-group" and not plain:  # what T5 initialises has no `weight` then
+            with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+                model_class.from_pretrained(tmp_path / "out", quantization_config=how)
+            return
+        model, loaded = model_class.from_pretrained(
+            tmp_path / "out", quantization_config=how, output_loading_info=True
+        )
+        assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
+        if plain:
+            held = model.state_dict()
+            for name, tensor in read(tmp_path / "out").items():
+                assert torch.equal(held[name].float(), tensor.float()), name
+        with torch.no_grad():
+            answers.append(model(input_ids=ids, decoder_input_ids=ids).logits.float())
+    plain, packed = answers
+    assert float((plain - packed).norm() / plain.norm()) < 0.1  # it rounds activations too
+
+
+@pytest.mark.parametrize("kind", ["T5", "UMT5"])
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_t5_in_layouts_whose_clients_do_not_run_here(tmp_path, form, kind):
+    """By sizes and by covmerge's own reader, which is held against both clients' numbers of a layer."""
+    save_t5(tmp_path, kind, feed_forward_proj="gated-gelu")
+    merged(tmp_path, "plain", experts=("a",), method="task_arithmetic")
+    merged(tmp_path, "out", experts=("a",), method="task_arithmetic", quantise=form)
+    wanted, found, stored = (
+        weights(tmp_path / "plain"),
+        read(tmp_path / "out"),
+        weights(tmp_path / "out"),
+    )
+    packed = {name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")}
+    linear = {
+        name.removesuffix(".weight")
+        for name in wanted
+        if name.endswith((".q.weight", ".k.weight", ".v.weight", ".o.weight")) or ".wi_" in name
+    }
+    assert packed == linear
+    for name, own in wanted.items():
+        error = float((found[name].float() - own.float()).norm() / own.float().norm())
+        assert (0 < error < 0.15) if name.removesuffix(".weight") in packed else error == 0, name

@@ -1,5 +1,6 @@
 """Text that a language model writes itself, as the inputs of its layers."""
 
+import importlib
 import json
 
 import pytest
@@ -9,7 +10,7 @@ import transformers
 import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
-from covmerge.statistics import Generated, StatisticsFile, collect
+from covmerge.statistics import Generated, StatisticsFile, collect, collect_regmean_pp
 from covmerge.statistics.examples import Reading
 from covmerge.statistics.model import load_model
 from tests.cli.runs import covmerge as run
@@ -184,8 +185,10 @@ def test_what_cannot_write(expert, tmp_path):
     encoder = save(classifier(), tmp_path / "encoder")
     with pytest.raises(InputError, match="BertForSequenceClassification, no language model"):
         collect(encoder, Generated("chat"), tmp_path / OUT)
-    with pytest.raises(InputError, match=r"no chat template that works .* pass --start bos"):
-        collect(expert, Generated("chat"), tmp_path / OUT)
+    with pytest.raises(
+        InputError, match=r"template that works \(UndefinedError: .* pass --start bos"
+    ):
+        collect(with_template(expert, "{{ a.b.c }}"), Generated("chat"), tmp_path / OUT)
     with pytest.raises(InputError, match=r"template .* leaves out what the user says"):
         collect(with_template(expert, "w1"), Generated("user"), tmp_path / OUT)
     with pytest.raises(InputError, match=r"template .* is empty"):
@@ -193,6 +196,62 @@ def test_what_cannot_write(expert, tmp_path):
     with pytest.raises(InputError, match="start 'chat' has 3 tokens and a text at most 3"):
         collect(with_template(expert), Generated("chat"), tmp_path / OUT, max_length=3)
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("start", ["chat", "user"])
+def test_without_a_chat_template_nothing_is_loaded(expert, tmp_path, monkeypatch, start):
+    """Transformers' own words are a paragraph on how a tokenizer gets one."""
+    for module in ("collect", "regmean_pp"):
+        own = importlib.import_module(f"covmerge.statistics.{module}")
+        monkeypatch.setattr(own, "load_model", lambda *_, **__: pytest.fail("loaded"))
+    said = (
+        f"{expert}: its tokenizer has no chat template (neither chat_template.jinja nor one in "
+        f"tokenizer_config.json), which --start {start} goes on from: pass --start bos, or with "
+        "--tokenizer the folder of one that has it"
+    )
+    with pytest.raises(InputError) as told:
+        collect(expert, Generated(start), tmp_path / OUT)
+    assert str(told.value) == said
+    with pytest.raises(InputError) as told:
+        collect_regmean_pp(expert, {"a": expert}, Generated(start), tmp_path / "out")
+    assert str(told.value) == said
+    ran = run("collect", expert, tmp_path / OUT, "--inputs=generated", f"--start={start}", code=2)
+    assert " ".join(ran.stderr.split()) == f"error: {said}"
+
+
+def test_of_several_chat_templates_it_is_the_default(expert, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(expert)
+    tokenizer.chat_template = {"rag": TEMPLATE, "tools": TEMPLATE}
+    tokenizer.save_pretrained(expert)
+    with pytest.raises(
+        InputError, match=r"template called 'default' \(but 'rag', 'tools'\), which"
+    ):
+        collect(expert, Generated("chat"), tmp_path / OUT)
+
+
+def test_a_start_that_works_is_named(expert, tmp_path):
+    path = expert / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "bos_token": None, "eos_token": None}))
+    with pytest.raises(
+        InputError, match=r"--start user goes on from: pass a file of examples, or with"
+    ):
+        collect(expert, Generated("user"), tmp_path / OUT)
+    with pytest.raises(
+        InputError, match=r"no token that a text begins with: pass a file of examples"
+    ):
+        collect(expert, Generated("bos"), tmp_path / OUT)
+    with_template(expert)
+    with pytest.raises(
+        InputError, match=r"a text begins with: pass --start chat, or a file of exa"
+    ):
+        collect(expert, Generated("bos"), tmp_path / OUT)
+
+
+def test_the_template_may_be_another_tokenizers(expert, tmp_path):
+    other = with_template(save(build("llama"), tmp_path / "other"))
+    collect(expert, Generated("user", tokens=2), tmp_path / OUT, max_examples=2, tokenizer=other)
+    assert StatisticsFile.open(tmp_path / OUT).about.generated["start"] == "user"
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import covmerge
 from covmerge.api import run_recipe
+from covmerge.cli import app
 from covmerge.errors import InputError
 from covmerge.recipe import parse_recipe
 from covmerge.vocabulary.tokens import Reader
@@ -194,3 +196,99 @@ def test_a_file_that_is_none_is_named(tmp_path, content):
     (tmp_path / "a" / "tokenizer.model").write_bytes(content)
     with pytest.raises(InputError, match=r"a: tokenizer.model is no SentencePiece model \("):
         Reader().read(tmp_path / "a")
+
+
+ODD = {
+    "a list": (b'["<x>"]', "holds a JSON list, an object is needed: is it the right file"),
+    "a text": (b'{"<x>": "340"}', "gives '<x>' the number '340', and a token's is a whole number"),
+    "negative": (
+        b'{"<x>": -1}',
+        "gives '<x>' the number -1, and a token's is a whole number from 0",
+    ),
+    "a fraction": (b'{"<x>": 340.0}', "gives '<x>' the number 340.0, and a token's"),
+    "a truth value": (b'{"<x>": true}', "gives '<x>' the number True, and a token's"),
+    "null": (b'{"<x>": null}', "gives '<x>' the number None, and a token's"),
+    "NaN": (b'{"<x>": NaN}', "gives '<x>' the number nan, and a token's"),
+    "huge": (b'{"<x>": 4294967296}', "gives '<x>' the number 4294967296, and a token's"),
+    "of 5000 digits": (
+        b'{"<x>": ' + b"1" * 5000 + b"}",
+        "is not valid JSON (a number has thousands of digits)",
+    ),
+    "nested": (b'{"<x>": {"id": 340}}', "gives '<x>' the number {'id': 340}, and a token's"),
+    "one number twice": (b'{"<x>": 340, "<y>": 340}', "gives '<x>' and '<y>' the same number 340"),
+    "one token twice": (b'{"<x>": 340, "<x>": 341}', "has the key '<x>' twice"),
+    "an empty token": (b'{"": 340}', "gives the empty text the number 340, and no token is empty"),
+    "no UTF-8": (b'{"\xff": 340}', "is not valid JSON ('utf-8' codec can't decode byte 0xff"),
+    "no JSON": (b"<x> 340", "is not valid JSON (Expecting value"),
+    "without an end": (b'{"<x>": ' + b"[" * 10**5, "is not valid JSON (maximum recursion depth"),
+    "large": (
+        b'{"<x>": 4294967295}',
+        "gives '<x>' the number 4294967295, and transformers reads 340: its row",
+    ),
+    "another's": (b'{"<x>": 5}', "gives '<x>' the number 5, and transformers reads 340: its row"),
+}
+
+
+@pytest.mark.parametrize("form", ["model", "json"])
+@pytest.mark.parametrize(("content", "said"), ODD.values(), ids=ODD)
+def test_an_odd_added_tokens_json_is_named(tmp_path, content, said, form):
+    """Beside either form of a tokenizer; transformers fails of some, and renumbers others."""
+    pytest.importorskip("sentencepiece")
+    for name in ("a", "b"):
+        save(tmp_path / name, llama, "llama", 345, LLAMA)
+    if form == "json":
+        loaded(tmp_path / "b").save_pretrained(tmp_path / "b")
+        (tmp_path / "b" / "tokenizer.model").unlink()
+    path = tmp_path / "b" / "added_tokens.json"
+    path.write_bytes(content)
+    outcome = CliRunner().invoke(app, ["merge", str(recipe_of(tmp_path)), str(tmp_path / "out")])
+    told = outcome.stderr.replace("\n", " ")
+    assert outcome.exit_code == 2
+    assert f"{path} {said}" in told
+    assert not (tmp_path / "out").exists()
+
+
+def recipe_of(folder):
+    path = folder / "recipe.yaml"
+    experts = "".join(f"  {name}: {folder / name}\n" for name in ("a", "b"))
+    path.write_text(f"base: null\nexperts:\n{experts}method: linear\ntokenizer:\n  source: union\n")
+    return path
+
+
+def test_added_tokens_json_that_says_what_tokenizer_json_does_is_read(tmp_path):
+    """An older copy of it is passed over, as transformers does; what that lacks must have its number."""
+    pytest.importorskip("sentencepiece")
+    save(tmp_path, llama, "llama", 343, LLAMA)
+    tokenizer = loaded(tmp_path)
+    tokenizer.add_tokens(["<x>", "<y>"])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    added = tmp_path / "added_tokens.json"
+    for told in ({"<x>": 340, "<y>": 341}, {"<x>": 341}, {"<z>": 342}):
+        added.write_text(json.dumps(told))
+        ids = Reader().read(tmp_path).ids
+        assert [ids["<x>"], ids["<y>"], ids.get("<z>", 342)] == [340, 341, 342]
+
+
+@pytest.mark.parametrize("number", ["1" * 5000, "12345678901"])
+def test_a_number_of_more_digits_than_any_table_has_rows_is_refused(tmp_path, number):
+    pytest.importorskip("sentencepiece")
+    added = {"added_tokens_decoder": {number: {"content": "<x>", "special": True}}}
+    save(tmp_path / "a", llama, "llama", 340, LLAMA | added)
+    with pytest.raises(InputError, match=r"tokenizer_config.json gives '<x>' the number '1"):
+        Reader().read(tmp_path / "a")
+
+
+def test_mistrals_other_file_alone_is_named(tmp_path):
+    """Without a word its rows would be taken for those of the first model's tokens."""
+    for name in ("a", "b"):
+        save(tmp_path / name, llama, "llama", 340, LLAMA)
+    (tmp_path / "b" / "tokenizer.model").rename(tmp_path / "b" / "tokenizer.model.v3")
+    outcome = CliRunner().invoke(app, ["merge", str(recipe_of(tmp_path)), str(tmp_path / "out")])
+    assert outcome.exit_code == 2
+    said = (
+        f"{tmp_path / 'b' / 'tokenizer.model.v3'} is the only file with the tokens of this model, and "
+        "transformers reads none of this name: copy it to tokenizer.model beside it, or save the model "
+        "with a tokenizer.json"
+    )
+    assert said in outcome.stderr.replace("\n", " ")

@@ -84,9 +84,9 @@ holds: remove one
     try:
         value: object = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where} is not valid JSON ({error}): fetch the file again"
-        ) from error
+        # Python's own words tell how to lift its limit.
+        why = "a number has thousands of digits" if "int_max_str_digits" in str(error) else error
+        raise CheckpointError(f"{where} is not valid JSON ({why}): fetch the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(
             f"{where} holds a JSON {type(value).__name__}, an object is needed: "

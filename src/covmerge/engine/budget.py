@@ -11,7 +11,7 @@ import torch
 
 from covmerge.engine.executor import held_together
 from covmerge.errors import ResourceError
-from covmerge.memory import free_memory
+from covmerge.memory import allowance
 from covmerge.plan import Plan
 from covmerge.recipe import format_size
 
@@ -133,15 +133,20 @@ def plan_memory(
     largest, workspace = max(moved), max(spaces)
     beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
-    free = free_memory(processes)
-    limit = resident - held + free.size if max_memory is None else max_memory
+    allowed = allowance(max_memory, processes)
+    # What the process has counts against what it may have in all, and not against what is free beside it.
+    own = 0 if allowed.in_all else resident - held
+    limit = allowed.size + own
     if resident + workspace + largest > limit:
-        given = f"of {free.whose} are free" if max_memory is None else "are allowed (--max-memory)"
+        beside, more = " beside what the process has", "Free"
+        taken = f"{format_size(held)} for the output, " if held else ""
+        if allowed.in_all:
+            beside, more, taken = "", "Allow", f"{format_size(resident)} for the process, "
         raise ResourceError(
-            f"the merge needs {format_size(resident + workspace + largest)} and "
-            f"{format_size(limit)} {given}: {format_size(resident)} for the process, "
+            f"the merge needs {format_size(resident + workspace + largest - own)}{beside}, and "
+            f"{format_size(allowed.size)} {allowed.given}: {taken}"
             f"{format_size(workspace + largest)} for the largest tensor, "
-            f"'{plans[0].peak_item.tensor.name}'. Allow more, or merge that tensor by `average` with "
+            f"'{plans[0].peak_item.tensor.name}'. {more} more, or merge that tensor by `average` with "
             "a rule."
         )
     if workers > 1:

@@ -16,6 +16,7 @@ import torch
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.errors import InputError, TensorError
 from covmerge.plan.operands import Operand
+from covmerge.plan.packed_experts import check_packing
 from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription, Stacked, find_name
@@ -162,7 +163,7 @@ def align(
             )
     taken = {*names.values(), *own_heads}
     extra_heads, ignored = _extras(base, expert_name, expert, taken, rules, chosen)
-    _check_missing(expert_name, expert, missing, rules)
+    _check_missing(base, expert_name, expert, missing, rules)
     _check_resized(expert_name, base, resized, rules)
     heads = tuple([*own_heads, *extra_heads])
     return Alignment(
@@ -309,6 +310,7 @@ def _extras(
         else:
             refused.append(name)
     if refused:
+        _check_packing(base, expert_name, expert)
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) has "
             f"{counted(len(refused), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
@@ -319,8 +321,18 @@ def _extras(
     return heads, ignored
 
 
-def _check_missing(expert_name: str, expert: Model, missing: list[str], rules: TensorRules) -> None:
+def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
+    check_packing(
+        (f"the base ({base.checkpoint.source})", base.headers),
+        (f"expert '{expert_name}' ({expert.checkpoint.source})", expert.headers),
+    )
+
+
+def _check_missing(
+    base: Model, expert_name: str, expert: Model, missing: list[str], rules: TensorRules
+) -> None:
     if missing and rules.missing == "error":
+        _check_packing(base, expert_name, expert)
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "
             f"base's tensors: {some(missing, 5, quoted=True)}. Is it a fine-tune of this base? "

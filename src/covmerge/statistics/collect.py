@@ -19,7 +19,7 @@ from covmerge.statistics.file import Kind
 from covmerge.statistics.fisher import FisherCollector, Labels
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.model import RunningModel, load_model
+from covmerge.statistics.model import RunningModel, check_start, load_model
 from covmerge.statistics.needed import check_memory, memory_needed
 from covmerge.statistics.reactions import Reactions
 from covmerge.statistics.write import Contents, Statistic, check_output, write_statistics
@@ -148,6 +148,8 @@ def collect(
             return opened.enter_context(closing(open_checkpoint(source)))
 
         opened_expert = opening(expert) if isinstance(expert, str | Path) else expert
+        if isinstance(examples, Generated):
+            check_start(opened_expert, examples, how)
         needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
         check_memory(needed, max_memory, f"{opened_expert.source} and its sums", SMALLER)
         model = load_model(opened_expert, device, head="fisher" in chosen, writing=generated)

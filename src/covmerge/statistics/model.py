@@ -31,9 +31,9 @@ from covmerge.statistics.examples import (
     tokenized,
 )
 from covmerge.statistics.generated import Generated
-from covmerge.statistics.written import writes
+from covmerge.statistics.written import TEMPLATED, check_template, writes
 from covmerge.stores.address import local_path
-from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton
+from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton, in_short
 from covmerge.types import Role
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
@@ -170,27 +170,7 @@ class RunningModel:
         Raises:
             InputError: there is none that transformers can load.
         """
-        transformers = require_transformers()
-        folder = Path(reading.tokenizer or self.checkpoint.folder or "")
-        try:
-            with panics_as_errors():
-                tokenizer = transformers.AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=False
-                )
-            named: Mapping[str, str] = tokenizer.vocab_files_names
-            # transformers makes an empty vocabulary rather than say that there is none.
-            known = not named or any(
-                (folder / n).is_file() for n in (*_VOCABULARIES, *named.values())
-            )
-            problem = "" if known else "there is no vocabulary"
-        except Exception as error:  # a stranger's files can make it fail in any way
-            tokenizer, problem = None, in_short(error)
-        if problem:
-            raise InputError(
-                f"{folder} has no tokenizer that transformers can load ({problem}): pass the folder "
-                "of one with --tokenizer"
-            )
-        return tokenizer
+        return _tokenizer(Path(reading.tokenizer or self.checkpoint.folder or ""))
 
     def run(self, batch: Batch, *, head: bool = False) -> Any:
         """Run the backbone, or the whole model; labels are left out."""
@@ -207,6 +187,46 @@ class RunningModel:
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.checkpoint.headers[name].shape
+
+
+def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) -> None:
+    """Refuse a start that a language model's tokenizer lacks, before the model is fetched and loaded.
+
+    Raises:
+        InputError: it has no chat template, or cannot be loaded.
+    """
+    config = checkpoint.config or {}
+    named: Any = config.get("architectures")
+    names = cast("list[object]", named) if isinstance(named, list) else []
+    model_class: Any = getattr(require_transformers(), str(next(iter(names), None)), None)
+    # What is no language model that writes is refused as one, when it is built.
+    if not getattr(model_class, "can_generate", bool)():
+        return
+    read = getattr(model_class.config_class, "is_encoder_decoder", False)
+    if generated.start in TEMPLATED and not config.get("is_encoder_decoder", read):
+        folder = Path(reading.tokenizer or checkpoint.companions() or "")
+        check_template(_tokenizer(folder), str(folder), generated.start)
+
+
+def _tokenizer(folder: Path) -> Any:
+    transformers = require_transformers()
+    try:
+        with panics_as_errors():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        named: Mapping[str, str] = tokenizer.vocab_files_names
+        # transformers makes an empty vocabulary rather than say that there is none.
+        known = not named or any((folder / n).is_file() for n in (*_VOCABULARIES, *named.values()))
+        problem = "" if known else "there is no vocabulary"
+    except Exception as error:  # a stranger's files can make it fail in any way
+        tokenizer, problem = None, in_short(error)
+    if problem:
+        raise InputError(
+            f"{folder} has no tokenizer that transformers can load ({problem}): pass the folder "
+            "of one with --tokenizer"
+        )
+    return tokenizer
 
 
 def load_model(
@@ -319,9 +339,3 @@ def require_transformers(why: str = "collecting runs the model") -> Any:
         return importlib.import_module("transformers")
     except ImportError:
         raise InputError(f"{why}, which needs transformers: {INSTALL}") from None
-
-
-def in_short(error: Exception) -> str:
-    """Return what an error of somebody else's code is, in one line."""
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    return f"{type(error).__name__}: {first_line[:200]}"

@@ -7,7 +7,7 @@ import torch
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import ResourceError
-from covmerge.memory import free_memory
+from covmerge.memory import allowance
 from covmerge.tensors import describe_checkpoint, matrix_shapes
 from covmerge.types import Role
 
@@ -53,13 +53,11 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
     Raises:
         ResourceError: it does not fit.
     """
-    if max_memory is None:
-        free = free_memory()
-        limit, given = free.size, f"of {free.whose} are free"
-    else:
+    allowed = allowance(max_memory)
+    if allowed.in_all:
         needed += psutil.Process().memory_info().rss
-        limit, given = max_memory, "are allowed (--max-memory)"
-    if needed > limit:
+    if needed > allowed.size:
         raise ResourceError(
-            f"{what} take up to {needed / _GIB:.3g} GiB, and {limit / _GIB:.3g} GiB {given}: {otherwise}"
+            f"{what} take up to {needed / _GIB:.3g} GiB, and {allowed.size / _GIB:.3g} GiB "
+            f"{allowed.given}: {otherwise}"
         )

@@ -24,9 +24,10 @@ from covmerge.statistics.collect import Progress, collect
 from covmerge.statistics.examples import MADE
 from covmerge.statistics.file import SUFFIX, StatisticsFile, probe
 from covmerge.statistics.generated import Generated
-from covmerge.statistics.model import in_short, require_transformers
+from covmerge.statistics.model import require_transformers
 from covmerge.statistics.needed import check_memory, memory_needed
 from covmerge.stores.disk import disk_errors
+from covmerge.tensors.skeleton import in_short
 
 DRAWN = Generated("random")
 HOW = f"{MADE} random inputs through the base"

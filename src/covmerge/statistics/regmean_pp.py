@@ -35,7 +35,7 @@ from covmerge.statistics.examples import Examples, Reading, ReadingOptions, size
 from covmerge.statistics.file import SUFFIX
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
-from covmerge.statistics.model import Layer, RunningModel, load_model
+from covmerge.statistics.model import Layer, RunningModel, check_start, load_model
 from covmerge.statistics.needed import check_memory, memory_needed
 from covmerge.statistics.write import Contents, check_output, write_statistics
 from covmerge.stores.address import local_path
@@ -104,6 +104,9 @@ def collect_regmean_pp(
             for name, source in experts.items()
         }
         opened_base = stack.enter_context(closing(open_checkpoint(base)))
+        if isinstance(examples, Generated):
+            for expert in opened.values():
+                check_start(expert, examples, how)
         needed = memory_needed(*opened.values()) + memory_needed(opened_base, grams=False)
         check_memory(needed, max_memory, "the base, all experts and their sums", SMALLER)
         origin = load_model(opened_base, device, head=False)

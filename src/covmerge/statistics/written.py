@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from covmerge.errors import InputError, did_you_mean
 from covmerge.statistics.examples import Batch, Reading, longest_text
+from covmerge.tensors.skeleton import in_short
+from covmerge.text import some
 
 if TYPE_CHECKING:
     from covmerge.statistics.model import RunningModel
@@ -19,6 +21,8 @@ Start = Literal["bos", "chat", "user"]
 
 _random: Any = torch.random  # its annotations are partial
 
+# These go on from a chat template.
+TEMPLATED: tuple[Start, ...] = ("chat", "user")
 _SAID = "What the user says stands here."
 
 
@@ -148,18 +152,56 @@ def _padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Te
     return torch.tensor(ids), torch.tensor(mask)
 
 
+def check_template(tokenizer: Any, source: str, start: Start) -> None:
+    """Refuse a start of a chat template where there is none.
+
+    Args:
+        tokenizer: of transformers.
+        source: where it is from.
+        start: one of `TEMPLATED`.
+
+    Raises:
+        InputError: there is none.
+    """
+    problem = _lacks_template(tokenizer)
+    if problem:
+        other = "a file of examples" if _first(tokenizer) is None else "--start bos"
+        raise InputError(
+            f"{source}: its tokenizer has {problem}, which --start {start} goes on from: pass {other}, or "
+            "with --tokenizer the folder of one that has it"
+        )
+
+
+def _lacks_template(tokenizer: Any) -> str:
+    """What is missing of a chat template; nothing where there is one, even one that is empty."""
+    # The classes of mistral-common have none to be asked for, and fill theirs in themselves.
+    found: Any = getattr(tokenizer, "chat_template", "")
+    if found is None:
+        return "no chat template (neither chat_template.jinja nor one in tokenizer_config.json)"
+    if isinstance(found, dict) and "default" not in found:
+        names = some(sorted(map(str, cast("dict[object, object]", found))), 3, quoted=True)
+        return f"no chat template called 'default' (but {names})"
+    return ""
+
+
+def _first(tokenizer: Any) -> int | None:
+    """The token that a text begins with; else that between two texts, as GPT-2 has it."""
+    first = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if first is None else first
+
+
 def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
     """The tokens that every text begins with."""
     if start == "bos":
-        first = tokenizer.bos_token_id
+        first = _first(tokenizer)
         if first is None:
-            first = tokenizer.eos_token_id  # between two texts, as GPT-2 has it
-        if first is None:
+            other = "" if _lacks_template(tokenizer) else "--start chat, or "
             raise InputError(
-                f"the tokenizer of {source} has no token that a text begins with: pass --start chat, or "
-                "a file of examples"
+                f"the tokenizer of {source} has no token that a text begins with: pass {other}a file of "
+                "examples"
             )
         return [first]
+    check_template(tokenizer, source, start)
     if start == "chat":
         text = _filled(tokenizer, source, "", prompting=True)
     else:
@@ -193,7 +235,8 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
         )
     except Exception as error:  # a stranger's template may do anything
         raise InputError(
-            f"the tokenizer of {source} has no chat template that works ({error}): pass --start bos"
+            f"the tokenizer of {source} has no chat template that works ({in_short(error)}): pass "
+            "--start bos"
         ) from error
 
 

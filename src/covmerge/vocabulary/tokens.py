@@ -11,22 +11,31 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
-from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object, shorten
+from covmerge.checkpoints.json_file import MAX_JSON_BYTES, parse_object
 from covmerge.errors import InputError, panics_as_errors
-from covmerge.statistics.model import in_short, quiet, require_transformers
+from covmerge.statistics.model import quiet, require_transformers
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import read_regular
+from covmerge.tensors.skeleton import in_short
+from covmerge.vocabulary.stated import (
+    ADDED_TOKENS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    check_added,
+    check_listed,
+    check_numbers,
+)
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
+# A SentencePiece model under a name that mistral-common alone knows.
+_MISTRALS = "*.model.v[0-9]*"
 # Whatever belongs to a tokenizer, at the top of a folder.
 TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
-    "added_tokens.json",
+    ADDED_TOKENS,
     "vocab*.json",
     "vocab*.txt",
     "vocab*.bpe",
@@ -34,7 +43,7 @@ TOKENIZER_FILES = (
     "bpe.codes",
     "tekken.json",
     "*.model",
-    "*.model.v[0-9]*",
+    _MISTRALS,
     "*.spm",
     "*.tiktoken",
     "chat_template*.jinja",
@@ -42,7 +51,6 @@ TOKENIZER_FILES = (
 )
 # By one of these transformers knows the tokens.
 _VOCABULARIES = (TOKENIZER, "vocab*", "tekken.json", "*.model", "*.spm", "*.tiktoken")
-_ADDED_TOKENS = "added_tokens.json"
 # Tells the kind of tokenizer where nothing else does.
 _CONFIG, _KIND = "config.json", ("model_type",)
 _MOST_HOLES = 1024
@@ -165,10 +173,21 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
     Raises:
         CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
+        InputError: its tokens are in a file that transformers does not know, or numbers of them are none.
     """
-    paths = list(folder.iterdir())
-    known = any(_matches(path.name, _VOCABULARIES) and path.is_file() for path in paths)
-    return dict(_read_files(folder)) if known else {}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    if any(_matches(name, _VOCABULARIES) for name in names):
+        return dict(_read_files(folder))
+    for name in names:
+        if fnmatchcase(
+            name, _MISTRALS
+        ):  # a model without its tokens would be taken to have others'
+            plain, _, _ = name.rpartition(".v")
+            raise InputError(
+                f"{folder / name} is the only file with the tokens of this model, and transformers reads "
+                f"none of this name: copy it to {plain} beside it, or save the model with a {TOKENIZER}"
+            )
+    return {}
 
 
 def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -184,6 +203,10 @@ def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
         content = read_regular(safe_child(folder, path.name), MAX_JSON_BYTES)
         # What is parsed again by others is looked at first: they are less careful.
         value = parse_object(content, str(path)) if path.suffix == ".json" else {}
+        if path.name == ADDED_TOKENS:
+            check_added(path, value)
+        if path.name == TOKENIZER_CONFIG:
+            check_listed(path, value)
         if not own:
             content = json.dumps({key: value[key] for key in _KIND if key in value}).encode()
         yield path.name, content
@@ -197,51 +220,8 @@ def _read(folder: Path, files: Mapping[str, bytes], hashes: Mapping[str, str]) -
         for number, token in tokenizer.added_tokens_decoder.items()
     }
     ids = dict(tokenizer.get_vocab())
-    if TOKENIZER not in files:
-        _check_stated(folder, files, ids)
+    check_numbers(folder, files, ids)
     return Tokenizer(folder, files, hashes, ids, added)
-
-
-def _check_stated(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, int]) -> None:
-    """Refuse numbers of added tokens that are not the files': those tell which rows were trained as which.
-
-    transformers gives added tokens the next free numbers, where its older releases went by the files.
-
-    Raises:
-        InputError: there is such a token.
-    """
-    for name, token, number in _stated(folder, files):
-        if ids.get(token) != number:
-            raise InputError(
-                f"{folder / name} gives {shorten(token)} the number {shorten(number)}, and transformers "
-                f"reads {ids.get(token)}: its row would be taken for another token's. Save the tokenizer "
-                f"with a {TOKENIZER} that has these numbers, or leave out `tokenizer`"
-            )
-
-
-def _stated(folder: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
-    """The tokens to which files give numbers: the file, the token, the number."""
-    for name in (_ADDED_TOKENS, TOKENIZER_CONFIG):
-        if name not in files:
-            continue
-        content = parse_object(files[name], str(folder / name))
-        if name == _ADDED_TOKENS:
-            yield from ((name, token, number) for token, number in content.items())
-            continue
-        decoder: Any = content.get("added_tokens_decoder")
-        given = cast("dict[str, Any]", decoder) if isinstance(decoder, dict) else {}
-        for number, own in given.items():
-            token: Any = (
-                cast("dict[str, Any]", own).get("content") if isinstance(own, dict) else None
-            )
-            if not isinstance(token, str):
-                continue
-            if not (number.isascii() and number.isdecimal()):
-                raise InputError(
-                    f"{folder / name} gives {shorten(token)} the number {shorten(number)}, which is none: "
-                    "correct it"
-                )
-            yield name, token, int(number)
 
 
 def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
