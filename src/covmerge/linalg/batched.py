@@ -30,6 +30,26 @@ def per_member(values: Tensor | Sequence[float], like: Tensor, axes: int = 2) ->
     return numbers.view(-1, *[1] * axes)
 
 
+def numbers(values: Tensor) -> list[float]:
+    """Read one number for each member from the device, all at once."""
+    return [float(value) for value in values.cpu()]
+
+
+def flags(values: Tensor) -> list[bool]:
+    """Read one truth value for each member from the device, all at once."""
+    return [bool(value) for value in values.cpu()]
+
+
+def all_finite(members: Tensor) -> Tensor:
+    """Whether no value of a member `(n, …)` is NaN or Inf, `(n,)`.
+
+    Example:
+        >>> all_finite(torch.tensor([[1.0, 2.0], [1.0, float("nan")]])).tolist()
+        [True, False]
+    """
+    return torch.isfinite(members).flatten(1).all(1)
+
+
 def norms(members: Tensor) -> Tensor:
     """Frobenius norms `(n,)` in float64 of tensors `(n, …)`; far from 1, squares may leave the dtype.
 
@@ -93,7 +113,7 @@ def largest_eigenvalues(symmetric: Tensor) -> Tensor:
     tridiagonal = torch.diag_embed(torch.stack(diagonal, 1).double())
     off = torch.stack(beside, 1).double()[:, :-1]
     tridiagonal += torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-    finite = torch.isfinite(tridiagonal).flatten(1).all(1)
+    finite = all_finite(tridiagonal)
     # An eigenproblem that fails would take the others with it.
     values = eigvalsh(torch.where(finite.view(-1, 1, 1), tridiagonal, 0.0))[:, -1]
     return torch.where(finite, values, torch.inf)

@@ -24,9 +24,12 @@ from covmerge.covariance.estimate import (
 from covmerge.covariance.gate import Statistic, heterogeneity
 from covmerge.covariance.gate import gate as heterogeneity_gate
 from covmerge.linalg.batched import (
+    all_finite,
     condition_numbers,
     factorize_all,
+    flags,
     norms,
+    numbers,
     per_member,
     solve_right_all,
 )
@@ -109,15 +112,15 @@ def _estimated(
         torch.stack([own.updates[t] for _, own in known]).mean(1)
         for t in range(len(known[0][1].updates))
     ]
-    lengths = torch.stack([norms(mean) for mean in means], 1).tolist()
+    lengths = [numbers(norms(mean)) for mean in means]
     for member, (place, active) in enumerate(known):
         plain = [
             Covariance(update, mean=mean[member], ridge=eps)
             for update, mean in zip(active.updates, means, strict=True)
         ]
         energies: list[float] = []
-        for covariance, size, length in zip(plain, active.norms, lengths[member], strict=True):
-            rest = what_centring_leaves(size**2, rows * length**2)
+        for covariance, size, own in zip(plain, active.norms, lengths, strict=True):
+            rest = what_centring_leaves(size**2, rows * own[member] ** 2)
             energies.append(covariance.energy() if rest is None else rest)
         if any(e <= BLIND * size**2 for e, size in zip(energies, active.norms, strict=True)):
             continue
@@ -152,13 +155,13 @@ def _merged(
     conditions = condition_numbers(
         normal.gram, factors, ridges=normal.ridges, enough=FLOAT32_CONDITION
     )
-    finite = torch.isfinite(merged).flatten(1).all(1) & torch.isfinite(conditions)
+    finite = all_finite(merged) & torch.isfinite(conditions)
     if residual is not None:
-        finite &= torch.isfinite(residual).flatten(1).all(1)
+        finite &= all_finite(residual)
     route = normal.route
     del factors, normal
     noticed: list[AceNoticed | None] = [None] * len(layers)
-    each = zip(layers, (solvable & finite).tolist(), conditions.tolist(), strict=True)
+    each = zip(layers, flags(solvable & finite), numbers(conditions), strict=True)
     for member, (layer, solved, condition) in enumerate(each):
         if solved and (condition <= FLOAT32_CONDITION or dtype == torch.float64):
             noticed[member] = replace(
@@ -194,11 +197,12 @@ def _structural_residuals(layers: Sequence[_Layer], normal: BatchedEquations) ->
     residual = normal.apply(total).mul_(-1.0 / count)
     residual.add_(normal.lift(normal.numerator))
     for t in range(count):
+        own = [layer[t] for layer in covariances]
         root = roots(covariances, t)
-        means = torch.stack([own[t].mean for own in covariances if own[t].mean is not None])
-        residual.addcmul_(root, per_member([own[t].ridge for own in covariances], root), value=-1.0)
+        means = torch.stack([covariance.mean for covariance in own if covariance.mean is not None])
+        residual.addcmul_(root, per_member([c.ridge for c in own], root), value=-1.0)
         row = (root @ means.unsqueeze(2)).mT @ root
-        residual.add_(row.mul_(per_member([own[t].scale for own in covariances], root)))
+        residual.add_(row.mul_(per_member([c.scale for c in own], root)))
     return residual
 
 
@@ -232,7 +236,7 @@ def _refine(
     if not any(counts):
         return
     isometries, off = found.isometries(counts)
-    for place, (member, error) in enumerate(zip(members, off.tolist(), strict=True)):
+    for place, (member, error) in enumerate(zip(members, numbers(off), strict=True)):
         own = noticed[member]
         if own is not None and own.sigma_iso is not None and error <= ORTHONORMAL:
             merged[member].add_(isometries[place], alpha=own.sigma_iso)

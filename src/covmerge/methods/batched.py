@@ -7,7 +7,7 @@ from statistics import fmean
 
 import torch
 
-from covmerge.linalg.batched import norms
+from covmerge.linalg.batched import norms, numbers
 from covmerge.linalg.spectral import EXACT
 from covmerge.methods.closed_form import Active
 from covmerge.types import LinearGroup
@@ -25,7 +25,7 @@ def norms_of_updates(groups: Sequence[LinearGroup]) -> list[list[float]]:
     """
     experts = range(len(groups[0].updates))
     each = [norms(torch.stack([group.updates[t] for group in groups])) for t in experts]
-    return torch.stack(each, 1).tolist()
+    return [numbers(own) for own in torch.stack(each, 1)]
 
 
 def all_active(groups: Sequence[LinearGroup]) -> list[Active | None]:

@@ -14,7 +14,14 @@ import torch
 
 from covmerge.covariance.batched import BatchedEquations, batched_equations
 from covmerge.covariance.estimate import Covariance
-from covmerge.linalg.batched import factorize_all, largest_eigenvalues, solve_right_all
+from covmerge.linalg.batched import (
+    all_finite,
+    factorize_all,
+    flags,
+    largest_eigenvalues,
+    numbers,
+    solve_right_all,
+)
 from covmerge.linalg.lapack import eigh
 from covmerge.linalg.pinv import least_of_full_rank
 from covmerge.linalg.spectral import numerical_rank
@@ -83,7 +90,7 @@ def _of(merged: Merged, groups: Sequence[LinearGroup]) -> Merged:
 def _by_cholesky(normal: BatchedEquations, layers: Sequence[_Layer]) -> list[Merged | None]:
     """Of the layers where nothing is cut off (`solve_full_rank`)."""
     dtype, n = normal.gram.dtype, normal.gram.shape[-1]
-    largest = largest_eigenvalues(normal.gram).tolist()
+    largest = numbers(largest_eigenvalues(normal.gram))
     least = [
         least_of_full_rank(n, dtype, value, rtol=layer.cutoff, floor=layer.rounding.edge**2)
         if isfinite(value)
@@ -93,13 +100,13 @@ def _by_cholesky(normal: BatchedEquations, layers: Sequence[_Layer]) -> list[Mer
     _, above = factorize_all(normal.gram, -torch.tensor(least, dtype=torch.float64))
     factors, solvable = factorize_all(normal.gram, torch.zeros(len(layers)))
     solved = normal.lift(solve_right_all(factors, normal.numerator))
-    whole = above & solvable & torch.isfinite(solved).flatten(1).all(1)
+    whole = above & solvable & all_finite(solved)
     solver = f"cholesky{torch.finfo(dtype).bits}"
     return [
         Merged(merged, CutOff(normal.route, layer.cutoff, n, solver, unchanged=0))
         if taken and 0.0 < value < torch.inf
         else None
-        for merged, layer, taken, value in zip(solved, layers, whole.tolist(), largest, strict=True)
+        for merged, layer, taken, value in zip(solved, layers, flags(whole), largest, strict=True)
     ]
 
 
@@ -121,9 +128,10 @@ def _by_eigenpairs(normal: BatchedEquations, layers: Sequence[_Layer]) -> list[M
     ]
     floors = torch.tensor([end**2 for end in ends], dtype=values.dtype, device=values.device)
     kept = values > floors.unsqueeze(1)
+    ranks = [int(rank) for rank in numbers(kept.sum(1))]
     inverse = torch.where(kept, 1.0 / values, 0.0).unsqueeze(1)
     solved = normal.lift((normal.numerator @ vectors * inverse) @ vectors.mT)
     return [
         Merged(merged, CutOff(normal.route, layer.cutoff, rank, "eigen64", unchanged=0))
-        for merged, layer, rank in zip(solved, layers, kept.sum(1).tolist(), strict=True)
+        for merged, layer, rank in zip(solved, layers, ranks, strict=True)
     ]

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.linalg.auto import Cost, leading_cost, polar_cost, svd_cost
-from covmerge.linalg.batched import per_member
+from covmerge.linalg.batched import all_finite, flags, per_member
 from covmerge.linalg.batched_spectra import spectra
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.polar import orthogonalized
@@ -138,7 +138,7 @@ def _iso_c_batched(
     for t in range(len(groups[0].updates)):
         updates = torch.stack([group.updates[t] for group in groups])
         total.addcmul_(updates, per_member([group.weights[t] for group in groups], total))
-    finite = torch.isfinite(total).flatten(1).all(1).tolist()
+    finite = flags(all_finite(total))
     places = [place for place, group in enumerate(groups) if finite[place] and group.frame is None]
     if len(places) < 2:
         return found
