@@ -17,6 +17,7 @@ from covmerge.plan import build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.sources import open_checkpoints
 from tests.e2e.models import build, save_family
+from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_adapter
 from tests.e2e.test_resume import PARTIAL, digests, interrupt_after
 
@@ -112,7 +113,7 @@ def test_lots_are_of_one_shape_and_operation(monkeypatch):
     assert [len(lot) for lot in found] == [8, 4]
     for lot in found:
         assert all(name.endswith(".weight") and "embed" not in name for name in lot)
-    rules = [{"match": "*.1.*", "method": "ace", "parameters": {"eps": 1e-3}}]
+    rules = [{"match": "*.1.*weight", "method": "ace", "parameters": {"eps": 1e-3}}]
     ruled = plan(*models(), rules=rules)
     assert [len(lot) for lot in lots_of(ruled, CUDA)] == [6, 3, 2]
     assert lots_of(plan(*models(), method="tsv_m"), CUDA) == ()  # it declares no batch
@@ -281,6 +282,7 @@ def test_matrices_of_every_form(family, batches, tmp_path):
     near(*(json.loads(json.dumps(own.stats)) for own in (loop, merged)), but=("rounding_loss",))
 
 
+@of_adapters
 def test_adapters_in_a_lot_are_merged_on_their_factors(batches, tmp_path):
     """What the plan counts on is shapes: a lot whose updates come by their factors goes item by item."""
     base = build("llama")
