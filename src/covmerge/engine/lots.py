@@ -30,8 +30,8 @@ def lots_of(plan: Plan, device: torch.device) -> tuple[Lot, ...]:
     """Return the lots of a plan on a device, by their first items; what is in none goes by itself."""
     if device.type in _LOOPED:
         return ()
-    workspace = max(_ROOM, *(item.workspace for item in plan.items))
-    moved = max(_ROOM, *(_moved(item) for item in plan.items))
+    workspace = max([_ROOM, *(item.workspace for item in plan.items)])
+    moved = max([_ROOM, *(_moved(item) for item in plan.items)])
     lots: list[list[int]] = []
     latest: dict[Any, list[int]] = {}
     for place, item in enumerate(plan.items):

@@ -78,7 +78,12 @@ def factorize_all(systems: Tensor, shifts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def solve_right_all(factors: Tensor, rows: Tensor) -> Tensor:
-    """Return X with X (L Lᵀ) = rows, for rows `(n, k, m)`."""
+    """Return X with X (L Lᵀ) = rows, for rows `(n, k, m)`.
+
+    Example:
+        >>> solve_right_all(2.0 * torch.eye(2).expand(3, 2, 2), torch.ones(3, 1, 2))[0].tolist()
+        [[0.25, 0.25]]
+    """
     return torch.cholesky_solve(rows.mT, factors).mT
 
 

@@ -82,6 +82,19 @@ def ace_batched(
     """Merge layers `(d_out, d_in)` as `covmerge.methods.ace.ace` merges each; None: it is to do that one.
 
     W̄ = W₀ + (Σ Δ̃_t Σ̂_t,reg)(Σ Σ̂_t,reg + C_agg)⁻¹ [+ σ_iso U_kV_kᵀ]  (ACE, Eqs. 14–19)
+
+    Raises:
+        LinAlgError: LAPACK ends over one of the spectra; nothing is returned then.
+
+    Departs from the paper: as the kernel does, where it does not leave a layer to it.
+
+    Example:
+        >>> from covmerge.methods import get
+        >>> d = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.5]]) / 100
+        >>> groups = [LinearGroup((d, s * d), weights=(1.0, 1.0)) for s in (2.0, 1.5, 0.0)]
+        >>> found = ace_batched(groups, **get("ace").resolve({}))
+        >>> [None if merged is None else merged.delta.shape for merged in found]
+        [torch.Size([2, 3]), torch.Size([2, 3]), None]
     """
     found: list[Merged | None] = [None] * len(groups)
     layers = list(_estimated(groups, eps=eps, tau=tau, normalize=normalize, gate=gate))

@@ -47,10 +47,22 @@ def cut_off_batched(
 ) -> list[Merged | None]:
     """Solve layers `(d_out, d_in)` as `solve_cut_off` solves each; None: it is to do that one.
 
+    (Σ R_tC_t)(Σ C_t)†  (ACTMat, Eq. 3; WUDI's objective)
+
     Args:
         groups: layers of one shape, dtype and number of experts.
         covariances_of: those of one layer; None: it is not for a batch.
         rtol: as in `solve_cut_off`.
+
+    Raises:
+        LinAlgError: LAPACK ends over one of the eigenproblems; nothing is returned then.
+
+    Example:
+        >>> from covmerge.covariance.estimate import gram
+        >>> groups = [LinearGroup((torch.eye(2) * s,), (1.0,)) for s in (1.0, 2.0)]
+        >>> found = cut_off_batched(groups, lambda active: [gram(u) for u in active.updates], None)
+        >>> [merged.delta.diagonal().tolist() for merged in found if merged is not None]
+        [[1.0, 1.0], [2.0, 2.0]]
     """
     found: list[Merged | None] = [None] * len(groups)
     layers: list[_Layer] = []
