@@ -202,6 +202,22 @@ def test_eigenvalues_are_masked_not_left_out():
         assert {own.stats["solver"] for own in found[:3]} == {"eigen64"}
 
 
+def test_each_member_is_refined_within_its_own_rank():
+    """Where the gate fired, members keep as many directions as they have, whatever their neighbours have."""
+    for dtype, eps in ((torch.float64, 1e-5), (torch.float32, 1e-3)):
+        for shape in ((20, 16), (16, 20)):
+            method = registry.get("ace")
+            given = {"k_frac": 0.9, "eps": eps, "rank_rtol": 1e-3}
+            groups = [
+                group_of(method, random_updates(*shape, 2, rank, 30.0, rank, dtype))
+                for rank in (16, 1, 5, 16)
+            ]
+            assert all(held_to_the_kernel("ace", given, groups))
+            found = method.at_once(groups, **method.resolve(given))
+            ks = [own.stats["k"] for own in found]
+            assert ks[1] < ks[2] < ks[0]
+
+
 def test_rounding_of_stored_weights_ends_a_rank_in_a_batch_too():
     for name in ("actmat", "wudi", "iso_c", "ace"):
         groups = []
