@@ -203,7 +203,7 @@ def test_eigenvalues_are_masked_not_left_out():
 
 
 def test_each_member_is_refined_within_its_own_rank():
-    """Where the gate fired, members keep as many directions as they have, whatever their neighbours have."""
+    """Where the gate fired, each member keeps as many directions as it has."""
     for dtype, eps in ((torch.float64, 1e-5), (torch.float32, 1e-3)):
         for shape in ((20, 16), (16, 20)):
             method = registry.get("ace")
@@ -216,6 +216,19 @@ def test_each_member_is_refined_within_its_own_rank():
             found = method.at_once(groups, **method.resolve(given))
             ks = [own.stats["k"] for own in found]
             assert ks[1] < ks[2] < ks[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_what_rounding_made_is_refined_in_no_batch(dtype):
+    """Of a spectrum that ends in the solve's rounding, no more directions than the updates' rows have."""
+    method = registry.get("ace")
+    groups = [
+        group_of(method, random_updates(20, 16, 2, rank, 30.0, rank, dtype)) for rank in (1, 2, 3)
+    ]
+    assert all(held_to_the_kernel("ace", {"k_frac": 0.9}, groups, loose=("rank",)))
+    found = method.at_once(groups, **method.resolve({"k_frac": 0.9}))
+    assert [own.stats["k"] for own in found] == [2, 4, 6]
+    assert all(own.stats["rank"] > own.stats["k"] for own in found)  # by rounding
 
 
 def test_rounding_of_stored_weights_ends_a_rank_in_a_batch_too():
