@@ -67,13 +67,23 @@ class Covariance:
         if self.mean is None:
             return whole
         rows = len(self.update) if self.ones is None else norm(self.ones) ** 2
-        rest = whole - rows * norm(self.mean) ** 2
-        # Without making the root, unless the difference is of the rounding of what it is taken from.
-        return rest if rest > _NOT_ROUNDING * whole else norm(self.root()) ** 2
+        rest = what_centring_leaves(whole, rows * norm(self.mean) ** 2)
+        return norm(self.root()) ** 2 if rest is None else rest
 
     def times(self, factor: float) -> Covariance:
         """Return factor · C."""
         return replace(self, scale=self.scale * factor, ridge=self.ridge * factor)
+
+
+def what_centring_leaves(whole: float, taken: float) -> float | None:
+    """‖R‖² = ‖Δ‖² − ‖𝟏μᵀ‖², without R; None where the difference is of the rounding of the first.
+
+    Example:
+        >>> what_centring_leaves(4.0, 1.0), what_centring_leaves(4.0, 3.99)
+        (3.0, None)
+    """
+    rest = whole - taken
+    return rest if rest > _NOT_ROUNDING * whole else None
 
 
 def gram(update: Tensor) -> Covariance:

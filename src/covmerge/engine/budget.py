@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from covmerge.engine.executor import held_together
+from covmerge.engine.lots import Lot
 from covmerge.errors import ResourceError
 from covmerge.memory import allowance
 from covmerge.plan import Plan
@@ -78,6 +79,7 @@ class MemoryPlan:
         lanes: items that are computed at once, where they are small.
         workers: processes that share the work, each with an item at a time; 1: none but this.
         why: so many, where that was not said.
+        lots: items that are merged in one batch.
     """
 
     resident: int
@@ -86,6 +88,7 @@ class MemoryPlan:
     lanes: int
     workers: int = 1
     why: str = ""
+    lots: Sequence[Lot] = ()
 
     @property
     def peak(self) -> int:
@@ -103,6 +106,7 @@ def plan_memory(
     processes: int = 1,
     held: int = 0,
     shared: int = 0,
+    lots: Sequence[Lot] = (),
 ) -> MemoryPlan:
     """Divide the memory, or refuse before any work.
 
@@ -115,6 +119,7 @@ def plan_memory(
         processes: as many as this one on the machine, which share what it has free.
         held: bytes that stay taken throughout.
         shared: copies of a layer's updates that methods running together may keep.
+        lots: items of the one plan that are held and computed together (`covmerge.engine.lots`).
 
     Without `max_memory` two of the largest items may be in flight, so that reading and writing
     overlap computing, and the peak follows the largest tensor, not the model. Small items are
@@ -130,6 +135,10 @@ def plan_memory(
         max(item.workspace for item in items) + shared * items[0].read_bytes for items in together
     ]
     narrow = [items[0].is_narrow(device) for items in together]
+    for lot in lots:
+        moved.append(sum(moved[place] for place in lot))
+        spaces.append(sum(spaces[place] for place in lot))
+        narrow.append(narrow[lot[0]])
     largest, workspace = max(moved), max(spaces)
     beside = max((space for space, own in zip(spaces, narrow, strict=True) if own), default=0)
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
@@ -156,7 +165,8 @@ def plan_memory(
     lanes = max(1, min(threads or torch.get_num_threads(), (room + heap) // max(1, beside + heap)))
     workspace = max(workspace, lanes * beside + (lanes - 1) * heap)
     wanted = max(2 * largest, min((lanes + 1) * ahead, _MOST_AHEAD), _READ_AHEAD)
-    return MemoryPlan(resident, workspace, min(wanted, limit - resident - workspace), lanes)
+    in_flight = min(wanted, limit - resident - workspace)
+    return MemoryPlan(resident, workspace, in_flight, lanes, lots=lots)
 
 
 def _among(workers: int, resident: int, largest: int, limit: int) -> MemoryPlan:

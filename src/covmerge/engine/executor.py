@@ -10,6 +10,7 @@ from covmerge.checkpoints import Checkpoint
 from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.inputs import Sources
 from covmerge.engine.layer import Context
+from covmerge.engine.lots import Lot
 from covmerge.engine.outputs import Output
 from covmerge.engine.reading import FileLook
 from covmerge.engine.selection import Selections
@@ -39,7 +40,8 @@ class Done:
         number: its place in the batch.
         checksum: of what was written.
         stats: what there is to say of it.
-        spans: when it was read, computed and written; reading counts for the first of a batch.
+        spans: when it was read, computed and written; reading counts for the first of a batch, and of
+            what is merged together computing for the first of a lot.
     """
 
     index: int
@@ -58,16 +60,24 @@ class Task:
         context: what the work needs to know.
         outputs: where the results go, by place in the batch; empty for counting.
         selections: what counting adds to.
+        lots: batches that are done together, if the executor does so (`Executor.lots`); whoever gives
+            them gives all of a lot, one after the other.
     """
 
     sources: Sources
     context: Context
     outputs: Sequence[Output] = ()
     selections: Selections | None = None
+    lots: Sequence[Lot] = ()
 
 
 class Executor(Protocol):
     """Carries work out."""
+
+    @property
+    def lots(self) -> Sequence[Lot]:
+        """Which batches of a merge it does together; empty: each goes by itself."""
+        ...
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """Do all batches, and yield each item when its result has been written.

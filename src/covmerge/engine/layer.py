@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -103,29 +104,53 @@ class Layer:
         self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
     ) -> Change:
         """Run the merge's method on the tensor itself, on each of its matrices, or on factors."""
+        groups = self.groups(item, merge, thresholds)
+        if groups is not None:
+            return self.change_of(item, merge, groups)
         method = merge.around(self._context.method(merge.method))
         factors = self._factors(merge, method)
-        if factors is not None:
-            limits = thresholds.get(merge.key)
-            surveyed = None if limits is None else [limits[expert] for expert in self._given]
-            measured = self._measured(item.tensor, method)
-            seen = self._base_inputs(item.tensor)
-            with naming(item.tensor):
-                found = [
-                    merge_factors(
-                        method, own, self._weights, merge.parameters, surveyed, measured, seen
-                    )
-                    for own in factors
-                ]
-            noticed = [merged.stats for merged in found]
-            if merge.layout is None or not merge.layout.stacked:
-                return Change(found[0], noticed)
-            stack = self._empty()
-            write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
-            return Change(stack, noticed)
-        groups = list(self._groups(item, merge, method, thresholds.get(merge.key)))
+        assert factors is not None
+        limits = thresholds.get(merge.key)
+        surveyed = None if limits is None else [limits[expert] for expert in self._given]
+        measured = self._measured(item.tensor, method)
+        seen = self._base_inputs(item.tensor)
         with naming(item.tensor):
-            results = [method(group, **merge.parameters) for group in groups]
+            found = [
+                merge_factors(
+                    method, own, self._weights, merge.parameters, surveyed, measured, seen
+                )
+                for own in factors
+            ]
+        noticed = [merged.stats for merged in found]
+        if merge.layout is None or not merge.layout.stacked:
+            return Change(found[0], noticed)
+        stack = self._empty()
+        write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
+        return Change(stack, noticed)
+
+    def groups(
+        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
+    ) -> list[LinearGroup] | None:
+        """The tensor, or each of its matrices, as the method sees it; None: it is given their factors."""
+        method = merge.around(self._context.method(merge.method))
+        if self._factors(merge, method) is not None:
+            return None
+        return list(self._groups(item, merge, method, thresholds.get(merge.key)))
+
+    def change_of(
+        self,
+        item: WorkItem,
+        merge: Merge,
+        groups: Sequence[LinearGroup],
+        done: Sequence[Merged | None] = (),
+    ) -> Change:
+        """Run the merge's method on `groups`; `done`: what a batch has made of some of them."""
+        method = merge.around(self._context.method(merge.method))
+        with naming(item.tensor):
+            results = [
+                method(group, **merge.parameters) if own is None else own
+                for group, own in zip_longest(groups, done)
+            ]
         noticed = [result.stats for result in results]
         if merge.layout is None:
             masks = dict(zip(self._given, results[0].masks, strict=False))

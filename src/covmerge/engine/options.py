@@ -11,6 +11,7 @@ import torch
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
 from covmerge.engine.executor import Executor
+from covmerge.engine.lots import lots_of
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.progress import Progress, Silent
 from covmerge.engine.ranks import Rank, find_rank
@@ -93,6 +94,7 @@ class RunOptions:
         return replace(self._memory_of(1, plans, held, shared), why=chosen.why)
 
     def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
+        alone = workers == 1 and self.rank is None and len(plans) == 1
         return plan_memory(
             plans,
             self.max_memory,
@@ -102,6 +104,7 @@ class RunOptions:
             processes=1 if self.rank is None else self.rank.local,
             held=held,
             shared=shared,
+            lots=lots_of(plans[0], self.torch_device) if alone else (),
         )
 
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
@@ -110,7 +113,7 @@ class RunOptions:
             return Cluster(self.cluster, opener(), self.max_memory)
         if memory.workers > 1:
             return Processes(memory.workers, opener())
-        return Threads(in_flight=memory.in_flight, lanes=memory.lanes)
+        return Threads(in_flight=memory.in_flight, lanes=memory.lanes, lots=memory.lots)
 
 
 def with_executor(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -22,6 +22,7 @@ from covmerge.checkpoints import Checkpoint
 from covmerge.engine.executor import Batch, Done, Task
 from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Sources
+from covmerge.engine.lots import Lot
 from covmerge.engine.portable import portable
 from covmerge.engine.reading import FileLook, read_files
 from covmerge.engine.serving import serve
@@ -52,6 +53,11 @@ class Processes:
         self._workers: list[_Worker] = []
         self._folder = TemporaryDirectory(prefix="covmerge-")
         self._alone = Path(self._folder.name) / "alone"
+
+    @property
+    def lots(self) -> Sequence[Lot]:
+        """See `Executor.lots`: none."""
+        return ()
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`. What a process that died had not handed over is done once more.

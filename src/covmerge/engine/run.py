@@ -21,6 +21,7 @@ from covmerge.engine.executor import (
 )
 from covmerge.engine.inputs import Sources
 from covmerge.engine.layer import Context
+from covmerge.engine.lots import Lot, in_lots
 from covmerge.engine.outputs import Output
 from covmerge.engine.progress import Progress
 from covmerge.engine.selection import Selections
@@ -93,7 +94,8 @@ def run(
     try:
         task = _surveyed(work, Task(sources, context), executor, progress.advance)
         surveyed = time.perf_counter()
-        record = _Record(batches, task.outputs, journal, progress, follow)
+        task = replace(task, lots=executor.lots)
+        record = _Record(batches, task, journal, progress, follow)
         # Closed by hand: an error here must not leave threads at work.
         with closing(executor.run(record.unfinished(), task)) as finished:
             for done in finished:
@@ -150,13 +152,14 @@ class _Record:
     def __init__(
         self,
         batches: Sequence[Batch],
-        outputs: Sequence[Output],
+        task: Task,
         journal: Journal | None,
         progress: Progress,
         follow: Callable[[float], None] | None,
     ) -> None:
         self._batches = batches
-        self._outputs = outputs
+        self._outputs = outputs = task.outputs
+        self._lots: Sequence[Lot] = task.lots
         self._journal = journal
         self._progress = progress
         self._follow = follow
@@ -165,23 +168,26 @@ class _Record:
         self._resumed: list[int] = []
 
     def unfinished(self) -> Iterator[tuple[int, Batch]]:
-        """The batches that are to be done; what an earlier run has finished is passed over."""
+        """The batches that are to be done; what an earlier run has finished is passed over.
+
+        Of a lot all are done again if one is missing: in a batch of fewer each might be rounded otherwise.
+        """
         total, passed = sum(map(read_together, self._batches)), 0
-        for index, batch in enumerate(self._batches):
-            earlier = [
-                self._finished(item, output)
-                for item, output in zip(batch, self._outputs, strict=True)
-            ]
-            if all(stats is not None for stats in earlier):
-                for found, stats in zip(self._found, earlier, strict=True):
-                    found[index] = stats or {}
-                self._resumed.append(index)
-            else:
-                yield index, batch
-            # The executor comes back when it has read the batch.
-            passed += read_together(batch)
-            if self._follow is not None:
-                self._follow(passed / max(1, total))
+        for lot in in_lots(len(self._batches), self._lots):
+            earlier = {index: self._earlier(self._batches[index]) for index in lot}
+            whole = all(stats is not None for own in earlier.values() for stats in own)
+            for index in lot:
+                batch = self._batches[index]
+                if whole:
+                    for found, stats in zip(self._found, earlier[index], strict=True):
+                        found[index] = stats or {}
+                    self._resumed.append(index)
+                else:
+                    yield index, batch
+                # The executor comes back when it has read the batch, or asks for the rest of its lot.
+                passed += read_together(batch)
+                if self._follow is not None:
+                    self._follow(passed / max(1, total))
 
     def take(self, done: Done) -> None:
         """Note an item; a line in the journal stands for bytes that are there."""
@@ -225,6 +231,10 @@ class _Record:
                 *(replace(s, start=s.start - begun, stop=s.stop - begun) for s in spans),
             ),
         )
+
+    def _earlier(self, batch: Batch) -> list[Mapping[str, Json] | None]:
+        pairs = zip(batch, self._outputs, strict=True)
+        return [self._finished(item, output) for item, output in pairs]
 
     def _finished(self, item: WorkItem, output: Output) -> Mapping[str, Json] | None:
         """Statistics of a journaled item whose bytes still have their checksum."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import Queue
 
 import torch
@@ -17,9 +18,10 @@ from covmerge.engine.encode import Result
 from covmerge.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Inputs, read_inputs
+from covmerge.engine.lots import Lot, gathered
 from covmerge.engine.reading import FileLook, read_files
 from covmerge.engine.thread_count import use_threads
-from covmerge.engine.worker import work
+from covmerge.engine.worker import work, work_together
 from covmerge.types import Json
 
 
@@ -30,11 +32,18 @@ class Threads:
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
         lanes: small items that are computed at once, a core each.
+        lots: items that are merged in one batch (`covmerge.engine.lots`).
     """
 
-    def __init__(self, *, in_flight: int, lanes: int) -> None:
+    def __init__(self, *, in_flight: int, lanes: int, lots: Sequence[Lot] = ()) -> None:
         self._in_flight = in_flight
         self._lanes = lanes
+        self._lots = lots
+
+    @property
+    def lots(self) -> Sequence[Lot]:
+        """See `Executor.lots`."""
+        return self._lots
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`."""
@@ -54,6 +63,16 @@ class Threads:
         """See `Executor.close`; the threads end with every run."""
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A batch whose inputs have been read."""
+
+    index: int
+    batch: Batch
+    inputs: Inputs
+    span: Span
+
+
 class _Pipeline:
     """Threads that read, compute and write, and the queues between them."""
 
@@ -65,7 +84,7 @@ class _Pipeline:
         self._lanes = lanes
         self._threads = torch.get_num_threads()
         self._budget, self._free = Budget(in_flight), Budget(lanes)
-        self._to_compute: Queue[tuple[int, Batch, Inputs, Span] | None] = Queue()
+        self._to_compute: Queue[list[_Read] | None] = Queue()
         self._to_write: Queue[tuple[int, int, Batch, Result, tuple[Span, ...]] | None] = Queue()
         self._done: Queue[Done | None] = Queue()
         self._errors: list[BaseException] = []
@@ -105,15 +124,17 @@ class _Pipeline:
     def _read(self) -> None:
         # Reading converts and scales, no more; a second thread would wait for it on a core of the lanes.
         use_threads(1)
-        for index, batch in self._batches:
-            written = sum(item.write_bytes for item in batch)
-            if not self._budget.acquire(held_together(batch) + written):
+        for lot in gathered(self._batches, self._task.lots):
+            written = sum(item.write_bytes for _, batch in lot for item in batch)
+            if not self._budget.acquire(_held([batch for _, batch in lot]) + written):
                 return
-            with _span("read") as taken:
-                inputs = read_inputs(batch, self._task.sources)
-            self._to_compute.put((index, batch, inputs, taken[0]))
-            del inputs  # or the last item's inputs would outlive its turn
+            self._to_compute.put([self._read_one(index, batch) for index, batch in lot])
         self._to_compute.put(None)
+
+    def _read_one(self, index: int, batch: Batch) -> _Read:
+        with _span("read") as taken:
+            inputs = read_inputs(batch, self._task.sources)
+        return _Read(index, batch, inputs, taken[0])
 
     def _compute_all(self) -> None:
         use_threads(self._threads)
@@ -121,48 +142,55 @@ class _Pipeline:
             self._lanes, "covmerge-lane", initializer=use_threads, initargs=(1,)
         ) as narrow:
             while not self._errors and (given := self._to_compute.get()) is not None:
-                self._hand_out(*given, narrow)
+                self._hand_out(given, narrow)
                 del given
         self._to_write.put(None)
 
-    def _hand_out(
-        self, index: int, batch: Batch, inputs: Inputs, read: Span, narrow: ThreadPoolExecutor
-    ) -> None:
-        """Compute an item on one core, beside others; or on all of them, alone."""
-        one_core = batch[0].is_narrow(self._task.context.device)
+    def _hand_out(self, lot: list[_Read], narrow: ThreadPoolExecutor) -> None:
+        """Compute a lot on one core, beside others; or on all of them, alone. It is emptied."""
+        batches = [read.batch for read in lot]
+        one_core = batches[0][0].is_narrow(self._task.context.device)
         cores = 1 if one_core else self._lanes
         if not self._free.acquire(cores):
             return
         if not one_core:
-            self._compute(index, batch, inputs, read)
-            del inputs
-            self._finish(batch, cores)
+            self._compute(lot)
+            self._finish(batches, cores)
             return
 
-        def on_one_core(held: list[Inputs]) -> None:
+        def on_one_core() -> None:
             try:
                 if not self._errors:
-                    self._compute(index, batch, held.pop(), read)
+                    self._compute(lot)
             except BaseException as error:
                 self._failed(error)
             finally:
-                self._finish(batch, cores)
+                self._finish(batches, cores)
 
-        # In a list that is emptied: the pool would hold the inputs until it has another task.
-        narrow.submit(on_one_core, [inputs])
+        narrow.submit(on_one_core)
 
-    def _finish(self, batch: Batch, cores: int) -> None:
-        self._budget.release(held_together(batch))
+    def _finish(self, batches: Sequence[Batch], cores: int) -> None:
+        self._budget.release(_held(batches))
         self._free.release(cores)
 
-    def _compute(self, index: int, batch: Batch, inputs: Inputs, read: Span) -> None:
+    def _compute(self, lot: list[_Read]) -> None:
         task = self._task
-        results = work(batch, inputs, task.context, task.selections)
-        for number in range(len(batch)):
+        places = [
+            (read.index, number, read.batch, (read.span,) if number == 0 else ())
+            for read in lot
+            for number in range(len(read.batch))
+        ]
+        inputs = [read.inputs for read in lot]
+        first = lot[0].batch
+        lot.clear()  # the pool holds it until it has another task, and with it the inputs
+        if len(inputs) > 1:
+            results = work_together([batch[0] for _, _, batch, _ in places], inputs, task.context)
+        else:
+            results = work(first, inputs.pop(), task.context, task.selections)
+        for index, number, batch, read in places:
             with _span("compute") as taken:
                 result = next(results)
-            spans = (read, *taken) if number == 0 else tuple(taken)
-            self._to_write.put((index, number, batch, result, spans))
+            self._to_write.put((index, number, batch, result, (*read, *taken)))
             del result
 
     def _write(self) -> None:
@@ -178,6 +206,10 @@ class _Pipeline:
             del given, result
             self._budget.release(item.write_bytes)
         self._done.put(None)
+
+
+def _held(batches: Sequence[Batch]) -> int:
+    return sum(map(held_together, batches))
 
 
 @contextmanager

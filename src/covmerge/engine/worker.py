@@ -16,6 +16,7 @@ from covmerge.engine.look import look_at
 from covmerge.engine.overview import in_lanes, overview
 from covmerge.engine.pack import packed, packed_copy
 from covmerge.engine.selection import Selections
+from covmerge.engine.together import change_together
 from covmerge.plan import (
     AdapterTensor,
     Copy,
@@ -63,6 +64,23 @@ def work(
             yield _as_stored(item, merged, inputs)
         else:
             yield _copied(item, inputs)
+
+
+def work_together(
+    items: Sequence[WorkItem], inputs: Sequence[Inputs], context: Context
+) -> Iterator[Result]:
+    """Merge the items of a lot (`covmerge.engine.lots`), their matrices in batches.
+
+    Raises:
+        TensorError: NaN or Inf in the inputs, or in a result.
+    """
+    merge = items[0].tensor.operation
+    assert isinstance(merge, Merge)
+    pairs = zip(items, inputs, strict=True)
+    layers = [Layer([item], own, context) for item, own in pairs]
+    changes = change_together(layers, items, merge, context)
+    for item, own, layer, change in zip(items, inputs, layers, changes, strict=True):
+        yield _as_stored(item, encode(item, merge, layer, change, compare=False), own)
 
 
 def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:

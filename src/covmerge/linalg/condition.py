@@ -9,7 +9,7 @@ from covmerge.linalg.cholesky import Cholesky
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.pinv import largest_eigenvalue
 
-_STEPS = 6
+STEPS = 6  # of inverse iteration
 
 
 def condition_number(
@@ -36,7 +36,7 @@ def condition_number(
     vector = torch.randn(1, len(system), generator=generator, dtype=torch.float64)
     vector = vector.to(factor.factor)
     growth = 0.0
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         vector = factor.solve_right(vector / norm(vector))
         growth = norm(vector)
     return largest * growth

@@ -19,7 +19,7 @@ _MARGIN = 1.1
 # λ_min/λ_max from which a solution in float32 agrees with float64's to 1e-5 or so
 # (tests/linalg/test_routes.py).
 _FLOAT32_RATIO = 1e-3
-_LANCZOS_STEPS = 16
+LANCZOS_STEPS = 16
 
 
 def solve_full_rank(
@@ -40,15 +40,21 @@ def solve_full_rank(
         tensor([[0.5000, 1.0000]])
         >>> solve_full_rank(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
     """
-    ratio = _MARGIN * rtol
-    if system.dtype != torch.float64:
-        ratio = max(ratio, _FLOAT32_RATIO)
     largest = largest_eigenvalue(system)
-    # Above the rounding of a factorisation in any case, or a zero eigenvalue might pass for one.
-    least = max(ratio, len(system) * torch.finfo(system.dtype).eps) * largest
-    least = max(least, _MARGIN * floor)
+    least = least_of_full_rank(len(system), system.dtype, largest, rtol=rtol, floor=floor)
     factor = factorize_above(system, floor=least) if largest > 0.0 else None
     return None if factor is None else factor.solve_right(rows)
+
+
+def least_of_full_rank(
+    n: int, dtype: torch.dtype, largest: float, *, rtol: float, floor: float
+) -> float:
+    """Return what all eigenvalues of A `(n, n)` must be above for `solve_full_rank`."""
+    ratio = _MARGIN * rtol
+    if dtype != torch.float64:
+        ratio = max(ratio, _FLOAT32_RATIO)
+    # Above the rounding of a factorisation in any case, or a zero eigenvalue might pass for one.
+    return max(max(ratio, n * torch.finfo(dtype).eps) * largest, _MARGIN * floor)
 
 
 def pinv_right(
@@ -102,12 +108,11 @@ def largest_eigenvalue(symmetric: Tensor) -> float:
         3.0
     """
     n = len(symmetric)
-    start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    vector: Tensor = (start / norm(start)).to(symmetric.device, symmetric.dtype)
+    vector: Tensor = start_vector(n).to(symmetric.device, symmetric.dtype)
     previous, beta = torch.zeros_like(vector), 0.0
     diagonal: list[float] = []
     beside: list[float] = []
-    for _ in range(min(n, _LANCZOS_STEPS)):
+    for _ in range(min(n, LANCZOS_STEPS)):
         image = torch.mv(symmetric, vector).sub_(previous, alpha=beta)
         diagonal.append(float(torch.dot(image, vector)))
         image.sub_(vector, alpha=diagonal[-1])
@@ -120,3 +125,9 @@ def largest_eigenvalue(symmetric: Tensor) -> float:
     tridiagonal = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
     tridiagonal += torch.diag(off, 1) + torch.diag(off, -1)
     return float(eigh(tridiagonal)[0][-1])
+
+
+def start_vector(n: int) -> Tensor:
+    """Return the vector `(n,)` that Lanczos' iteration starts from, float64, of norm 1."""
+    start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return start / norm(start)

@@ -29,7 +29,7 @@ _ALIKE = 1e-5
 _ROUNDED_APART = 4.0 * torch.finfo(torch.float32).eps
 # Most that |WᵀW − I| may be of computed directions W. Those at the default numerical rank of
 # float32 stay under a tenth of it.
-_ORTHONORMAL = 1e-3
+ORTHONORMAL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ def leading_directions(
     several times the cost.
     """
     top = truncated_svd(matrix, k, rtol=rtol)
-    if not residual(top) <= _ORTHONORMAL:  # NaN is not
+    if not residual(top) <= ORTHONORMAL:  # NaN is not
         top = truncated_svd(matrix.double(), k, rtol=rtol)
     left, right, kept, rank = top.left, top.right, top.kept, top.rank
     if errors is not None:

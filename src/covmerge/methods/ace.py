@@ -11,12 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.covariance.estimate import (
-    TRACE_FLOOR,
-    Covariance,
-    centered_gram,
-    trace_normalized,
-)
+from covmerge.covariance.estimate import Covariance, centered_gram, trace_normalized
 from covmerge.covariance.gate import Gate, Statistic, heterogeneity
 from covmerge.covariance.gate import gate as heterogeneity_gate
 from covmerge.covariance.normal import NormalEquations, normal_equations
@@ -30,24 +25,21 @@ from covmerge.linalg.auto import (
 )
 from covmerge.linalg.cholesky import Cholesky
 from covmerge.linalg.condition import condition_number
-from covmerge.linalg.joint import joint_directions
-from covmerge.linalg.spectral import LeadingDirections, leading_directions, rank_tolerance
+from covmerge.linalg.spectral import LeadingDirections, leading_directions
+from covmerge.methods.ace_batched import ace_batched
 from covmerge.methods.ace_noticed import AceNoticed
+from covmerge.methods.ace_rules import (
+    BLIND,
+    DROWNED,
+    FLOAT32_CONDITION,
+    known_rank,
+    ridge_share,
+    stands_clear,
+    wanted_directions,
+)
 from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import Frame, LinearGroup, Merged
-
-# Share of an update's energy that centring must leave. A mean row of random rows has 1/d_out of it.
-_BLIND = 1e-2
-# An expert with so much ridge for its whole energy leaves the sums. The published code's own outputs
-# that covmerge is held to go up to 125 (`golden/ace_eps0.04`).
-_DROWNED = 200.0
-# The condition number up to which sums and solve in float32 agree with float64's to 2e-3: in d_in axes
-# the error is 1.5 eps times it, in the row space of the updates a hundredth of that
-# (tests/methods/test_precision.py).
-_FLOAT32_CONDITION = 1e4
-# σ/σ₁ of a direction that the rounding of a well-conditioned solve cannot have made.
-_CLEAR = 1e-2
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -101,6 +93,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
+    batched=ace_batched,
     noticed=AceNoticed,
     family_defaults={"gpt2": {"eps": 4e-2}, "roberta-base": {"eps": 2e-4}},
 )
@@ -194,7 +187,7 @@ def ace(
 
     covariances = _covariances(active, frame, eps=eps, normalize=fired)  # Eqs. 5–10
     pre = _solve(active, covariances, group, prior=prior, scaled=fired, refine=fired and refine)
-    if pre.condition > _FLOAT32_CONDITION and first.dtype != torch.float64:
+    if pre.condition > FLOAT32_CONDITION and first.dtype != torch.float64:
         del pre
         exact = [replace(covariance, exact=True) for covariance in covariances]
         pre = _solve(active, exact, group, prior=prior, scaled=fired, refine=fired and refine)
@@ -203,7 +196,7 @@ def ace(
         noticed,
         route=pre.route,
         spread=heterogeneity(active.norms, "scale_free"),
-        ridge_share=_ridge_share(covariances, group.shape[1]),
+        ridge_share=ridge_share(covariances, [c.energy() for c in covariances], group.shape[1]),
         rcond=1.0 / pre.condition,
         precision=str(pre.merged.dtype).removeprefix("torch."),
         jitter=pre.factor.jitter,
@@ -232,10 +225,10 @@ def _estimated(
     """The experts of whose inputs their update says anything, and the gate over them (ACE, Eq. 7)."""
     energies = [centered_gram(update, frame=frame).energy() for update in changed.updates]
     pairs = zip(energies, changed.norms, strict=True)
-    told = [t for t, (energy, size) in enumerate(pairs) if energy > _BLIND * size**2]
+    told = [t for t, (energy, size) in enumerate(pairs) if energy > BLIND * size**2]
     found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
     if found.fired and normalize:
-        told = [t for t in told if eps <= _DROWNED * energies[t]]
+        told = [t for t in told if eps <= DROWNED * energies[t]]
         found = heterogeneity_gate([changed.norms[t] for t in told], tau=tau, statistic=gate)
     return changed.only(told) if len(told) < len(changed.updates) else changed, found
 
@@ -282,7 +275,7 @@ def _solve(
     # Before the solve, so that the system and its factor are gone when the spectrum is taken.
     residual = _structural_residual(active, covariances, normal) if refine else None
     merged, factor = solve_ridge(normal, prior_row, ones_in)  # Eq. 14
-    condition = condition_number(normal.gram, factor, ridge=normal.ridge, enough=_FLOAT32_CONDITION)
+    condition = condition_number(normal.gram, factor, ridge=normal.ridge, enough=FLOAT32_CONDITION)
     return _Preliminary(merged, residual, factor, condition, normal.route)
 
 
@@ -294,14 +287,6 @@ def _covariances(
     if normalize:
         estimates = [trace_normalized(estimate) for estimate in estimates]
     return [e.times(weight) for e, weight in zip(estimates, active.weights, strict=True)]
-
-
-def _ridge_share(covariances: Sequence[Covariance], d_in: int) -> float:
-    """The most that a ridge has in an expert's covariance: ε d_in over Tr Δ̃_tᵀΔ̃_t.
-
-    From about 1 on ACE follows the ridge in place of that expert.
-    """
-    return max(c.ridge * d_in / (c.scale * c.energy() + TRACE_FLOOR) for c in covariances)
 
 
 def _structural_residual(
@@ -338,17 +323,9 @@ def _refinement_directions(
     W̄_fused has the updates' row space and no more. Its own spectrum shows that only where it stands
     above the rounding of the solve, of which each direction kept would become as long as the first.
     """
-    k = max(1, int(k_frac * min(shape)))
-    rtol = max(shape) * torch.finfo(fused.dtype).eps if rank_rtol is None else rank_rtol
+    k, rtol = wanted_directions(shape, fused.dtype, k_frac, rank_rtol)
     top = leading_directions(fused, k, rtol=rtol)
-    if rank_rtol is not None or float(top.sigma[top.k - 1]) > _CLEAR * float(top.sigma[0]):
+    if rank_rtol is not None or stands_clear(top.sigma, top.k):
         return top
-    known = max(1, _rank_of(active, rank_tolerance(shape, fused.dtype, None)))
+    known = known_rank(active, shape, fused.dtype)
     return top if known >= top.k else leading_directions(fused, known, rtol=rtol)
-
-
-def _rank_of(active: Active, rtol: float) -> int:
-    """The numerical rank of the updates' row space, each of norm 1: none is lost beside another."""
-    units = [update.mT / size for update, size in zip(active.updates, active.norms, strict=True)]
-    errors = [e.times(1 / size) for e, size in zip(active.rounding, active.norms, strict=True)]
-    return len(joint_directions(units, rtol=rtol, rounding=errors).sigma)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from pydantic import Field
 
-from covmerge.covariance.estimate import gram
+from covmerge.covariance.estimate import Covariance, gram
 from covmerge.linalg.auto import Cost, pinv_cost
-from covmerge.methods.closed_form import CutOff, active_experts, solve_cut_off
+from covmerge.methods.closed_form import Active, CutOff, active_experts, solve_cut_off
+from covmerge.methods.closed_form_batched import cut_off_batched
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.types import LinearGroup, Merged
 
@@ -18,6 +20,16 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # Of layers where the cut-off takes something off; the others take a part of it.
     del itemsize  # float64 there
     return pinv_cost(d_out, d_in, count)
+
+
+def _covariances(active: Active) -> list[Covariance]:
+    """w_t Δ_tᵀΔ_t of every expert."""
+    pairs = zip(active.updates, active.weights, strict=True)
+    return [gram(update).times(weight) for update, weight in pairs]
+
+
+def _batched(groups: Sequence[LinearGroup], *, rtol: float | None) -> list[Merged | None]:
+    return cut_off_batched(groups, _covariances, rtol)
 
 
 @register(
@@ -45,6 +57,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
+    batched=_batched,
     noticed=CutOff,
 )
 def actmat(
@@ -87,9 +100,5 @@ def actmat(
     if not active.updates:
         return Merged(torch.zeros_like(group.updates[0]), CutOff(unchanged=active.unchanged))
 
-    covariances = [
-        gram(update).times(weight)
-        for update, weight in zip(active.updates, active.weights, strict=True)
-    ]
-    merged, noticed = solve_cut_off(active, covariances, rtol)
+    merged, noticed = solve_cut_off(active, _covariances(active), rtol)
     return Merged(merged.to(dtype), noticed)

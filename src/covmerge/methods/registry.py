@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,15 @@ from covmerge.linalg.auto import Cost
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import LinAlgError, norm
 from covmerge.methods.other_names import OTHER_NAMES
-from covmerge.methods.scaled import run_near_one
+from covmerge.methods.scaled import is_near_one, run_near_one
 from covmerge.noticed import Noticed
 from covmerge.registry import Declared, Parameters, Table
 from covmerge.types import LinearGroup, Merged
 
 Kernel = Callable[..., Merged | Tensor]
+# Groups of one shape, number of experts, dtype and device, and by keyword the parameters; None: the kernel
+# is to do this one.
+Batched = Callable[..., Sequence[Merged | None]]
 # (d_out, d_in, experts, itemsize), and by keyword the parameters that it follows, with their defaults.
 CostModel = Callable[..., Cost]
 
@@ -200,6 +203,9 @@ class Method(Declared):
         factored: the sides on which its result turns with low-rank updates, so that adapters are
             merged exactly in a basis of their factors there (see `covmerge.methods.factored`); or a
             function of the parameters that says so.
+        batched: function `(groups, *, parameters)` that runs groups of one shape at once, along a leading
+            axis, and returns the kernel's result of each to rounding; None for a group that the kernel
+            is to do. Undeclared, the kernel does each.
         noticed: the type of what it notices, which knows the words for it. Undeclared, it has none.
         writes_masks: returns `Merged.masks`: the result is a model per expert, not one for all.
         needs_base: `LinearGroup.base` is W_0, oriented like the updates. Not with `factored`: the
@@ -230,6 +236,7 @@ class Method(Declared):
     survey: Survey | None = None
     overview: Overview | None = None
     factored: Sides | Callable[[Parameters], Sides] = "none"
+    batched: Batched | None = None
     noticed: type[Noticed] = Noticed
     writes_masks: bool = False
     needs_base: bool = False
@@ -335,7 +342,7 @@ class Method(Declared):
                 "choose another method"
             )
         try:
-            if self._multiplies and self.scales_with(parameters):
+            if self._scales(parameters):
                 merged = run_near_one(self._run, group, parameters, self.noticed.lengths)
             else:
                 merged = self._run(group, **parameters)
@@ -351,9 +358,57 @@ class Method(Declared):
             raise self._beyond(group, "gives NaN or Inf", parameters)
         return merged
 
+    def at_once(self, groups: Sequence[LinearGroup], **parameters: Any) -> list[Merged | None]:
+        """Run `batched` on groups of one shape, number of experts, dtype and device.
+
+        Returns:
+            Of each group what calling the method gives, to rounding. None: call it for this group, which
+            is alone, or of which the batch gives nothing, or nothing finite.
+
+        Raises:
+            TensorError: a result is not of its group's shape, dtype and device.
+
+        Example:
+            >>> import torch
+            >>> from covmerge.methods import get
+            >>> groups = [LinearGroup((torch.eye(2) * size,), (1.0,)) for size in (1.0, 2.0, 0.0)]
+            >>> found = get("actmat").at_once(groups, rtol=None)
+            >>> [None if merged is None else merged.delta.tolist() for merged in found]
+            [[[1.0, 0.0], [0.0, 1.0]], [[2.0, 0.0], [0.0, 2.0]], None]
+        """
+        found: list[Merged | None] = [None] * len(groups)
+        if self.batched is None:
+            return found
+        taken = [
+            place for place, group in enumerate(groups) if self._is_for_batch(group, parameters)
+        ]
+        if len(taken) < 2:
+            return found
+        try:
+            merged = self.batched([groups[place] for place in taken], **parameters)
+        except (LinAlgError, ArithmeticError):
+            return found  # whichever it was of, the kernel finds and names
+        for place, own in zip(taken, merged, strict=True):
+            fitting = None if own is None else self._fitting(groups[place], own)
+            if fitting is not None and all_finite(fitting.delta):
+                found[place] = fitting
+        return found
+
+    def _is_for_batch(self, group: LinearGroup, parameters: Parameters) -> bool:
+        """Whether it is run as it is: by so many experts, and near 1 where its size does not matter."""
+        near = not self._scales(parameters) or is_near_one(group)
+        return near and self.takes(len(group.weights))
+
+    def _scales(self, parameters: Parameters) -> bool:
+        """Whether it is run on updates near 1, whatever their size."""
+        return self._multiplies and self.scales_with(parameters)
+
     def _run(self, group: LinearGroup, **parameters: Any) -> Merged:
         """Run the kernel, and see that it gives what can be added to the base."""
-        found = cast("object", self.kernel(group, **parameters))  # other people's may be anything
+        return self._fitting(group, self.kernel(group, **parameters))
+
+    def _fitting(self, group: LinearGroup, found: object) -> Merged:
+        """See that a result can be added to the base; other people's may be anything."""
         merged = Merged(found) if isinstance(found, Tensor) else found
         if not isinstance(merged, Merged):
             raise TensorError(

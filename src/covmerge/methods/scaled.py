@@ -42,7 +42,7 @@ def run_near_one(
         >>> round(float(run_near_one(get("actmat").kernel, group, {}).delta[0, 0]) / 1e30, 5)
         1.0
     """
-    exponent = 0 if group.thresholds is not None else exponent_of(group.updates)
+    exponent = _exponent(group)
     if abs(exponent) <= _EASY:
         return kernel(group, **parameters)
     # An even power, so that a square root of it is one too.
@@ -53,3 +53,12 @@ def run_near_one(
         for name, fact in merged.stats.items()
     }
     return replace(merged, delta=merged.delta / factor, noticed=noticed)
+
+
+def is_near_one(group: LinearGroup) -> bool:
+    """Whether `run_near_one` runs a kernel on the group as it is."""
+    return abs(_exponent(group)) <= _EASY
+
+
+def _exponent(group: LinearGroup) -> int:
+    return 0 if group.thresholds is not None else exponent_of(group.updates)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.linalg.auto import Cost, pinv_cost, sums_cost, system_choice
-from covmerge.methods.closed_form import CutOff, active_experts, solve_cut_off, stack_weighted
+from covmerge.methods.closed_form import (
+    Active,
+    CutOff,
+    active_experts,
+    solve_cut_off,
+    stack_weighted,
+)
+from covmerge.methods.closed_form_batched import cut_off_batched
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.types import LinearGroup, Merged
 
@@ -28,6 +37,29 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def _sides(parameters: Parameters) -> Sides:
     """Adam's steps look at single entries, the closed form does not."""
     return "both" if parameters["solver"] == "closed" else "none"
+
+
+def _are_apart(active: Active) -> bool:
+    """Whether 1 / ‖Δ_t‖² brings back what float32 may have lost in the squares of a far smaller update."""
+    return min(active.norms) < _APART * max(active.norms)
+
+
+def _covariances(active: Active) -> list[Covariance] | None:
+    return None if _are_apart(active) else active.unit_grams(exact=False)
+
+
+def _batched(
+    groups: Sequence[LinearGroup],
+    *,
+    solver: Literal["closed", "adam"],
+    rtol: float | None,
+    iterations: int,
+    learning_rate: float,
+) -> list[Merged | None]:
+    del iterations, learning_rate  # Adam's
+    if solver == "adam":
+        return [None] * len(groups)
+    return cut_off_batched(groups, _covariances, rtol)
 
 
 @register(
@@ -54,6 +86,7 @@ def _sides(parameters: Parameters) -> Sides:
     ),
     cost=_cost,
     factored=_sides,
+    batched=_batched,
     noticed=CutOff,
     others="base",
 )
@@ -128,9 +161,8 @@ def wudi(
         merged = _adam(normal, start, steps, learning_rate)
         noticed = CutOff(normal.route, unchanged=active.unchanged)
     else:
-        # 1 / ‖Δ_t‖² brings back what float32 may have lost in the squares of a far smaller update.
-        apart = min(active.norms) < _APART * max(active.norms)
-        merged, noticed = solve_cut_off(active, active.unit_grams(exact=apart), rtol)
+        covariances = active.unit_grams(exact=_are_apart(active))
+        merged, noticed = solve_cut_off(active, covariances, rtol)
     return Merged(merged.to(first.dtype), noticed)
 
 

@@ -167,7 +167,12 @@ class WorkItem:
         lose nothing; factors are too thin to share a product among cores. It follows from the shape,
         never from what else is going on: the number of threads decides how sums are rounded.
         """
-        return device.type == "cpu" and (self.thin or prod(self.shape) <= _NARROW_ELEMENTS)
+        return device.type == "cpu" and (self.thin or self.is_small)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its rows alone keep no large device busy."""
+        return prod(self.shape) <= _NARROW_ELEMENTS
 
     @property
     def shape(self) -> tuple[int, ...]:

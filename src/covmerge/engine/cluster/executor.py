@@ -20,6 +20,7 @@ from covmerge.engine.cluster.reading import read_on_cluster
 from covmerge.engine.executor import Batch, Done, Task, moved_together
 from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.inputs import Sources
+from covmerge.engine.lots import Lot
 from covmerge.engine.portable import portable
 from covmerge.engine.processes import Opener
 from covmerge.engine.reading import FileLook
@@ -59,6 +60,11 @@ class Cluster:
         self._max_memory = max_memory
         self._key = token_hex(8)
         self._opening = self._ray.put(Opening(opener))
+
+    @property
+    def lots(self) -> Sequence[Lot]:
+        """See `Executor.lots`: none."""
+        return ()
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`.

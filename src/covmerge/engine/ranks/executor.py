@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +49,11 @@ class Ranks:
         self._session = session
         self._stages = 0
         self.own = 0  # batches that this rank did
+
+    @property
+    def lots(self) -> Sequence[tuple[int, ...]]:
+        """See `Executor.lots`: none."""
+        return ()
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`.
