@@ -1,6 +1,7 @@
 """What `auto` promises beyond the laws of all methods, and what the base's inputs do to it."""
 
 from dataclasses import replace
+from math import log
 from itertools import pairwise
 
 import pytest
@@ -121,13 +122,16 @@ def test_inputs_that_see_nothing_of_the_updates_say_nothing():
     assert torch.equal(merged(updates, torch.diag(1 - read)), merged(updates))
 
 
-def test_where_nobody_has_measured_them_half_of_the_inputs_is_what_the_updates_tell():
-    updates = random_updates(24, 40, 3, 24, 1.0, seed=8)
+@pytest.mark.parametrize(("rank", "told"), [(40, 0.9), (2, 0.55)])
+def test_where_nobody_has_measured_them_the_updates_tell_of_inputs_as_they_use_them(rank, told):
+    updates = random_updates(40, 40, 3, rank, 1.0, seed=8)
     updates = [7.0 * update / update.norm() for update in updates]  # so that all count alike
-    told = sum(update.mT @ update / 49.0 for update in updates) / 3
-    white = torch.eye(40, dtype=torch.float64) / 40
-    assert relative(merged(updates, told + white), merged(updates)) < 1e-9
-    assert relative(merged(updates, white), merged(updates)) > 0.05
+    seen = 40 * sum(update.mT @ update / 49.0 for update in updates) / 3
+    white = torch.eye(40, dtype=torch.float64)
+    used = float(torch.logdet(white + 1000 * seen)) / 40 / log(1001)
+    assert merged(updates, seen + (1 - used) * white).allclose(merged(updates), atol=1e-9)
+    assert 1 / (2 - used) == pytest.approx(told, abs=0.06)
+    assert relative(merged(updates, white), merged(updates)) > 0.02
 
 
 def test_what_it_noticed():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import sqrt
+from math import log1p, sqrt
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from covmerge.linalg.auto import (
     symmetric_cost,
     system_choice,
 )
-from covmerge.linalg.cholesky import all_above
+from covmerge.linalg.cholesky import all_above, log_det
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
@@ -46,6 +46,8 @@ _SMALL = 0.01
 _LONG = 2.0
 # A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
 _FAINT = 0.01
+# An eigenvalue of Ĝ that is so small beside their mean is hardly of an input in use.
+_UNUSED = 1e-3
 # An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
 _CLEARLY = 1.1
 
@@ -106,8 +108,9 @@ def auto(group: LinearGroup) -> Merged:
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
     C₀ = E[z zᵀ] of the layer's inputs in the base says what counts as long: from a statistics file of
-    the base (`covmerge collect BASE`), or Σ s_tw_t (Δ_tᵀΔ_t / ‖Δ_t‖² + I / d_in) without one, half of
-    what the updates tell of the inputs and half of nothing. N counts the experts by how unlike their
+    the base (`covmerge collect BASE`), or without one Ĝ + (1 − ψ)I: Ĝ, Σ s_tw_t Δ_tᵀΔ_t / ‖Δ_t‖² of mean
+    eigenvalue 1, is what the updates tell of the inputs, and ψ = log det(I + 10³Ĝ) / (d_in log(1 + 10³))
+    how much of the layer's inputs they use, 1 for all alike. N counts the experts by how unlike their
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
     share of the layer's directions that the updates use: full fine-tunes use most, where the weakest
     are noise and q goes to ½; adapters use few, and q goes to ¾. An expert whose update vanishes
@@ -204,13 +207,17 @@ def _bounds(active: Active) -> list[float]:
 
 
 def _told(active: Active, shares: Tensor) -> Tensor:
-    """Σ s_tw_t (Δ_tᵀΔ_t/‖Δ_t‖² + I/d_in), of the updates' dtype."""
+    """Ĝ + (1 − ψ)I, of the updates' dtype and any scale."""
     first = active.updates[0]
     counts = [weight * float(s) for weight, s in zip(active.weights, shares, strict=True)]
     gram = first.new_zeros(first.shape[1], first.shape[1])
+    to_mean_one = active.d_in / sum(counts)
     for update, size, count in zip(active.updates, active.norms, counts, strict=True):
-        add_gram_(gram, update * (sqrt(count) / size))
-    mirror_(gram).diagonal().add_(sum(counts) / active.d_in)
+        add_gram_(gram, update * (sqrt(count * to_mean_one) / size))
+    beside_faint = mirror_(gram) / _UNUSED
+    beside_faint.diagonal().add_(1.0)
+    used = log_det(beside_faint) / (active.d_in * log1p(1.0 / _UNUSED))
+    gram.diagonal().add_(max(0.0, 1.0 - used))
     return gram
 
 

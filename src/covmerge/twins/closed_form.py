@@ -141,7 +141,9 @@ def auto(group: LinearGroup) -> Tensor:
     R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
     if group.inputs is not None and not group.inputs.any():
         return auto(replace(group, inputs=None))
-    told = weighted([u.T @ u + 1.0 / d_in * identity(d_in) for u in units], scales)
+    G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
+    psi = float((identity(d_in) + 1000 * G).logdet()) / d_in / log(1001)
+    told = G + (1 - psi) * identity(d_in)
     L = root(told if group.inputs is None else group.inputs.double())
     seen = [d @ L for d, _ in changed]
     sizes = [max(length(x), 1e-150) for x in seen]

@@ -46,7 +46,8 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
     for value in values
 }
 TOLD: Mapping[str, Mapping[str, Any]] = {
-    f"told {share}": {"told": share} for share in (0.0, 0.25, 0.75, 1.0)
+    **{f"told {share}": {"told": share} for share in (0.0, 0.25, 0.5, 0.75, 1.0)},
+    **{f"unused {value}": {"unused": value} for value in (1e-4, 1e-2)},
 }
 _TOGETHER = 8  # merges of one reading
 
@@ -58,7 +59,7 @@ class Default(Study):
     about = (
         "What every part of the default method is worth, with the base's inputs and by weights alone, and "
         "how much each of its constants matters: 0.1, 0.01, 2 and 0.01, the exponents ½ and ¾ between "
-        "which q lies, the power of N, and by weights alone how much of C₀ the updates tell. One thing is "
+        "which q lies, the power of N, and by weights alone 0.001 and how much of C₀ the updates tell. One thing is "
         "changed at a time (docs/auto.md has the equation)."
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from math import log1p
 from typing import Any, Literal, cast
 
 import torch
@@ -39,7 +40,8 @@ def auto_with(
     sparse: float = 0.75,
     power: float | None = 2.0,
     length: Literal["agreement", "sum", "start"] = "agreement",
-    told: float = 0.5,
+    unused: float = 1e-3,
+    told: float | None = None,
 ) -> Tensor:
     """W̄ = W₀ + λ (K + τ²I)^(−q/2) R of docs/auto.md, naive and in float64.
 
@@ -55,7 +57,9 @@ def auto_with(
         power: p in 1 − N^(−p); None: q does not ask how unlike the experts are.
         length: what λ makes the outputs' singular values add up to: those of (ΣΔ_t)C₀^½, times the
             agreement of copies or not, or those of R.
-        told: without `inputs`, how much of C₀ is what the updates tell; the rest is I.
+        unused: without `inputs`, an eigenvalue of what the updates tell that small beside the mean is hardly
+            of an input in use.
+        told: without `inputs`, how much of C₀ is what the updates tell, the rest I; None: as they use the inputs.
     """
     updates = [update.double() for update in group.updates if float(update.abs().max()) > 0]
     first = group.updates[0]
@@ -73,8 +77,12 @@ def auto_with(
         energies, shares = _shares(updates, small)
     if group.inputs is None:
         units = zip(shares / energies, updates, strict=True)
-        inputs = sum((told * own) * (unit.mT @ unit) for own, unit in units) / shares.sum()
-        inputs.diagonal().add_((1.0 - told) / d_in)
+        inputs = sum(own * (unit.mT @ unit) for own, unit in units) * (d_in / shares.sum())
+        if told is None:
+            volume = torch.logdet(torch.eye(d_in, dtype=torch.float64) + inputs / unused)
+            told = 1.0 / (2.0 - float(volume) / (d_in * log1p(1.0 / unused)))
+        inputs = told * inputs
+        inputs.diagonal().add_(1.0 - told)
     else:
         inputs = group.inputs.double()
     inputs = inputs * (d_in / float(inputs.diagonal().sum()))
