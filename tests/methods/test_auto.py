@@ -1,8 +1,8 @@
 """What `auto` promises beyond the laws of all methods, and what the base's inputs do to it."""
 
 from dataclasses import replace
-from math import log
 from itertools import pairwise
+from math import log
 
 import pytest
 import torch

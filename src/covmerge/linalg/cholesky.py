@@ -103,16 +103,16 @@ def lower_factor(system: Tensor) -> Tensor | None:
 
 
 def log_det(system: Tensor) -> float:
-    """log det A of a symmetric matrix whose eigenvalues are 1 and larger.
+    """Return log det A of a symmetric matrix A `(n, n)` whose eigenvalues are 1 and larger.
 
-    In float64 where the rounding of A's dtype would hide the 1.
+    In float64 where the rounding of its dtype hides the 1.
 
     Raises:
-        OverflowError: it has no Cholesky factor in float64 either: it holds NaN or Inf, or is no such matrix.
+        OverflowError: it has no Cholesky factor in float64 either: it holds NaN or Inf.
 
     Example:
-        >>> round(log_det(torch.tensor([[4.0, 2.0], [2.0, 2.0]])), 4)  # log 4
-        1.3863
+        >>> round(log_det(torch.tensor([[5.0, 2.0], [2.0, 2.0]])), 4)  # log 6
+        1.7918
     """
     for dtype in dict.fromkeys((system.dtype, torch.float64)):
         factor = system.to(dtype, copy=True)

@@ -59,8 +59,8 @@ class Default(Study):
     about = (
         "What every part of the default method is worth, with the base's inputs and by weights alone, and "
         "how much each of its constants matters: 0.1, 0.01, 2 and 0.01, the exponents ½ and ¾ between "
-        "which q lies, the power of N, and by weights alone 0.001 and how much of C₀ the updates tell. One thing is "
-        "changed at a time (docs/auto.md has the equation)."
+        "which q lies, the power of N, and by weights alone 0.001 and how much of C₀ the updates tell. "
+        "One thing is changed at a time (docs/auto.md has the equation)."
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:

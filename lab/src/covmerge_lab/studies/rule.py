@@ -57,9 +57,10 @@ def auto_with(
         power: p in 1 − N^(−p); None: q does not ask how unlike the experts are.
         length: what λ makes the outputs' singular values add up to: those of (ΣΔ_t)C₀^½, times the
             agreement of copies or not, or those of R.
-        unused: without `inputs`, an eigenvalue of what the updates tell that small beside the mean is hardly
+        unused: without `inputs`, an eigenvalue of what the updates tell so small beside the mean is hardly
             of an input in use.
-        told: without `inputs`, how much of C₀ is what the updates tell, the rest I; None: as they use the inputs.
+        told: without `inputs`, how much of C₀ is what the updates tell, the rest I; None: as much as they
+            use the inputs.
     """
     updates = [update.double() for update in group.updates if float(update.abs().max()) > 0]
     first = group.updates[0]
