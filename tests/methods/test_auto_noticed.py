@@ -1,5 +1,6 @@
 """`auto` says in words what it did to each matrix and why."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -69,6 +70,7 @@ def test_what_the_report_tells_of_a_matrix():
         "shortened": "code",
     }
     assert Equalised(unchanged=1).told(())["φ, directions in use, %"] is None
+    assert Equalised(inputs_told=0.77).told(())["base's inputs"] == "not known, 77% told"
 
 
 def test_rows_and_totals_over_matrices():
@@ -87,6 +89,10 @@ def test_rows_and_totals_over_matrices():
     assert account.totals["counted_less"] == {"math": ["a"]}
     assert rows["shortened"].startswith("'code' in 1 tensor (a): long beside the others")
     assert account.totals["shortened"] == {"code": ["a"]}
+    assert "C₀, inputs" not in rows
+    told_of = replace(other, inputs_told=0.77)
+    own = dict(account_of([Seen("b", {}, ("code", "math"), (told_of,))]).rows)
+    assert own["C₀, inputs"].startswith("77% of it is what the updates tell")
     alone = dict(account_of(seen[1:]).rows)
     assert alone["base's inputs"] == "not known: by the weights alone"
     assert not {"counted less", "shortened"} & set(alone) and alone["q, flattening"].startswith(
@@ -101,14 +107,21 @@ def test_rows_and_totals_over_matrices():
 def test_covmerge_json_and_the_report_tell_it_of_every_layer(tmp_path):
     made = report(tmp_path, {"code": 0.02, "math": 0.03, "faint": 0.001}, "auto", blocks=1)
     entry = made.manifest["tensors"]["layers.0.mlp.up_proj.weight"]["matrices"][0]
-    assert entry["inputs_known"] is False and len(entry["shares"]) == 3
+    assert (
+        entry["inputs_known"] is False
+        and 0.5 < entry["inputs_told"] < 1.0
+        and len(entry["shares"]) == 3
+    )
     totals = made.manifest["totals"]
     assert totals["flattening"] and list(totals["counted_less"]) == ["faint"]
     root = parse(page.render(made))
     tables = [rows_of(table) for table in root.all("table")]
     (layers,) = (rows for rows in tables if "q, flattening" in rows[0])
     assert [row[0] for row in layers[1:]] == list(made.noticed)
-    assert layers[1][1] == "not known" and layers[1][-2:] == ["faint", "nobody"]
+    assert layers[1][1] == f"not known, {entry['inputs_told']:.0%} told" and layers[1][-2:] == [
+        "faint",
+        "nobody",
+    ]
     assert "not known: by the weights alone" in root.text
 
 

@@ -140,7 +140,10 @@ def auto(group: LinearGroup) -> Merged:
     if measured is not None and not float(measured.diagonal().sum()) > 0.0:
         measured = None  # nothing ever came in
     known = measured is not None
-    seen = Metric.of(_told(active, shares) if measured is None else measured)
+    told = None
+    if measured is None:
+        measured, told = _told(active, shares)
+    seen = Metric.of(measured)
     squares, seen_lengths = _squared_cosines(active, seen)
     alike = float((shares * (squares @ shares)).sum())
     experts = max(1.0, float(shares.sum()) ** 2 / alike)
@@ -160,6 +163,7 @@ def auto(group: LinearGroup) -> Merged:
         _of_all(group, active, bounds),
         known,
         unlike_experts=experts,
+        inputs_told=told,
     )
     if not len(sigma):
         return Merged(torch.zeros_like(first), noticed)
@@ -206,8 +210,8 @@ def _bounds(active: Active) -> list[float]:
     return [float(own) for own in ((1.0 + _LONG**-4.0) / (1.0 + times**4.0)) ** 0.25]
 
 
-def _told(active: Active, shares: Tensor) -> Tensor:
-    """Ĝ + (1 − ψ)I, of the updates' dtype and any scale."""
+def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:
+    """Ĝ + (1 − ψ)I, of the updates' dtype, and the share of Ĝ in it, 1/(2 − ψ)."""
     first = active.updates[0]
     counts = [weight * float(s) for weight, s in zip(active.weights, shares, strict=True)]
     gram = first.new_zeros(first.shape[1], first.shape[1])
@@ -217,8 +221,9 @@ def _told(active: Active, shares: Tensor) -> Tensor:
     beside_faint = mirror_(gram) / _UNUSED
     beside_faint.diagonal().add_(1.0)
     used = log_det(beside_faint) / (active.d_in * log1p(1.0 / _UNUSED))
-    gram.diagonal().add_(max(0.0, 1.0 - used))
-    return gram
+    unused = max(0.0, 1.0 - used)
+    gram.diagonal().add_(unused)
+    return gram, 1.0 / (1.0 + unused)
 
 
 def _of_all(group: LinearGroup, active: Active, values: Sequence[float]) -> tuple[float, ...]:

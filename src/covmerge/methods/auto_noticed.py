@@ -104,6 +104,12 @@ class _Less(Words):
 INPUTS = _Inputs()
 SMALL = _Less("shares", "counted_less", "counted less", "short beside the others there")
 LONG = _Less("bounds", "shortened", "shortened", "long beside the others there")
+TOLD = _Median(
+    "inputs_told",
+    "C₀, inputs",
+    "{numbers} of it is what the updates tell, the rest takes all inputs for alike",
+    ".0%",
+)
 UNLIKE = _Median("unlike_experts", "N, unlike experts", "count as {numbers}, by their directions")
 IN_USE = _Median(
     "directions_in_use",
@@ -126,17 +132,19 @@ class Equalised(Noticed):
         shares: s_t of every expert, 1 for one as long as the others, 0 for one that did not change it.
         bounds: b_t of every expert, 1 for one as long as the others, less for one that is many times as
             long, 0 for one that did not change it.
-        inputs_known: whether C₀ was measured, or is half of what the updates tell.
+        inputs_known: whether C₀ was measured, or is made of the updates.
         unlike_experts: N, as how many experts of no common direction these count.
         directions_in_use: φ, the share of the layer's directions that they use.
         flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
         lengthening: what λ makes of it: the sum of the outputs' singular values, over that of least
             squares. Nothing from `directions_in_use` on: nothing was left after least squares.
         outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖.
+        inputs_told: 1/(2 − ψ), the share of C₀ that is what the updates tell; None where it was measured.
     """
 
     words: ClassVar[tuple[Words, ...]] = (
         INPUTS,
+        TOLD,
         UNLIKE,
         IN_USE,
         FLATTENING,
@@ -155,11 +163,17 @@ class Equalised(Noticed):
     flattening: float | None = None
     lengthening: float | None = None
     outputs_length: float | None = None
+    inputs_told: float | None = None
 
     @property
     def length_in_outputs(self) -> float | None:
         """How long the outputs on the base's inputs are, beside all experts' together."""
         return self.outputs_length if self.inputs_known else None
+
+    @property
+    def _not_known(self) -> str:
+        own = self.inputs_told
+        return "not known" if own is None else f"not known, {own:.0%} told"
 
     def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
         """What a report tells of one matrix, by headings."""
@@ -169,7 +183,7 @@ class Equalised(Noticed):
             for values in (self.shares, self.bounds)
         )
         return {
-            "base's inputs": "known" if self.inputs_known else "not known",
+            "base's inputs": "known" if self.inputs_known else self._not_known,
             "N, unlike experts": self.unlike_experts,
             "φ, directions in use, %": None if share is None else 100 * share,
             "q, flattening": self.flattening,
