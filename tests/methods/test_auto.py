@@ -128,7 +128,7 @@ def test_where_nobody_has_measured_them_the_updates_tell_of_inputs_as_they_use_t
     updates = [7.0 * update / update.norm() for update in updates]  # so that all count alike
     seen = 40 * sum(update.mT @ update / 49.0 for update in updates) / 3
     white = torch.eye(40, dtype=torch.float64)
-    used = float(torch.logdet(white + 1000 * seen)) / 40 / log(1001)
+    used = float(torch.logdet(white + 10000 * seen)) / 40 / log(10001)
     assert merged(updates, seen + (1 - used) * white).allclose(merged(updates), atol=1e-9)
     assert 1 / (2 - used) == pytest.approx(told, abs=0.06)
     assert relative(merged(updates, white), merged(updates)) > 0.02

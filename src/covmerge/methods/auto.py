@@ -46,8 +46,8 @@ _SMALL = 0.01
 _LONG = 2.0
 # A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
 _FAINT = 0.01
-# An eigenvalue of Ĝ that is so small beside their mean is hardly of an input in use.
-_UNUSED = 1e-3
+# An eigenvalue of Ĝ that is so small beside their mean is of an input that is hardly used.
+_UNUSED = 1e-4
 # An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
 _CLEARLY = 1.1
 
@@ -109,7 +109,7 @@ def auto(group: LinearGroup) -> Merged:
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
     C₀ = E[z zᵀ] of the layer's inputs in the base says what counts as long: from a statistics file of
     the base (`covmerge collect BASE`), or without one Ĝ + (1 − ψ)I: Ĝ, Σ s_tw_t Δ_tᵀΔ_t / ‖Δ_t‖² of mean
-    eigenvalue 1, is what the updates tell of the inputs, and ψ = log det(I + 10³Ĝ) / (d_in log(1 + 10³))
+    eigenvalue 1, is what the updates tell of the inputs, and ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴))
     how much of the layer's inputs they use, 1 for all alike. N counts the experts by how unlike their
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
     share of the layer's directions that the updates use: full fine-tunes use most, where the weakest

@@ -142,7 +142,7 @@ def auto(group: LinearGroup) -> Tensor:
     if group.inputs is not None and not group.inputs.any():
         return auto(replace(group, inputs=None))
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
-    psi = float((identity(d_in) + 1000 * G).logdet()) / d_in / log(1001)
+    psi = float((identity(d_in) + 10**4 * G).logdet()) / d_in / log(1 + 10**4)
     told = G + (1 - psi) * identity(d_in)
     L = root(told if group.inputs is None else group.inputs.double())
     seen = [d @ L for d, _ in changed]

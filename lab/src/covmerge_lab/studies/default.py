@@ -47,7 +47,7 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
 }
 TOLD: Mapping[str, Mapping[str, Any]] = {
     **{f"told {share}": {"told": share} for share in (0.0, 0.25, 0.5, 0.75, 1.0)},
-    **{f"unused {value}": {"unused": value} for value in (1e-4, 1e-2)},
+    **{f"unused {value}": {"unused": value} for value in (1e-5, 1e-3)},
 }
 _TOGETHER = 8  # merges of one reading
 
@@ -59,7 +59,7 @@ class Default(Study):
     about = (
         "What every part of the default method is worth, with the base's inputs and by weights alone, and "
         "how much each of its constants matters: 0.1, 0.01, 2 and 0.01, the exponents ½ and ¾ between "
-        "which q lies, the power of N, and by weights alone 0.001 and how much of C₀ the updates tell. "
+        "which q lies, the power of N, and by weights alone 0.0001 and how much of C₀ the updates tell. "
         "One thing is changed at a time (docs/auto.md has the equation)."
     )
 

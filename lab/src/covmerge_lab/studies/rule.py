@@ -40,7 +40,7 @@ def auto_with(
     sparse: float = 0.75,
     power: float | None = 2.0,
     length: Literal["agreement", "sum", "start"] = "agreement",
-    unused: float = 1e-3,
+    unused: float = 1e-4,
     told: float | None = None,
 ) -> Tensor:
     """W̄ = W₀ + λ (K + τ²I)^(−q/2) R of docs/auto.md, naive and in float64.
