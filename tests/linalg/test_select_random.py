@@ -93,6 +93,11 @@ def test_a_guess_changes_passes_alone(dtype, size, seed, off, bits, data):
         assert passes <= guessed + 1
 
 
+def test_rank_0_is_0_whatever_was_guessed():
+    search = MagnitudeSelect(0, torch.float32, near=1.0)
+    assert search.settled and search.value == 0.0
+
+
 @pytest.mark.parametrize("near", [0.0, 1e-45, 3.4e38])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_may_be_guessed(dtype, near):

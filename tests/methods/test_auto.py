@@ -134,6 +134,20 @@ def test_where_nobody_has_measured_them_the_updates_tell_of_inputs_as_they_use_t
     assert relative(merged(updates, white), merged(updates)) > 0.02
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 0.1), (1.0, 1.0, 8.0), (2.0, 0.3, 1.0)])
+@pytest.mark.parametrize("known", [False, True])
+def test_an_update_that_vanishes_does_so_without_a_jump_whatever_it_weighs(weights, known):
+    *others, last = random_updates(24, 40, 3, 24, 1.0, seed=11)
+    given = inputs(40) if known else None
+
+    def of(factor):
+        group = LinearGroup((*others, factor * last), weights=weights, inputs=given)
+        return AUTO(group).delta
+
+    assert relative(of(1e-7), of(0.0)) < 1e-4
+    assert relative(of(1e-12), of(0.0)) < 1e-7
+
+
 def test_what_it_noticed():
     full = random_updates(24, 40, 4, 24, 1.0, seed=9)
     low = random_updates(24, 40, 4, 1, 1.0, seed=9)

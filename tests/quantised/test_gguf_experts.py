@@ -310,6 +310,14 @@ def recipe_of(base, expert, **given):
     return parse_recipe({**data, **given})
 
 
+def test_what_both_have_packed_is_not_to_blame_for_what_else_is_missing():
+    packed = {"layers.0.mlp.experts.gate_up_proj": torch.ones(2, 4, 4)}
+    apart = {f"layers.1.mlp.experts.{n}.up_proj.weight": torch.ones(4, 4) for n in range(2)}
+    gate = {"layers.1.mlp.gate.weight": torch.ones(2, 4)}
+    with pytest.raises(TensorError, match=r"layers\.1\.mlp\.gate\.weight"):
+        covmerge.merge({**packed, **apart, **gate}, {"a": {**packed, **apart}}, "average")
+
+
 def test_models_that_are_packed_alike_are_merged():
     """Old wording of the manual: what is packed does not align. It does, beside its like."""
     base, expert = moe("qwen3_moe", 0), moe("qwen3_moe", 1)

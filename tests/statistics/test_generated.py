@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 
 import pytest
 import torch
@@ -217,6 +218,22 @@ def test_without_a_chat_template_nothing_is_loaded(expert, tmp_path, monkeypatch
     assert str(told.value) == said
     ran = run("collect", expert, tmp_path / OUT, "--inputs=generated", f"--start={start}", code=2)
     assert " ".join(ran.stderr.split()) == f"error: {said}"
+
+
+def test_a_class_whose_own_libraries_are_missing_is_no_traceback(expert, tmp_path):
+    """Transformers has something in its place, whose every attribute is an ImportError."""
+    copied = tmp_path / "model"
+    shutil.copytree(expert, copied)
+    transformers = importlib.import_module("transformers")
+    missing = next(
+        name
+        for name in ("Pop2PianoTokenizer", "EssentiaModel", "KerasMetricCallback", "TFBertModel")
+        if type(getattr(transformers, name, None)).__name__ == "DummyObject"
+    )
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "architectures": [missing]}))
+    with pytest.raises(InputError, match=str(copied)):
+        collect(copied, Generated("chat"), tmp_path / OUT)
 
 
 def test_of_several_chat_templates_it_is_the_default(expert, tmp_path):

@@ -279,6 +279,14 @@ def test_a_number_of_more_digits_than_any_table_has_rows_is_refused(tmp_path, nu
         Reader().read(tmp_path / "a")
 
 
+@pytest.mark.parametrize("listed", [["<x>"], "<x>", 340])
+def test_a_list_of_added_tokens_that_is_no_object_is_named(tmp_path, listed):
+    pytest.importorskip("sentencepiece")
+    save(tmp_path / "a", llama, "llama", 340, LLAMA | {"added_tokens_decoder": listed})
+    with pytest.raises(InputError, match=r"tokenizer_config.json gives added_tokens_decoder "):
+        Reader().read(tmp_path / "a")
+
+
 def test_mistrals_other_file_alone_is_named(tmp_path):
     """Without a word its rows would be taken for those of the first model's tokens."""
     for name in ("a", "b"):

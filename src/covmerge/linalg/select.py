@@ -67,7 +67,7 @@ class MagnitudeSelect:
         self.below = self.up_to = 0
         self._guesses = 1  # that may be tried beside one that was wrong
         self._look_everywhere()
-        if near is not None:
+        if near is not None and not self.settled:
             guess = int(torch.tensor(near, dtype=dtype).view(self._int))
             off = -int(log2(torch.finfo(dtype).eps)) - bits
             self._look(max(0, guess - 2**off), off + 1, _FLOAT32_DIGITS - bits)

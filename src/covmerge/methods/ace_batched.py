@@ -49,6 +49,9 @@ from covmerge.methods.batched import all_active
 from covmerge.methods.closed_form import Active
 from covmerge.types import LinearGroup, Merged
 
+# Up to which a batch in float64 and the kernel, which add in another order, agree to 1e-7.
+_FLOAT64_CONDITION = 1e8
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -168,6 +171,7 @@ def _merged(
     conditions = condition_numbers(
         normal.gram, factors, ridges=normal.ridges, enough=FLOAT32_CONDITION
     )
+    most = FLOAT32_CONDITION if dtype == torch.float32 else _FLOAT64_CONDITION
     finite = all_finite(merged) & torch.isfinite(conditions)
     if residual is not None:
         finite &= all_finite(residual)
@@ -176,7 +180,7 @@ def _merged(
     noticed: list[AceNoticed | None] = [None] * len(layers)
     each = zip(layers, flags(solvable & finite), numbers(conditions), strict=True)
     for member, (layer, solved, condition) in enumerate(each):
-        if solved and (condition <= FLOAT32_CONDITION or dtype == torch.float64):
+        if solved and condition <= most:
             noticed[member] = replace(
                 layer.noticed,
                 route=route,

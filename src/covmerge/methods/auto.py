@@ -120,7 +120,7 @@ def auto(group: LinearGroup) -> Merged:
     Args:
         group: updates `(d_out, d_in)`, and C₀ `(d_in, d_in)` of any scale as `inputs`; a weight
             multiplies its expert's covariance and its update in the sum (weights are brought to mean 1
-            first).
+            first, each counted s_t times).
 
     Departs from the paper: there is none; `docs/auto.md` derives it, and `docs/auto-log.md` has what
     was tried.
@@ -150,7 +150,10 @@ def auto(group: LinearGroup) -> Merged:
     agreement = min(1.0, float(shares.square().sum()) / alike)
     rtol = rank_tolerance(group.shape, first.dtype, None)
     fused = _least_squares(active, shares, bounds, rtol).to(first.dtype)
-    in_sum = [weight * own for weight, own in zip(active.weights, bounds, strict=True)]
+    # Of mean 1 among those that count, so that one that vanishes does not change it with a jump.
+    weights = torch.tensor(active.weights, dtype=torch.float64)
+    weights = weights * float(shares.sum() / (shares * weights).sum())
+    in_sum = [float(weight) * own for weight, own in zip(weights, bounds, strict=True)]
     spectrum = seen.spectrum(
         fused, rtol=rtol, rounding=EXACT if known else _rounding_of_sum(active, in_sum)
     )
@@ -177,7 +180,7 @@ def auto(group: LinearGroup) -> Merged:
     unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
     merged = spectrum.lifted(lift * scale, unseen)
     lifted = sigma * lift * scale
-    together = float((seen_lengths * torch.tensor(active.weights, dtype=torch.float64)).sum())
+    together = float((seen_lengths * weights).sum())
     noticed = replace(
         noticed,
         directions_in_use=in_use,

@@ -24,9 +24,11 @@ def check_packing(base: tuple[str, Iterable[str]], expert: tuple[str, Iterable[s
     Raises:
         TensorError: one of them is packed, and the other is not.
     """
-    for (called, names), (other, others) in ((base, expert), (expert, base)):
-        packed = next(filter(_PACKED.search, names), None)
-        apart = next(filter(_APART.search, others), None)
+    for (called, given), (other, others) in ((base, expert), (expert, base)):
+        names, beside = dict.fromkeys(given), dict.fromkeys(others)
+        # What both have is not where they differ.
+        packed = next((n for n in names if _PACKED.search(n) and n not in beside), None)
+        apart = next((n for n in beside if _APART.search(n) and n not in names), None)
         if packed is not None and apart is not None:
             raise TensorError(
                 f"{called} has all experts of a layer in one tensor ('{packed}'), as transformers has "

@@ -200,7 +200,11 @@ def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) 
     names = cast("list[object]", named) if isinstance(named, list) else []
     model_class: Any = getattr(require_transformers(), str(next(iter(names), None)), None)
     # What is no language model that writes is refused as one, when it is built.
-    if not getattr(model_class, "can_generate", bool)():
+    try:
+        can_write = getattr(model_class, "can_generate", bool)()
+    except ImportError:  # stands for a class whose own libraries are missing
+        return
+    if not can_write:
         return
     read = getattr(model_class.config_class, "is_encoder_decoder", False)
     if generated.start in TEMPLATED and not config.get("is_encoder_decoder", read):

@@ -180,7 +180,7 @@ def _lacks_template(tokenizer: Any) -> str:
         return "no chat template (neither chat_template.jinja nor one in tokenizer_config.json)"
     if isinstance(found, dict) and "default" not in found:
         names = some(sorted(map(str, cast("dict[object, object]", found))), 3, quoted=True)
-        return f"no chat template called 'default' (but {names})"
+        return "no chat template called 'default'" + (f" (but {names})" if found else "")
     return ""
 
 

@@ -138,6 +138,7 @@ def auto(group: LinearGroup) -> Tensor:
     own = [e.times(a**0.5 / length(d)) for e, a, (d, _) in zip(known, scales, changed, strict=True)]
     rounding = Rounding.together(own)
     V = leading(torch.vstack(roots), tolerance(group, None), rounding).Vh.T
+    w = [x * sum(s) / sum(scales) for _, x in changed]
     R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
     if group.inputs is not None and not group.inputs.any():
         return auto(replace(group, inputs=None))
@@ -156,7 +157,7 @@ def auto(group: LinearGroup) -> Tensor:
     ]
     alike = sum(s[i] * s[j] * same[i][j] for i in range(len(s)) for j in range(len(s)))
     N = sum(s) ** 2 / alike
-    end = of_sum(known, [w for _, w in changed]) if group.inputs is None else Rounding()
+    end = of_sum(known, w) if group.inputs is None else Rounding()
     top = leading(R @ L, tolerance(group, None), end)
     if not len(top.S):
         return torch.zeros_like(R) if group.inputs is None else auto(replace(group, inputs=None))
@@ -166,7 +167,7 @@ def auto(group: LinearGroup) -> Tensor:
     lift = (top.S**2 + tau**2) ** (-q / 2)
     unseen = 0.0 if group.inputs is None else tau**-q
     power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
-    whole = svd(weighted(seen, [w for _, w in changed]))[1].sum()
+    whole = svd(weighted(seen, w))[1].sum()
     return whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
 
 

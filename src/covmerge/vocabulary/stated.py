@@ -47,11 +47,17 @@ def check_added(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_listed(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a tokenizer_config.json that lists a token under what is no number.
+    """Refuse a tokenizer_config.json whose list of tokens is none, or has one under what is no number.
 
     Raises:
         InputError: it does.
     """
+    decoder: Any = config.get("added_tokens_decoder")
+    if decoder is not None and not isinstance(decoder, dict):
+        raise InputError(
+            f"{path} gives added_tokens_decoder {shorten(decoder)}, and it is an object of numbers and "
+            "their tokens: correct it"
+        )
     for number, token in _listed(config):
         if not (number.isascii() and number.isdecimal() and len(number) <= _MOST_DIGITS):
             raise InputError(
