@@ -11,6 +11,7 @@ import torch
 
 from covmerge.engine.executor import held_together
 from covmerge.engine.lots import Lot
+from covmerge.engine.selection import counters_of
 from covmerge.errors import ResourceError
 from covmerge.memory import allowance
 from covmerge.plan import Plan
@@ -128,6 +129,7 @@ def plan_memory(
     Raises:
         ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
     """
+    held += counters_of(plans)
     resident = psutil.Process().memory_info().rss + _OVERHEAD + held
     together = list(zip(*(plan.items for plan in plans), strict=True))
     moved = [held_together(items) + sum(item.write_bytes for item in items) for items in together]

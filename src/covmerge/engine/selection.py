@@ -11,13 +11,23 @@ import torch
 from torch import Tensor
 
 from covmerge.linalg.select import MagnitudeSelect, threshold_rank
-from covmerge.plan import Count, Survey
+from covmerge.plan import Count, Plan, Survey
 
 # Bits to which a guess is taken to be right: a sixteenth of a language model of 135M parameters was up to
 # 1.2 % off, of an encoder of 22M up to 3.5 %.
 _GUESSED = 5
+_COUNTERS = 8 * 2 ** (24 - _GUESSED)  # bytes of an expert's counters around its guess
 
 Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> threshold
+
+
+def counters_of(plans: Sequence[Plan]) -> int:
+    """Return what counters around guesses take, of surveys large enough for these, and their sums."""
+    found = 0
+    for survey in (survey for plan in plans for survey in plan.surveys if survey.sample):
+        experts = {expert for item in survey.items for expert in item.tensor.operands}
+        found += (len(experts) + 1) * _COUNTERS
+    return found
 
 
 class Selections:
