@@ -420,6 +420,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=float, default=15.0, help="seconds of tests a mutant")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
     asked = parser.parse_args(arguments)
+    unknown = [own for own in asked.module if not (_SOURCE / f"{own}.py").is_file()]
+    if unknown:
+        parser.error(f"--module {unknown[0]}: there is no {_SOURCE / unknown[0]}.py")
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="mutants-") as folder:
         given = [

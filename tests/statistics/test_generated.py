@@ -227,13 +227,19 @@ def test_a_class_whose_own_libraries_are_missing_is_no_traceback(expert, tmp_pat
     transformers = importlib.import_module("transformers")
     missing = next(
         name
-        for name in ("Pop2PianoTokenizer", "EssentiaModel", "KerasMetricCallback", "TFBertModel")
+        for name in dir(transformers)
         if type(getattr(transformers, name, None)).__name__ == "DummyObject"
     )
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "architectures": [missing]}))
     with pytest.raises(InputError, match=str(copied)):
         collect(copied, Generated("chat"), tmp_path / OUT)
+
+
+def test_a_tokenizer_that_is_no_folder_is_named(expert, tmp_path):
+    with pytest.raises(InputError, match=r"nowhere is no folder: pass the folder of a tokenizer"):
+        collect(expert, Generated("chat"), tmp_path / OUT, tokenizer=tmp_path / "nowhere")
+    assert not (tmp_path / OUT).exists()
 
 
 def test_of_several_chat_templates_it_is_the_default(expert, tmp_path):

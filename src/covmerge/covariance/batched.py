@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from covmerge.covariance.estimate import Covariance
+from covmerge.covariance.normal import Coordinates
 from covmerge.linalg.auto import cube_choice, system_choice
 from covmerge.linalg.batched import per_member
 
@@ -21,7 +22,7 @@ Layers = Sequence[Sequence[Covariance]]
 
 
 @dataclass(frozen=True)
-class BatchedEquations:
+class BatchedEquations(Coordinates):
     """Σ R_t C_t and Σ C_t of n layers.
 
     Attributes:
@@ -35,15 +36,6 @@ class BatchedEquations:
     numerator: Tensor
     ridges: Tensor
     basis: Tensor | None = None
-
-    @property
-    def route(self) -> str:
-        """The coordinates in use, for reports."""
-        return "primal" if self.basis is None else "dual"
-
-    def lift(self, rows: Tensor) -> Tensor:
-        """Take rows from these coordinates to `(n, _, d_in)`."""
-        return rows if self.basis is None else rows @ self.basis
 
     def row_sums(self) -> Tensor:
         """Coordinates of 𝟏ᵀ Σ s_t R_tᵀR_t, `(n, _)`."""

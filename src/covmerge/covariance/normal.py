@@ -24,8 +24,27 @@ from covmerge.linalg.auto import cube_choice, system_choice
 from covmerge.linalg.symmetric import add_gram_, gram, mirror_
 
 
+class Coordinates:
+    """The coordinate system of some equations.
+
+    Attributes:
+        basis: None in the primal; D `(m, d_in)` in the dual, or `(n, m, d_in)` of n layers.
+    """
+
+    basis: Tensor | None
+
+    @property
+    def route(self) -> str:
+        """The coordinates in use, for reports."""
+        return "primal" if self.basis is None else "dual"
+
+    def lift(self, rows: Tensor) -> Tensor:
+        """Take rows from these coordinates to `(_, d_in)`, or `(n, _, d_in)`."""
+        return rows if self.basis is None else rows @ self.basis
+
+
 @dataclass(frozen=True)
-class NormalEquations:
+class NormalEquations(Coordinates):
     """Σ R_t C_t and Σ C_t of one layer.
 
     Attributes:
@@ -39,15 +58,6 @@ class NormalEquations:
     numerator: Tensor
     ridge: float
     basis: Tensor | None = None
-
-    @property
-    def route(self) -> str:
-        """The coordinates in use, for reports."""
-        return "primal" if self.basis is None else "dual"
-
-    def lift(self, rows: Tensor) -> Tensor:
-        """Take rows from these coordinates to `(_, d_in)`."""
-        return rows if self.basis is None else rows @ self.basis
 
     def row_sums(self, ones: Tensor | None = None) -> Tensor:
         """Coordinates of 𝟏ᵀ Σ s_t R_tᵀR_t, `ones` being 𝟏 `(d_in,)` where it is not literally that."""

@@ -129,8 +129,8 @@ def plan_memory(
     Raises:
         ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
     """
-    held += counters_of(plans)
-    resident = psutil.Process().memory_info().rss + _OVERHEAD + held
+    counters = counters_of(plans)
+    resident = psutil.Process().memory_info().rss + _OVERHEAD + held + counters
     together = list(zip(*(plan.items for plan in plans), strict=True))
     moved = [held_together(items) + sum(item.write_bytes for item in items) for items in together]
     spaces = [
@@ -146,11 +146,12 @@ def plan_memory(
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
     allowed = allowance(max_memory, processes)
     # What the process has counts against what it may have in all, and not against what is free beside it.
-    own = 0 if allowed.in_all else resident - held
+    own = 0 if allowed.in_all else resident - held - counters
     limit = allowed.size + own
     if resident + workspace + largest > limit:
         beside, more = " beside what the process has", "Free"
         taken = f"{format_size(held)} for the output, " if held else ""
+        taken += f"{format_size(counters)} to count for thresholds, " if counters else ""
         if allowed.in_all:
             beside, more, taken = "", "Allow", f"{format_size(resident)} for the process, "
         raise ResourceError(

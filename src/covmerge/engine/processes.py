@@ -46,6 +46,8 @@ class Processes:
         opener: opens the sources; it is pickled.
     """
 
+    lots: Sequence[Lot] = ()  # see `Executor.lots`: every batch goes by itself
+
     def __init__(self, workers: int, opener: Opener) -> None:
         self._count = workers
         self._opener = opener
@@ -53,11 +55,6 @@ class Processes:
         self._workers: list[_Worker] = []
         self._folder = TemporaryDirectory(prefix="covmerge-")
         self._alone = Path(self._folder.name) / "alone"
-
-    @property
-    def lots(self) -> Sequence[Lot]:
-        """See `Executor.lots`: none."""
-        return ()
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`. What a process that died had not handed over is done once more.

@@ -23,11 +23,8 @@ Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> thresho
 
 def counters_of(plans: Sequence[Plan]) -> int:
     """Return what counters around guesses take, of surveys large enough for these, and their sums."""
-    found = 0
-    for survey in (survey for plan in plans for survey in plan.surveys if survey.sample):
-        experts = {expert for item in survey.items for expert in item.tensor.operands}
-        found += (len(experts) + 1) * _COUNTERS
-    return found
+    surveys = (survey for plan in plans for survey in plan.surveys if survey.sample)
+    return sum((len(survey.experts) + 1) * _COUNTERS for survey in surveys)
 
 
 class Selections:
@@ -49,7 +46,7 @@ class Selections:
                         near=guessed.get(survey.merge.key, {}).get(expert),
                         bits=_GUESSED,
                     )
-                    for expert in {e: None for item in survey.items for e in item.tensor.operands}
+                    for expert in survey.experts
                 }
                 for survey in own
             }

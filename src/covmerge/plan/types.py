@@ -56,6 +56,11 @@ class Survey:
             return ()
         return tuple(item.leading(_SAMPLED) for item in self.items)
 
+    @cached_property
+    def experts(self) -> tuple[str, ...]:
+        """Whose entries are ranked."""
+        return tuple(dict.fromkeys(e for item in self.items for e in item.tensor.operands))
+
     @staticmethod
     def counting(items: Iterable[WorkItem], plan: int = 0) -> Iterator[WorkItem]:
         """Yield the work of counting what items merge, for one of the plans that run together."""

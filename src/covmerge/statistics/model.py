@@ -214,6 +214,8 @@ def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) 
 
 def _tokenizer(folder: Path) -> Any:
     transformers = require_transformers()
+    if not folder.is_dir():  # which transformers would take for a name on the Hub
+        raise InputError(f"{folder} is no folder: pass the folder of a tokenizer with --tokenizer")
     try:
         with panics_as_errors():
             tokenizer = transformers.AutoTokenizer.from_pretrained(

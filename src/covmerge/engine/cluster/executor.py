@@ -55,16 +55,13 @@ class Cluster:
         InputError: there is no Ray, or no cluster at the address.
     """
 
+    lots: Sequence[Lot] = ()  # see `Executor.lots`: every batch goes by itself
+
     def __init__(self, address: str, opener: Opener, max_memory: int | None) -> None:
         self._ray, self._joined = connect(address)
         self._max_memory = max_memory
         self._key = token_hex(8)
         self._opening = self._ray.put(Opening(opener))
-
-    @property
-    def lots(self) -> Sequence[Lot]:
-        """See `Executor.lots`: none."""
-        return ()
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`.

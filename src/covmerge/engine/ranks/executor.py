@@ -44,16 +44,13 @@ class Ranks:
         session: what the ranks have in common.
     """
 
+    lots: Sequence[tuple[int, ...]] = ()  # see `Executor.lots`: every batch goes by itself
+
     def __init__(self, inner: Executor, session: Session) -> None:
         self._inner = inner
         self._session = session
         self._stages = 0
         self.own = 0  # batches that this rank did
-
-    @property
-    def lots(self) -> Sequence[tuple[int, ...]]:
-        """See `Executor.lots`: none."""
-        return ()
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`.
