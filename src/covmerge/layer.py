@@ -107,8 +107,7 @@ def merge_layer(
         [1.0, 1.0, 1.0]
     """
     if method == UNNAMED:
-        adapters = sum(isinstance(update, LowRank) for update in updates)
-        method, why = choose(len(updates), adapters, base_inputs=base_inputs is not None)
+        method, why = choose(len(updates))
         if base_inputs is not None and not registry.get(method).base_inputs:
             raise TensorError(f"{why}, whatever the base's inputs: leave out `base_inputs=`")
     chosen = with_steps(

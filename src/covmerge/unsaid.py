@@ -15,11 +15,14 @@ import psutil
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.memory import MemoryCheckpoint
 from covmerge.checkpoints.unwrapped import Unwrapped
+from covmerge.errors import InputError
 from covmerge.memory import all_memory
 from covmerge.methods import registry
 from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import NOTHING, RANDOM, Recipe, format_size
-from covmerge.statistics.needed import memory_needed
+from covmerge.statistics.needed import disk_needed, memory_by_block
+from covmerge.statistics.of_base import kept_in
+from covmerge.stores.disk import free_bytes
 from covmerge.tensors import Donor, Stacked, describe_checkpoint
 
 # Of the memory that the machine has, where no limit is given: what else runs on it is not known, and the
@@ -106,7 +109,7 @@ def why_not(
     described = describe_checkpoint(base)
     if described.source != "skeleton":
         return f"transformers does not build the base ({described.notes[0]})"
-    needed, limit, whose = memory_needed(base), max_memory, "--max-memory"
+    needed, limit, whose = memory_by_block(base), max_memory, "--max-memory"
     if limit is None:
         there = all_memory()
         limit, whose = int(_SHARE * there.size), there.whose
@@ -117,6 +120,16 @@ def why_not(
             f"to run the base takes {format_size(needed)}, and {whose} allows {format_size(limit)} "
             "(`covmerge collect BASE FILE --inputs random` does it on another machine, "
             "for --base-stats FILE)"
+        )
+    try:
+        folder = kept_in()
+    except InputError as error:
+        return str(error)
+    room, free = disk_needed(base), free_bytes(folder)
+    if room > free:
+        return (
+            f"what it sees takes {format_size(room)} of disk, and {folder} has {format_size(free)} free "
+            "(COVMERGE_CACHE names another folder)"
         )
     return None
 

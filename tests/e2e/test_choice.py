@@ -1,4 +1,4 @@
-"""Where no method is named: one expert alone as it is, adapters by auto, else ace."""
+"""Where no method is named: one expert alone as it is, several by auto."""
 
 import copy
 import json
@@ -71,9 +71,9 @@ def test_one_half_precision_model_is_itself_to_the_bit():
 @pytest.mark.parametrize(
     ("of", "method", "why"),
     [
-        (lambda f: lora(f, 1, 2), "auto", "all experts are adapters"),
-        (lambda f: full(f, 1, 2), "ace", "auto wants to know what the base's layers see"),
-        (lambda f: {**lora(f, 1), **full(f, 2)}, "ace", "auto wants to know"),
+        (lambda f: lora(f, 1, 2), "auto", "the default for several experts"),
+        (lambda f: full(f, 1, 2), "auto", "the default for several experts"),
+        (lambda f: {**lora(f, 1), **full(f, 2)}, "auto", "the default for several experts"),
         (lambda f: lora(f, 2), "average", "one expert alone"),
     ],
 )
@@ -137,7 +137,7 @@ def test_one_layer():
     generator = torch.Generator().manual_seed(0)
     d = torch.randn(6, 8, generator=generator) / 10
     assert torch.equal(covmerge.merge_layer([d]), d)
-    assert torch.equal(covmerge.merge_layer([d, -d, d]), covmerge.merge_layer([d, -d, d], "ace"))
+    assert torch.equal(covmerge.merge_layer([d, -d, d]), covmerge.merge_layer([d, -d, d], "auto"))
     seen = torch.eye(8)
     assert torch.equal(
         covmerge.merge_layer([d, -d, d], base_inputs=seen),

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge.engine import RunOptions
-from covmerge.errors import InputError
+from covmerge.errors import InputError, ResourceError
 from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
 from covmerge.sources import open_recipe
@@ -70,7 +70,7 @@ def test_a_comparison_has_them_too(models):
 def test_it_is_not_run_for_nothing(models, never_run, given):
     base, experts = models
     result = covmerge.merge(base, experts, **given)
-    assert result.recipe.method == "ace"
+    assert result.recipe.method == given.get("method", "auto")
     assert not any("not known" in note for note in result.notes)
     one = covmerge.merge(base, {"a": next(iter(experts.values()))})
     assert one.recipe.method == "average"
@@ -89,8 +89,18 @@ def test_too_little_memory_is_said(models, never_run):
     base, experts = models
     enough_to_merge = psutil.Process().memory_info().rss + 400 * 2**20
     result = covmerge.merge(base, experts, max_memory=enough_to_merge)
-    assert result.recipe.method == "ace" and result.recipe.base_statistics == "none"
+    assert result.recipe.method == "auto" and result.recipe.base_statistics == "none"
     assert "to run the base takes" in not_known(result) and "--max-memory" in not_known(result)
+
+
+def test_too_little_disk_is_said(models, never_run, monkeypatch):
+    base, experts = models
+    monkeypatch.setattr("covmerge.unsaid.free_bytes", lambda folder: 1000)
+    told = not_known(covmerge.merge(base, experts))
+    assert "what it sees takes 16.9 kB of disk" in told and "has 1.00 kB free" in told
+    monkeypatch.setattr("covmerge.statistics.needed.free_bytes", lambda folder: 1000)
+    with pytest.raises(ResourceError, match=r"free some, or name another folder by COVMERGE_CACHE"):
+        covmerge.merge(base, experts, base_statistics="random")
 
 
 def test_no_config_is_said(models, never_run):
@@ -123,7 +133,7 @@ def test_a_base_that_cannot_be_run_after_all_is_said(models, monkeypatch):
     monkeypatch.setattr("covmerge.statistics.of_base.collect", fail)
     base, experts = models
     result = covmerge.merge(base, experts)
-    assert result.recipe.method == "ace"
+    assert result.recipe.method == "auto"
     assert "could not be run (no inputs for such a model)" in not_known(result)
     with pytest.raises(InputError, match="no inputs for such a model"):
         covmerge.merge(base, experts, base_statistics="random")
@@ -152,7 +162,7 @@ def test_whatever_a_strangers_model_does_is_said(name, tmp_path, monkeypatch):
         monkeypatch.setattr("covmerge.statistics.of_base.collect", fail)
     base, experts = save_family(build(name), tmp_path)
     result = covmerge.merge(base, experts, out=tmp_path / "out")
-    assert result.recipe.method == "ace"
+    assert result.recipe.method == "auto"
     assert "cannot be run: " in not_known(result)
     with pytest.raises(InputError, match="cannot be run: "):
         covmerge.merge(base, experts, base_statistics="random")
@@ -190,7 +200,7 @@ def paths(experts):
 def test_an_inspection_says_it(models, never_run):
     base, experts = models
     (text,) = (f.text for f in covmerge.inspect(base, experts).findings if "no method" in f.text)
-    assert "takes auto, as it is known what the base's layers see: the base is run first" in text
+    assert text.endswith("; the base is run first, for what its layers see")
 
 
 def test_the_dry_run_says_it_and_an_output_in_the_way_comes_first(models, never_run, tmp_path):

@@ -51,9 +51,7 @@ def test_which_method_a_merge_would_take_and_what_auto_would_do(tmp_path):
     models = save("llama", tmp_path)
     found = inspect(models)
     (text,) = (f.text for f in found.findings if "names no method" in f.text)
-    assert text.startswith(
-        "a merge that names no method takes ace, as of full models auto wants to"
-    )
+    assert text.startswith("a merge that names no method takes auto, as that is the default")
     assert any("the base's layers see is not known" in f.text for f in found.findings)
     merged = covmerge.merge(models / "base", {n: models / n for n in NAMES}, "auto")
     for layer in found.matrices:
@@ -67,7 +65,7 @@ def test_which_method_a_merge_would_take_and_what_auto_would_do(tmp_path):
     flags = ["--base", models / "base", *(f"--expert={n}={models / n}" for n in NAMES)]
     shown = command("inspect", *flags).stdout
     assert "What auto would do by the weights alone" in shown
-    assert "takes ace, as of full models" in words(shown)
+    assert "takes auto, as that is the default" in words(shown)
     _, _, table = shown.partition("What auto would do")
     assert (
         "self_attn.q_proj" in table and "mlp.down_proj" in table and "q, flattening" in words(table)
@@ -77,7 +75,7 @@ def test_which_method_a_merge_would_take_and_what_auto_would_do(tmp_path):
     assert any("takes average, as one expert alone" in f.text for f in alone.findings)
     assert not any(layer.foreseen for layer in alone.matrices)
     few = inspect(models, spectra="none")
-    assert any("takes ace" in f.text for f in few.findings)
+    assert any("takes auto" in f.text for f in few.findings)
     assert not any(layer.foreseen for layer in few.matrices)
 
 
@@ -89,7 +87,10 @@ def test_of_adapters_it_is_told_on_their_factors(tmp_path, monkeypatch):
     experts = {f"e{n}": tmp_path / f"e{n}" / "adapter" for n in (1, 2)}
     found = covmerge.inspect(tmp_path / "base", experts)
     (text,) = (f.text for f in found.findings if "names no method" in f.text)
-    assert text == "a merge that names no method takes auto, as all experts are adapters"
+    assert text == (
+        "a merge that names no method takes auto, as that is the default for several experts and needs "
+        "no parameter"
+    )
     merged = covmerge.merge(tmp_path / "base", experts)
     seen = [layer for layer in found.matrices if layer.foreseen]
     assert seen

@@ -248,7 +248,7 @@ class TestOutput:
                 raise KeyboardInterrupt
 
         if when == "writing":
-            monkeypatch.setattr(write.ShardWriter, "flush", stop)
+            monkeypatch.setattr(write.GrowingFile, "finish", stop)
         if when == "renaming":
             monkeypatch.setattr(write, "fsync_path", stop)
             monkeypatch.setattr(write.Path, "replace", stop)

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints import Checkpoint
 from covmerge.engine import (
     Context,
     NoOutput,
@@ -126,7 +126,7 @@ class InspectJob:
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
             }
-            findings += self._chosen(checkpoints, [models[name].checkpoint for name in fitting])
+            findings += self._chosen(checkpoints, len(fitting))
             if layers:
                 judged = [layer.judged for layer in layers]
                 fit = {name: models[name].checkpoint for name in fitting}
@@ -189,19 +189,15 @@ class InspectJob:
             items.append(self._measured(looking, spectra=taking, models=models))
         return replace(plan, items=tuple(items))
 
-    def _chosen(self, checkpoints: OpenCheckpoints, experts: Sequence[Checkpoint]) -> list[Finding]:
+    def _chosen(self, checkpoints: OpenCheckpoints, count: int) -> list[Finding]:
         """Say by which method they would be merged, if nobody names one."""
         if self.recipe.method != UNNAMED:
             return []
         settled = checkpoints.settled([self.recipe], self.options)
-        known = settled.recipes[0].base_inputs is not None
-        adapters = sum(isinstance(expert, AdapterCheckpoint) for expert in experts)
-        name, why = choose(len(experts), adapters, base_inputs=known and len(experts) > 1)
+        name, why = choose(count)
         text = f"a merge that names no method takes {name}, as {why}"
-        if settled.wanted and name == PREFERRED:
-            text += (
-                ": the base is run first (where that cannot be done, full models are merged by ace)"
-            )
+        if settled.wanted:
+            text += "; the base is run first, for what its layers see"
         return [Finding(Severity.NOTE, text), *(Finding(Severity.NOTE, n) for n in settled.notes)]
 
     def _attempt(self, plan: Plan) -> Merge | None:

@@ -10,7 +10,7 @@ from math import lcm, prod
 
 import torch
 
-from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.folder import weights_stem
 from covmerge.errors import InputError, RecipeError, pattern_meant
 from covmerge.linalg.auto import svd_cost
@@ -105,7 +105,7 @@ def build_plans(
         check_same_architecture(base_model, name, model)
     aligned: dict[str, Mapping[str, Alignment]] = {}
     alone = len(recipes) == 1 and not whole
-    named = [_with_method(_with_names(recipe, experts), models) for recipe in recipes]
+    named = [_with_method(_with_names(recipe, experts)) for recipe in recipes]
     check_base_statistics([recipe for recipe, _ in named], base, statistics or {}, named[0][1])
     drafts = _of_same_tensors(
         [
@@ -293,13 +293,11 @@ def _head_items(heads: Mapping[str, Mapping[str, TensorHeader]]) -> Iterator[Wor
                 yield WorkItem(own, rows, size, size, workspace=0, flops=0.0)
 
 
-def _with_method(recipe: Recipe, models: Mapping[str, Model]) -> tuple[Recipe, str | None]:
+def _with_method(recipe: Recipe) -> tuple[Recipe, str | None]:
     """Return the recipe with a method, and why it is that one, where it names none."""
     if recipe.method != UNNAMED:
         return recipe, None
-    adapters = sum(isinstance(model.checkpoint, AdapterCheckpoint) for model in models.values())
-    of_base = recipe.base_inputs is not None
-    name, why = choose(len(models), adapters, base_inputs=of_base)
+    name, why = choose(len(recipe.experts))
     return recipe.model_copy(update={"method": name}), why
 
 

@@ -12,7 +12,7 @@ from covmerge.plan.operations import Merge
 from covmerge.plan.work import TensorPlan
 from covmerge.recipe import RANDOM, Recipe, format_size
 from covmerge.statistics.file import StatisticsFile
-from covmerge.statistics.needed import memory_needed
+from covmerge.statistics.needed import disk_needed, memory_by_block
 from covmerge.statistics.of_base import HOW
 from covmerge.tensors import matrix_shapes
 from covmerge.text import some
@@ -161,9 +161,10 @@ def notes_on_statistics(
         InputError: there are some of none of them.
     """
     if recipe.base_statistics == RANDOM:
-        needed = (
-            f", {format_size(memory_needed(base))} at most" if OF_BASE not in statistics else ""
-        )
+        needed = ""
+        if OF_BASE not in statistics:
+            memory, disk = format_size(memory_by_block(base)), format_size(disk_needed(base))
+            needed = f", in {memory} of memory and {disk} of disk at most"
         yield f"what the base's layers see is told by {HOW}{needed}"
     if OF_BASE not in statistics:
         return

@@ -14,15 +14,23 @@ from typing_extensions import Unpack
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.errors import InputError, did_you_mean
+from covmerge.statistics.blocks import Blocks
 from covmerge.statistics.examples import Batch, Examples, Reading, ReadingOptions, size_of
-from covmerge.statistics.file import Kind
+from covmerge.statistics.file import About, Kind
 from covmerge.statistics.fisher import FisherCollector, Labels
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import RunningModel, check_start, load_model
-from covmerge.statistics.needed import check_memory, memory_needed
+from covmerge.statistics.needed import check_memory, memory_by_block, memory_needed
 from covmerge.statistics.reactions import Reactions
-from covmerge.statistics.write import Contents, Statistic, check_output, write_statistics
+from covmerge.statistics.write import (
+    Contents,
+    GrowingFile,
+    Statistic,
+    check_output,
+    files_in,
+    write_statistics,
+)
 from covmerge.stores.address import local_path
 from covmerge.text import some
 
@@ -150,6 +158,13 @@ def collect(
         opened_expert = opening(expert) if isinstance(expert, str | Path) else expert
         if isinstance(examples, Generated):
             check_start(opened_expert, examples, how)
+            if _by_block(examples, chosen, base):
+                needed = memory_by_block(opened_expert, how.wanted)
+                check_memory(needed, max_memory, f"a block of {opened_expert.source}", SMALLER)
+                about = _block_by_block(
+                    opened_expert, examples, how, out, device, progress, overwrite=overwrite
+                )
+                return collected(out, about, time.perf_counter() - start)
         needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
         check_memory(needed, max_memory, f"{opened_expert.source} and its sums", SMALLER)
         model = load_model(opened_expert, device, head="fisher" in chosen, writing=generated)
@@ -165,27 +180,63 @@ def collect(
             recorded = {**made.as_json(how), **(reactions.as_json() if reactions else {})}
             notes = reactions.notes() if reactions else _SHARED if made.shared else ()
             found = replace(found, generated=recorded, notes=[*found.notes, *notes])
-        write_statistics({out: found}, overwrite=overwrite)
-    return collected(out, found, time.perf_counter() - start)
+        about = write_statistics({out: found}, overwrite=overwrite)[out]
+    return collected(out, about, time.perf_counter() - start)
 
 
-def collected(path: Path, contents: Contents, seconds: float) -> Collected:
+def _by_block(examples: Generated, kinds: Sequence[Kind], base: str | Path | None) -> bool:
+    """Whether one block at a time is in memory, with all inputs: what is drawn for a model is little."""
+    return examples.start == "random" and kinds == ("gram",) and base is None
+
+
+def _block_by_block(
+    expert: Checkpoint,
+    examples: Generated,
+    how: Reading,
+    out: Path,
+    device: str | torch.device,
+    progress: Progress | None,
+    *,
+    overwrite: bool,
+) -> About:
+    """Collect Gram matrices, and write those of a block when all inputs have gone through it."""
+    blocks = Blocks(expert, device)
+    model = blocks.model
+    layers = model.layers()
+    grams = GramCollector(layers)
+    batches = list(model.batches(examples, how)[0])
+    seen = sum(map(size_of, batches))
+    made = examples.made_for(model.whole, expert.source)
+    with (
+        files_in(out.parent, overwrite=overwrite) as place,
+        closing(GrowingFile(place(out), expert, ("gram",), [y.name for y in layers])) as file,
+        reported(progress, seen * (1 + blocks.count)) as advance,
+    ):
+        for complete in blocks.run(batches, grams.watching, lambda b: advance(size_of(b))):
+            for statistic in grams.take(complete):
+                file.add("gram", statistic)
+        notes = [*grams.notes(), *packed_note(model), *(_SHARED if made.shared else ())]
+        return file.finish(seen, generated=made.as_json(how), notes=notes)
+
+
+def collected(path: Path, about: About, seconds: float) -> Collected:
     """Say what was written."""
-    statistics = contents.statistics
+    rows: dict[str, list[int]] = {kind: [] for kind in about.totals}
+    stored = dict.fromkeys(rows, 0)
+    for key, count in about.rows.items():
+        kind = key.partition("/")[0]
+        rows[kind].append(count)
+        stored[kind] += key not in about.aliases
     return Collected(
         path=path,
-        tensors={kind: sum(len(s.names) for s in found) for kind, found in statistics.items()},
-        stored={kind: len(found) for kind, found in statistics.items()},
-        rows={kind: _range([s.rows for s in found]) for kind, found in statistics.items()},
-        examples=contents.examples,
+        tensors={kind: len(counts) for kind, counts in rows.items()},
+        stored=stored,
+        rows={kind: (min(counts), max(counts)) for kind, counts in rows.items()},
+        examples=about.examples,
         nbytes=path.stat().st_size,
         seconds=seconds,
-        notes=tuple(contents.notes),
+        notes=tuple(about.notes),
     )
-
-
-def _range(rows: Sequence[int]) -> tuple[int, int]:
-    return min(rows), max(rows)
 
 
 def _checked_kinds(kinds: Sequence[str]) -> tuple[Kind, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -56,6 +56,7 @@ class GramCollector:
         self._weights = weights
         self._sums: dict[str, _Sum] = {}
         self._calls: dict[str, int] = {}
+        self._taken: set[str] = set()
         self._of_input: dict[int, _Sum] = {}
         self._masks: list[Tensor] = []
 
@@ -81,14 +82,17 @@ class GramCollector:
             return None
         return self._statistic((name,), total)
 
-    def statistics(self) -> list[Statistic]:
-        """Return all statistics, in the order of the layers; those with the same input are one.
+    def statistics(self, layers: Sequence[Layer] | None = None) -> list[Statistic]:
+        """Return the statistics of layers, in their order; those with the same input are one.
+
+        Args:
+            layers: some of them; None: all.
 
         Raises:
             InputError: layers that shared an input at first had different ones later.
         """
         groups: dict[str, list[str]] = {}
-        for layer in self._layers:
+        for layer in self._layers if layers is None else layers:
             if self._rows(layer):
                 leader = self._sums[layer.name].leader
                 groups.setdefault(leader, []).append(layer.name)
@@ -98,6 +102,17 @@ class GramCollector:
         for leader, names in groups.items():
             found.append(self._statistic(tuple(names), self._sums[leader]))
         return found
+
+    def take(self, layers: Sequence[Layer]) -> Iterator[Statistic]:
+        """Yield the statistics of some layers, which must not be called again, and let go of each sum.
+
+        Raises:
+            InputError: as `statistics`.
+        """
+        self._taken.update(layer.name for layer in layers)
+        for statistic in self.statistics(layers):
+            yield statistic
+            self._sums[statistic.names[0]].let_go()
 
     def notes(self) -> list[str]:
         """Say which layers saw nothing, or too little."""
@@ -138,6 +153,10 @@ class GramCollector:
 
     def _add(self, layer: Layer, inputs: Tensor) -> None:
         name = layer.name
+        if name in self._taken:
+            raise InputError(
+                f"'{name}' is called again behind other blocks: the model runs a block several times"
+            )
         if name not in self._sums:
             first = self._of_input.get(id(inputs))
             alike = self._weights is None
@@ -187,6 +206,10 @@ class _Sum:
         self.rows += len(rows)
         self.calls += 1
         self._latest, self._version = weakref.ref(inputs), inputs._version
+
+    def let_go(self) -> None:
+        """Give the memory of the sum back."""
+        self.value = self.value.new_empty(0)
 
     def saw(self, inputs: Tensor) -> bool:
         """Whether this is, unchanged, the tensor that was added last."""

@@ -7,7 +7,7 @@ of a stranger's choosing. Which parameter a stored tensor becomes is known from 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from covmerge.statistics.examples import (
     tokenized,
 )
 from covmerge.statistics.generated import Generated
+from covmerge.statistics.unread import is_placeholder, placeholder, unread
 from covmerge.statistics.written import TEMPLATED, check_template, writes
 from covmerge.stores.address import local_path
 from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, build_skeleton, in_short
@@ -236,7 +237,12 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def load_model(
-    checkpoint: Checkpoint, device: str | torch.device, *, head: bool, writing: bool = False
+    checkpoint: Checkpoint,
+    device: str | torch.device,
+    *,
+    head: bool,
+    writing: bool = False,
+    by_block: bool = False,
 ) -> RunningModel:
     """Load an expert with the class that its config names.
 
@@ -245,6 +251,7 @@ def load_model(
         device: where it shall run.
         head: whether its head must be there too.
         writing: whether that of a language model must, because it is to write.
+        by_block: whether what `unread` names has placeholders in place of values, for `Blocks`.
 
     Raises:
         InputError: transformers is missing, the model is of no class of it, its weights are
@@ -262,7 +269,8 @@ def load_model(
         raise InputError(f"{source} stores quantised weights: dequantise and save it first")
     try:
         skeleton = build_skeleton(checkpoint.headers, config)
-        model, missing = _load(transformers, skeleton, checkpoint)
+        later = unread(skeleton, checkpoint.headers) if by_block else {}
+        model, missing = _load(transformers, skeleton, checkpoint, later)
     except SkeletonUnavailable as reason:
         raise InputError(f"{source} cannot be run: {reason}") from reason
     except Exception as error:  # a stranger's config can make it fail in any way
@@ -279,6 +287,10 @@ def load_model(
             f"{source} lacks {len(missing)} tensors of {skeleton.architecture}, such as "
             f"'{missing[0]}': they would be random"
         )
+    for name in later:  # a device would make room for what takes none
+        parameter = model.get_parameter(skeleton.places[name].parameter)
+        if is_placeholder(parameter):  # and not tied to what was read
+            parameter.data = placeholder(parameter.shape, device)
     model = model.to(device).eval()
     model.config.use_cache = False  # for generation
     return RunningModel(checkpoint, skeleton, model, backbone)
@@ -290,13 +302,19 @@ def _under(module: Any, model: Any) -> list[str]:
     return sorted(name for name, value in model.named_parameters() if id(value) in own)
 
 
-def _load(transformers: Any, skeleton: Skeleton, checkpoint: Checkpoint) -> tuple[Any, set[str]]:
-    """Return the model and the parameters that were not stored."""
+def _load(
+    transformers: Any, skeleton: Skeleton, checkpoint: Checkpoint, later: Collection[str]
+) -> tuple[Any, set[str]]:
+    """Return the model, with placeholders for what is read later, and the parameters not stored."""
     model_class = getattr(transformers, skeleton.architecture)
     source, given = checkpoint.folder, dict[str, Any]()
-    if isinstance(checkpoint, Dequantised) or not _holds_weights(checkpoint.folder):
+    as_read = isinstance(checkpoint, Dequantised) or not _holds_weights(checkpoint.folder)
+    if later or as_read:
         config = model_class.config_class.from_dict(dict(checkpoint.config or {}))
-        weights = {name: checkpoint.read(name) for name in checkpoint.headers}
+        weights = {
+            name: placeholder(header.shape) if name in later else checkpoint.read(name)
+            for name, header in checkpoint.headers.items()
+        }
         source, given = None, {"config": config, "state_dict": weights}
     with quiet(transformers):
         model, info = model_class.from_pretrained(

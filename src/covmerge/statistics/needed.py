@@ -1,6 +1,11 @@
-"""What memory it takes to run models and to keep the sums of their layers, known before they are loaded."""
+"""What it takes to run models and to keep the sums of their layers, known before they are loaded."""
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -8,12 +13,20 @@ import torch
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import ResourceError
 from covmerge.memory import allowance
+from covmerge.statistics.examples import MADE
+from covmerge.statistics.sequences import LONG
+from covmerge.statistics.unread import OUTSIDE, unread
+from covmerge.stores.disk import free_bytes
 from covmerge.tensors import describe_checkpoint, matrix_shapes
+from covmerge.tensors.remembered import remembered_skeleton
+from covmerge.tensors.skeleton import SkeletonUnavailable
 from covmerge.types import Role
 
 _BESIDE = 512 * 2**20  # transformers, and a batch on its way through the model
 _SUM = torch.float64.itemsize
-_GRADIENT = torch.float32.itemsize
+_VALUE = torch.float32.itemsize
+_HELD = 4  # tensors of the size of a batch's hidden states, while it waits
+_AROUND = 8  # tokens at most, before a text and behind it
 _GIB = 2**30
 
 
@@ -30,15 +43,74 @@ def memory_needed(*models: Checkpoint, grams: bool = True, fisher: bool = False)
     """
     total = _BESIDE
     for model in models:
-        described = describe_checkpoint(model).tensors
-        for name, header in model.headers.items():
-            total += header.nbytes + header.numel * torch.float32.itemsize
-            info = described[name]
-            if grams and info.role in (Role.LINEAR, Role.CONV1D):
-                total += sum(_SUM * d_in**2 for _, d_in in matrix_shapes(header.shape, info.layout))
-            if fisher:
-                total += header.numel * (_SUM + _GRADIENT)
+        total += sum(h.nbytes + h.numel * _VALUE for h in model.headers.values())
+        if grams:
+            total += sum(_SUM * d_in**2 for _, d_in in _inputs(model))
+        if fisher:
+            total += sum(h.numel * (_SUM + _VALUE) for h in model.headers.values())
     return total
+
+
+def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
+    """Return what running a model block by block takes beside the process, from above; see `Blocks`.
+
+    The weights and the sums of the largest block, of what is in none, a mean as it is formed, and all
+    inputs on their way: whatever is drawn for a model, at its greatest length.
+
+    Args:
+        model: that is run.
+        examples: that are drawn.
+    """
+    config = model.config or {}
+    try:
+        skeleton = remembered_skeleton(model.headers, config)
+    except SkeletonUnavailable:  # which running it will say
+        return memory_needed(model)
+    later = unread(skeleton, model.headers)
+    of_block: Counter[str] = Counter()
+    always, widest, width = 0, 0, 0
+    for name, header in model.headers.items():
+        block = later.get(name)
+        if block is None:
+            always += header.nbytes + header.numel * _VALUE
+        else:
+            of_block[block] += header.nbytes + header.numel * _VALUE
+    for name, d_in in _inputs(model):
+        block = later.get(name)
+        if block is None:
+            always += _SUM * d_in**2
+        else:
+            of_block[block] += _SUM * d_in**2
+        if block != OUTSIDE:
+            widest = max(widest, d_in)
+            width = max(width, min(model.headers[name].shape[-2:]))
+    del of_block[OUTSIDE]
+    mean = (_SUM + _VALUE) * widest**2
+    on_the_way = examples * _VALUE * _values(config, width)
+    return _BESIDE + always + max(of_block.values(), default=0) + mean + on_the_way
+
+
+def disk_needed(model: Checkpoint) -> int:
+    """Return the bytes of a file with the Gram matrices of all layers, from above: none shared."""
+    return sum(_VALUE * d_in**2 for _, d_in in _inputs(model))
+
+
+def _inputs(model: Checkpoint) -> Iterator[tuple[str, int]]:
+    """Yield the linear layers of the backbone, and the size of their inputs."""
+    described = describe_checkpoint(model).tensors
+    for name, header in model.headers.items():
+        info = described[name]
+        if info.role in (Role.LINEAR, Role.CONV1D) and not info.outside_backbone:
+            yield name, matrix_shapes(header.shape, info.layout)[0][1]
+
+
+def _values(config: Mapping[str, Any], width: int) -> int:
+    """Numbers that are kept of one input on its way through a model."""
+    side, patch = config.get("image_size"), config.get("patch_size", 1)
+    first = config.get("embed_dim", width)  # of models whose pictures shrink on the way
+    if isinstance(side, int) and isinstance(patch, int) and isinstance(first, int) and patch > 0:
+        return 3 * side**2 + _HELD * ((side // patch) ** 2 + 1) * first
+    return _HELD * (max(LONG) + _AROUND) * width
 
 
 def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str) -> None:
@@ -60,4 +132,23 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
         raise ResourceError(
             f"{what} take up to {needed / _GIB:.3g} GiB, and {allowed.size / _GIB:.3g} GiB "
             f"{allowed.given}: {otherwise}"
+        )
+
+
+def check_disk(needed: int, folder: Path, otherwise: str) -> None:
+    """Refuse a file that there is no room for.
+
+    Args:
+        needed: bytes of it.
+        folder: that it is written to, and which may not exist yet.
+        otherwise: what to do, for the message.
+
+    Raises:
+        ResourceError: the disk has not so much room.
+    """
+    free = free_bytes(folder)
+    if needed > free:
+        raise ResourceError(
+            f"{folder} has {free / _GIB:.3g} GiB free, and up to {needed / _GIB:.3g} GiB are written to "
+            f"it: {otherwise}"
         )

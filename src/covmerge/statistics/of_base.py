@@ -25,7 +25,7 @@ from covmerge.statistics.examples import MADE
 from covmerge.statistics.file import SUFFIX, StatisticsFile, probe
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.model import require_transformers
-from covmerge.statistics.needed import check_memory, memory_needed
+from covmerge.statistics.needed import check_disk, check_memory, disk_needed, memory_by_block
 from covmerge.stores.disk import disk_errors
 from covmerge.tensors.skeleton import in_short
 
@@ -72,20 +72,16 @@ def base_inputs(
     """
     require_transformers()
     base.materialize()
-    try:
-        folder = user_cache() / "base-inputs"
-    except RuntimeError as error:
-        raise InputError(
-            "there is no folder to keep the base's inputs in: name one by COVMERGE_CACHE"
-        ) from error
+    folder = kept_in()
     path = folder / f"{_key(base, device)}{SUFFIX}"
     with suppress(InputError):  # not there, or not whole
         StatisticsFile.open(path).close()
         with suppress(OSError):  # a cache that may be read and not written
             os.utime(path)
         return BaseInputs(path, None)
+    check_disk(disk_needed(base), folder, "free some, or name another folder by COVMERGE_CACHE")
     check_memory(
-        memory_needed(base),
+        memory_by_block(base),
         max_memory,
         f"{HOW} ({base.source})",
         "collect them on a larger machine (covmerge collect BASE OUT --inputs random) and name that file, "
@@ -110,6 +106,20 @@ def base_inputs(
         raise InputError(f"{base.source} cannot be run: {in_short(error)}") from error
     _make_room(folder, path)
     return BaseInputs(path, made.seconds, made.notes)
+
+
+def kept_in() -> Path:
+    """Return the folder of what is kept, which need not exist.
+
+    Raises:
+        InputError: there can be none.
+    """
+    try:
+        return user_cache() / "base-inputs"
+    except RuntimeError as error:
+        raise InputError(
+            "there is no folder to keep the base's inputs in: name one by COVMERGE_CACHE"
+        ) from error
 
 
 def _key(base: Checkpoint, device: torch.device) -> str:

@@ -32,7 +32,7 @@ from covmerge.statistics.collect import (
     reported,
 )
 from covmerge.statistics.examples import Examples, Reading, ReadingOptions, size_of
-from covmerge.statistics.file import SUFFIX
+from covmerge.statistics.file import SUFFIX, About
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import Layer, RunningModel, check_start, load_model
@@ -122,9 +122,9 @@ def collect_regmean_pp(
         with reported(progress, ensemble.work) as advance, torch.no_grad():
             ensemble.run(advance)
         found = {files[name]: candidate.contents() for name, candidate in candidates.items()}
-        _write(found, overwrite=overwrite)
+        abouts = _write(found, overwrite=overwrite)
     seconds = time.perf_counter() - start
-    return {name: collected(path, found[path], seconds) for name, path in files.items()}
+    return {name: collected(path, abouts[path], seconds) for name, path in files.items()}
 
 
 def _files(
@@ -153,13 +153,13 @@ def _files(
     return files
 
 
-def _write(files: Mapping[Path, Contents], *, overwrite: bool) -> None:
+def _write(files: Mapping[Path, Contents], *, overwrite: bool) -> dict[Path, About]:
     folder = next(iter(files)).parent
     made = not folder.exists()
     with disk_errors(folder):
         folder.mkdir(exist_ok=True)
     try:
-        write_statistics(files, overwrite=overwrite)
+        return write_statistics(files, overwrite=overwrite)
     except BaseException:
         if made:
             folder.rmdir()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from covmerge.checkpoints import Checkpoint, ShardWriter
-from covmerge.checkpoints.layout import Layout, plan_shard
+from covmerge.checkpoints import Checkpoint
+from covmerge.checkpoints.header import LENGTH_BYTES
+from covmerge.checkpoints.layout import plan_shard
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import InputError
 from covmerge.linalg.finite import all_finite
@@ -33,6 +36,9 @@ from covmerge.stores.disk import disk_errors, fsync_path
 from covmerge.stores.scratch import scratch_folder
 from covmerge.types import TensorHeader
 from covmerge.version import __version__
+
+_ROOM = 2**18  # bytes for what a file says of itself beside its tensors
+_NUMBERS = 256  # bytes for shape, offsets and rows of a tensor
 
 
 @dataclass(frozen=True)
@@ -94,100 +100,184 @@ def check_output(out: Path, *, overwrite: bool) -> None:
         ) from error
 
 
-def write_statistics(files: Mapping[Path, Contents], *, overwrite: bool) -> None:
-    """Write files of one folder: all of them appear at the end, or none.
+class GrowingFile:
+    """A statistics file that is written one statistic after another.
+
+    What its header says only the end knows, so room is left for it: a header may end in spaces.
+
+    Args:
+        path: of a file that nobody sees before it is finished.
+        checkpoint: the model.
+        kinds: of statistics; none may be without any.
+        names: all tensors that it may speak of.
+    """
+
+    def __init__(
+        self, path: Path, checkpoint: Checkpoint, kinds: Iterable[Kind], names: Iterable[str]
+    ) -> None:
+        self._path = path
+        self._checkpoint = checkpoint
+        self._totals: dict[Kind, float] = dict.fromkeys(kinds, 0.0)
+        self._headers: list[TensorHeader] = []
+        self._rows: dict[str, int] = {}
+        self._aliases: dict[str, str] = {}
+        self._content = hashlib.sha256()
+        self._room = _ROOM + len(self._totals) * sum(map(_room_of, (*names, checkpoint.source)))
+        with disk_errors(path):
+            self._file = path.open("wb")
+            self._file.seek(LENGTH_BYTES + self._room)
+
+    def add(self, kind: Kind, statistic: Statistic) -> None:
+        """Write a statistic.
+
+        Raises:
+            InputError: it is not finite.
+            ResourceError: the disk is full.
+        """
+        keys = [f"{kind}/{name}" for name in statistic.names]
+        mean = statistic.mean
+        stored = mean.to("cpu", torch.float32).contiguous()
+        if not all_finite(stored):
+            raise InputError(
+                f"the statistic of '{statistic.names[0]}' is not finite: the model overflows on these "
+                "examples. Do they fit it?"
+            )
+        data = stored.reshape(-1).view(torch.uint8).numpy().data
+        with disk_errors(self._path, stored.nbytes):
+            self._file.write(data)
+        self._content.update(keys[0].encode())
+        self._content.update(data)
+        self._headers.append(TensorHeader(keys[0], tuple(stored.shape), torch.float32))
+        self._rows |= dict.fromkeys(keys, statistic.rows)
+        self._aliases |= dict.fromkeys(keys[1:], keys[0])
+        flat = mean.double().flatten()
+        self._totals[kind] += len(keys) * float(flat @ flat)
+
+    def finish(
+        self,
+        examples: int,
+        protocol: Protocol = "inputs",
+        labels: str = "",
+        generated: Mapping[str, str | int | float] | None = None,
+        notes: Sequence[str] = (),
+    ) -> About:
+        """Write what it says of itself, which is as in `About`, and return it.
+
+        Raises:
+            InputError: there is nothing of a kind, or too much is said.
+            ResourceError: the disk is full.
+        """
+        found = {key.partition("/")[0] for key in self._rows}
+        if found != self._totals.keys():
+            raise InputError(
+                f"{self._checkpoint.source}: none of its layers was called with an input, so there "
+                "is nothing to write: are the examples of the kind that the model takes?"
+            )
+        about = About(
+            source=self._checkpoint.source,
+            probe=probe(self._checkpoint),
+            protocol=protocol,
+            examples=examples,
+            labels=labels,
+            generated=None if generated is None else dict(generated),
+            rows=self._rows,
+            aliases=self._aliases,
+            totals={kind: math.sqrt(total) for kind, total in self._totals.items()},
+            content=f"sha256:{self._content.hexdigest()}",
+            notes=list(notes),
+        )
+        metadata = {
+            FORMAT_KEY: FORMAT,
+            VERSION_KEY: __version__,
+            ABOUT_KEY: dumps(about.model_dump(exclude_none=True), what="statistics"),
+        }
+        shard = plan_shard(self._path.name, self._headers, metadata)
+        header = shard.header[LENGTH_BYTES:].ljust(self._room)
+        if len(header) > self._room:
+            raise InputError(
+                f"what {self._path.name} says of itself takes {len(header)} bytes, and {self._room} were "
+                "left for it: its notes, or how its examples were made, are too long"
+            )
+        with disk_errors(self._path):
+            self._file.seek(0)
+            self._file.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return about
+
+    def close(self) -> None:
+        """Let go of the file, finished or not."""
+        with suppress(OSError):  # of what was not written, and is not wanted any more
+            self._file.close()
+
+
+def _room_of(name: str) -> int:
+    """Bytes that a header may need for a tensor: its name four times, twice escaped, and numbers."""
+    return 4 * len(json.dumps(json.dumps(name))) + _NUMBERS
+
+
+@contextmanager
+def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Path]]:
+    """Give out where files of a folder are written; all of them appear at the end, or none.
+
+    Yields:
+        What returns, for the path that a file will have, the one to write it to.
 
     Raises:
         InputError: see `check_output`, which is asked again before they appear.
         ResourceError: the disk is full.
     """
-    folder = next(iter(files)).parent
-    with (
-        disk_errors(folder),
-        scratch_folder(folder, ".covstats-") as unfinished,
-    ):
-        for out, contents in files.items():
-            _write(unfinished, out.name, contents)
-        for out in files:
+    with ExitStack() as stack:
+        with disk_errors(folder):
+            unfinished = stack.enter_context(scratch_folder(folder, ".covstats-"))
+        outs: list[Path] = []
+
+        def place(out: Path) -> Path:
+            outs.append(out)
+            return unfinished / out.name
+
+        yield place
+        for out in outs:
             check_output(out, overwrite=overwrite)
-        with _all_or_none(files):
-            for out in files:
+        with disk_errors(folder), _all_or_none(outs):
+            for out in outs:
                 (unfinished / out.name).replace(out)
-        fsync_path(folder)
+            fsync_path(folder)
+
+
+def write_statistics(files: Mapping[Path, Contents], *, overwrite: bool) -> dict[Path, About]:
+    """Write files of one folder, and return what they say of themselves.
+
+    Raises:
+        InputError: a statistic is not finite, or as `files_in`.
+        ResourceError: the disk is full.
+    """
+    abouts: dict[Path, About] = {}
+    with files_in(next(iter(files)).parent, overwrite=overwrite) as place:
+        for out, contents in files.items():
+            found = contents.statistics
+            names = [n for group in found.values() for statistic in group for n in statistic.names]
+            with closing(GrowingFile(place(out), contents.checkpoint, found, names)) as file:
+                for kind, group in found.items():
+                    for statistic in group:
+                        file.add(kind, statistic)
+                abouts[out] = file.finish(
+                    contents.examples,
+                    contents.protocol,
+                    contents.labels,
+                    contents.generated,
+                    contents.notes,
+                )
+    return abouts
 
 
 @contextmanager
-def _all_or_none(files: Mapping[Path, Contents]) -> Generator[None]:
-    new = [out for out in files if not out.exists()]
+def _all_or_none(outs: Iterable[Path]) -> Generator[None]:
+    new = [out for out in outs if not out.exists()]
     try:
         yield
     except BaseException:
         for out in new:
             out.unlink(missing_ok=True)
         raise
-
-
-def _write(folder: Path, file_name: str, contents: Contents) -> None:
-    stored = {
-        f"{kind}/{statistic.names[0]}": statistic
-        for kind, statistics in contents.statistics.items()
-        for statistic in statistics
-    }
-    if not all(contents.statistics.values()):
-        raise InputError(
-            f"{contents.checkpoint.source}: none of its layers was called with an input, so there "
-            "is nothing to write: are the examples of the kind that the model takes?"
-        )
-    metadata = {
-        FORMAT_KEY: FORMAT,
-        VERSION_KEY: __version__,
-        ABOUT_KEY: dumps(_about(contents, stored).model_dump(exclude_none=True), what="statistics"),
-    }
-    headers = [
-        TensorHeader(key, tuple(statistic.total.shape), torch.float32)
-        for key, statistic in stored.items()
-    ]
-    writer = ShardWriter(folder, Layout((plan_shard(file_name, headers, metadata),)))
-    for key, statistic in stored.items():
-        writer.write(key, _as_stored(statistic))
-    writer.flush()
-
-
-def _about(contents: Contents, stored: Mapping[str, Statistic]) -> About:
-    rows: dict[str, int] = {}
-    aliases: dict[str, str] = {}
-    content = hashlib.sha256()
-    for key, statistic in stored.items():
-        kind = key.partition("/")[0]
-        keys = [f"{kind}/{name}" for name in statistic.names]
-        rows |= dict.fromkeys(keys, statistic.rows)
-        aliases |= dict.fromkeys(keys[1:], key)
-        content.update(key.encode())
-        content.update(_as_stored(statistic).reshape(-1).view(torch.uint8).numpy().data)
-    return About(
-        source=contents.checkpoint.source,
-        probe=probe(contents.checkpoint),
-        protocol=contents.protocol,
-        examples=contents.examples,
-        labels=contents.labels,
-        generated=None if contents.generated is None else dict(contents.generated),
-        rows=rows,
-        aliases=aliases,
-        totals={kind: _total(found) for kind, found in contents.statistics.items()},
-        content=f"sha256:{content.hexdigest()}",
-        notes=list(contents.notes),
-    )
-
-
-def _total(statistics: Sequence[Statistic]) -> float:
-    return math.sqrt(sum(len(s.names) * float(s.mean.double().square().sum()) for s in statistics))
-
-
-def _as_stored(statistic: Statistic) -> Tensor:
-    value = statistic.mean.to("cpu", torch.float32).contiguous()
-    if not all_finite(value):
-        raise InputError(
-            f"the statistic of '{statistic.names[0]}' is not finite: the model overflows on these "
-            "examples. Do they fit it?"
-        )
-    return value

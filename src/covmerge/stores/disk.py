@@ -33,7 +33,7 @@ def disk_errors(path: Path, needed: int | None = None) -> Generator[None, None, 
         if error.errno in _NO_SPACE:
             wanted = "" if needed is None else f"{needed} bytes needed, "
             raise ResourceError(
-                f"no room for {path}: {wanted}{_free(path)} bytes free ({error.strerror}); "
+                f"no room for {path}: {wanted}{free_bytes(path)} bytes free ({error.strerror}); "
                 "free some space or choose another output folder"
             ) from error
         if error.errno == errno.EFBIG:
@@ -71,7 +71,7 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
-def _free(path: Path) -> int:
-    """Bytes free on the file system of `path`, whose last parts need not exist yet."""
+def free_bytes(path: Path) -> int:
+    """Return the bytes free on the file system of `path`, whose last parts need not exist yet."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     return shutil.disk_usage(existing).free

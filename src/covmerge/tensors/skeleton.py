@@ -62,6 +62,8 @@ class Skeleton:
         places: stored name -> place, for the stored names that the architecture knows.
         tied: groups of parameter names that share memory, the first defined one first.
         outside: parameters and buffers outside the backbone.
+        blocks: names of the modules that the model runs one after another, each once, as far as its lists
+            of modules tell.
         notes: what a user should know.
     """
 
@@ -70,6 +72,7 @@ class Skeleton:
     places: Mapping[str, Place]
     tied: tuple[tuple[str, ...], ...]
     outside: frozenset[str]
+    blocks: tuple[str, ...]
     notes: tuple[str, ...]
 
     def path(self, name: str) -> str:
@@ -131,6 +134,7 @@ def _skeleton(
         places=places,
         tied=_tied_groups(model),
         outside=_outside(model, slots, prefix, base_class, len(headers)),
+        blocks=_blocks(model),
         notes=(*notes, *place_notes),
     )
 
@@ -316,6 +320,16 @@ def _outside(
     with torch.device("meta"), _NotFarBeyond(stored):
         base = base_class._from_config(model.config)
     return frozenset(slots.keys() - _slots(base).keys())
+
+
+def _blocks(model: Any) -> tuple[str, ...]:
+    """Elements of the outermost lists of modules; none where the model runs a list several times."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
+    longest = max((len(lists[name]) for name in outer), default=0)
+    if getattr(model.config, "num_hidden_layers", longest) > longest:  # as ALBERT does
+        return ()
+    return tuple(f"{name}.{index}" for name in outer for index in range(len(lists[name])))
 
 
 def _find_places(

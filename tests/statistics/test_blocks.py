@@ -1,0 +1,302 @@
+"""A model run block by block is the model, to the bit, in the memory of a block."""
+
+import json
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from covmerge.checkpoints import open_checkpoint
+from covmerge.errors import InputError
+from covmerge.statistics import Generated, collect
+from covmerge.statistics.blocks import Blocks
+from covmerge.statistics.gram import GramCollector
+from covmerge.statistics.lockstep import in_lockstep
+from covmerge.statistics.model import RunningModel, load_model
+from covmerge.statistics.needed import disk_needed, memory_by_block, memory_needed
+from tests.e2e.models import TEXT, build
+from tests.forked import run as forked
+from tests.statistics.models import save
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+OTHERS = {
+    "albert": lambda: transformers.AlbertModel(
+        transformers.AlbertConfig(**TEXT, num_hidden_layers=3, intermediate_size=24)
+    ),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            **TEXT,
+            num_hidden_layers=3,
+            intermediate_size=24,
+            num_key_value_heads=1,
+            head_dim=8,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+    ),
+    "swin": lambda: transformers.SwinModel(
+        transformers.SwinConfig(
+            image_size=32, patch_size=4, embed_dim=8, depths=[2, 1], num_heads=[2, 2], window_size=4
+        )
+    ),
+}
+FAMILIES = ["bert", "clip", "gpt2", "gpt_oss", "llama", "mixtral", "t5", "vit", *OTHERS]
+
+
+def batches_for(config):
+    """Three, of different sizes, some with padding."""
+    found = []
+    for size, length in ((2, 5), (1, 9), (3, 4)):
+        ids = torch.arange(size * length).reshape(size, length) % 50 + 3
+        mask = torch.ones_like(ids)
+        mask[0, -1] = 0
+        batch = {"input_ids": ids, "attention_mask": mask}
+        side = 32 if config.model_type == "swin" else 16
+        pixels = torch.linspace(-1, 1, size * 3 * side**2).reshape(size, 3, side, side)
+        if config.model_type == "t5":
+            batch |= {"decoder_input_ids": ids[:, :3], "decoder_attention_mask": mask[:, :3]}
+        if config.model_type == "clip":
+            batch |= {"pixel_values": pixels}
+        if config.model_type in ("vit", "swin"):
+            batch = {"pixel_values": pixels}
+        found.append(batch)
+    return found
+
+
+@pytest.fixture(params=FAMILIES)
+def saved(request, tmp_path):
+    if request.param in OTHERS:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            OTHERS[request.param]().save_pretrained(tmp_path / "model")
+    else:
+        build(request.param).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def by_block(checkpoint, batches):
+    blocks = Blocks(checkpoint, "cpu")
+    grams = GramCollector(blocks.model.layers())
+    taken = [
+        statistic.mean.clone()
+        for layers in blocks.run(batches, grams.watching, lambda batch: None)
+        for statistic in grams.take(layers)
+    ]
+    return blocks, taken
+
+
+def in_whole(checkpoint, batches):
+    model = load_model(checkpoint, "cpu", head=False)
+    grams = GramCollector(model.layers())
+    for batch in batches:
+        with grams.watching(batch), torch.no_grad():
+            model.run(batch)
+    return grams
+
+
+def test_what_layers_see_is_the_same_to_the_bit(saved):
+    checkpoint = open_checkpoint(saved)
+    batches = batches_for(transformers.AutoConfig.from_pretrained(saved))
+    whole = {s.names: s.mean for s in in_whole(checkpoint, batches).statistics()}
+    blocks = Blocks(checkpoint, "cpu")
+    grams = GramCollector(blocks.model.layers())
+    for layers in blocks.run(batches, grams.watching, lambda batch: None):
+        for statistic in grams.take(layers):
+            # Outside all blocks, layers with one input may have a sum each.
+            (mean,) = (m for names, m in whole.items() if set(statistic.names) <= set(names))
+            assert torch.equal(statistic.mean, mean)
+    seen = {name for names in whole for name in names}
+    assert seen == {layer.name for layer in blocks.model.layers() if grams.of(layer.name)}
+    assert not running()
+
+
+@pytest.mark.parametrize(("name", "count"), [("llama", 2), ("t5", 2), ("gpt_oss", 1), ("bert", 2)])
+def test_weights_of_blocks_are_there_one_block_at_a_time(name, count, tmp_path):
+    build(name).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    read = []
+    original = checkpoint.read
+    checkpoint.read = lambda name, rows=None: read.append(name) or original(name, rows)
+    blocks = Blocks(checkpoint, "cpu")
+    assert blocks.count == count
+    before = set(read)
+    grams = GramCollector(blocks.model.layers())
+    held = blocks.model.parameters()
+    inside = [name for name in held if name not in before]
+    assert inside and all(torch.isnan(held[name]).all() for name in inside)
+    going = blocks.run(batches_for(blocks.model.whole.config), grams.watching, lambda batch: None)
+    for _ in going:
+        filled = [name for name in inside if not torch.isnan(held[name]).any()]
+        assert not filled
+    assert sorted(read) == sorted(set(read)), "a weight was read twice"
+    assert not any(name.startswith("lm_head") for name in read)
+    assert all(held[name].untyped_storage().nbytes() == 4 for name in inside)
+
+
+def test_the_file_is_no_larger_than_is_planned(tmp_path):
+    out = tmp_path / "x.covstats.safetensors"
+    checkpoint = open_checkpoint(save("llama", tmp_path / "model"))
+    stored = sum(value.nbytes for value in load_file(collected(checkpoint, out)).values())
+    # What q, k and v share is planned as if each had it, so is what gate and up share.
+    shared = 2 * (2 * 16**2 + 16**2) * 4
+    assert stored == disk_needed(checkpoint) - shared
+
+
+def collected(checkpoint, out):
+    return collect(checkpoint, Generated("random"), out, max_examples=3).path
+
+
+@pytest.mark.parametrize("stored", ["head", "both", "both, and they differ"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_and_a_head(stored, tied, tmp_path):
+    model = build("gpt2")
+    model.config.tie_word_embeddings = tied
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    head = weights["transformer.wte.weight"].clone()
+    weights["lm_head.weight"] = 2.0 * head if stored.endswith("differ") else head
+    if stored == "head":
+        del weights["transformer.wte.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    checkpoint = open_checkpoint(tmp_path)
+    batches = batches_for(model.config)
+    if stored == "head" and not tied:
+        with pytest.raises(InputError, match=r"lacks 1 tensors .*wte"):
+            Blocks(checkpoint, "cpu")
+        return
+    whole = [s.mean for s in in_whole(checkpoint, batches).statistics()]
+    _, taken = by_block(checkpoint, batches)
+    assert len(whole) == len(taken)
+    assert all(torch.equal(one, other) for one, other in zip(whole, taken, strict=True))
+
+
+def running():
+    return [t for t in threading.enumerate() if type(t).__name__ == "_Run"]
+
+
+def test_what_a_block_raises_ends_all(tmp_path):
+    build("gpt2").save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    batches = batches_for(transformers.AutoConfig.from_pretrained(tmp_path))
+    batches[1] = {"input_ids": batches[1]["input_ids"], "attention_mask": torch.ones(1, 3)}
+    with pytest.raises(InputError, match=r"cannot run on these examples .*input_ids \[1, 9\]"):
+        by_block(checkpoint, batches)
+    assert not running()
+
+
+@pytest.mark.parametrize("after", [0, 2, 4])
+def test_an_interruption_ends_all(after, tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    blocks = Blocks(open_checkpoint(tmp_path), "cpu")
+    grams = GramCollector(blocks.model.layers())
+    forward = type(blocks.model.backbone.layers[0]).forward
+    passed = []
+
+    def stop(batch):
+        passed.append(batch)
+        if len(passed) > after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(blocks.run(batches_for(blocks.model.whole.config), grams.watching, stop))
+    assert not running() and len(passed) == after + 1
+    assert all(block.forward.__func__ is forward for block in blocks.model.backbone.layers)
+
+
+def test_blocks_that_are_run_again_are_refused(tmp_path, monkeypatch):
+    build("llama").save_pretrained(tmp_path)
+    original = RunningModel.run
+
+    def twice(self, batch, **options):
+        original(self, batch, **options)
+        return original(self, batch, **options)
+
+    monkeypatch.setattr(RunningModel, "run", twice)
+    batches = batches_for(transformers.AutoConfig.from_pretrained(tmp_path))
+    with pytest.raises(InputError, match="called again behind other blocks"):
+        by_block(open_checkpoint(tmp_path), batches)
+    assert not running()
+
+
+def test_too_many_batches_are_refused(tmp_path):
+    save("bert", tmp_path / "model")
+    with pytest.raises(InputError, match="pass a larger --batch-size"):
+        collect(
+            tmp_path / "model",
+            Generated("random"),
+            tmp_path / "x.covstats.safetensors",
+            max_examples=3000,
+            batch_size=2,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_runs_that_skip_a_module_or_end_early_wait_for_nobody():
+    one, other = torch.nn.Identity(), torch.nn.Identity()
+    seen = []
+    runs = [
+        lambda: other(one(torch.zeros(1))),
+        lambda: None,
+        lambda: seen.append(other(torch.ones(1))),
+        lambda: one(other(one(torch.ones(1)))),
+    ]
+    passed = in_lockstep(
+        runs,
+        [one, other],
+        visiting=lambda module: nullcontext(),
+        going_on=lambda run, module: nullcontext(),
+    )
+    assert list(passed) == [0, 1, 0] and seen == [torch.ones(1)]
+
+
+def test_a_model_that_cannot_be_built_is_planned_as_a_whole():
+    strange = open_checkpoint({"fc.weight": torch.zeros(4, 8)})
+    assert memory_by_block(strange) == memory_needed(strange)
+
+
+PEAK = """
+import json, sys, threading, time
+import psutil, torch, transformers
+from covmerge.checkpoints import open_checkpoint
+from covmerge.statistics import Generated, collect
+from covmerge.statistics.needed import memory_by_block, memory_needed
+torch.set_num_threads(2)
+checkpoint = open_checkpoint(sys.argv[1])
+needed = memory_by_block(checkpoint, 16), memory_needed(checkpoint)
+process = psutil.Process()
+start, peak, ended = process.memory_info().rss, [0], threading.Event()
+def watch():
+    while not ended.wait(0.002):
+        peak[0] = max(peak[0], process.memory_info().rss)
+watcher = threading.Thread(target=watch)
+watcher.start()
+collect(checkpoint, Generated("random"), sys.argv[2], max_examples=16)
+ended.set()
+watcher.join()
+print(json.dumps([peak[0] - start, *needed]))
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_block(tmp_path):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=512,
+            intermediate_size=2048,
+            num_hidden_layers=32,
+            num_attention_heads=8,
+            max_position_embeddings=128,
+        )
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    save(model, tmp_path / "model")
+    done = forked(PEAK, tmp_path / "model", tmp_path / "x.covstats.safetensors")
+    assert done.returncode == 0, done.stderr
+    peak, by_block, whole = json.loads(done.stdout)
+    assert peak <= by_block < whole / 2
