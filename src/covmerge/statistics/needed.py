@@ -54,8 +54,8 @@ def memory_needed(*models: Checkpoint, grams: bool = True, fisher: bool = False)
 def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
     """Return what running a model block by block takes beside the process, from above; see `Blocks`.
 
-    The weights and the sums of the largest block, of what is in none, a mean as it is formed, and all
-    inputs on their way: whatever is drawn for a model, at its greatest length.
+    The weights and the sums of the largest block, of what is in none, what one batch adds to a sum, and
+    all inputs on their way: whatever is drawn for a model.
 
     Args:
         model: that is run.
@@ -85,9 +85,9 @@ def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
             widest = max(widest, d_in)
             width = max(width, min(model.headers[name].shape[-2:]))
     del of_block[OUTSIDE]
-    mean = (_SUM + _VALUE) * widest**2
+    added = _VALUE * widest**2
     on_the_way = examples * _VALUE * _values(config, width)
-    return _BESIDE + always + max(of_block.values(), default=0) + mean + on_the_way
+    return _BESIDE + always + max(of_block.values(), default=0) + added + on_the_way
 
 
 def disk_needed(model: Checkpoint) -> int:
@@ -110,7 +110,7 @@ def _values(config: Mapping[str, Any], width: int) -> int:
     first = config.get("embed_dim", width)  # of models whose pictures shrink on the way
     if isinstance(side, int) and isinstance(patch, int) and isinstance(first, int) and patch > 0:
         return 3 * side**2 + _HELD * ((side // patch) ** 2 + 1) * first
-    return _HELD * (max(LONG) + _AROUND) * width
+    return _HELD * (sum(LONG) // len(LONG) + _AROUND) * width
 
 
 def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from covmerge.types import TensorHeader
 from covmerge.version import __version__
 
 _ROOM = 2**18  # bytes for what a file says of itself beside its tensors
+_PIECE = 2**22  # numbers that are formed at once
 _NUMBERS = 256  # bytes for shape, offsets and rows of a tensor
 
 
@@ -60,7 +61,16 @@ class Statistic:
     @property
     def mean(self) -> Tensor:
         """The statistic: formed when asked for, because the sums fill the memory as they are."""
-        return self.total / (self.rows if self.weight is None else self.weight)
+        return self.total / self._count
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield the statistic as it is stored, in float32 on the CPU, one piece of it after another."""
+        for part in torch.split(self.total.flatten(), _PIECE):
+            yield (part / self._count).to("cpu", torch.float32)
+
+    @property
+    def _count(self) -> float:
+        return self.rows if self.weight is None else self.weight
 
 
 @dataclass(frozen=True)
@@ -135,23 +145,22 @@ class GrowingFile:
             ResourceError: the disk is full.
         """
         keys = [f"{kind}/{name}" for name in statistic.names]
-        mean = statistic.mean
-        stored = mean.to("cpu", torch.float32).contiguous()
-        if not all_finite(stored):
-            raise InputError(
-                f"the statistic of '{statistic.names[0]}' is not finite: the model overflows on these "
-                "examples. Do they fit it?"
-            )
-        data = stored.reshape(-1).view(torch.uint8).numpy().data
-        with disk_errors(self._path, stored.nbytes):
-            self._file.write(data)
+        header = TensorHeader(keys[0], tuple(statistic.total.shape), torch.float32)
         self._content.update(keys[0].encode())
-        self._content.update(data)
-        self._headers.append(TensorHeader(keys[0], tuple(stored.shape), torch.float32))
+        for part in statistic.parts():
+            if not all_finite(part):
+                raise InputError(
+                    f"the statistic of '{statistic.names[0]}' is not finite: the model overflows on "
+                    "these examples. Do they fit it?"
+                )
+            data = part.view(torch.uint8).numpy().data
+            with disk_errors(self._path, header.nbytes):
+                self._file.write(data)
+            self._content.update(data)
+            self._totals[kind] += len(keys) * float(part.double().square().sum())
+        self._headers.append(header)
         self._rows |= dict.fromkeys(keys, statistic.rows)
         self._aliases |= dict.fromkeys(keys[1:], keys[0])
-        flat = mean.double().flatten()
-        self._totals[kind] += len(keys) * float(flat @ flat)
 
     def finish(
         self,
