@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "base_inputs.json")
     parser.add_argument("--way", choices=WAYS, help="in this process, for the others")
     arguments = parser.parse_args()
-    base = checkpoints(LLAMA, 1)[0]
+    base = checkpoints(LLAMA, 2)[0]
     if arguments.way:
         _collect(base, arguments.way, arguments.examples)
         return

@@ -16,6 +16,7 @@ from torch import nn
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import InputError
+from covmerge.memory import give_back
 from covmerge.statistics.examples import Batch
 from covmerge.statistics.lockstep import in_lockstep
 from covmerge.statistics.model import Layer, RunningModel, load_model
@@ -93,6 +94,7 @@ class Blocks:
         runs = [partial(_without_gradients, self.model, batch) for batch in batches]
         for block in in_lockstep(runs, self._blocks, visiting=visiting, going_on=going_on):
             yield of_block[block]
+            give_back()
         yield rest
 
     def _layers(self) -> tuple[list[list[Layer]], list[Layer]]:
