@@ -15,7 +15,7 @@ from covmerge.statistics import Generated, collect
 from covmerge.statistics.blocks import Blocks
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.lockstep import in_lockstep
-from covmerge.statistics.model import RunningModel, load_model
+from covmerge.statistics.model import Layer, RunningModel, load_model
 from covmerge.statistics.needed import disk_needed, memory_by_block, memory_needed
 from tests.e2e.models import TEXT, build
 from tests.forked import run as forked
@@ -38,6 +38,19 @@ OTHERS = {
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         )
     ),
+    "pvt": lambda: transformers.PvtModel(
+        transformers.PvtConfig(
+            image_size=32,
+            num_encoder_blocks=2,
+            depths=[1, 2],
+            sequence_reduction_ratios=[2, 1],
+            hidden_sizes=[8, 16],
+            patch_sizes=[4, 2],
+            strides=[4, 2],
+            num_attention_heads=[1, 2],
+            mlp_ratios=[2, 2],
+        )
+    ),
     "swin": lambda: transformers.SwinModel(
         transformers.SwinConfig(
             image_size=32, patch_size=4, embed_dim=8, depths=[2, 1], num_heads=[2, 2], window_size=4
@@ -55,13 +68,13 @@ def batches_for(config):
         mask = torch.ones_like(ids)
         mask[0, -1] = 0
         batch = {"input_ids": ids, "attention_mask": mask}
-        side = 32 if config.model_type == "swin" else 16
+        side = 32 if config.model_type in ("pvt", "swin") else 16
         pixels = torch.linspace(-1, 1, size * 3 * side**2).reshape(size, 3, side, side)
         if config.model_type == "t5":
             batch |= {"decoder_input_ids": ids[:, :3], "decoder_attention_mask": mask[:, :3]}
         if config.model_type == "clip":
             batch |= {"pixel_values": pixels}
-        if config.model_type in ("vit", "swin"):
+        if config.model_type in ("pvt", "vit", "swin"):
             batch = {"pixel_values": pixels}
         found.append(batch)
     return found
@@ -175,6 +188,34 @@ def test_an_embedding_and_a_head(stored, tied, tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(whole, taken, strict=True))
 
 
+def test_layers_with_one_input_that_are_taken_at_different_times():
+    one, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 3)
+    layers = [Layer("one.weight", one, 4), Layer("other.weight", other, 4)]
+    grams = GramCollector(layers)
+    inputs = torch.arange(8.0).reshape(2, 4)
+    with grams.watching({}):
+        one(inputs), other(inputs)
+    means = [s.mean.clone() for layer in layers for s in grams.take([layer])]
+    assert len(means) == 2 and torch.equal(means[0], means[1])
+    torch.testing.assert_close(means[0], inputs.mT.double() @ inputs.double() / 2)
+
+
+def test_a_model_that_changes_its_weights_is_run_as_a_whole(tmp_path, monkeypatch):
+    model = save("llama", tmp_path / "model")
+    wanted = load_file(collected(open_checkpoint(model), tmp_path / "a.covstats.safetensors"))
+    original = transformers.LlamaModel.forward
+
+    def change(self, *args, **options):
+        for parameter in self.layers[0].parameters():
+            parameter.data.mul_(1.0)  # which a placeholder does not allow
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", change)
+    found = load_file(collected(open_checkpoint(model), tmp_path / "b.covstats.safetensors"))
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+
 def running():
     return [t for t in threading.enumerate() if type(t).__name__ == "_Run"]
 
@@ -224,16 +265,10 @@ def test_blocks_that_are_run_again_are_refused(tmp_path, monkeypatch):
 
 
 def test_too_many_batches_are_refused(tmp_path):
-    save("bert", tmp_path / "model")
-    with pytest.raises(InputError, match="pass a larger --batch-size"):
-        collect(
-            tmp_path / "model",
-            Generated("random"),
-            tmp_path / "x.covstats.safetensors",
-            max_examples=3000,
-            batch_size=2,
-        )
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    build("llama").save_pretrained(tmp_path)
+    batches = 334 * batches_for(transformers.AutoConfig.from_pretrained(tmp_path))
+    with pytest.raises(InputError, match=r"1002 batches .* pass a larger --batch-size"):
+        by_block(open_checkpoint(tmp_path), batches)
 
 
 def test_runs_that_skip_a_module_or_end_early_wait_for_nobody():

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import Unpack
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
-from covmerge.errors import InputError, did_you_mean
+from covmerge.errors import InputError, ResourceError, did_you_mean
 from covmerge.statistics.blocks import Blocks
 from covmerge.statistics.examples import Batch, Examples, Reading, ReadingOptions, size_of
 from covmerge.statistics.file import About, Kind
@@ -21,7 +21,7 @@ from covmerge.statistics.fisher import FisherCollector, Labels
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import RunningModel, check_start, load_model
-from covmerge.statistics.needed import check_memory, memory_by_block, memory_needed
+from covmerge.statistics.needed import check_memory, fits, memory_by_block, memory_needed
 from covmerge.statistics.reactions import Reactions
 from covmerge.statistics.write import (
     Contents,
@@ -161,10 +161,16 @@ def collect(
             if _by_block(examples, chosen, base):
                 needed = memory_by_block(opened_expert, how.wanted)
                 check_memory(needed, max_memory, f"a block of {opened_expert.source}", SMALLER)
-                about = _block_by_block(
-                    opened_expert, examples, how, out, device, progress, overwrite=overwrite
-                )
-                return collected(out, about, time.perf_counter() - start)
+                try:
+                    about = _block_by_block(
+                        opened_expert, examples, how, out, device, progress, overwrite=overwrite
+                    )
+                    return collected(out, about, time.perf_counter() - start)
+                except ResourceError:
+                    raise
+                except InputError:  # such as of models that change their weights as they are run
+                    if not fits(memory_needed(opened_expert), max_memory):
+                        raise
         needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
         check_memory(needed, max_memory, f"{opened_expert.source} and its sums", SMALLER)
         model = load_model(opened_expert, device, head="fisher" in chosen, writing=generated)

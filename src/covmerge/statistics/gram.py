@@ -112,7 +112,10 @@ class GramCollector:
         self._taken.update(layer.name for layer in layers)
         for statistic in self.statistics(layers):
             yield statistic
-            self._sums[statistic.names[0]].let_go()
+            total = self._sums[statistic.names[0]]
+            # A layer outside all blocks may have the input of one in a block.
+            if all(name in self._taken for name, own in self._sums.items() if own is total):
+                total.let_go()
 
     def notes(self) -> list[str]:
         """Say which layers saw nothing, or too little."""

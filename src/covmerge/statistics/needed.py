@@ -113,6 +113,12 @@ def _values(config: Mapping[str, Any], width: int) -> int:
     return _HELD * (sum(LONG) // len(LONG) + _AROUND) * width
 
 
+def fits(needed: int, max_memory: int | None) -> bool:
+    """Return whether something fits, of so many bytes beside what the process has."""
+    allowed = allowance(max_memory)
+    return needed + (psutil.Process().memory_info().rss if allowed.in_all else 0) <= allowed.size
+
+
 def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str) -> None:
     """Refuse what does not fit.
 
@@ -125,10 +131,10 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
     Raises:
         ResourceError: it does not fit.
     """
-    allowed = allowance(max_memory)
-    if allowed.in_all:
-        needed += psutil.Process().memory_info().rss
-    if needed > allowed.size:
+    if not fits(needed, max_memory):
+        allowed = allowance(max_memory)
+        if allowed.in_all:
+            needed += psutil.Process().memory_info().rss
         raise ResourceError(
             f"{what} take up to {needed / _GIB:.3g} GiB, and {allowed.size / _GIB:.3g} GiB "
             f"{allowed.given}: {otherwise}"

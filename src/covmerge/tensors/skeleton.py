@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -325,11 +325,22 @@ def _outside(
 def _blocks(model: Any) -> tuple[str, ...]:
     """Elements of the outermost lists of modules; none where the model runs a list several times."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    outer = [n for n in lists if not any(n.startswith(f"{other}.") for other in lists)]
-    longest = max((len(lists[name]) for name in outer), default=0)
+    # What is in a list of lists is called, and the inner list is not.
+    outer = {n: m for n, m in lists.items() if not any(n.startswith(f"{o}.") for o in lists)}
+    longest = max((len(modules) for modules in outer.values()), default=0)
     if getattr(model.config, "num_hidden_layers", longest) > longest:  # as ALBERT does
         return ()
-    return tuple(f"{name}.{index}" for name in outer for index in range(len(lists[name])))
+    return tuple(name for path, modules in outer.items() for name in _elements(path, modules))
+
+
+def _elements(path: str, modules: Any) -> Iterator[str]:
+    """Names of what a list holds, and lists in it; a layer by itself is no block."""
+    for index, module in enumerate(modules):
+        name = f"{path}.{index}"
+        if isinstance(module, nn.ModuleList):
+            yield from _elements(name, module)
+        elif next(module.children(), None) is not None:
+            yield name
 
 
 def _find_places(
