@@ -16,7 +16,7 @@ def test_the_plan_is_shown_and_nothing_is_written(models):
     before = sorted(models.iterdir())
     text = words(covmerge("merge", *flags(models), "--dry-run", models / "out").stdout)
     assert "Nothing is written" in text
-    assert "linear ace 2 512 B" in text
+    assert "linear auto 2 512 B" in text
     assert "embedding average (embeddings: auto) 1 512 B" in text
     assert "work reads 3.17 kB, writes 1.06 kB, " in text
     assert "FLOP in float32" in text

@@ -41,7 +41,7 @@ def test_from_flags(models):
 
 
 def test_what_the_method_noticed(models):
-    text = words(covmerge("merge", *flags(models), models / "out").stdout)
+    text = words(covmerge("merge", *flags(models), "--method=ace", models / "out").stdout)
     assert "γ gate fired in " in text
     assert " of 2 matrices" in text
     assert "jitter none was needed" in text
@@ -179,7 +179,7 @@ def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path):
     name = "evil\x1b[2J[red].weight"
     for file, scale in (("base", 1.0), ("a", 1.5), ("b", 2.0)):
         save_file({name: scale * torch.eye(4)}, tmp_path / f"{file}.safetensors")
-    ran = covmerge("merge", *flags(tmp_path), "--set", "tau=0", tmp_path / "out")
+    ran = covmerge("merge", *flags(tmp_path), "--method=ace", "--set", "tau=0", tmp_path / "out")
     assert "\x1b" not in ran.stdout
     assert "evil\ufffd[2J[red].weight" in ran.stdout
     save_file({name: torch.full((4, 4), torch.nan)}, tmp_path / "b.safetensors")

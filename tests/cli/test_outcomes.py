@@ -39,8 +39,11 @@ BAD = {
     "expert not there": (["FLAGS", "--expert=c=./nowhere", "OUT"], "nowhere"),
     "base not there": (["FLAGS", "--base=./nowhere", "OUT"], "nowhere"),
     "method": (["FLAGS", "--method=acee", "OUT"], "Did you mean 'ace'?"),
-    "parameter": (["FLAGS", "--set=epss=1", "OUT"], "no parameter 'epss'. Did you mean 'eps'?"),
-    "parameter value": (["FLAGS", "--set=eps=-1", "OUT"], "eps = -1"),
+    "parameter": (
+        ["FLAGS", "--method=ace", "--set=epss=1", "OUT"],
+        "no parameter 'epss'. Did you mean 'eps'?",
+    ),
+    "parameter value": (["FLAGS", "--method=ace", "--set=eps=-1", "OUT"], "eps = -1"),
     "tensors key": (["FLAGS", "--tensors=embedings=base", "OUT"], "Did you mean 'embeddings'?"),
     "weight": (["FLAGS", "--weight=a=0", "OUT"], "experts.a.weight is 0"),
     "dtype": (["FLAGS", "--dtype=int8", "OUT"], "dtype is 'int8'"),

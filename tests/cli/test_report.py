@@ -15,7 +15,7 @@ def test_command(models):
     assert f"Report: {out / FILE_NAME}" in ran.stdout
     assert "time" in parse((out / FILE_NAME).read_text()).text
     ran = command("report", out)
-    assert words(ran.stdout).startswith("2 experts of 'base.safetensors' became one model by ace;")
+    assert words(ran.stdout).startswith("2 experts of 'base.safetensors' became one model by auto;")
     assert ran.stdout.endswith(f"Report: {out / FILE_NAME}\n")
     assert "Times are measured while merging" in (out / FILE_NAME).read_text()
     command("verify", out)  # the page is no part of the model
@@ -27,7 +27,7 @@ def test_command(models):
 
 def test_command_json(models):
     out = models / "out"
-    ran = command("merge", *flags(models), out, "--report", "--json")
+    ran = command("merge", *flags(models), "--method=ace", out, "--report", "--json")
     assert ran.json["report"] == str(out / FILE_NAME)
     (out / FILE_NAME).unlink()
     ran = command("report", out, "--json")

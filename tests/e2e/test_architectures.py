@@ -127,7 +127,7 @@ def test_heads_are_kept_per_expert(tmp_path):
 
 def test_manifest_says_what_happened_to_every_tensor(tmp_path):
     base_path, experts = save_family("gpt2", tmp_path)
-    covmerge.merge(base_path, experts, out=tmp_path / "out")
+    covmerge.merge(base_path, experts, "ace", out=tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "covmerge.json").read_text())
     assert manifest["family"] == "gpt2"
     assert manifest["sources"]["base"]["content"]["model.safetensors"].startswith("sha256:")

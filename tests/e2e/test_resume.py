@@ -100,14 +100,14 @@ def place_of(name, data):
     return begin + json.loads(data[8:begin])[name]["data_offsets"][0]
 
 
-def interrupt_after(tmp_path, base, experts, items):
+def interrupt_after(tmp_path, base, experts, items, **options):
     """Interrupt a merge, as by Ctrl-C, once some items are written; they are returned.
 
     Which they are is not promised: small items are computed side by side.
     """
     interrupt = InterruptAfter(items)
     with pytest.raises(KeyboardInterrupt):
-        covmerge.merge(base, experts, out=tmp_path / "out", progress=interrupt)
+        covmerge.merge(base, experts, out=tmp_path / "out", progress=interrupt, **options)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / PARTIAL).exists()
     return interrupt.finished
@@ -115,15 +115,15 @@ def interrupt_after(tmp_path, base, experts, items):
 
 def test_unfinished_work_needs_a_decision(tmp_path):
     base, experts = save_plain(tmp_path, layers=4, width=32)
-    interrupt_after(tmp_path, base, experts, items=2)
+    interrupt_after(tmp_path, base, experts, items=2, method="ace")
     with pytest.raises(InputError, match="resume=True to go on, overwrite=True to start again"):
-        covmerge.merge(base, experts, out=tmp_path / "out")
+        covmerge.merge(base, experts, "ace", out=tmp_path / "out")
     with pytest.raises(
         InputError, match=r"parameters\.eps was not set and is now 0\.5\..*overwrite"
     ):
-        covmerge.merge(base, experts, out=tmp_path / "out", resume=True, eps=0.5)
+        covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True, eps=0.5)
     assert (tmp_path / PARTIAL / "journal.jsonl").exists()  # another recipe destroys nothing
-    covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True)
 
 
 def test_changed_sources_are_not_resumed(tmp_path):

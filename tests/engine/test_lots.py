@@ -196,12 +196,12 @@ def test_a_merge_in_batches_is_the_merge(method, threads, dtype, tmp_path, reque
 @pytest.mark.parametrize("items", [1, 4, 6, 9, 12, 15])
 def test_resumed_lots_have_the_same_bytes(items, batches, tmp_path):
     base, experts = saved(tmp_path, *models())
-    covmerge.merge(base, experts, out=tmp_path / "undisturbed", threads=1)
+    covmerge.merge(base, experts, "ace", out=tmp_path / "undisturbed", threads=1)
     whole = list(batches)
     batches.clear()
-    interrupt_after(tmp_path, base, experts, items=items)
+    interrupt_after(tmp_path, base, experts, items=items, method="ace")
     batches.clear()
-    result = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    result = covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True)
     # A lot of which one item is missing is done again, with all that it had.
     assert all(own in whole for own in batches)
     assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
@@ -213,8 +213,8 @@ def test_resumed_lots_have_the_same_bytes(items, batches, tmp_path):
 
 def test_a_lot_with_damaged_rows_is_done_again_as_a_whole(batches, tmp_path):
     base, experts = saved(tmp_path, *models())
-    covmerge.merge(base, experts, out=tmp_path / "undisturbed", threads=1)
-    finished = interrupt_after(tmp_path, base, experts, items=16)
+    covmerge.merge(base, experts, "ace", out=tmp_path / "undisturbed", threads=1)
+    finished = interrupt_after(tmp_path, base, experts, items=16, method="ace")
     shard = tmp_path / PARTIAL / "output" / "model.safetensors"
     data = bytearray(shard.read_bytes())
     begin = 8 + int.from_bytes(data[:8], "little")
@@ -222,7 +222,7 @@ def test_a_lot_with_damaged_rows_is_done_again_as_a_whole(batches, tmp_path):
     data[begin + json.loads(data[8:begin])[damaged]["data_offsets"][0] + 10] ^= 0xFF
     shard.write_bytes(bytes(data))
     batches.clear()
-    result = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    result = covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True)
     assert (8, 8) in batches
     assert result.run["resumed_items"] <= 16 - 8
     assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
@@ -234,9 +234,9 @@ def test_threads_go_on_with_what_processes_began(batches, tmp_path):
     base, experts = saved(tmp_path, *models())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lots, "_LOOPED", ("cpu",))
-        interrupt_after(tmp_path, base, experts, items=6)
-    covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
-    covmerge.merge(base, experts, out=tmp_path / "other", threads=1)
+        interrupt_after(tmp_path, base, experts, items=6, method="ace")
+    covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True)
+    covmerge.merge(base, experts, "ace", out=tmp_path / "other", threads=1)
     one, other = (load_file(tmp_path / own / "model.safetensors") for own in ("out", "other"))
     for name, tensor in one.items():
         assert torch.allclose(tensor, other[name], atol=1e-4)
