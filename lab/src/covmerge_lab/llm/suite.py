@@ -42,6 +42,7 @@ class LlmSuite(Suite):
     """Generative tasks, right or wrong by the whole answer."""
 
     name: ClassVar[str] = "llm"
+    usual: ClassVar[tuple[int, ...]] = (5,)
     controlled_task: ClassVar[str] = "verbs"
     lora: ClassVar[Mapping[str, Any]] = {"task_type": peft.TaskType.CAUSAL_LM}
     autocast: ClassVar[bool] = True
@@ -57,7 +58,7 @@ class LlmSuite(Suite):
         return self.folder / "base"
 
     @property
-    def tasks(self) -> Mapping[str, str]:
+    def available(self) -> Mapping[str, str]:
         """The tasks by name."""
         return {s.name: s.about for s in tasks.SPECS if not self.quick or s.name in _QUICK}
 

@@ -63,7 +63,7 @@ def findings(
     for kind in dict.fromkeys(variant.kind for variant in variants):
         outcomes: list[Outcome] = []
         for variant in (each for each in variants if each.kind == kind):
-            tasks = tuple(bench.suite.tasks)
+            tasks = tuple(bench.suite.subsets[-1])
             bench.train(variant, tasks)
             with bench.experts(variant, tasks, statistics) as experts:
                 models = [*bounds(experts), *make(bench, experts)]

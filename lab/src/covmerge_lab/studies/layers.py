@@ -98,7 +98,7 @@ def open_layers(base: Path, experts: Mapping[str, Path]) -> Generator[Layers]:
 
 def train(bench: Bench, variant: Variant) -> dict[str, Path]:
     """Return the folders of a variant's experts, trained unless they are there."""
-    tasks = tuple(bench.suite.tasks)
+    tasks = tuple(bench.suite.subsets[-1])
     bench.train(variant, tasks)
     return {task: bench.suite.expert(task, variant) for task in tasks}
 

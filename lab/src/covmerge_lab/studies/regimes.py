@@ -194,7 +194,7 @@ accuracy shown, which no user has.
 
 
 def _outcomes(bench: Bench, variant: Variant) -> dict[str, Outcome]:
-    tasks = tuple(bench.suite.tasks)
+    tasks = tuple(bench.suite.subsets[-1])
     bench.train(variant, tasks)
     with bench.experts(variant, tasks, [BASE]) as experts:
         return {

@@ -107,7 +107,7 @@ class Retention(Study):
 
 def _pairs(bench: Bench, variant: Variant) -> list[Pair]:
     """Merge by every method that needs no data, predict, and measure."""
-    tasks = tuple(bench.suite.tasks)
+    tasks = tuple(bench.suite.subsets[-1])
     bench.train(variant, tasks)
     merges = [merge for merge in catalogue(variant.kind) if merge.section is Section.DATA_FREE]
     with bench.experts(variant, tasks) as experts:

@@ -93,7 +93,7 @@ def grids(kind: Kind) -> Mapping[str, Grid]:
 
 
 def _outcome(bench: Bench, variant: Variant) -> Outcome:
-    tasks = tuple(bench.suite.tasks)
+    tasks = tuple(bench.suite.subsets[-1])
     bench.train(variant, tasks)
     with bench.experts(variant, tasks, [BASE]) as experts:
         models = [*bounds(experts), *bench.merge(experts, AUTO), *_tuned(bench, experts)]

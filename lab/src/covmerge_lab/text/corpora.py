@@ -112,12 +112,13 @@ def functions(cache: Path) -> Iterator[Example]:
                 if not isinstance(function, ast.FunctionDef) or function.name.endswith("__"):
                     continue
                 verb = verb_of.get(function.name.lstrip("_").split("_")[0])
-                code = _anonymous(function)
+                code = anonymous(function)
                 if verb and len(code) >= 40:
                     yield Example(code, verb, group=f"{root.name}/{name}")
 
 
-def _anonymous(function: ast.FunctionDef) -> str:
+def anonymous(function: ast.FunctionDef) -> str:
+    """Return a function's code without its name and docstring; nothing, where it has no other."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     code = "\n".join(ast.unparse(statement) for statement in body)
     code = re.sub(rf"\b{re.escape(function.name)}\b", "function", code)

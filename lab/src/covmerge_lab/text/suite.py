@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 and eight classification tasks, its experts fine-tuned whole or by LoRA."""
+"""all-MiniLM-L6-v2 and up to sixteen classification tasks, its experts fine-tuned whole or by LoRA."""
 
 from __future__ import annotations
 
@@ -55,6 +55,14 @@ _TRAININGS = {
     "syllables": _Training(300, 2e-4, 16),
     "definitions": _Training(200, 2e-4, 24),
     "actions": _Training(80, 1e-4, 24),
+    "speech": _Training(150, 2e-4, 24),
+    "stress": _Training(250, 2e-4, 16),
+    "countries": _Training(200, 2e-4, 24),
+    "modules": _Training(100, 3e-4, 40),
+    "forms": _Training(200, 1e-4, 16),
+    "characters": _Training(120, 2e-4, 24),
+    "eras": _Training(120, 1e-4, 40),
+    "topics": _Training(150, 2e-4, 24),
 }
 # LoRA's learning rate over that of all weights. At ten, two experts of 24 ended at one answer for
 # everything, and their updates drown the others' in nearly every merge.
@@ -65,6 +73,7 @@ class TextSuite(Suite):
     """Sentences, words, code and place names; heterogeneous updates, as GLUE's are."""
 
     name: ClassVar[str] = "text"
+    usual: ClassVar[tuple[int, ...]] = (8,)
     controlled_task: ClassVar[str] = "places"
     lora: ClassVar[Mapping[str, Any]] = {"task_type": peft.TaskType.SEQ_CLS}
     adapted: ClassVar[tuple[str, ...]] = (
@@ -85,7 +94,7 @@ class TextSuite(Suite):
         return Path(spec.submodule_search_locations[0]) / "model"
 
     @property
-    def tasks(self) -> Mapping[str, str]:
+    def available(self) -> Mapping[str, str]:
         """The tasks by name."""
         return {s.name: s.about for s in tasks.SPECS if not self.quick or s.name in _QUICK}
 

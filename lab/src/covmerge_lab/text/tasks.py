@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from covmerge_lab import splits
-from covmerge_lab.text import corpora
+from covmerge_lab.text import corpora, further
 from covmerge_lab.text.corpora import Example, Reader
 
 
@@ -61,6 +61,14 @@ SPECS = (
     TaskSpec("syllables", "syllables of a word", corpora.pronunciations, 8000, 3000),
     TaskSpec("definitions", "kind of thing a definition is of", corpora.definitions, 8000, 1200),
     TaskSpec("actions", "kind of action in a sentence", corpora.actions, 1500, 400),
+    TaskSpec("speech", "part of speech a definition is of", further.parts_of_speech, 5000, 1600),
+    TaskSpec("stress", "stressed syllable of three", further.stresses, 6000, 3000),
+    TaskSpec("countries", "country of an airport", further.countries, 5000, 800),
+    TaskSpec("modules", "package of a Python function", further.modules, 3000, 500),
+    TaskSpec("forms", "inflected form of a word", further.forms, 6000, 1200),
+    TaskSpec("characters", "category of a character by its name", further.characters, 4000, 600),
+    TaskSpec("eras", "when a sentence was said to Congress", further.eras, 4000, 1500),
+    TaskSpec("topics", "field of knowledge of a definition", further.topics, 3000, 500),
 )
 
 

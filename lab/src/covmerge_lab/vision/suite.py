@@ -39,6 +39,7 @@ class VisionSuite(Suite):
     """Handwriting, clothes, fonts, textures and emoji; homogeneous updates, as the CLIP suites' are."""
 
     name: ClassVar[str] = "vision"
+    usual: ClassVar[tuple[int, ...]] = (4, 8)  # what more of them do to a merge
     controlled_task: ClassVar[str] = "clothes"
     lora: ClassVar[Mapping[str, Any]] = {"modules_to_save": ["classifier"]}
     autocast: ClassVar[bool] = True
@@ -50,13 +51,7 @@ class VisionSuite(Suite):
         return self.folder / "base"
 
     @property
-    def subsets(self) -> Sequence[Sequence[str]]:
-        """Four tasks, and all: what more of them do to a merge."""
-        names = tuple(self.tasks)
-        return (names,) if self.quick else (names[:4], names)
-
-    @property
-    def tasks(self) -> Mapping[str, str]:
+    def available(self) -> Mapping[str, str]:
         """The tasks by name."""
         return {s.name: s.about for s in tasks.SPECS if not self.quick or s.name in _QUICK}
 
