@@ -79,6 +79,7 @@ class Tiny(Suite):
 
     name = "tiny"
     kinds = ("full",)
+    usual = (3,)
     adapted = ("first", "second")
     controlled_task = "near"
 
@@ -90,7 +91,7 @@ class Tiny(Suite):
         return Net()
 
     @property
-    def tasks(self):
+    def available(self):
         return {"near": "small updates", "far": "large ones", "middle": "in between"}
 
     def expert(self, task, variant):

@@ -1,12 +1,15 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import safetensors.torch
 import torch
 
+from covmerge.errors import InputError
 from covmerge_lab.heads import classifier
+from covmerge_lab.run import open_suite
 from covmerge_lab.suite import Variant
 from covmerge_lab.text import TextSuite, tasks
 from covmerge_lab.text.corpora import Example
@@ -110,3 +113,33 @@ def test_bench_from_the_command_line(suite, tmp_path):
         *("results.json", "README.md", *pictures)
     }
     assert not list((suite.folder / "work").iterdir())
+
+
+def test_as_many_experts_as_are_asked_for(tmp_path):
+    assert len(TextSuite(tmp_path).tasks) == 8
+    assert [len(names) for names in TextSuite(tmp_path).subsets] == [8]
+    many = TextSuite(tmp_path, counts=(2, 16))
+    assert [len(names) for names in many.subsets] == [2, 16]
+    # More tasks change nothing about the training of the first.
+    assert list(many.tasks)[:8] == list(TextSuite(tmp_path).tasks)
+    assert len(TextSuite(tmp_path, quick=True, counts=(16,)).tasks) == 2
+    assert all(len(set(spec.name for spec in tasks.SPECS[:n])) == n for n in (8, 16))
+    assert open_suite("text", tmp_path, counts=(3,)).subsets == (tuple(many.tasks)[:3],)
+    for counts in ((17,), (1,)):
+        with pytest.raises(InputError, match="'text' has 16 tasks, and a merge takes two or more"):
+            open_suite("text", tmp_path, counts=counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", tasks.SPECS[8:], ids=lambda spec: spec.name)
+def test_further_tasks_can_be_told(spec, tmp_path_factory):
+    cache = tmp_path_factory.getbasetemp() / "packages-of-text"
+    try:
+        task = tasks.build(spec, cache)
+    except InputError as unreachable:
+        pytest.skip(str(unreachable))
+    assert len(task.test.texts) == 400 and len(task.train.texts) > 1000
+    counts = Counter(task.test.labels)
+    assert len(task.labels) > 2 and max(counts.values()) < 200  # no label is half of the answers
+    assert set(task.test.labels) <= set(range(len(task.labels)))
+    assert not {t.casefold() for t in task.train.texts} & {t.casefold() for t in task.test.texts}

@@ -100,7 +100,7 @@ BAD = {
     ),
     "labels of a Gram matrix": (
         ["--protocol=regmean++", "--base=m", "--out=out", "--labels=data"],
-        "--other, --kind and --labels belong to --protocol inputs",
+        "--other, --by-confidence, --kind and --labels belong to --protocol inputs",
     ),
     "a temperature of given data": (
         ["--protocol=regmean++", "--base=m", "--out=out", "--expert=a=m", "--temperature=2"],

@@ -3,6 +3,8 @@
 import importlib
 import json
 import shutil
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ import transformers
 
 import covmerge
 from covmerge.checkpoints import open_checkpoint
-from covmerge.errors import InputError
-from covmerge.statistics import Generated, StatisticsFile, collect, collect_regmean_pp
+from covmerge.errors import InputError, ResourceError
+from covmerge.statistics import Generated, StatisticsFile, collect, collect_regmean_pp, needed
 from covmerge.statistics.examples import Reading
 from covmerge.statistics.model import load_model
+from covmerge.statistics.written import Begun
 from tests.cli.runs import covmerge as run
-from tests.e2e.models import build
+from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import classifier, save, save_family, write_texts
 
 OUT = "a.covstats.safetensors"
@@ -277,6 +280,93 @@ def test_the_template_may_be_another_tokenizers(expert, tmp_path):
     assert StatisticsFile.open(tmp_path / OUT).about.generated["start"] == "user"
 
 
+@pytest.fixture
+def base(tmp_path):
+    return save(fine_tuned(build("llama"), seed=1, scale=0.5), tmp_path / "base")
+
+
+def test_a_text_goes_on_from_what_the_base_began(expert, base, tmp_path):
+    how = Generated("base", tokens=5, seed=3)
+    collect(expert, how, tmp_path / OUT, base=base, max_examples=12)
+    with pytest.raises(InputError, match="collect with the base named"):
+        batches(expert, how, max_examples=12)
+
+    of_base = batches(base, Generated("bos", tokens=7, seed=3), max_examples=12)
+    begun = [
+        tuple(ids[mask.bool()].tolist())
+        for batch in of_base
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    begun = [text[:-1] if text[-1] == END else text for text in begun]
+    assert len(set(map(len, begun))) > 1  # some were over before
+    texts = [
+        ids[mask.bool()].tolist()
+        for batch in batches(
+            expert, replace(how, begun=Begun("b", 7, tuple(begun))), max_examples=12
+        )
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    for text, first in zip(texts, begun, strict=True):
+        assert tuple(text[: len(first)]) == first
+        assert len(first) < len(text) <= len(first) + 5
+    rows = StatisticsFile.open(tmp_path / OUT).about
+    assert set(rows.rows.values()) == {sum(map(len, texts))}
+    assert rows.generated == {
+        "start": "base",
+        "tokens": 5,
+        "temperature": 1.0,
+        "seed": 3,
+        "batch_size": 8,
+        "begun_by": str(base),
+        "begun_tokens": 7,  # texts have room for 16
+    }
+
+
+def test_what_the_base_began_for_all_experts_of_regmean_pp(base, tmp_path):
+    _, paths = save_family(build("llama"), tmp_path / "family")
+    how = Generated("base", tokens=3)
+    collect_regmean_pp(base, paths, how, tmp_path / "out", max_examples=4)
+    for name in paths:
+        about = StatisticsFile.open(tmp_path / "out" / f"{name}.covstats.safetensors").about
+        assert about.generated["begun_by"] == str(base)
+
+
+def test_a_base_that_writes_nothing_begins_nothing(expert, tmp_path):
+    encoder = save(classifier(), tmp_path / "encoder")
+    with pytest.raises(InputError, match="no language model that writes"):
+        collect(expert, Generated("base"), tmp_path / OUT, base=encoder, max_examples=4)
+    assert not (tmp_path / OUT).exists()
+
+
+def test_as_many_texts_at_once_as_fit(expert, tmp_path, monkeypatch):
+    config = json.loads((expert / "config.json").read_text())
+    each = needed.memory_of_text(config, 64 + needed._TEMPLATE)
+    with closing(open_checkpoint(expert)) as checkpoint:
+        model = needed.memory_needed(checkpoint)
+    monkeypatch.setattr(needed, "fits", lambda size, limit: size <= model + 5 * each)
+    done = collect(expert, Generated(), tmp_path / OUT, max_examples=8)
+    assert StatisticsFile.open(tmp_path / OUT).about.generated["batch_size"] == 4
+    assert any("4 texts were written at once, and not 8" in note for note in done.notes)
+    with pytest.raises(ResourceError, match="pass --batch-size 3, or fewer --tokens"):
+        collect(expert, Generated(), tmp_path / f"b{OUT}", max_examples=8, batch_size=6)
+    monkeypatch.setattr(needed, "fits", lambda size, limit: size <= model)
+    with pytest.raises(ResourceError, match="8 texts that it writes at once do not fit"):
+        collect(expert, Generated(), tmp_path / f"b{OUT}", max_examples=8)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"hidden_size": "x", "text_config": 3}, {"hidden_size": -1}]
+)
+def test_a_config_that_tells_no_sizes(config):
+    assert needed.memory_of_text(config, 100) == 0
+
+
+def test_sizes_of_a_text_within_a_config():
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 5, "num_attention_heads": 2}
+    outer = {"vocab_size": None, "text_config": sizes}
+    assert needed.memory_of_text(outer, 3) == needed.memory_of_text(sizes, 3) > 0
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -319,5 +409,15 @@ def test_from_the_command_line(expert, tmp_path):
         (expert, OUT, "--inputs=generated", "--label-column=a"): "--label-column is for a file",
         (expert, OUT, "--inputs=generated", "--other=m"): "--other needs --base",
         (expert, "a.txt", OUT, "--other=m"): "--other belongs to --inputs generated",
+        (expert, OUT, "--inputs=generated", "--start=base"): "--start base needs --base",
+        (
+            expert,
+            OUT,
+            "--inputs=generated",
+            "--start=base",
+            "--base=m",
+            "--other=m",
+        ): "with --start base none is weighed",
+        (expert, OUT, "--inputs=generated", "--by-confidence"): "without a head that is sure",
     }.items():
         assert says in " ".join(run("collect", *given, code=2).stderr.split())

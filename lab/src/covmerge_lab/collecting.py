@@ -87,12 +87,14 @@ def on_own_inputs(
     path.parent.mkdir(parents=True, exist_ok=True)
     others = [folder for name, folder in experts.items() if name != task]
     count = 16 if suite.quick else MADE
+    by_base = own.weighed in ("itself", "others") or own.how.start == "base"
     return collect(
         experts[task],
         own.how,
         path,
-        base=suite.base if own.weighed else None,
+        base=suite.base if by_base else None,
         others=others if own.weighed == "others" else (),
+        by_confidence=own.weighed == "head",
         max_examples=count,
         tokenizer=suite.tokenizer,  # adapters that were made whole come without
         progress=CollectSteps(on_progress, count),

@@ -16,11 +16,11 @@ class Own:
     Attributes:
         how: what is written or drawn.
         weighed: what an input counts by: nothing; the expert's reaction to it by `itself`; that beside
-            the reactions of the `others`.
+            the reactions of the `others`; how sure its `head` is of the example that it belongs to.
     """
 
     how: Generated
-    weighed: Literal["itself", "others"] | None = None
+    weighed: Literal["itself", "others", "head"] | None = None
 
 
 # The first of each is what the tables have.
@@ -29,9 +29,11 @@ WRITTEN: Mapping[str, Own] = {
     "answers": Own(Generated("chat")),
     "questions and answers": Own(Generated("user")),
     "text from the beginning, beside the others": Own(Generated("bos"), "others"),
+    "text that the base began": Own(Generated("base")),
 }
 DRAWN: Mapping[str, Own] = {
     "drawn, weighed beside the others": Own(Generated(), "others"),
     "drawn, weighed by itself": Own(Generated(), "itself"),
+    "drawn, weighed by its head": Own(Generated(), "head"),
     "drawn": Own(Generated()),
 }

@@ -56,10 +56,11 @@ def collect(
     start: Annotated[
         str | None,
         typer.Option(
-            metavar="bos|chat|user",
+            metavar="bos|chat|user|base",
             rich_help_panel=_OWN,
             help="What a language model goes on from: the beginning of a text (the default), its chat "
-            "template where it answers an empty question, or where the user would ask.",
+            "template where it answers an empty question, or where the user would ask; base: what --base "
+            "wrote first.",
         ),
     ] = None,
     tokens: Annotated[
@@ -81,6 +82,14 @@ def collect(
             "held against these.",
         ),
     ] = None,
+    by_confidence: Annotated[
+        bool,
+        typer.Option(
+            "--by-confidence",
+            rich_help_panel=_OWN,
+            help="Instead of --base: a drawn input weighs by how sure EXPERT's own head is of it.",
+        ),
+    ] = False,
     kind: Annotated[
         list[str] | None,
         typer.Option(
@@ -151,7 +160,7 @@ def collect(
             metavar="SOURCE",
             rich_help_panel=_ALL,
             help="Base of the experts. With --inputs generated: an input weighs by how strongly EXPERT "
-            "reacts to it; drawn ones give the mean without.",
+            "reacts to it; drawn ones give the mean without. With --start base: it begins the texts.",
         ),
     ] = None,
     named_expert: Annotated[
@@ -179,8 +188,14 @@ def collect(
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, metavar="N", rich_help_panel=_RUN, help="Examples at a time.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel=_RUN,
+            help="Examples at a time; else 8, or of texts that a model writes as many of them as fit.",
+        ),
+    ] = None,
     device: Annotated[
         str,
         typer.Option(metavar="cpu|cuda[:i]", rich_help_panel=_RUN, help="Where the model runs."),
@@ -246,11 +261,12 @@ def collect(
                 seed=0 if seed is None else seed,
                 base=base,
                 others=other or (),
+                by_confidence=by_confidence,
                 **how,
             )
         ]
     elif protocol == "regmean++":
-        _refuse("inputs", expert, data, out, kind, labels, other)
+        _refuse("inputs", expert, data, out, kind, labels, other, by_confidence or None)
         if inputs == "random":
             raise InputError("--inputs random belongs to --protocol inputs: leave out one of them")
         if base is None or folder is None:
@@ -335,7 +351,8 @@ def _refuse(protocol: str, *given: object) -> None:
     """Refuse arguments of the other protocol, rather than pass over them."""
     if any(value is not None and value != [] for value in given):
         words = {
-            "inputs": "EXPERT, DATA, OUT, --other, --kind and --labels belong to --protocol inputs",
+            "inputs": "EXPERT, DATA, OUT, --other, --by-confidence, --kind and --labels belong to "
+            "--protocol inputs",
             "regmean++": "--base, --expert, --data and --out belong to --protocol regmean++",
         }
         raise InputError(f"{words[protocol]}: leave them out, or pass --protocol {protocol}")

@@ -14,14 +14,22 @@ from typing_extensions import Unpack
 
 from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.errors import InputError, ResourceError, did_you_mean
+from covmerge.statistics.begin import begin
 from covmerge.statistics.blocks import Blocks
+from covmerge.statistics.confidence import Confidence
 from covmerge.statistics.examples import Batch, Examples, Reading, ReadingOptions, size_of
 from covmerge.statistics.file import About, Kind
 from covmerge.statistics.fisher import FisherCollector, Labels
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import RunningModel, check_start, load_model
-from covmerge.statistics.needed import check_memory, fits, memory_by_block, memory_needed
+from covmerge.statistics.needed import (
+    check_memory,
+    fits,
+    memory_by_block,
+    memory_needed,
+    texts_at_once,
+)
 from covmerge.statistics.reactions import Reactions
 from covmerge.statistics.write import (
     Contents,
@@ -31,12 +39,13 @@ from covmerge.statistics.write import (
     files_in,
     write_statistics,
 )
+from covmerge.statistics.written import BEGUN, Written
 from covmerge.stores.address import local_path
 from covmerge.text import some
 
 _SHARED = (
     "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To merge "
-    "by them, name --base and each --other expert",
+    "by them, name --base and each --other expert, or weigh them --by-confidence",
 )
 
 SMALLER = "collect on a larger machine; the file may be used on any"
@@ -93,6 +102,7 @@ def collect(
     seed: int = 0,
     base: str | Path | None = None,
     others: Sequence[str | Path] = (),
+    by_confidence: bool = False,
     device: str | torch.device = "cpu",
     max_memory: int | None = None,
     progress: Progress | None = None,
@@ -117,11 +127,15 @@ def collect(
         base: of the expert: inputs that are generated then count by how strongly the expert reacts to
             them, see `Reactions`. Drawn inputs are the same for all experts: without this their files
             give the mean, but for what each expert makes of the inputs on the way, and can only be a
-            prior or a metric.
+            prior or a metric. Of texts that start from the base, what writes their beginnings, and
+            nothing is weighed.
         others: the experts that it is to be merged with, without itself: its reaction is then held
             against the mean of theirs. They are read layer by layer.
+        by_confidence: inputs that are generated count by how sure the expert's own head is of them, see
+            `Confidence`; instead of `base`.
         device: where the model runs.
-        max_memory: bytes that the process may take, small batches supposed; None: what is free.
+        max_memory: bytes that the process may take; None: what is free. Texts that a model writes come in
+            batches that fit it, other batches are supposed to be small.
         progress: called for every batch.
         overwrite: replace a statistics file.
         **reading: how examples become batches, the attributes of `Reading`: `max_examples`,
@@ -147,7 +161,9 @@ def collect(
         check_generated(reading)
         if source == "data":
             raise InputError("what is generated has no labels: pass --labels model")
-    _check_base(base, others, chosen, generated=generated)
+    begins = isinstance(examples, Generated) and examples.start == "base"
+    _check_base(base, others, chosen, generated=generated, begins=begins)
+    _check_confidence(chosen, asked=by_confidence, generated=generated, base=base)
     check_output(out, overwrite=overwrite)
     how = Reading(**reading)
     with ExitStack() as opened:
@@ -156,9 +172,10 @@ def collect(
             return opened.enter_context(closing(open_checkpoint(source)))
 
         opened_expert = opening(expert) if isinstance(expert, str | Path) else expert
+        writing = False
         if isinstance(examples, Generated):
-            check_start(opened_expert, examples, how)
-            if _by_block(examples, chosen, base):
+            writing = check_start(opened_expert, examples, how)
+            if _by_block(examples, chosen, base) and not by_confidence:
                 needed = memory_by_block(opened_expert, how.wanted)
                 check_memory(needed, max_memory, f"a block of {opened_expert.source}", SMALLER)
                 try:
@@ -173,19 +190,36 @@ def collect(
                         raise
         needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
         check_memory(needed, max_memory, f"{opened_expert.source} and its sums", SMALLER)
-        model = load_model(opened_expert, device, head="fisher" in chosen, writing=generated)
-        reactions = base and Reactions(model, opening(base), [opening(other) for other in others])
-        grams = GramCollector(model.layers(), reactions or None) if "gram" in chosen else None
+        smaller: list[str] = []
+        if writing and isinstance(examples, Generated):
+            how, smaller = fitting(opened_expert, examples, how, needed, max_memory)
+        if base is not None and begins and isinstance(examples, Generated):
+            opened_base = opening(base)
+            check_memory(
+                memory_needed(opened_base, grams=False), max_memory, opened_base.source, SMALLER
+            )
+            with reported(progress, how.wanted) as advance:
+                examples = begin(opened_base, examples, how, device, advance)
+        head = "fisher" in chosen or by_confidence
+        model = load_model(opened_expert, device, head=head, writing=generated)
+        weights: Reactions | Confidence | None = None
+        if by_confidence:
+            weights = Confidence(model)
+        elif base is not None and not begins:
+            weights = Reactions(model, opening(base), [opening(other) for other in others])
+        grams = GramCollector(model.layers(), weights) if "gram" in chosen else None
         fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
         batches, total = model.batches(examples, how, labels=source == "data")
+        if isinstance(weights, Confidence):
+            batches = (one for batch in batches for one in weights.each(batch))
         with reported(progress, total) as advance:
             seen = _run(model, batches, advance, grams, fisher)
         found = _contents(model, seen, grams, fisher)
         if isinstance(examples, Generated):
             made = examples.made_for(model.whole, model.checkpoint.source)
-            recorded = {**made.as_json(how), **(reactions.as_json() if reactions else {})}
-            notes = reactions.notes() if reactions else _SHARED if made.shared else ()
-            found = replace(found, generated=recorded, notes=[*found.notes, *notes])
+            recorded = {**made.as_json(how), **(weights.as_json() if weights else {})}
+            notes = weights.notes() if weights else _SHARED if made.shared else ()
+            found = replace(found, generated=recorded, notes=[*found.notes, *smaller, *notes])
         about = write_statistics({out: found}, overwrite=overwrite)[out]
     return collected(out, about, time.perf_counter() - start)
 
@@ -286,9 +320,69 @@ def check_generated(reading: ReadingOptions) -> None:
             )
 
 
-def _check_base(
-    base: str | Path | None, others: Sequence[str | Path], kinds: Sequence[Kind], *, generated: bool
+def fitting(
+    model: Checkpoint, generated: Generated, how: Reading, needed: int, max_memory: int | None
+) -> tuple[Reading, list[str]]:
+    """Return how many texts are written at once so that they fit, and what a user should know of it.
+
+    Args:
+        model: a language model that writes them.
+        generated: what it writes.
+        how: with the number that is asked for, if one is.
+        needed: bytes of the model and its sums.
+        max_memory: bytes that the process may take; None: what is free.
+
+    Raises:
+        ResourceError: not one text fits, or not as many as are asked for.
+    """
+    turns = 2 if generated.start == "user" else 1
+    tokens = turns * (generated.tokens or Written.tokens) + (
+        BEGUN if generated.start == "base" else 0
+    )
+    most = texts_at_once(model.config or {}, tokens, needed, max_memory, how.at_once)
+    if most < how.at_once and (how.batch_size or not most):
+        otherwise = f"pass --batch-size {most}, or fewer --tokens" if most else SMALLER
+        raise ResourceError(
+            f"{model.source} and {how.at_once} texts that it writes at once do not fit the memory: "
+            f"{otherwise}"
+        )
+    note = f"{most} texts were written at once, and not {how.at_once}, to fit the memory"
+    return replace(how, batch_size=most), [note] if most < how.at_once else []
+
+
+def _check_confidence(
+    kinds: Sequence[Kind], *, asked: bool, generated: bool, base: str | Path | None
 ) -> None:
+    if not asked:
+        return
+    if not generated:
+        raise InputError("--by-confidence is for --inputs generated: leave it out, or pass that")
+    if base is not None:
+        raise InputError(
+            "--base and --by-confidence weigh inputs, each its own way: pass one of them"
+        )
+    if "gram" not in kinds:
+        raise InputError(
+            "--by-confidence weighs the inputs of Gram matrices, and none is asked for: pass --kind gram"
+        )
+
+
+def _check_base(
+    base: str | Path | None,
+    others: Sequence[str | Path],
+    kinds: Sequence[Kind],
+    *,
+    generated: bool,
+    begins: bool,
+) -> None:
+    if begins:
+        if base is None:
+            raise InputError("--start base needs --base, which begins the texts: name it")
+        if others:
+            raise InputError(
+                "--other weighs inputs, and with --start base none is weighed: leave it out"
+            )
+        return
     if others and base is None:
         raise InputError("--other needs --base, which reactions are measured from: name it")
     if base is not None and not generated:

@@ -25,6 +25,7 @@ Batch = Mapping[str, Tensor]
 Examples = str | Path | Iterable[Batch]
 
 MADE = 256  # examples, where they are made and nobody says how many
+AT_ONCE = 8  # examples a batch, where nobody says how many
 _MAX_LINE = 2**24  # characters of an example
 _MAX_JSON = 2**26  # bytes of a list, which is read and parsed as a whole
 LABELS = "labels"  # key of a batch that holds what the model was trained to say
@@ -34,7 +35,7 @@ class ReadingOptions(TypedDict, total=False):
     """`Reading`, as keyword arguments."""
 
     max_examples: int | None
-    batch_size: int
+    batch_size: int | None
     max_length: int | None
     tokenizer: str | Path | None
     text_column: str
@@ -48,7 +49,7 @@ class Reading:
 
     Attributes:
         max_examples: most examples to take; None: all, of those that are made 256.
-        batch_size: texts a batch.
+        batch_size: texts a batch; None: 8, or of texts that a model writes as many as fit the memory.
         max_length: tokens that a text is cut to; None: what the model takes.
         tokenizer: folder of the tokenizer; None: the model's.
         text_column: column, or JSON key, of the text.
@@ -58,7 +59,7 @@ class Reading:
     """
 
     max_examples: int | None = None
-    batch_size: int = 8
+    batch_size: int | None = None
     max_length: int | None = None
     tokenizer: str | Path | None = None
     text_column: str = "text"
@@ -75,6 +76,11 @@ class Reading:
     def wanted(self) -> int:
         """How many examples to make, where they are made."""
         return self.max_examples or MADE
+
+    @property
+    def at_once(self) -> int:
+        """How many examples make a batch."""
+        return self.batch_size or AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -201,8 +207,8 @@ def tokenized(
     """
     limit = reading.max_length or longest_text(tokenizer, config)
     paired = any(text.pair is not None for text in texts)
-    for start in range(0, len(texts), reading.batch_size):
-        part = texts[start : start + reading.batch_size]
+    for start in range(0, len(texts), reading.at_once):
+        part = texts[start : start + reading.at_once]
         batch: dict[str, Tensor] = dict(
             tokenizer(
                 [text.text for text in part],

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from covmerge.errors import InputError
 from covmerge.statistics.leaves import Leaves
 from covmerge.statistics.sequences import LONG, Sequences
-from covmerge.statistics.written import Start, Written, writes
+from covmerge.statistics.written import Begun, Start, Written, writes
 
 _MOST_SEEDS = 2**62  # a batch's number is added to it
 
@@ -22,11 +22,13 @@ class Generated:
     one another (`Leaves`).
 
     Attributes:
-        start: of what is written, see `Written`; `random`: nothing is written, a language model too is
-            shown drawn tokens.
+        start: of what is written, see `Written`; `base`: the base, which is to be named beside, writes
+            the first 16 tokens of each text; `random`: nothing is written, a language model too is shown
+            drawn tokens.
         tokens: of what is written.
         temperature: of what is written.
         seed: of what is drawn.
+        begun: what the base began; `collect` lets it.
 
     Raises:
         InputError: there is no such start, or a number is out of range.
@@ -41,6 +43,7 @@ class Generated:
     tokens: int | None = None
     temperature: float | None = None
     seed: int = 0
+    begun: Begun | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < _MOST_SEEDS:
@@ -83,4 +86,5 @@ class Generated:
         return [name for name in names if getattr(self, name) is not None]
 
     def _written(self) -> Written:
-        return Written(**{name: value for name, value in asdict(self).items() if value is not None})
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Written(**{name: value for name, value in given.items() if value is not None})

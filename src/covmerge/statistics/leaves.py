@@ -62,8 +62,8 @@ class Leaves:
         shape = _shape(model.whole.config, source)
         low, high = _range(folder, shape[0])
         draw = torch.Generator().manual_seed(self.seed)
-        for first in range(0, reading.wanted, reading.batch_size):
-            count = min(reading.batch_size, reading.wanted - first)
+        for first in range(0, reading.wanted, reading.at_once):
+            count = min(reading.at_once, reading.wanted - first)
             pictures = torch.stack([_picture(shape, draw) for _ in range(count)])
             yield {"pixel_values": low + (high - low) * (pictures + 1.0) / 2.0}
 

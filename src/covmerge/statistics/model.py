@@ -155,7 +155,7 @@ class RunningModel:
         tokenizer.padding_side = "right"
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token  # masked, so any token will do
-        if tokenizer.pad_token is None and reading.batch_size > 1:
+        if tokenizer.pad_token is None and reading.at_once > 1:
             raise InputError(
                 f"the tokenizer of {self.checkpoint.source} has no token to pad with: pass "
                 "--batch-size 1"
@@ -190,8 +190,11 @@ class RunningModel:
         return self.checkpoint.headers[name].shape
 
 
-def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) -> None:
+def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) -> bool:
     """Refuse a start that a language model's tokenizer lacks, before the model is fetched and loaded.
+
+    Returns:
+        Whether it is a language model that writes, as far as that can be told from its config.
 
     Raises:
         InputError: it has no chat template, or cannot be loaded.
@@ -204,13 +207,16 @@ def check_start(checkpoint: Checkpoint, generated: Generated, reading: Reading) 
     try:
         can_write = getattr(model_class, "can_generate", bool)()
     except ImportError:  # stands for a class whose own libraries are missing
-        return
+        return False
     if not can_write:
-        return
+        return False
     read = getattr(model_class.config_class, "is_encoder_decoder", False)
-    if generated.start in TEMPLATED and not config.get("is_encoder_decoder", read):
+    if config.get("is_encoder_decoder", read):
+        return False
+    if generated.start in TEMPLATED:
         folder = Path(reading.tokenizer or checkpoint.companions() or "")
         check_template(_tokenizer(folder), str(folder), generated.start)
+    return generated.start != "random"
 
 
 def _tokenizer(folder: Path) -> Any:

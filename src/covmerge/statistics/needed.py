@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -13,7 +13,7 @@ import torch
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import ResourceError
 from covmerge.memory import allowance
-from covmerge.statistics.examples import MADE
+from covmerge.statistics.examples import AT_ONCE, MADE
 from covmerge.statistics.sequences import LONG
 from covmerge.statistics.unread import OUTSIDE, unread
 from covmerge.stores.disk import free_bytes
@@ -27,7 +27,10 @@ _SUM = torch.float64.itemsize
 _VALUE = torch.float32.itemsize
 _HELD = 4  # tensors of the size of a batch's hidden states, while it waits
 _AROUND = 8  # tokens at most, before a text and behind it
+_TEMPLATE = 64  # tokens of a chat template, usually
+_LOGITS = 3  # as they come, as the sampling changes them, as probabilities
 _GIB = 2**30
+_MOST = 2**40
 
 
 def memory_needed(*models: Checkpoint, grams: bool = True, fisher: bool = False) -> int:
@@ -88,6 +91,58 @@ def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
     added = _VALUE * widest**2
     on_the_way = examples * _VALUE * _values(config, width)
     return _BESIDE + always + max(of_block.values(), default=0) + added + on_the_way
+
+
+def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
+    """Return what a text takes while a language model writes it and is then watched on it, about.
+
+    Keys and values of all layers, one layer's states, attention of all tokens to all, and the odds of a
+    token. What a config does not say counts for nothing.
+
+    Args:
+        config: of the model.
+        tokens: of the text.
+    """
+    width, layers = (
+        _number(config, "hidden_size", "n_embd"),
+        _number(config, "num_hidden_layers", "n_layer"),
+    )
+    inner = _number(config, "intermediate_size") or 4 * width
+    states = 2 * layers * width + 2 * _HELD * width + _HELD * inner
+    heads = _number(config, "num_attention_heads", "n_head")
+    scores = 2 * heads * tokens**2
+    return _VALUE * (tokens * states + scores + _LOGITS * _number(config, "vocab_size"))
+
+
+def texts_at_once(
+    config: Mapping[str, Any], tokens: int, needed: int, max_memory: int | None, most: int = AT_ONCE
+) -> int:
+    """Return how many texts a language model writes at once within the memory; none, where not one fits.
+
+    Args:
+        config: of the model.
+        tokens: that it is to write for each, beside what a chat template says.
+        needed: bytes of the model and its sums.
+        max_memory: bytes that the process may take; None: what is free.
+        most: texts, if they fit.
+    """
+    each = memory_of_text(config, tokens + _TEMPLATE)
+    count = most
+    while count and not fits(needed + count * each, max_memory):
+        count //= 2
+    return count
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    """A size that a config has, or that of its text; a stranger's may be anything."""
+    within: Any = config.get("text_config")
+    places = [config, cast("Mapping[str, Any]", within)] if isinstance(within, dict) else [config]
+    for place in places:
+        for name in names:
+            value = place.get(name)
+            if isinstance(value, int) and 0 < value < _MOST:
+                return value
+    return 0
 
 
 def disk_needed(model: Checkpoint) -> int:

@@ -22,12 +22,14 @@ from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, did_you_mean
 from covmerge.identifiers import expert_name
 from covmerge.methods import registry
+from covmerge.statistics.begin import begin
 from covmerge.statistics.collect import (
     SMALLER,
     Collected,
     Progress,
     check_generated,
     collected,
+    fitting,
     packed_note,
     reported,
 )
@@ -76,7 +78,7 @@ def collect_regmean_pp(
             expert writes before anything is merged, or what is drawn for all of them.
         out: folder for the files `<name>.covstats.safetensors`; it is made if need be.
         device: where the models run.
-        max_memory: bytes that the process may take, small batches supposed; None: what is free.
+        max_memory: bytes that the process may take, see `collect`; None: what is free.
         progress: called for every example in every stage.
         overwrite: replace statistics files.
         **reading: as in `collect`.
@@ -104,17 +106,24 @@ def collect_regmean_pp(
             for name, source in experts.items()
         }
         opened_base = stack.enter_context(closing(open_checkpoint(base)))
+        writing = False
         if isinstance(examples, Generated):
-            for expert in opened.values():
-                check_start(expert, examples, how)
+            writing = any([check_start(expert, examples, how) for expert in opened.values()])
         needed = memory_needed(*opened.values()) + memory_needed(opened_base, grams=False)
         check_memory(needed, max_memory, "the base, all experts and their sums", SMALLER)
+        smaller: list[str] = []
+        if writing and isinstance(examples, Generated):
+            how, smaller = fitting(opened_base, examples, how, needed, max_memory)
+        if isinstance(examples, Generated) and examples.start == "base":
+            with reported(progress, how.wanted) as advance:
+                examples = begin(opened_base, examples, how, device, advance)
         origin = load_model(opened_base, device, head=False)
         candidates = {
             name: _Candidate(
                 load_model(expert, device, head=False, writing=generated),
                 examples if isinstance(examples, Generated) else examples[name],
                 how,
+                smaller,
             )
             for name, expert in opened.items()
         }
@@ -179,7 +188,11 @@ class _Candidate:
     """
 
     def __init__(
-        self, model: RunningModel, examples: Examples | Generated, reading: Reading
+        self,
+        model: RunningModel,
+        examples: Examples | Generated,
+        reading: Reading,
+        notes: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.batches = list(model.batches(examples, reading)[0])
@@ -192,7 +205,8 @@ class _Candidate:
         if not self.batches:
             raise InputError(f"{model.checkpoint.source} has no examples: pass one batch or more")
         self.examples = sum(map(size_of, self.batches))
-        self.path, self.blocks, self.notes = _blocks(model)
+        self.path, self.blocks, found = _blocks(model)
+        self.notes = [*found, *notes]
         self.parameters = _by_path(model)
         self.layers = {model.skeleton.path(layer.name): layer for layer in model.layers()}
         self.grams = GramCollector(list(self.layers.values()))

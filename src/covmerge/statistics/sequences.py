@@ -75,8 +75,8 @@ class Sequences:
             ids = torch.cat(
                 [before.expand(count, -1), words[drawn].reshape(shape), after.expand(count, -1)], 1
             )
-            for first in range(0, count, reading.batch_size):
-                part = ids[first : first + reading.batch_size]
+            for first in range(0, count, reading.at_once):
+                part = ids[first : first + reading.at_once]
                 yield {"input_ids": part, "attention_mask": torch.ones_like(part)}
 
 

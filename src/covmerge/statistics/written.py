@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import torch
@@ -17,12 +17,13 @@ from covmerge.text import some
 if TYPE_CHECKING:
     from covmerge.statistics.model import RunningModel
 
-Start = Literal["bos", "chat", "user"]
+Start = Literal["bos", "chat", "user", "base"]
 
 _random: Any = torch.random  # its annotations are partial
 
 # These go on from a chat template.
 TEMPLATED: tuple[Start, ...] = ("chat", "user")
+BEGUN = 16  # tokens that a base writes, for its experts to go on with
 _SAID = "What the user says stands here."
 
 
@@ -32,17 +33,33 @@ def writes(model: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """What another model wrote first, for this one to go on with.
+
+    Attributes:
+        by: whose it is.
+        tokens: most that it wrote of each.
+        texts: the tokens of each, the last of which ends none.
+    """
+
+    by: str
+    tokens: int
+    texts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Written:
     """Text that a language model writes, from its start to its end.
 
     Attributes:
         start: what it goes on from: `bos`, the token that texts begin with; `chat`, its chat template
             with nothing said by the user, so that it answers; `user`, the template as far as what the
-            user says, so that it asks, and where its question ends, answers.
+            user says, so that it asks, and where its question ends, answers; `base`: what the base began.
         tokens: most that it adds to that, and `user` once more for an answer; a text is over earlier
             where the model ends it.
         temperature: of the sampling, from the whole vocabulary.
         seed: of the sampling, which also depends on the size of the batches.
+        begun: what it goes on from, where that is the base's.
         shared: whether all experts are shown the same: each writes its own.
 
     Raises:
@@ -55,6 +72,7 @@ class Written:
     tokens: int = 64
     temperature: float = 1.0
     seed: int = 0
+    begun: Begun | None = None
 
     def __post_init__(self) -> None:
         if self.start not in get_args(Start):
@@ -69,7 +87,16 @@ class Written:
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
         """What a statistics file says of it."""
-        return {**asdict(self), "batch_size": reading.batch_size}
+        said: dict[str, str | int | float] = {
+            "start": self.start,
+            "tokens": self.tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "batch_size": reading.at_once,
+        }
+        if self.begun is not None:
+            said |= {"begun_by": self.begun.by, "begun_tokens": self.begun.tokens}
+        return said
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
         """Yield batches of texts.
@@ -80,16 +107,17 @@ class Written:
         from transformers import GenerationConfig
 
         whole, source, tokenizer = model.whole, model.checkpoint.source, model.tokenizer(reading)
-        start = _start(tokenizer, source, self.start)
+        starts = self._starts(tokenizer, source, reading.wanted)
+        longest = max(map(len, starts))
         limit = reading.max_length or longest_text(tokenizer, whole.config)
-        room = self.tokens if limit is None else min(self.tokens, limit - len(start))
+        room = self.tokens if limit is None else min(self.tokens, limit - longest)
         if room < 1:
             raise InputError(
-                f"{source}: the start '{self.start}' has {len(start)} tokens and a text at most {limit}: "
+                f"{source}: the start '{self.start}' has {longest} tokens and a text at most {limit}: "
                 "pass another --start, or a larger --max-length"
             )
         reply = _reply(tokenizer, source) if self.start == "user" else None
-        ends = _ends(whole, tokenizer)
+        ends = ends_of(whole, tokenizer)
         pad = ends[0] if ends else 0  # masked, so any token will do
         # What a checkpoint asks for beside (penalties, words that may not be written) has no part in it.
         whole.generation_config = GenerationConfig(
@@ -101,15 +129,25 @@ class Written:
             pad_token_id=pad,
             use_cache=True,
         )
-        for number, first in enumerate(range(0, reading.wanted, reading.batch_size)):
-            size = min(reading.batch_size, reading.wanted - first)
+        for number, first in enumerate(range(0, reading.wanted, reading.at_once)):
+            prompts = starts[first : first + reading.at_once]
             with _random.fork_rng([whole.device] if whole.device.type == "cuda" else []):
                 _random.manual_seed(self.seed + number)
-                texts = _continued(whole, [start] * size, room)
+                texts = _continued(whole, prompts, room)
                 if reply is not None:
                     texts = self._answered(whole, texts, reply, limit)
             ids, mask = _padded(texts, pad)
             yield {"input_ids": ids, "attention_mask": mask}
+
+    def _starts(self, tokenizer: Any, source: str, wanted: int) -> list[list[int]]:
+        """What every text goes on from."""
+        if self.start != "base":
+            return [_start(tokenizer, source, self.start)] * wanted
+        if self.begun is None or len(self.begun.texts) < wanted:
+            raise InputError(
+                "the start 'base' goes on from what the base began: collect with the base named"
+            )
+        return [list(text) for text in self.begun.texts[:wanted]]
 
     def _answered(
         self, model: Any, texts: list[list[int]], reply: list[int], limit: int | None
@@ -240,7 +278,7 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
         ) from error
 
 
-def _ends(model: Any, tokenizer: Any) -> list[int]:
+def ends_of(model: Any, tokenizer: Any) -> list[int]:
     """The tokens that end a text."""
     given = model.generation_config.eos_token_id
     own = (

@@ -5,6 +5,7 @@ from covmerge_lab.studies.cost import CostOfMethods
 from covmerge_lab.studies.covariance import CovarianceReplaced
 from covmerge_lab.studies.default import Default
 from covmerge_lab.studies.entries import EntriesOfUpdates
+from covmerge_lab.studies.fda import Anchors
 from covmerge_lab.studies.generated import OwnInputs
 from covmerge_lab.studies.heterogeneity import Heterogeneity
 from covmerge_lab.studies.interference import Interference
@@ -27,6 +28,7 @@ STUDIES: dict[str, type[Study]] = {
         Regimes,
         CovarianceReplaced,
         OwnInputs,
+        Anchors,
         Interference,
         Heterogeneity,
         SpectraBeforeAndAfter,

@@ -106,12 +106,13 @@ def _cosines(experts: Experts, title: str, on_progress: OnProgress) -> dict[str,
         files = collecting.files(experts.statistics, _merge(title).statistics or "", tasks)
     found: dict[str, float] = {}
     for task in tasks:
-        found[task] = _near(files[task], measured[task])
+        found[task] = near(files[task], measured[task])
         on_progress(len(found), len(tasks))
     return found
 
 
-def _near(made: Path, measured: Path) -> float:
+def near(made: Path, measured: Path) -> float:
+    """Return the mean cosine over layers between the Gram matrices of two files."""
     with closing(StatisticsFile.open(made)) as one, closing(StatisticsFile.open(measured)) as other:
         names = [name for name in one.names("gram") if name in other.names("gram")]
         return fmean(

@@ -1,0 +1,59 @@
+"""FDA's inputs: the gradient that they give the base comes to point along the task vector."""
+
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+
+from covmerge.statistics import StatisticsFile
+from covmerge_lab.anchors import Effort, anchors, collect_anchors
+from tests.e2e.models import fine_tuned
+from tests.statistics.models import classifier, save
+from tests.statistics.test_drawn import save_vit
+
+
+def test_the_gradient_comes_to_point_along_the_task_vector():
+    torch.manual_seed(0)
+    old, new = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2))
+    found, before, after = anchors(old, new, 6, Effort(sequences=3, length=5, steps=60))
+    assert found.shape == (3, 5, 6)
+    assert after > before + 0.1
+
+    # The same cosine, by plain autograd of one sum.
+    for each in (old, new):
+        each.zero_grad()
+    with torch.no_grad():
+        theirs = new(found)
+    (1 - nn.functional.cosine_similarity(old(found), theirs, dim=-1)).sum().backward()
+    pull = torch.cat([-p.grad.flatten() for p in old.parameters()])
+    ends = torch.cat([p.flatten() for p in new.parameters()])
+    moved = ends - torch.cat([p.flatten() for p in old.parameters()])
+    expected = float(nn.functional.cosine_similarity(pull, moved, dim=0).detach())
+    assert abs(after - expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_every_linear_layer_of_an_encoder_sees_them(tmp_path):
+    base = classifier()
+    folders = (
+        save(base, tmp_path / "base"),
+        save(fine_tuned(base, seed=1, scale=0.1), tmp_path / "e"),
+    )
+    out = tmp_path / "e.covstats.safetensors"
+    effort = Effort(sequences=4, length=7, steps=5)
+    cosines = collect_anchors(*folders, out, effort, lambda done, total: None)
+    assert len(cosines) == 2 and all(after > before for before, after in cosines)
+    with closing(StatisticsFile.open(out)) as file:
+        names = file.names("gram")
+        assert any("pooler" in name for name in names) and any("query" in name for name in names)
+        assert set(file.about.rows.values()) == {4, 28}
+
+
+@pytest.mark.slow
+def test_a_model_of_pictures(tmp_path):
+    folder = save_vit(tmp_path / "m")
+    out = tmp_path / "e.covstats.safetensors"
+    effort = Effort(sequences=2, length=3, steps=1)
+    cosines = collect_anchors(folder, folder, out, effort, lambda done, total: None)
+    assert all(before == after == 0.0 for before, after in cosines)  # nothing was changed

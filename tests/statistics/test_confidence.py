@@ -1,0 +1,78 @@
+"""Inputs that count by how sure an expert's head is of them, against the equation typed naively."""
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from covmerge.checkpoints import open_checkpoint
+from covmerge.errors import InputError
+from covmerge.statistics import Generated, StatisticsFile, collect
+from covmerge.statistics.confidence import confidence
+from covmerge.statistics.examples import Reading
+from covmerge.statistics.model import load_model
+from tests.e2e.models import fine_tuned
+from tests.statistics.models import classifier, save
+from tests.statistics.test_drawn import save_vit
+
+OUT = "a.covstats.safetensors"
+
+
+def by_hand(folder, how, count):
+    """Σ w z zᵀ / Σ w with w = 1 − H/log K of each example, every one run alone."""
+    model = load_model(open_checkpoint(folder), "cpu", head=True)
+    name = next(layer.name for layer in model.layers() if "intermediate" in layer.name)
+    module = next(layer.module for layer in model.layers() if layer.name == name)
+    seen = []
+    module.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2).double()))
+    total, weight = 0.0, 0.0
+    for batch in model.batches(how, Reading(max_examples=count))[0]:
+        for index in range(len(batch["input_ids"])):
+            seen.clear()
+            with torch.no_grad():
+                logits = model.whole(**{k: v[index : index + 1] for k, v in batch.items()}).logits
+            p = logits[0].double().softmax(-1)
+            w = 1 + float((p * p.log()).sum()) / torch.tensor(float(len(p))).log().item()
+            total = total + w * seen[0].T @ seen[0]
+            weight += w * len(seen[0])
+    return name, total / weight
+
+
+def test_grams_are_weighed_by_the_head(tmp_path):
+    expert = save(fine_tuned(classifier(4), seed=1, scale=0.5), tmp_path / "m")
+    how = Generated(seed=2)
+    collect(expert, how, tmp_path / OUT, by_confidence=True, max_examples=9)
+    name, expected = by_hand(expert, how, 9)
+    with closing(StatisticsFile.open(tmp_path / OUT)) as file:
+        torch.testing.assert_close(file.read("gram", name).double(), expected, rtol=1e-5, atol=1e-6)
+        assert file.about.generated["weights"] == "1 - H(p) / log K, of mean 1"
+        assert not any("mean" in note for note in file.about.notes)  # experts differ by it
+
+
+def test_no_head_that_is_sure(tmp_path):
+    for number, model in enumerate((classifier(1), classifier(3, problem_type="regression"))):
+        folder = save(model, tmp_path / str(number))
+        with pytest.raises(InputError, match="without a head that is sure of one of several"):
+            collect(folder, Generated(), tmp_path / OUT, by_confidence=True, max_examples=3)
+    with pytest.raises(InputError, match="without a head that is sure of one of several"):
+        collect(save_vit(tmp_path / "v"), Generated(), tmp_path / OUT, by_confidence=True)
+    assert not (tmp_path / OUT).exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"base": "b"}, "each its own way: pass one of them"),
+        ({"kinds": ["fisher"]}, "none is asked for"),
+    ],
+)
+def test_what_it_is_not_for(tmp_path, given, says):
+    with pytest.raises(InputError, match=says):
+        collect("m", Generated(), tmp_path / OUT, by_confidence=True, **given)
+    with pytest.raises(InputError, match="is for --inputs generated"):
+        collect("m", "a.txt", tmp_path / OUT, by_confidence=True)
+
+
+def test_weights_are_within_bounds():
+    assert confidence(torch.tensor([-1e30, 0.0, -1e30])) == 1.0
+    assert 0.0 <= confidence(torch.full((7,), 3.3)) < 1e-12
