@@ -1,8 +1,9 @@
 """A model run block by block is the model, to the bit, in the memory of a block."""
 
+import importlib
 import json
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -10,16 +11,21 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from covmerge.checkpoints import open_checkpoint
-from covmerge.errors import InputError
-from covmerge.statistics import Generated, collect
+from covmerge.errors import InputError, ResourceError
+from covmerge.statistics import Generated, StatisticsFile, collect, needed
 from covmerge.statistics.blocks import Blocks
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.lockstep import in_lockstep
 from covmerge.statistics.model import Layer, RunningModel, load_model
-from covmerge.statistics.needed import disk_needed, memory_by_block, memory_needed
+from covmerge.statistics.needed import (
+    disk_needed,
+    memory_by_block,
+    memory_needed,
+    memory_of_batches,
+)
 from tests.e2e.models import TEXT, build
 from tests.forked import run as forked
-from tests.statistics.models import save
+from tests.statistics.models import save, write_texts
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -335,3 +341,70 @@ def test_memory_is_that_of_a_block(tmp_path):
     assert done.returncode == 0, done.stderr
     peak, by_block, whole = json.loads(done.stdout)
     assert peak <= by_block < whole / 2
+
+
+def as_if_only_blocks_fit(monkeypatch, checkpoint):
+    """Let a model not fit as a whole, and everything else."""
+    whole = memory_needed(checkpoint)
+    module = importlib.import_module("covmerge.statistics.collect")
+    monkeypatch.setattr(module, "fits", lambda size, limit: size < whole)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_data_goes_through_a_model_that_does_not_fit(family, tmp_path, monkeypatch):
+    folder = save(build(family), tmp_path / "m")
+    whole, parts = (tmp_path / f"{name}.covstats.safetensors" for name in ("whole", "parts"))
+    data = write_texts(tmp_path / "a.txt", count=13)
+    collect(folder, data, whole)
+    with closing(open_checkpoint(folder)) as checkpoint:
+        as_if_only_blocks_fit(monkeypatch, checkpoint)
+    done = collect(folder, data, parts, batch_size=5)
+    assert any("block by block" in note for note in done.notes)
+    assert done.examples == 13
+    with closing(StatisticsFile.open(whole)) as one, closing(StatisticsFile.open(parts)) as other:
+        assert one.about.rows == other.about.rows
+        assert other.about.generated is None
+        for name in one.names("gram"):
+            torch.testing.assert_close(one.read("gram", name), other.read("gram", name))
+
+    given = [{"input_ids": torch.tensor([[3, 4, 5]]), "attention_mask": torch.ones(1, 3).long()}]
+    assert collect(folder, iter(given), parts, overwrite=True).examples == 1
+    with pytest.raises(InputError, match="there is no example"):
+        collect(folder, [], parts, overwrite=True)
+
+
+def test_what_takes_the_whole_model_is_refused_without_room(tmp_path, monkeypatch):
+    folder = save("llama", tmp_path / "m")
+    out = tmp_path / "x.covstats.safetensors"
+    with closing(open_checkpoint(folder)) as checkpoint:
+        limit = memory_needed(checkpoint) - 1
+    monkeypatch.setattr(needed, "fits", lambda size, given: size <= limit)
+    monkeypatch.setattr(importlib.import_module("covmerge.statistics.collect"), "fits", needed.fits)
+    data = write_texts(tmp_path / "a.txt")
+    for examples, kinds in (
+        (data, ["fisher"]),
+        (data, ["gram", "fisher"]),
+        (Generated(), ["gram"]),
+    ):
+        with pytest.raises(ResourceError, match="and its sums take up to"):
+            collect(folder, examples, out, kinds=kinds)
+    assert not out.exists()
+
+
+def test_batches_that_do_not_fit_are_refused(tmp_path, monkeypatch):
+    folder = save("llama", tmp_path / "m")
+    out = tmp_path / "x.covstats.safetensors"
+    with closing(open_checkpoint(folder)) as checkpoint:
+        as_if_only_blocks_fit(monkeypatch, checkpoint)
+        few = [{"input_ids": torch.full((4, 16), 3)}]
+        limit = memory_of_batches(checkpoint, few)
+        assert limit < memory_by_block(checkpoint)
+    monkeypatch.setattr(needed, "fits", lambda size, given: size <= limit)
+    monkeypatch.setattr(
+        importlib.import_module("covmerge.statistics.collect"), "memory_by_block", lambda *_: 0
+    )
+    assert collect(folder, few, out).examples == 4
+    refused = "a block of .* 5 examples on their way take up to .* fewer --max-examples"
+    with pytest.raises(ResourceError, match=refused):
+        collect(folder, [{"input_ids": torch.full((5, 16), 3)}], out, overwrite=True)
+    assert collect(folder, few, out, overwrite=True).examples == 4

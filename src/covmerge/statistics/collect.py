@@ -28,6 +28,7 @@ from covmerge.statistics.needed import (
     fits,
     memory_by_block,
     memory_needed,
+    memory_of_batches,
     texts_at_once,
 )
 from covmerge.statistics.reactions import Reactions
@@ -47,6 +48,8 @@ _SHARED = (
     "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To merge "
     "by them, name --base and each --other expert, or weigh them --by-confidence",
 )
+
+_NOTHING = "there is no example: pass one batch or more"
 
 SMALLER = "collect on a larger machine; the file may be used on any"
 
@@ -135,7 +138,8 @@ def collect(
             `Confidence`; instead of `base`.
         device: where the model runs.
         max_memory: bytes that the process may take; None: what is free. Texts that a model writes come in
-            batches that fit it, other batches are supposed to be small.
+            batches that fit it, other batches are supposed to be small. A model that does not fit is run
+            block by block where Gram matrices alone are asked for, and it writes nothing.
         progress: called for every batch.
         overwrite: replace a statistics file.
         **reading: how examples become batches, the attributes of `Reading`: `max_examples`,
@@ -175,18 +179,28 @@ def collect(
         writing = False
         if isinstance(examples, Generated):
             writing = check_start(opened_expert, examples, how)
-            if _by_block(examples, chosen, base) and not by_confidence:
-                needed = memory_by_block(opened_expert, how.wanted)
+        if chosen == ("gram",) and base is None and not (writing or by_confidence):
+            whole = fits(memory_needed(opened_expert), max_memory)
+            drawn = isinstance(examples, Generated)
+            if not whole or (drawn and examples.start == "random"):
+                needed = memory_by_block(opened_expert, how.wanted if drawn else 0)
                 check_memory(needed, max_memory, f"a block of {opened_expert.source}", SMALLER)
                 try:
                     about = _block_by_block(
-                        opened_expert, examples, how, out, device, progress, overwrite=overwrite
+                        opened_expert,
+                        examples,
+                        how,
+                        out,
+                        device,
+                        max_memory,
+                        progress,
+                        overwrite=overwrite,
                     )
                     return collected(out, about, time.perf_counter() - start)
                 except ResourceError:
                     raise
                 except InputError:  # such as of models that change their weights as they are run
-                    if not fits(memory_needed(opened_expert), max_memory):
+                    if not whole:
                         raise
         needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
         check_memory(needed, max_memory, f"{opened_expert.source} and its sums", SMALLER)
@@ -224,29 +238,37 @@ def collect(
     return collected(out, about, time.perf_counter() - start)
 
 
-def _by_block(examples: Generated, kinds: Sequence[Kind], base: str | Path | None) -> bool:
-    """Whether one block at a time is in memory, with all inputs: what is drawn for a model is little."""
-    return examples.start == "random" and kinds == ("gram",) and base is None
-
-
 def _block_by_block(
     expert: Checkpoint,
-    examples: Generated,
+    examples: Examples | Generated,
     how: Reading,
     out: Path,
     device: str | torch.device,
+    max_memory: int | None,
     progress: Progress | None,
     *,
     overwrite: bool,
 ) -> About:
-    """Collect Gram matrices, and write those of a block when all inputs have gone through it."""
+    """Collect Gram matrices, and write those of a block when all inputs have gone through it.
+
+    One block at a time is in memory, with all inputs.
+    """
     blocks = Blocks(expert, device)
     model = blocks.model
     layers = model.layers()
     grams = GramCollector(layers)
     batches = list(model.batches(examples, how)[0])
     seen = sum(map(size_of, batches))
-    made = examples.made_for(model.whole, expert.source)
+    if not seen:
+        raise InputError(_NOTHING)
+    generated, notes = None, ["run block by block: as a whole it does not fit the memory"]
+    if isinstance(examples, Generated):
+        made = examples.made_for(model.whole, expert.source)
+        generated, notes = made.as_json(how), list(_SHARED if made.shared else ())
+    else:
+        what = f"a block of {expert.source} and {seen} examples on their way"
+        otherwise = "pass fewer --max-examples, or a smaller --max-length"
+        check_memory(memory_of_batches(expert, batches), max_memory, what, otherwise)
     with (
         files_in(out.parent, overwrite=overwrite) as place,
         closing(GrowingFile(place(out), expert, ("gram",), [y.name for y in layers])) as file,
@@ -255,8 +277,8 @@ def _block_by_block(
         for complete in blocks.run(batches, grams.watching, lambda b: advance(size_of(b))):
             for statistic in grams.take(complete):
                 file.add("gram", statistic)
-        notes = [*grams.notes(), *packed_note(model), *(_SHARED if made.shared else ())]
-        return file.finish(seen, generated=made.as_json(how), notes=notes)
+        notes = [*grams.notes(), *packed_note(model), *notes]
+        return file.finish(seen, generated=generated, notes=notes)
 
 
 def collected(path: Path, about: About, seconds: float) -> Collected:
@@ -412,7 +434,7 @@ def _run(
         seen += size_of(batch)
         advance(size_of(batch))
     if not seen:
-        raise InputError("there is no example: pass one batch or more")
+        raise InputError(_NOTHING)
     return seen
 
 

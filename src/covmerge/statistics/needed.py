@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import torch
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import ResourceError
 from covmerge.memory import allowance
-from covmerge.statistics.examples import AT_ONCE, MADE
+from covmerge.statistics.examples import AT_ONCE, MADE, Batch, size_of
 from covmerge.statistics.sequences import LONG
 from covmerge.statistics.unread import OUTSIDE, unread
 from covmerge.stores.disk import free_bytes
@@ -54,6 +55,21 @@ def memory_needed(*models: Checkpoint, grams: bool = True, fisher: bool = False)
     return total
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What a model takes that is run block by block.
+
+    Attributes:
+        always: bytes of what is in no block, with its sums.
+        block: bytes of the largest block, with its sums, and of what one batch adds to a sum.
+        width: of what goes from block to block.
+    """
+
+    always: int
+    block: int
+    width: int
+
+
 def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
     """Return what running a model block by block takes beside the process, from above; see `Blocks`.
 
@@ -64,11 +80,35 @@ def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
         model: that is run.
         examples: that are drawn.
     """
-    config = model.config or {}
     try:
-        skeleton = remembered_skeleton(model.headers, config)
+        parts = _parts(model)
     except SkeletonUnavailable:  # which running it will say
         return memory_needed(model)
+    on_the_way = examples * _VALUE * _values(model.config or {}, parts.width)
+    return _BESIDE + parts.always + parts.block + on_the_way
+
+
+def memory_of_batches(model: Checkpoint, batches: Sequence[Batch]) -> int:
+    """Return what is still missing where all but blocks and batches on their way is in memory.
+
+    Args:
+        model: that is run block by block.
+        batches: that go through it together.
+    """
+    try:
+        parts = _parts(model)
+    except SkeletonUnavailable:
+        return _BESIDE
+    each = _values(model.config or {}, parts.width)
+    values = 0
+    for batch in batches:
+        ids = batch.get("input_ids")
+        values += size_of(batch) * each if ids is None else ids.numel() * _HELD * parts.width
+    return _BESIDE + parts.block + _VALUE * values
+
+
+def _parts(model: Checkpoint) -> _Parts:
+    skeleton = remembered_skeleton(model.headers, model.config or {})
     later = unread(skeleton, model.headers)
     of_block: Counter[str] = Counter()
     always, widest, width = 0, 0, 0
@@ -88,9 +128,7 @@ def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
             widest = max(widest, d_in)
             width = max(width, min(model.headers[name].shape[-2:]))
     del of_block[OUTSIDE]
-    added = _VALUE * widest**2
-    on_the_way = examples * _VALUE * _values(config, width)
-    return _BESIDE + always + max(of_block.values(), default=0) + added + on_the_way
+    return _Parts(always, max(of_block.values(), default=0) + _VALUE * widest**2, width)
 
 
 def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
