@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from covmerge.checkpoints import Journal, Staging, check_not_input
+from covmerge.checkpoints import COMPUTED, Journal, Staging, check_not_input
 from covmerge.engine import (
     Contents,
     Context,
@@ -145,7 +145,7 @@ class Job:
                 raise _NothingBegunError
             session = None if gathering is None else stack.enter_context(gathering.lead())
             work.checkpoints.materialize()
-            sources = work.checkpoints.identity()
+            sources = {**work.checkpoints.identity(), COMPUTED: options.computed(work.memory)}
             digest = work.plan.digest(sources)
             told = {"recipe": dump_recipe(work.plan.recipe), "torch": torch.__version__, **sources}
             # A journal of another plan is an error that leaves the earlier work as it is; whatever

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from covmerge.checkpoints import OutputTakenError
+from covmerge.checkpoints import COMPUTED, OutputTakenError
 from covmerge.checkpoints.manifest import read_manifest
 from covmerge.engine import (
     Context,
@@ -87,7 +87,8 @@ class RankJob:
                 except InputError:
                     if not (taking_over and self._is_published()):
                         raise
-            digest = self.plan.digest(self.checkpoints.identity())
+            sources = {**self.checkpoints.identity(), COMPUTED: self.options.computed()}
+            digest = self.plan.digest(sources)
             try:
                 joined = gathering.join(digest, self._is_published, patience)
             except InputError:

@@ -5,7 +5,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.engine.cluster import cluster_address
-from covmerge.engine.cluster.executor import _lots
+from covmerge.engine.cluster.executor import _loads
 from covmerge.errors import InputError, ResourceError, TensorError
 from tests.e2e.test_resume import digests, save_plain
 from tests.interrupted import InterruptAfter
@@ -143,6 +143,6 @@ def test_each_core_has_several_lots_and_neighbours_stay_together(plain):
         plan = build_plan(parse_recipe(given), opened.base, opened.experts)
     batches = [(index, (item,)) for index, item in enumerate(plan.items)]
     for cores in (1, 2, 64):
-        lots = _lots(batches, cores)
-        assert [one for lot in lots for one in lot] == batches
-        assert len(lots) >= min(len(batches), 8 * cores)
+        loads = _loads(batches, cores)
+        assert [one for load in loads for one in load] == batches
+        assert len(loads) >= min(len(batches), 8 * cores)

@@ -27,7 +27,8 @@ from covmerge.types import Json
 FORMAT = 2
 
 _MAX_BYTES = 2**30
-_TOLD = ("recipe", "torch")  # of what a hash is of, what is told with its values
+COMPUTED = "computed"  # how, see `RunOptions.computed`
+_TOLD = ("recipe", "torch", COMPUTED)  # of what a hash is of, what is told with its values
 _MOST_CHANGES = 5  # that are named
 
 Key = tuple[str, tuple[int, int]]

@@ -107,6 +107,14 @@ class RunOptions:
             lots=lots_of(plans[0], self.torch_device) if alone else (),
         )
 
+    def computed(self, memory: MemoryPlan | None = None) -> str:
+        """Say how matrices are computed, as far as their rounding hangs on it.
+
+        A run is gone on with in the same way: else the output would have some of each.
+        """
+        batches = ", in batches" if memory is not None and memory.lots else ""
+        return f"on {self.torch_device.type}{batches}"
+
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
         """Return what carries the work out; `opener` says how other processes open the sources."""
         if self.cluster is not None:

@@ -37,7 +37,7 @@ _AHEAD = 2  # tasks that wait for each core
 _RETRIES = 3  # of a task whose process or node was lost
 _WAIT = 0.2  # seconds between two looks at what another machine wrote
 
-_Lot = Sequence[tuple[int, Batch]]
+_Load = Sequence[tuple[int, Batch]]
 
 
 class Cluster:
@@ -77,21 +77,21 @@ class Cluster:
         setup = ray.put(Setup(replace(task, sources=Sources({})), threads))
         given = [self._opening, setup]
         cores = int(ray.cluster_resources().get("CPU", 1))
-        lots = _lots(list(batches), cores)
-        waiting = iter(sorted(lots, key=_size, reverse=True))
+        loads = _loads(list(batches), cores)
+        waiting = iter(sorted(loads, key=_size, reverse=True))
         here = ray.get_runtime_context().get_node_id()
-        running: dict[Any, _Lot] = {}
+        running: dict[Any, _Load] = {}
         try:
             while self._submit(waiting, running, given, task, threads):
                 (ready, *_), _ = ray.wait(list(running))
-                lot = running.pop(ready)
-                answer = self._answer(ready, lot)
+                load = running.pop(ready)
+                answer = self._answer(ready, load)
                 if answer.counts is not None:
                     assert task.selections is not None
                     task.selections.absorb_counted(memoryview(answer.counts))
                 for done in answer.done:
                     if answer.node != here:
-                        batch = dict(lot)[done.index]
+                        batch = dict(load)[done.index]
                         check_there(done, batch, task, "another node", _pause)
                     yield _now(done, answer.ended)
         finally:
@@ -117,28 +117,28 @@ class Cluster:
 
     def _submit(
         self,
-        waiting: Iterator[_Lot],
-        running: dict[Any, _Lot],
+        waiting: Iterator[_Load],
+        running: dict[Any, _Load],
         given: list[Any],
         task: Task,
         threads: int,
     ) -> bool:
         """Give the cluster as much as keeps it busy; False: nothing is left to do or to wait for."""
         most = 1 + _AHEAD * int(self._ray.cluster_resources().get("CPU", 1))
-        while len(running) < most and (lot := next(waiting, None)) is not None:
-            needs = self._needs(lot, task, threads)
+        while len(running) < most and (load := next(waiting, None)) is not None:
+            needs = self._needs(load, task, threads)
             function = self._ray.remote(_do).options(max_retries=_RETRIES, **needs)
             # In a list: a reference alone would be looked up anew for every task.
-            running[function.remote(self._key, given, lot)] = lot
+            running[function.remote(self._key, given, load)] = load
         return bool(running)
 
-    def _needs(self, lot: _Lot, task: Task, threads: int) -> dict[str, Any]:
+    def _needs(self, load: _Load, task: Task, threads: int) -> dict[str, Any]:
         """What a node must have free for a task, as Ray's options.
 
         Raises:
             ResourceError: none has as much.
         """
-        largest = max((batch for _, batch in lot), key=_memory)
+        largest = max((batch for _, batch in load), key=_memory)
         memory = PROCESS_HOLDS + _memory(largest)
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         room = max((node.get("memory", 0) for node in nodes), default=0)
@@ -149,17 +149,17 @@ class Cluster:
                 f"node of the cluster may give more than {format_size(int(allowed))} "
                 "(--max-memory, and what Ray was started with)"
             )
-        cores = max(cores_of(batch, task, threads) for _, batch in lot)
+        cores = max(cores_of(batch, task, threads) for _, batch in load)
         most = max((int(node.get("CPU", 0)) for node in nodes), default=1)
         gpus = {"num_gpus": 1} if task.context.device.type == "cuda" else {}
         return {"num_cpus": min(cores, max(1, most)), "memory": memory, **gpus}
 
-    def _answer(self, reference: Any, lot: _Lot) -> _Answer:
+    def _answer(self, reference: Any, load: _Load) -> _Answer:
         lost = self._ray.exceptions.RayError
         try:
             answer: _Answer | BaseException = self._ray.get(reference)
         except lost as error:
-            names = ", ".join(dict.fromkeys(batch[0].tensor.name for _, batch in lot[:3]))
+            names = ", ".join(dict.fromkeys(batch[0].tensor.name for _, batch in load[:3]))
             raise ResourceError(
                 f"Ray could not do '{names}', which it tried {1 + _RETRIES} times "
                 f"({type(error).__name__}: {str(error).splitlines()[0]}). Is the memory of its nodes too "
@@ -172,7 +172,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What became of a lot.
+    """What became of a load.
 
     Attributes:
         done: its items.
@@ -187,14 +187,14 @@ class _Answer:
     ended: float
 
 
-def _do(key: str, given: list[Any], lot: _Lot) -> _Answer | BaseException:
-    """Do a lot, in a process of the cluster."""
+def _do(key: str, given: list[Any], load: _Load) -> _Answer | BaseException:
+    """Do a load, in a process of the cluster."""
     opening, reference = given
     try:
         sources, setup = KEPT.sources(key, opening), KEPT.setup(reference)
         counted = None if setup.task.selections is None else setup.task.selections.emptied()
         task = replace(setup.task, sources=sources, selections=counted)
-        done = [one for index, batch in lot for one in serve(index, batch, task, setup.threads)]
+        done = [one for index, batch in load for one in serve(index, batch, task, setup.threads)]
         counts = None if counted is None else counted.counted()
         node: str = ray_module().get_runtime_context().get_node_id()
         return _Answer(done, counts, node, time.perf_counter())
@@ -202,24 +202,24 @@ def _do(key: str, given: list[Any], lot: _Lot) -> _Answer | BaseException:
         return portable(error)
 
 
-def _lots(batches: list[tuple[int, Batch]], cores: int) -> list[list[tuple[int, Batch]]]:
+def _loads(batches: list[tuple[int, Batch]], cores: int) -> list[list[tuple[int, Batch]]]:
     """Put neighbours together, so that each task is worth its start and each core has several."""
     total = sum(moved_together(batch) for _, batch in batches)
     most = min(_LOT_BYTES, total // (_LOTS_A_CORE * max(1, cores)))
-    lots: list[list[tuple[int, Batch]]] = []
+    loads: list[list[tuple[int, Batch]]] = []
     size = most
     for index, batch in batches:
         own = moved_together(batch)
         if size + own > most:
-            lots.append([])
+            loads.append([])
             size = 0
-        lots[-1].append((index, batch))
+        loads[-1].append((index, batch))
         size += own
-    return lots
+    return loads
 
 
-def _size(lot: _Lot) -> int:
-    return sum(moved_together(batch) for _, batch in lot)
+def _size(load: _Load) -> int:
+    return sum(moved_together(batch) for _, batch in load)
 
 
 def _memory(batch: Batch) -> int:

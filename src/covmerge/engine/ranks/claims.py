@@ -13,10 +13,10 @@ from covmerge.errors import InputError
 from covmerge.stores.disk import disk_errors
 from covmerge.stores.regular_file import open_raw
 
-_MOST_BYTES = 200  # of the name of a lot
+_MOST_BYTES = 200  # of the name of a holding
 
 
-class Lot:
+class Holding:
     """What one rank has claimed of one stage.
 
     A claim is a hard link to a file that says whose it is: made in one step on every file system that
@@ -48,7 +48,7 @@ class Lot:
 
         Args:
             index: of the item.
-            is_there: whether the holder of a lot, by its name, will do what it has claimed.
+            is_there: whether the rank that has a holding, by its name, will do what it has claimed.
         """
         # Looked up once: whose it is only changes when somebody takes it over.
         holder, before = self._holders.pop(index, None) or self._holder(index)
@@ -60,7 +60,7 @@ class Lot:
         return self._take(f"{self._stage}-{index}.{before + 1}")
 
     def _holder(self, index: int) -> tuple[str, int]:
-        """The lot that has an item, and how many had it before; "" and 0 of one that none has."""
+        """The holding that has an item, and how many had it before; "" and 0 of one that none has."""
         name, before = "", -1
         while (found := self._read(f"{self._stage}-{index}.{before + 1}")) is not None:
             name, before = found, before + 1
@@ -99,14 +99,14 @@ class Lot:
             self._tag.write_text(self.name)
 
 
-def who_has(lot: str) -> str:
-    """Return the rank of a lot, by the lot's name.
+def who_has(holding: str) -> str:
+    """Return the rank of a holding, by the holding's name.
 
     Example:
         >>> who_has("0-3.1f2e-0")
         '3.1f2e'
     """
-    return lot.partition("-")[2].rpartition("-")[0]
+    return holding.partition("-")[2].rpartition("-")[0]
 
 
 def settle(path: Path, content: bytes) -> bool:

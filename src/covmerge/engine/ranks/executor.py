@@ -16,7 +16,7 @@ from covmerge.checkpoints import Checkpoint, Entry
 from covmerge.engine.executor import Batch, Done, Executor, Task, moved_together
 from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.portable import error_named
-from covmerge.engine.ranks.claims import Lot, settle, who_has
+from covmerge.engine.ranks.claims import Holding, settle, who_has
 from covmerge.engine.ranks.hashing import SharedHashing
 from covmerge.engine.ranks.reading import lead_reading
 from covmerge.engine.ranks.session import Session
@@ -86,8 +86,8 @@ class Ranks:
         self._inner.close()
 
     def _merge(self, stage: _Stage) -> Iterator[Done]:
-        lot = self._lot(stage)
-        todo = self._claimed(stage, lot)
+        holding = self._holding(stage)
+        todo = self._claimed(stage, holding)
         while True:
             # Closed by hand: an error here must not leave threads at work.
             with closing(self._inner.run(todo, stage.task)) as finished:
@@ -99,14 +99,14 @@ class Ranks:
             yield from self._heard(stage)
             if stage.is_complete:
                 return
-            todo = self._abandoned(stage, lot)
+            todo = self._abandoned(stage, holding)
             self._session.wait()
 
     def _count(self, stage: _Stage) -> Iterator[Done]:
         selections = stage.task.selections
         assert selections is not None
-        lot = self._lot(stage)
-        todo = self._claimed(stage, lot)
+        holding = self._holding(stage)
+        todo = self._claimed(stage, holding)
         while True:
             own, counted = selections.emptied(), list[int]()
             task = replace(stage.task, selections=own)
@@ -115,12 +115,12 @@ class Ranks:
                     counted += [done.index] if done.number == 0 else []
                     yield done
             if counted:
-                settle(self._counts(lot.name), _packed(counted, own))
-                lot = self._lot(stage)
+                settle(self._counts(holding.name), _packed(counted, own))
+                holding = self._holding(stage)
             list(self._heard(stage))  # errors of others
             if self._handed_over(stage, selections):
                 return
-            todo = self._abandoned(stage, lot)
+            todo = self._abandoned(stage, holding)
             self._session.wait()
 
     def _tell(self, stage: _Stage, done: Done) -> None:
@@ -130,34 +130,34 @@ class Ranks:
         told = {"stage": stage.number, "index": done.index, "number": done.number}
         self._session.tell({**told, **entry.as_json()})
 
-    def _claimed(self, stage: _Stage, lot: Lot) -> Iterator[tuple[int, Batch]]:
+    def _claimed(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
         """Claim items that nobody has; the executor comes back when it can take one more."""
         indexes = list(stage.batches)
         sizes = [moved_together(stage.batches[index]) for index in indexes]
         rank = self._session.rank
         for place in own_first(sizes, rank.number, rank.world):
             index = indexes[place]
-            if index not in stage.done and lot.take(index):
+            if index not in stage.done and holding.take(index):
                 self.own += 1
                 yield index, stage.batches[index]
 
-    def _abandoned(self, stage: _Stage, lot: Lot) -> Iterator[tuple[int, Batch]]:
+    def _abandoned(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
         """Claim items whose rank is gone before it had done them."""
         for index, batch in stage.batches.items():
             if index in stage.done:
                 continue
-            if lot.take_left(index, partial(self._will_do_it, stage)):
+            if holding.take_left(index, partial(self._will_do_it, stage)):
                 self.own += 1
                 yield index, batch
 
-    def _will_do_it(self, stage: _Stage, lot: str) -> bool:
+    def _will_do_it(self, stage: _Stage, holding: str) -> bool:
         """Whether who has an item is there, or has handed it over."""
         counting = stage.task.selections is not None
-        if who_has(lot) == self._session.who:
-            return not (counting and self._is_void(lot))
-        if not self._session.ledgers.is_gone(who_has(lot)):
+        if who_has(holding) == self._session.who:
+            return not (counting and self._is_void(holding))
+        if not self._session.ledgers.is_gone(who_has(holding)):
             return True
-        return counting and not (settle(self._counts(lot), b"") or self._is_void(lot))
+        return counting and not (settle(self._counts(holding), b"") or self._is_void(holding))
 
     def _heard(self, stage: _Stage) -> Iterator[Done]:
         """What other ranks say they have done."""
@@ -196,17 +196,17 @@ class Ranks:
                 selections.absorb_counted(_whole(path)[1])
         return True
 
-    def _is_void(self, lot: str) -> bool:
+    def _is_void(self, holding: str) -> bool:
         """Whether what was counted under a name is not taken any more."""
-        path = self._counts(lot)
+        path = self._counts(holding)
         return path.exists() and path.stat().st_size == 0
 
-    def _counts(self, lot: str) -> Path:
-        return self._session.folder / f"{lot}.counted"
+    def _counts(self, holding: str) -> Path:
+        return self._session.folder / f"{holding}.counted"
 
-    def _lot(self, stage: _Stage) -> Lot:
-        stage.lots += 1
-        return self._session.lot(stage.number, stage.lots)
+    def _holding(self, stage: _Stage) -> Holding:
+        stage.holdings += 1
+        return self._session.holding(stage.number, stage.holdings)
 
 
 @dataclass
@@ -219,7 +219,7 @@ class _Stage:
         task: what they need.
         seen: what has been handed on, as index and place in the batch.
         done: the batches of which all has been.
-        lots: how many this rank has had.
+        holdings: how many this rank has had.
         parts: the files of what was counted, and of which batches.
     """
 
@@ -228,7 +228,7 @@ class _Stage:
     task: Task
     seen: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     done: set[int] = field(default_factory=set[int])
-    lots: int = 0
+    holdings: int = 0
     parts: dict[Path, list[int]] = field(default_factory=dict[Path, list[int]])
 
     @property

@@ -24,7 +24,7 @@ from typing import Any, cast
 from covmerge.checkpoints import Entry
 from covmerge.checkpoints.sealed import check_seal, parsed, sealed
 from covmerge.engine.portable import named_error
-from covmerge.engine.ranks.claims import Lot
+from covmerge.engine.ranks.claims import Holding
 from covmerge.engine.ranks.ledger import Ledger, Ledgers
 from covmerge.engine.ranks.rank import Rank
 from covmerge.errors import CheckpointError, CovmergeError, InputError
@@ -136,7 +136,7 @@ class Session:
             self.wait()
         return record["items"]
 
-    def lot(self, stage: int | str, number: int) -> Lot:
+    def holding(self, stage: int | str, number: int) -> Holding:
         """Return what this rank claims of a stage with.
 
         Raises:
@@ -144,7 +144,7 @@ class Session:
             InputError: the folder cannot be written to.
         """
         try:
-            return Lot(self.folder, stage, self.who, number)
+            return Holding(self.folder, stage, self.who, number)
         except (CovmergeError, OSError):
             self.check()
             raise

@@ -58,7 +58,7 @@ class Sharing(Generic[_Found]):
         self._pool = ThreadPoolExecutor(threads, f"covmerge-{stage}")
 
     def __enter__(self) -> Sharing[_Found]:
-        self._lot = self._session.lot(self._stage, 0)
+        self._holding = self._session.holding(self._stage, 0)
         self._doing: list[Future[None]] = []
         try:
             for work in (self._work, *[self._help] * (self._threads - 1)):
@@ -121,17 +121,17 @@ class Sharing(Generic[_Found]):
         """Claim what nobody has."""
         with self._claiming:
             for index in self._unclaimed:
-                if index not in self._found and self._lot.take(index):
+                if index not in self._found and self._holding.take(index):
                     return index
         return None
 
     def _left_one(self) -> int | None:
         """Claim what a rank had that is gone."""
         left = (index for index in range(len(self._names)) if index not in self._found)
-        return next((i for i in left if self._lot.take_left(i, self._is_there)), None)
+        return next((i for i in left if self._holding.take_left(i, self._is_there)), None)
 
-    def _is_there(self, lot: str) -> bool:
-        who = who_has(lot)
+    def _is_there(self, holding: str) -> bool:
+        who = who_has(holding)
         return who == self._session.who or not self._session.ledgers.is_gone(who)
 
     def _do_one(self, index: int) -> None:
