@@ -75,7 +75,7 @@ def merge_layer(
         weights: one positive number per update; 1 is neutral.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
-        base: for methods and steps that need it, W_0 `(d_out, d_in)`.
+        base: for methods and steps that need it or look at how long it is, W_0 `(d_out, d_in)`.
         base_inputs: for methods that look at it, the mean input Gram matrix `(d_in, d_in)` of this layer
             in the base.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
@@ -132,7 +132,15 @@ def merge_layer(
     if factors and chosen.factored_for(parameters):
         measured = _measured(data or (), factors[0].left)
         seen = None if base_inputs is None else base_inputs.to(factors[0].left)
-        found = merge_factors(chosen, factors, shares, parameters, measured=measured, inputs=seen)
+        found = merge_factors(
+            chosen,
+            factors,
+            shares,
+            parameters,
+            measured=measured,
+            inputs=seen,
+            base_norm=_size(chosen, base),
+        )
         delta = found.delta
         norms = [sqrt(update.square_norm()) for update in factors]
         _say_if_long(chosen, found.stats, sqrt(delta.square_norm()), norms)
@@ -148,13 +156,18 @@ def merge_layer(
         rounding=() if stored == dtype else rounding_of(dense, [stored] * len(dense)),
         measured=_measured(data or (), dense[0]),
         factors=tuple(factors),
-        base=start,
+        base=start if chosen.needs_base else None,
+        base_norm=_size(chosen, base),
         inputs=None if base_inputs is None else base_inputs.to(dense[0].device, dtype),
     )
     merged = chosen(group, **parameters)
     norms = [norm(update) for update in dense]
     _say_if_long(chosen, merged.stats, norm(merged.delta), norms)
     return _stored(merged.delta, stored)
+
+
+def _size(method: Method, base: Tensor | None) -> float | None:
+    return None if base is None or not method.base_norm else norm(base.double())
 
 
 def _measured(data: Sequence[Tensor], like: Tensor) -> tuple[Measured, ...]:
@@ -249,7 +262,7 @@ def _check(
             raise TensorError(f"data {index} holds NaN or Inf: collect it again")
     if method.needs_base and base is None:
         raise TensorError(f"method '{method.name}' needs the base's weights: pass them as `base=`")
-    if base is not None and not method.needs_base:
+    if base is not None and not (method.needs_base or method.base_norm):
         raise TensorError(f"method '{method.name}' does not look at the base: leave out `base=`")
     if base is not None and (base.shape != first.shape or not all_finite(base)):
         raise TensorError(

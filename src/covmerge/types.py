@@ -225,6 +225,8 @@ class LinearGroup:
         inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
             device, for whom is registered with `base_inputs`, where somebody has measured it; None:
             nobody has.
+        base_norm: ‖W_0‖_F, for whom is registered with `base_norm`, of a layer that stands in a row of
+            blocks; None: it stands in none, or its weights were not read.
     """
 
     updates: tuple[Tensor, ...]
@@ -240,6 +242,7 @@ class LinearGroup:
     models: tuple[Tensor, ...] = ()
     known: tuple[Any, ...] = ()
     inputs: Tensor | None = None
+    base_norm: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
+from math import sqrt
 from typing import Any
 
 import torch
@@ -15,13 +16,16 @@ from torch import Tensor
 from covmerge.engine.inputs import Inputs, dense, take_updates
 from covmerge.engine.measures import Measures
 from covmerge.errors import TensorError
+from covmerge.linalg.lapack import square_norm
 from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
 from covmerge.noticed import Noticed
 from covmerge.plan import Copy, Count, Merge, TensorPlan, WorkItem
-from covmerge.tensors import MatrixLayout, matrices, write_matrices
+from covmerge.tensors import MatrixLayout, layer_name, matrices, write_matrices
 from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
+
+_ROWS = 64  # that are widened at once
 
 
 def registered(name: str) -> Method:
@@ -114,12 +118,13 @@ class Layer:
         surveyed = None if limits is None else [limits[expert] for expert in self._given]
         measured = self._measured(item.tensor, method)
         seen = self._base_inputs(item.tensor)
+        sizes = self._base_norms(item.tensor, merge.layout, method, len(factors))
         with naming(item.tensor):
             found = [
                 merge_factors(
-                    method, own, self._weights, merge.parameters, surveyed, measured, seen
+                    method, own, self._weights, merge.parameters, surveyed, measured, seen, size
                 )
-                for own in factors
+                for own, size in zip(factors, sizes, strict=True)
             ]
         noticed = [merged.stats for merged in found]
         if merge.layout is None or not merge.layout.stacked:
@@ -256,8 +261,9 @@ class Layer:
         errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
         bases = self._bases(layout) if method.needs_base else [None] * len(views)
-        each = zip(views, shared, errors, factors, bases, strict=True)
-        for tensors, kept, rounding, own, base in each:
+        sizes = self._base_norms(item.tensor, layout, method, len(views))
+        each = zip(views, shared, errors, factors, bases, sizes, strict=True)
+        for tensors, kept, rounding, own, base, size in each:
             updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
             yield LinearGroup(
                 updates,
@@ -280,6 +286,7 @@ class Layer:
                 if self._inputs.known
                 else (),
                 inputs=self._base_inputs(item.tensor),
+                base_norm=size,
             )
 
     def _rounding_of(
@@ -305,6 +312,16 @@ class Layer:
             return None
         return self._inputs.base_inputs.to(self._context.device).to(self._context.dtype)
 
+    def _base_norms(
+        self, tensor: TensorPlan, layout: MatrixLayout | None, method: Method, count: int
+    ) -> Sequence[float | None]:
+        """‖W_0‖ of each matrix of a layer in a row of blocks, where the base was read."""
+        base = self._inputs.base
+        if not method.base_norm or base.is_meta or layer_name(tensor.name) is None:
+            return [None] * count
+        whole = [base] if layout is None else matrices(base, layout)
+        return [_length(own) for own in whole]
+
     def _fitted(self, measured: Measured, method: Method) -> Measured:
         value = measured.value.to(self._context.device).to(self._context.dtype)
         if method.data == "gram":
@@ -324,6 +341,12 @@ def naming(tensor: TensorPlan) -> Generator[None]:
         yield
     except TensorError as error:
         raise TensorError(f"'{tensor.name}': {error}") from error
+
+
+def _length(stored: Tensor) -> float:
+    """‖W‖ of a matrix as it is stored, a few rows at a time in float64."""
+    parts = (stored[start : start + _ROWS] for start in range(0, len(stored), _ROWS))
+    return sqrt(sum(square_norm(rows.to(torch.float64)) for rows in parts))
 
 
 def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:

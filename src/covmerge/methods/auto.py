@@ -48,6 +48,8 @@ _LONG = 2.0
 _FAINT = 0.01
 # An eigenvalue of Ĝ that is so small beside their mean is of an input that is hardly used.
 _UNUSED = 1e-4
+# Updates that are together so many times as long as the base's weights are half way to their average.
+_BESIDE_BASE = 1.0 / 3.0
 # An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
 _CLEARLY = 1.1
 
@@ -77,8 +79,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @register(
     "auto",
-    equation="W̄ = W₀ + λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
-    "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²)",
+    equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
+    "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  a = ρ²/(ρ² + ⅓²),  "
+    "ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²",
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
@@ -90,11 +93,12 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     factored="both",
     noticed=Equalised,
     base_inputs=True,
+    base_norm=True,
 )
 def auto(group: LinearGroup) -> Merged:
     """Merge one linear layer by least squares on the outputs, whose spectrum is brought nearer to flat.
 
-    W̄ = W₀ + λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  with
+    W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  with
 
     R = (Σ s_tw_t b_tΔ_tC_t)(Σ s_tw_t C_t)⁻¹,  C_t = Δ_tᵀΔ_t / ‖Δ_t‖² + 0.1 I / d_in,
     s_t = ‖b_tΔ_t‖² / (‖b_tΔ_t‖² + 0.01 Σ‖b_sΔ_s‖⁴ / Σ‖b_sΔ_s‖²),
@@ -103,7 +107,8 @@ def auto(group: LinearGroup) -> Merged:
     σ² the eigenvalues of K,  τ = 0.01 Σσ² / Σσ,  φ = Σ σ²/(σ² + τ²) / min(d_out, d_in),
     q = (¾ − φ/4)(1 − N⁻²),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
     λ such that the outputs' singular values add up to those of (Σ w_tb_tΔ_t) C₀^½, times
-    Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½).
+    Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
+    Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  a = ρ² / (ρ² + ⅓²),  ρ² = Σ s_tw_t ‖b_tΔ_t‖² / ‖W₀‖².
 
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
@@ -115,12 +120,16 @@ def auto(group: LinearGroup) -> Merged:
     share of the layer's directions that the updates use: full fine-tunes use most, where the weakest
     are noise and q goes to ½; adapters use few, and q goes to ¾. An expert whose update vanishes
     leaves all sums, s_t → 0, without a jump. One that is many times as long as the others is brought to
-    about twice their length, b_t; lengths that differ by less stay nearly what they are.
+    about twice their length, b_t; lengths that differ by less stay nearly what they are. All this holds
+    while what others bring is small beside what the base's weights give. Where updates together are
+    as long as W₀, ρ = 1, the layers behind get something else than they know, and nothing is as safe as the
+    average Δ̄: a says how far the merge goes there. Usually ρ is a tenth or less, and a a few per
+    cent. ρ is not known, and a = 0, where the base's weights are not read, and outside the row of blocks.
 
     Args:
         group: updates `(d_out, d_in)`, and C₀ `(d_in, d_in)` of any scale as `inputs`; a weight
             multiplies its expert's covariance and its update in the sum (weights are brought to mean 1
-            first, each counted s_t times).
+            first, each counted s_t times). ‖W₀‖ as `base_norm`.
 
     Departs from the paper: there is none; `docs/auto.md` derives it, and `docs/auto-log.md` has what
     was tried.
@@ -181,8 +190,17 @@ def auto(group: LinearGroup) -> Merged:
     merged = spectrum.lifted(lift * scale, unseen)
     lifted = sigma * lift * scale
     together = float((seen_lengths * weights).sum())
+    beside = None
+    if group.base_norm is not None:
+        sizes = torch.tensor([size * own for size, own in zip(active.norms, bounds, strict=True)])
+        together_in_weights = float((shares * weights * sizes.double().square()).sum())
+        beside = together_in_weights / (together_in_weights + (_BESIDE_BASE * group.base_norm) ** 2)
+        merged = merged.mul_(1.0 - beside)
+        for update, weight, share in zip(active.updates, in_sum, shares, strict=True):
+            merged.add_(update, alpha=beside * weight * float(share / shares.sum()))
     noticed = replace(
         noticed,
+        towards_average=beside,
         directions_in_use=in_use,
         flattening=exponent,
         lengthening=float(lifted.sum() / sigma.sum()),

@@ -120,6 +120,12 @@ IN_USE = _Median(
 FLATTENING = _Median(
     "flattening", "q, flattening", "{numbers}, where 0 is least squares and 1 a flat spectrum"
 )
+TOWARDS = _Median(
+    "towards_average",
+    "a, to the average",
+    "{numbers} of the way to the average, by how long updates are beside the base's weights",
+    ".0%",
+)
 LENGTHENING = _Median("lengthening", "λ, length", "{numbers} times that of least squares")
 
 
@@ -138,7 +144,8 @@ class Equalised(Noticed):
         flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
         lengthening: what λ makes of it: the sum of the outputs' singular values, over that of least
             squares. Nothing from `directions_in_use` on: nothing was left after least squares.
-        outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖.
+        outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖, before it goes to the average.
+        towards_average: a, how far it went to the average; None where ‖W₀‖ was not known.
         inputs_told: 1/(2 − ψ), the share of C₀ that is what the updates tell; None where it was measured.
     """
 
@@ -149,6 +156,7 @@ class Equalised(Noticed):
         IN_USE,
         FLATTENING,
         LENGTHENING,
+        TOWARDS,
         SMALL,
         LONG,
         UNCHANGED,
@@ -164,6 +172,7 @@ class Equalised(Noticed):
     lengthening: float | None = None
     outputs_length: float | None = None
     inputs_told: float | None = None
+    towards_average: float | None = None
 
     @property
     def length_in_outputs(self) -> float | None:
@@ -177,7 +186,7 @@ class Equalised(Noticed):
 
     def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
         """What a report tells of one matrix, by headings."""
-        share = self.directions_in_use
+        share, away = self.directions_in_use, self.towards_average
         less, cut = (
             [e for e, own in zip(experts, values, strict=False) if 0.0 < own < _LESS]
             for values in (self.shares, self.bounds)
@@ -188,6 +197,7 @@ class Equalised(Noticed):
             "φ, directions in use, %": None if share is None else 100 * share,
             "q, flattening": self.flattening,
             "λ, times the length of least squares": self.lengthening,
+            "a, to the average, %": None if away is None else 100 * away,
             "counted less": ", ".join(less) or "nobody",
             "shortened": ", ".join(cut) or "nobody",
         }

@@ -78,6 +78,7 @@ def merge_factors(
     thresholds: Sequence[float] | None = None,
     measured: Sequence[Measured] = (),
     inputs: Tensor | None = None,
+    base_norm: float | None = None,
 ) -> MergedFactors:
     """Run a method on low-rank updates in a basis of their factors.
 
@@ -89,6 +90,7 @@ def merge_factors(
         thresholds: per update, what a survey has found; None: there was none.
         measured: per update, the Gram matrix of its inputs, where the method needs it.
         inputs: that of the layer's inputs in the base, where the method looks at it and somebody has it.
+        base_norm: ‖W_0‖, where the method looks at it and it is known.
 
     Raises:
         TensorError: a Gram matrix is not of these updates.
@@ -107,6 +109,7 @@ def merge_factors(
         thresholds=None if thresholds is None else tuple(thresholds),
         measured=tuple(replace(own, value=_turned(own.value, reduced.right)) for own in measured),
         inputs=None if inputs is None else _turned(inputs, reduced.right),
+        base_norm=base_norm,
     )
     merged = method(group, **parameters)
     return MergedFactors(reduced.left, merged.delta, reduced.right, updates[0].dtype, merged.stats)

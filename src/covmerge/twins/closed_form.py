@@ -118,7 +118,7 @@ def ace(
 
 
 def auto(group: LinearGroup) -> Tensor:
-    """λ (K + τ²I)^(−q/2) R, K = R C₀ Rᵀ, of the regression R  (docs/auto.md)."""
+    """(1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄, K = R C₀ Rᵀ, of the regression R  (docs/auto.md)."""
     weights = mean_one(group.updates, group.weights)
     changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
     if not changed:
@@ -168,7 +168,14 @@ def auto(group: LinearGroup) -> Tensor:
     unseen = 0.0 if group.inputs is None else tau**-q
     power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
     whole = svd(weighted(seen, w))[1].sum()
-    return whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
+    equalised = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
+    if group.base_norm is None:
+        return equalised
+    counts = [own * x for own, x in zip(s, w, strict=True)]
+    mean = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
+    squares = [c * length(d) ** 2 for c, (d, _) in zip(counts, changed, strict=True)]
+    a = sum(squares) / (sum(squares) + (group.base_norm / 3) ** 2)
+    return (1 - a) * equalised + a * mean
 
 
 def shares(norms: Sequence[float]) -> list[float]:
