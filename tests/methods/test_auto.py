@@ -53,12 +53,14 @@ def merged(updates, c0=None, weights=None):
     spread=st.sampled_from([1.0, 30.0]),
     low=st.booleans(),
     weighted=st.booleans(),
+    base_norm=st.sampled_from([None, 0.0, 0.3, 3.0]),
     seed=st.integers(0, 1000),
 )
-def test_kernel_and_twin_agree_on_the_inputs(shape, rank, count, spread, low, weighted, seed):
+def test_kernel_and_twin_agree(shape, rank, count, spread, low, weighted, base_norm, seed):
     updates = random_updates(*shape, count, 3 if low else min(shape), spread, seed=seed)
     weights = [1.0 + t for t in range(count)] if weighted else None
     group = group_of(updates, inputs(shape[1], rank, seed), weights)
+    group = replace(group, base_norm=base_norm)
     assert relative(AUTO(group).delta, TWINS["auto"](group)) < 1e-6
 
 
@@ -210,3 +212,91 @@ def test_the_least_of_few_directions_counts(ratio):
 
 def seeded(number):
     return torch.Generator().manual_seed(number)
+
+
+def beside(updates, base_norm, c0=None, weights=None):
+    return AUTO(replace(group_of(updates, c0, weights), base_norm=base_norm)).delta
+
+
+@pytest.mark.parametrize("c0", [None, inputs(40)], ids=["I", "C0"])
+def test_updates_that_are_long_beside_the_base_are_averaged(c0):
+    updates = random_updates(24, 40, 3, 24, 1.0, seed=8)
+    mean, alone = torch.stack(updates).mean(0), merged(updates, c0)
+    assert torch.equal(beside(updates, None, c0), alone)
+    assert relative(beside(updates, 1e4, c0), alone) < 1e-6
+    # Of one length all weigh nearly alike; b_t and s_t are what is left.
+    assert relative(beside(updates, 0.0, c0), mean) < 1e-2
+    sizes = [10.0**power for power in range(-3, 3)]
+    far = [relative(beside(updates, size, c0), alone) for size in sizes]
+    assert all(later < earlier for earlier, later in pairwise(far))
+    # At ρ = ⅓ it is half way.
+    third = 3.0 * sum(float(u.square().sum()) for u in updates) ** 0.5
+    assert relative(beside(updates, third, c0), (alone + mean) / 2) < 1e-2
+
+
+def test_of_one_expert_and_copies_of_it_the_average_is_the_expert():
+    (update,) = random_updates(24, 40, 1, 24, 1.0, seed=3)
+    for c0 in (None, inputs(40)):
+        for count in (1, 3):
+            for size in (0.0, 0.1, 10.0):
+                assert relative(beside([update] * count, size, c0), update) < 1e-8
+
+
+def test_updates_and_base_scale_together():
+    updates, c0 = random_updates(24, 40, 3, 24, 3.0, seed=6), inputs(40)
+    expected = beside(updates, 0.7, c0)
+    for scale in (1e-12, 1e9):
+        found = beside([scale * update for update in updates], scale * 0.7, c0)
+        assert relative(found, scale * expected) < 1e-7
+
+
+def test_an_update_that_vanishes_leaves_the_average_too():
+    one, two, three = random_updates(24, 40, 3, 24, 1.0, seed=4)
+    without = beside([one, two], 0.2)
+    apart = [
+        relative(beside([one, two, 10.0**-power * three], 0.2), without) for power in range(1, 7)
+    ]
+    assert all(later < earlier for earlier, later in pairwise(apart)) and apart[-1] < 1e-3
+    weights = [1.0, 1.0, 9.0]
+    heavy = beside([one, two, 1e-6 * three], 0.2, weights=weights)
+    assert relative(heavy, without) < 1e-3
+
+
+def test_factors_and_product_agree_beside_the_base():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    factors = [LowRank(draw(24, rank), draw(rank, 40)) for rank in (2, 4, 3)]
+    dense = [factor.dense() for factor in factors]
+    found = merge_factors(AUTO, factors, [1.0] * 3, {}, base_norm=50.0).delta.dense()
+    assert relative(found, beside(dense, 50.0)) < 1e-7
+    base = 50.0 * torch.ones(24, 40, dtype=torch.float64) / 960**0.5
+    for own in (factors, dense):
+        merged_layer = covmerge.merge_layer(own, "auto", base=base)
+        whole = merged_layer.dense() if isinstance(merged_layer, LowRank) else merged_layer
+        assert relative(whole, found) < 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_merge_knows_how_long_the_base_is_within_its_blocks(dtype):
+    generator = torch.Generator().manual_seed(1)
+    names = ("h.0.fc.weight", "h.1.fc.weight", "pooler.weight")
+    base = {name: torch.randn(70, 40, generator=generator).to(dtype) for name in names}
+    experts = {
+        f"e{t}": {
+            n: (w.float() + torch.randn(70, 40, generator=generator)).to(dtype)
+            for n, w in base.items()
+        }
+        for t in range(3)
+    }
+    done = covmerge.merge(base, experts, "auto", out_dtype="float32")
+    for name in names:
+        updates = [own[name].float() - base[name].float() for own in experts.values()]
+        start = base[name].float()
+        known = None if name == "pooler.weight" else start
+        expected = covmerge.merge_layer(updates, "auto", base=known)
+        torch.testing.assert_close(done.tensors[name] - start, expected, rtol=1e-4, atol=1e-4)
+        (facts,) = done.stats["tensors"][name]["matrices"]
+        if known is None:
+            assert "towards_average" not in facts
+        else:
+            assert facts["towards_average"] > 0.9

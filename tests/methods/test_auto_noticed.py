@@ -66,10 +66,12 @@ def test_what_the_report_tells_of_a_matrix():
         "φ, directions in use, %": 90.0,
         "q, flattening": 0.4,
         "λ, times the length of least squares": 1.2,
+        "a, to the average, %": None,
         "counted less": "math",
         "shortened": "code",
     }
     assert Equalised(unchanged=1).told(())["φ, directions in use, %"] is None
+    assert Equalised(towards_average=0.25).told(())["a, to the average, %"] == 25.0
     assert Equalised(inputs_told=0.77).told(())["base's inputs"] == "not known, 77% told"
 
 
@@ -89,7 +91,11 @@ def test_rows_and_totals_over_matrices():
     assert account.totals["counted_less"] == {"math": ["a"]}
     assert rows["shortened"].startswith("'code' in 1 tensor (a): long beside the others")
     assert account.totals["shortened"] == {"code": ["a"]}
-    assert "C₀, inputs" not in rows
+    assert "C₀, inputs" not in rows and "a, to the average" not in rows
+    gone = dict(
+        account_of([Seen("b", {}, ("code",), (replace(other, towards_average=0.25),))]).rows
+    )
+    assert gone["a, to the average"].startswith("25% of the way to the average")
     told_of = replace(other, inputs_told=0.77)
     own = dict(account_of([Seen("b", {}, ("code", "math"), (told_of,))]).rows)
     assert own["C₀, inputs"].startswith("77% of it is what the updates tell")
@@ -112,6 +118,7 @@ def test_covmerge_json_and_the_report_tell_it_of_every_layer(tmp_path):
         and 0.5 < entry["inputs_told"] < 1.0
         and len(entry["shares"]) == 3
     )
+    assert 0.0 < entry["towards_average"] < 0.1
     totals = made.manifest["totals"]
     assert totals["flattening"] and list(totals["counted_less"]) == ["faint"]
     root = parse(page.render(made))

@@ -192,9 +192,10 @@ def auto(group: LinearGroup) -> Merged:
     together = float((seen_lengths * weights).sum())
     beside = None
     if group.base_norm is not None:
-        sizes = torch.tensor([size * own for size, own in zip(active.norms, bounds, strict=True)])
-        together_in_weights = float((shares * weights * sizes.double().square()).sum())
-        beside = together_in_weights / (together_in_weights + (_BESIDE_BASE * group.base_norm) ** 2)
+        sizes = [size * own for size, own in zip(active.norms, bounds, strict=True)]
+        energies = torch.tensor(sizes, dtype=torch.float64).square()
+        beside = float((shares * weights * energies).sum())
+        beside /= beside + (_BESIDE_BASE * group.base_norm) ** 2
         merged = merged.mul_(1.0 - beside)
         for update, weight, share in zip(active.updates, in_sum, shares, strict=True):
             merged.add_(update, alpha=beside * weight * float(share / shares.sum()))

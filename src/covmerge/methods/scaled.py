@@ -47,7 +47,10 @@ def run_near_one(
         return kernel(group, **parameters)
     # An even power, so that a square root of it is one too.
     factor = 2.0 ** -(exponent + exponent % 2)
-    merged = kernel(group.times([factor] * len(group.updates)), **parameters)
+    near = group.times([factor] * len(group.updates))
+    if near.base_norm is not None:
+        near = replace(near, base_norm=factor * near.base_norm)  # updates are held against it
+    merged = kernel(near, **parameters)
     noticed: dict[str, Json] = {
         name: fact / factor if name in lengths and isinstance(fact, float) else fact
         for name, fact in merged.stats.items()
