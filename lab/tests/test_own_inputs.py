@@ -155,14 +155,17 @@ def test_the_study(bench, tmp_path):
     assert not list((bench.suite.folder / "work").iterdir())
 
 
+@pytest.mark.parametrize("base", [None, 12.0])
 @pytest.mark.parametrize("known", [False, True])
-def test_the_rule_of_the_study_is_the_default_method(known):
+def test_the_rule_of_the_study_is_the_default_method(known, base):
     def random(*shape, seed):
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
     updates = [random(6, 9, seed=seed) * (1 + seed) for seed in range(4)]
     inputs = random(9, 30, seed=9)
     given = {"base_inputs": inputs @ inputs.mT / 30} if known else {}
+    if base is not None:
+        given["base"] = base * random(6, 9, seed=8)
     wanted = covmerge.merge_layer(updates, "auto", **given)
     with rule.registered():
         found = covmerge.merge_layer(updates, rule.NAME, **given)

@@ -174,7 +174,7 @@ def auto(group: LinearGroup) -> Tensor:
     counts = [own * x for own, x in zip(s, w, strict=True)]
     mean = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
     squares = [c * length(d) ** 2 for c, (d, _) in zip(counts, changed, strict=True)]
-    a = sum(squares) / (sum(squares) + (group.base_norm / 3) ** 2)
+    a = sum(squares) ** 2 / (sum(squares) ** 2 + (group.base_norm / 3) ** 4)
     return (1 - a) * equalised + a * mean
 
 

@@ -21,7 +21,7 @@ _linalg: Any = torch.linalg  # its annotations are partial
 @contextmanager
 def registered() -> Generator[None]:
     """Have the method `auto_with` for as long as it lasts; elsewhere nobody meets it."""
-    covmerge.register(NAME, base_inputs=True)(auto_with)
+    covmerge.register(NAME, base_inputs=True, base_norm=True)(auto_with)
     try:
         yield
     finally:
@@ -42,11 +42,12 @@ def auto_with(
     length: Literal["agreement", "sum", "start"] = "agreement",
     unused: float = 1e-4,
     told: float | None = None,
+    beside: float | None = 1.0 / 3.0,
 ) -> Tensor:
-    """W̄ = W₀ + λ (K + τ²I)^(−q/2) R of docs/auto.md, naive and in float64.
+    """W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄ of docs/auto.md, naive and in float64.
 
     Args:
-        group: updates `(d_out, d_in)`, and C₀ as `inputs`. All experts weigh the same.
+        group: updates `(d_out, d_in)`, C₀ as `inputs` and ‖W₀‖ as `base_norm`. All experts weigh the same.
         start: what R is: the regression, or ΣΔ_t.
         ridge: beside ΔᵀΔ/‖Δ‖², as a share of its mean eigenvalue (0.1 I/d_in).
         small: share of the others' energy at which an expert counts half.
@@ -61,6 +62,8 @@ def auto_with(
             of an input in use.
         told: without `inputs`, how much of C₀ is what the updates tell, the rest I; None: as much as they
             use the inputs.
+        beside: times ‖W₀‖ that updates are together where the result is half way to their average; None:
+            it does not go there.
     """
     updates = [update.double() for update in group.updates if float(update.abs().max()) > 0]
     first = group.updates[0]
@@ -70,8 +73,8 @@ def auto_with(
     energies, shares = _shares(updates, small)
     if long is not None and len(updates) > 1:
         logs = energies.log() / 2.0
-        beside = 1.0 / (1.0 + small * (2.0 * (logs - logs[:, None])).exp())
-        counts = beside.fill_diagonal_(0.0) @ (logs / 4.0).exp()
+        held = 1.0 / (1.0 + small * (2.0 * (logs - logs[:, None])).exp())
+        counts = held.fill_diagonal_(0.0) @ (logs / 4.0).exp()
         times = (logs - (counts * logs).sum() / counts.sum()).exp() / long
         bounds = ((1.0 + long**-4.0) / (1.0 + times**4.0)) ** 0.25
         updates = [own * update for own, update in zip(bounds, updates, strict=True)]
@@ -112,6 +115,12 @@ def auto_with(
     if length == "agreement":
         wanted = wanted * agreement
     merged = (left * lift) @ (left.mT @ fused) * (wanted / (sigma * lift).sum())
+    if beside is not None and group.base_norm is not None:
+        together = float((shares * energies).sum()) ** 2
+        away = together / (together + (beside * group.base_norm) ** 4)
+        parts = [own * update for own, update in zip(shares, updates, strict=True)]
+        mean = torch.stack(parts).sum(0) / shares.sum()
+        merged = (1.0 - away) * merged + away * mean
     return merged.to(first.dtype)
 
 
