@@ -225,7 +225,8 @@ def test_a_lot_with_damaged_rows_is_done_again_as_a_whole(batches, tmp_path):
     batches.clear()
     result = covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True)
     assert (8, 8) in batches
-    assert result.run["resumed_items"] <= len(finished) - 8
+    # Of the eight not all need have been finished when it was interrupted.
+    assert result.run["resumed_items"] < len(finished)
     assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
 
 
