@@ -2,7 +2,7 @@
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
 table lacks are of one training that was run on its own: `text/full-auto`, of `auto` as it is now, before
-`text/full-first`.
+`text/full-first`. Experts that were trained once have no other table.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ def columns(results: Path = RESULTS) -> list[Column]:
     for suite in SUITES:
         for kind, name in _KINDS.items():
             alone = [group for end in ALONE for group in _groups(results / suite / (kind + end))]
-            for group in _groups(results / suite / kind):
-                count = len(group["tasks"])
-                rows = {row["title"]: row for row in group["rows"]}
-                for other in (each for each in alone if len(each["tasks"]) == count):
-                    mark = ONCE if _first(other) == _first(group) else OTHER
+            groups = {len(group["tasks"]): group for group in _groups(results / suite / kind)}
+            for count in groups or dict.fromkeys(len(group["tasks"]) for group in alone):
+                others = [group for group in alone if len(group["tasks"]) == count]
+                group = groups.get(count)
+                rows = {row["title"]: row for row in group["rows"]} if group else {}
+                for other in others:
+                    mark = ONCE if _first(other) == _first(group or others[0]) else OTHER
                     for row in other["rows"]:
                         rows.setdefault(row["title"], {**row, "mark": mark})
                 found.append(Column(f"{suite}, {name}, {count}", rows))

@@ -56,7 +56,7 @@ def main() -> None:
 
 def results(shown: list[Column]) -> Any:
     """Draw the mean accuracy of a few merges, a panel for each column of the table."""
-    figure, grid = plt.subplots(3, 2, figsize=(5.4, 7.6), layout="constrained")
+    figure, grid = plt.subplots(4, 2, figsize=(5.4, 9.8), layout="constrained")
     for axes, column in zip(grid.flat, shown, strict=True):
         names = [name for name in SHOWN if name in column.rows][::-1]
         values = [_percent(column, name) for name in names]

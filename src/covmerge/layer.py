@@ -167,7 +167,7 @@ def merge_layer(
 
 
 def _size(method: Method, base: Tensor | None) -> float | None:
-    return None if base is None or not method.base_norm else norm(base.double())
+    return None if base is None or not method.base_norm else norm(base.cpu().double())
 
 
 def _measured(data: Sequence[Tensor], like: Tensor) -> tuple[Measured, ...]:

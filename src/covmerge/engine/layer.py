@@ -315,7 +315,7 @@ class Layer:
     def _base_norms(
         self, tensor: TensorPlan, layout: MatrixLayout | None, method: Method, count: int
     ) -> Sequence[float | None]:
-        """‖W_0‖ of each matrix of a layer in a row of blocks, where the base was read."""
+        """‖W_0‖ of each matrix of a layer in a row of blocks, by its name, where the base was read."""
         base = self._inputs.base
         if not method.base_norm or base.is_meta or layer_name(tensor.name) is None:
             return [None] * count

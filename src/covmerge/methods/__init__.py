@@ -80,11 +80,8 @@ registry.reserve(
     "without training. The inputs could be statistics (as of `covmerge collect --inputs generated`): for "
     "each block and expert, 64 sequences of 5 to 50 vectors at its entry, by AdamW in 1200 steps until "
     "the gradient of the cosine between the base's and the expert's outputs, in the base's weights, "
-    "points along Δ_t. That takes base and expert in memory together, every block called by itself with "
-    "the masks and positions that its model passes on, attention that has a second derivative, and 1200 "
-    "times two passes and that derivative where other generated inputs take one pass. None of it is "
-    "here: what the inputs alone are worth to a merge by statistics is not published, and was not "
-    "measured; use `regmean` on generated inputs",
+    "points along Δ_t. `covmerge study anchors` of covmerge-lab makes them, for encoders and models of "
+    "pictures, and gives their covariances to RegMean; there is no merge that trains on them",
 )
 
 names = registry.names

@@ -261,10 +261,13 @@ def _block_by_block(
     seen = sum(map(size_of, batches))
     if not seen:
         raise InputError(_NOTHING)
-    generated, notes = None, ["run block by block: as a whole it does not fit the memory"]
+    generated, notes = None, list[str]()
+    if not fits(memory_needed(expert), max_memory):
+        notes.append("run block by block: as a whole it does not fit the memory")
     if isinstance(examples, Generated):
         made = examples.made_for(model.whole, expert.source)
-        generated, notes = made.as_json(how), list(_SHARED if made.shared else ())
+        generated = made.as_json(how)
+        notes += _SHARED if made.shared else ()
     else:
         what = f"a block of {expert.source} and {seen} examples on their way"
         otherwise = "pass fewer --max-examples, or a smaller --max-length"
