@@ -6,8 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from covmerge.errors import InputError
 from covmerge.statistics import StatisticsFile
 from covmerge_lab.anchors import Effort, anchors, collect_anchors
+from covmerge_lab.bench import Bench
+from covmerge_lab.llm import LlmSuite
+from covmerge_lab.studies import STUDIES
+from covmerge_lab.suite import Variant
 from tests.e2e.models import fine_tuned
 from tests.statistics.models import classifier, save
 from tests.statistics.test_drawn import save_vit
@@ -57,3 +62,10 @@ def test_a_model_of_pictures(tmp_path):
     effort = Effort(sequences=2, length=3, steps=1)
     cosines = collect_anchors(folder, folder, out, effort, lambda done, total: None)
     assert all(before == after == 0.0 for before, after in cosines)  # nothing was changed
+
+
+def test_a_language_model_is_refused_before_anything_is_trained(tmp_path):
+    bench = Bench(LlmSuite(tmp_path), None, None)
+    with pytest.raises(InputError, match="'llm' take positions .* --suite text or vision"):
+        STUDIES["anchors"]().run(bench, [Variant("full", 0)])
+    assert not any(tmp_path.iterdir())

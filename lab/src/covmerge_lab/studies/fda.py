@@ -8,11 +8,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from covmerge.errors import InputError
 from covmerge_lab import collecting
 from covmerge_lab.anchors import Effort, collect_anchors
 from covmerge_lab.bench import Bench
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section
+from covmerge_lab.own import WRITTEN
 from covmerge_lab.studies.accuracy import bars, findings
 from covmerge_lab.studies.generated import near
 from covmerge_lab.studies.study import Findings, Study
@@ -42,7 +44,16 @@ class Anchors(Study):
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`."""
+        """See `Study.run`.
+
+        Raises:
+            InputError: the suite is of a language model.
+        """
+        if bench.suite.own_inputs is WRITTEN:
+            raise InputError(
+                f"the blocks of suite '{bench.suite.name}' take positions beside hidden states, which anchors "
+                "are not made with: pass --suite text or vision"
+            )
         effort = _QUICK if bench.suite.quick else _EFFORT
         rows: list[list[str]] = []
         found: list[dict[str, Any]] = []
