@@ -66,6 +66,6 @@ def test_a_model_of_pictures(tmp_path):
 
 def test_a_language_model_is_refused_before_anything_is_trained(tmp_path):
     bench = Bench(LlmSuite(tmp_path), None, None)
-    with pytest.raises(InputError, match="'llm' take positions .* --suite text or vision"):
+    with pytest.raises(InputError, match=r"'llm' take positions .* --suite text or vision"):
         STUDIES["anchors"]().run(bench, [Variant("full", 0)])
     assert not any(tmp_path.iterdir())

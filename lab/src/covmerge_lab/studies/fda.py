@@ -51,8 +51,8 @@ class Anchors(Study):
         """
         if bench.suite.own_inputs is WRITTEN:
             raise InputError(
-                f"the blocks of suite '{bench.suite.name}' take positions beside hidden states, which anchors "
-                "are not made with: pass --suite text or vision"
+                f"the blocks of suite '{bench.suite.name}' take positions beside hidden states, which "
+                "anchors are not made with: pass --suite text or vision"
             )
         effort = _QUICK if bench.suite.quick else _EFFORT
         rows: list[list[str]] = []
