@@ -68,10 +68,10 @@ def test_layers_are_merged_with_their_own_inputs(models, workers, monkeypatch):
     weights = [load_file(models / f / "model.safetensors")[LAYER] for f in ("base", "e1", "e2")]
     updates = [weights[1] - weights[0], weights[2] - weights[0]]
     inputs = StatisticsFile.open(file).read("gram", LAYER)
-    expected = covmerge.merge_layer(updates, "auto", base_inputs=inputs)
+    expected = covmerge.merge_layer(updates, "auto", base_inputs=inputs, base=weights[0])
     merged = load_file(models / "out" / "model.safetensors")[LAYER] - weights[0]
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-6)
-    without = covmerge.merge_layer(updates, "auto")
+    without = covmerge.merge_layer(updates, "auto", base=weights[0])
     assert (expected - without).norm() > 1e-2 * without.norm()
     manifest = json.loads((models / "out" / "covmerge.json").read_text())
     assert manifest["sources"]["statistics base inputs"]["source"] == str(file)
