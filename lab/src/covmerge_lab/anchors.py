@@ -8,8 +8,8 @@ by AdamW until the gradient that they give points along the task vector:
 FDA then trains the merged block on them. Here they are shown to the expert's block, and what its linear
 layers see is their covariance, as of any other inputs.
 
-Departs from the paper: nothing is trained on them; the authors take 64 sequences of 5 to 50 vectors and 1200
-steps, and `Effort` says what is taken here; all begin as normal vectors, of one length.
+Departs from the paper: nothing is trained on them; the authors take 64 sequences of 5 to 50 vectors and
+1200 steps, and `Effort` says what is taken here; all begin as normal vectors, of one length.
 """
 
 from __future__ import annotations
