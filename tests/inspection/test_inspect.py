@@ -61,6 +61,8 @@ def test_which_method_a_merge_would_take_and_what_auto_would_do(tmp_path):
         if told:
             assert told["q, flattening"] == pytest.approx(matrix["flattening"], rel=1e-5)
             assert told["N, unlike experts"] == pytest.approx(matrix["unlike_experts"], rel=1e-5)
+            away = told["a, to the average, %"]
+            assert away == pytest.approx(100 * matrix["towards_average"], rel=1e-4)
             assert found.as_json()["layers"][layer.name]["foreseen"] == told
     flags = ["--base", models / "base", *(f"--expert={n}={models / n}" for n in NAMES)]
     shown = command("inspect", *flags).stdout
@@ -97,6 +99,8 @@ def test_of_adapters_it_is_told_on_their_factors(tmp_path, monkeypatch):
     for layer in seen:
         (matrix,) = merged.stats["tensors"][layer.tensor]["matrices"]
         assert layer.foreseen["q, flattening"] == pytest.approx(matrix["flattening"], rel=1e-5)
+        away = layer.foreseen["a, to the average, %"]
+        assert away == pytest.approx(100 * matrix["towards_average"], rel=1e-4)
 
 
 def only_fault(found, expert):

@@ -315,12 +315,12 @@ class Layer:
     def _base_norms(
         self, tensor: TensorPlan, layout: MatrixLayout | None, method: Method, count: int
     ) -> Sequence[float | None]:
-        """‖W_0‖ of each matrix of a layer in a row of blocks, by its name, where the base was read."""
+        """`base_norm_for` of each matrix, where the base was read."""
         base = self._inputs.base
-        if not method.base_norm or base.is_meta or layer_name(tensor.name) is None:
+        if base.is_meta:
             return [None] * count
         whole = [base] if layout is None else matrices(base, layout)
-        return [_length(own) for own in whole]
+        return [base_norm_for(method, tensor, own) for own in whole]
 
     def _fitted(self, measured: Measured, method: Method) -> Measured:
         value = measured.value.to(self._context.device).to(self._context.dtype)
@@ -343,8 +343,13 @@ def naming(tensor: TensorPlan) -> Generator[None]:
         raise TensorError(f"'{tensor.name}': {error}") from error
 
 
-def _length(stored: Tensor) -> float:
-    """‖W‖ of a matrix as it is stored, a few rows at a time in float64."""
+def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float | None:
+    """‖W_0‖ of a matrix as it is stored, for whom looks at it; None outside the row of blocks, by its name.
+
+    A few rows at a time in float64.
+    """
+    if not method.base_norm or layer_name(tensor.name) is None:
+        return None
     parts = (stored[start : start + _ROWS] for start in range(0, len(stored), _ROWS))
     return sqrt(sum(square_norm(rows.to(torch.float64)) for rows in parts))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from covmerge.engine.encode import Result
 from covmerge.engine.inputs import Inputs, Update, dense, take_updates
-from covmerge.engine.layer import Context
+from covmerge.engine.layer import Context, base_norm_for
 from covmerge.errors import NotFiniteError
 from covmerge.linalg.auto import Cost, svd_cost
 from covmerge.linalg.spectral import numerical_rank, rank_tolerance
@@ -102,7 +102,7 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
                 piece["before"] = _shown(spectrum, spectrum.rank(0.0))
             if look.attempt is not None:
                 factors = [_factors(given[n], place, layout) for n in parts]
-                piece["foreseen"] = _attempted(look.attempt, item, parts, factors, errors)
+                piece["foreseen"] = _attempted(look.attempt, item, own, parts, factors, errors)
         pieces.append(piece)
     return Result((), {**facts, "pieces": pieces})
 
@@ -119,6 +119,7 @@ def _merged_again(redo: Merge, item: WorkItem, updates: Mapping[str, Tensor]) ->
 def _attempted(
     merge: Merge,
     item: WorkItem,
+    base: Tensor,
     updates: Mapping[str, Tensor],
     factors: Sequence[LowRank | None],
     rounding: Sequence[Rounding],
@@ -126,12 +127,14 @@ def _attempted(
     """What a method tells of a matrix that it merges; on the factors where all have them."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
     method, known = merge.procedure, [own for own in factors if own is not None]
+    size = base_norm_for(method, item.tensor, base)
     if len(known) == len(factors) and method.factored_for(merge.parameters):
-        stats = merge_factors(method, known, weights, merge.parameters).stats
+        merged = merge_factors(method, known, weights, merge.parameters, base_norm=size)
     else:
-        group = LinearGroup(tuple(updates.values()), weights, rounding=tuple(rounding))
-        stats = method(group, **merge.parameters).stats
-    return dict(method.noticed.from_json(stats).told(list(updates)))
+        errors = tuple(rounding)
+        group = LinearGroup(tuple(updates.values()), weights, rounding=errors, base_norm=size)
+        merged = method(group, **merge.parameters)
+    return dict(method.noticed.from_json(merged.stats).told(list(updates)))
 
 
 def look_cost(
