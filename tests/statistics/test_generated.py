@@ -95,7 +95,7 @@ def test_grams_are_those_of_the_texts(expert, tmp_path):
 def test_what_was_written_is_recorded(expert, tmp_path):
     collect(expert, Generated("bos", 4, 0.5, 7), tmp_path / OUT, max_examples=4)
     about = StatisticsFile.open(tmp_path / OUT).about
-    written = {"start": "bos", "tokens": 4, "temperature": 0.5, "seed": 7, "batch_size": 8}
+    written = {"start": "bos", "tokens": 4, "temperature": 0.5, "seed": 7, "batch_size": 4}
     assert about.generated == written
     collect(expert, write_texts(tmp_path / "a.txt"), tmp_path / f"b{OUT}")
     assert StatisticsFile.open(tmp_path / f"b{OUT}").about.generated is None
@@ -287,7 +287,7 @@ def base(tmp_path):
 
 def test_a_text_goes_on_from_what_the_base_began(expert, base, tmp_path):
     how = Generated("base", tokens=5, seed=3)
-    collect(expert, how, tmp_path / OUT, base=base, max_examples=12)
+    collect(expert, how, tmp_path / OUT, base=base, max_examples=12, batch_size=8)
     with pytest.raises(InputError, match="collect with the base named"):
         batches(expert, how, max_examples=12)
 
@@ -391,7 +391,7 @@ def test_from_the_command_line(expert, tmp_path):
     ]
     run("collect", expert, tmp_path / OUT, *flags)
     about = StatisticsFile.open(tmp_path / OUT).about
-    written = {"start": "bos", "tokens": 3, "temperature": 0.7, "seed": 2, "batch_size": 8}
+    written = {"start": "bos", "tokens": 3, "temperature": 0.7, "seed": 2, "batch_size": 4}
     assert about.generated == written
     for given, says in {
         (expert, tmp_path / "a.txt", tmp_path / OUT, "--inputs=generated"): "a.txt: leave it out",

@@ -193,7 +193,7 @@ def collect(
             min=1,
             metavar="N",
             rich_help_panel=_RUN,
-            help="Examples at a time; else 8, or of texts that a model writes as many of them as fit.",
+            help="Examples at a time; else 8, or of texts that a model writes 32, if they fit.",
         ),
     ] = None,
     device: Annotated[

@@ -40,7 +40,7 @@ from covmerge.statistics.write import (
     files_in,
     write_statistics,
 )
-from covmerge.statistics.written import BEGUN, Written
+from covmerge.statistics.written import BEGUN, WRITTEN_AT_ONCE, Written
 from covmerge.stores.address import local_path
 from covmerge.text import some
 
@@ -364,15 +364,16 @@ def fitting(
     tokens = turns * (generated.tokens or Written.tokens) + (
         BEGUN if generated.start == "base" else 0
     )
-    most = texts_at_once(model.config or {}, tokens, needed, max_memory, how.at_once)
-    if most < how.at_once and (how.batch_size or not most):
+    wanted = how.batch_size or min(WRITTEN_AT_ONCE, how.wanted)
+    most = texts_at_once(model.config or {}, tokens, needed, max_memory, wanted)
+    if most < wanted and (how.batch_size or not most):
         otherwise = f"pass --batch-size {most}, or fewer --tokens" if most else SMALLER
         raise ResourceError(
-            f"{model.source} and {how.at_once} texts that it writes at once do not fit the memory: "
+            f"{model.source} and {wanted} texts that it writes at once do not fit the memory: "
             f"{otherwise}"
         )
-    note = f"{most} texts were written at once, and not {how.at_once}, to fit the memory"
-    return replace(how, batch_size=most), [note] if most < how.at_once else []
+    note = f"{most} texts were written at once, and not {wanted}, to fit the memory"
+    return replace(how, batch_size=most), [note] if most < wanted else []
 
 
 def _check_confidence(

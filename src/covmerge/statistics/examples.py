@@ -49,7 +49,7 @@ class Reading:
 
     Attributes:
         max_examples: most examples to take; None: all, of those that are made 256.
-        batch_size: texts a batch; None: 8, or of texts that a model writes as many as fit the memory.
+        batch_size: texts a batch; None: 8, or of texts that a model writes 32, or as many as fit.
         max_length: tokens that a text is cut to; None: what the model takes.
         tokenizer: folder of the tokenizer; None: the model's.
         text_column: column, or JSON key, of the text.

@@ -14,7 +14,7 @@ import torch
 from covmerge.checkpoints import Checkpoint
 from covmerge.errors import ResourceError
 from covmerge.memory import allowance
-from covmerge.statistics.examples import AT_ONCE, MADE, Batch, size_of
+from covmerge.statistics.examples import MADE, Batch, size_of
 from covmerge.statistics.sequences import LONG
 from covmerge.statistics.unread import OUTSIDE, unread
 from covmerge.stores.disk import free_bytes
@@ -153,7 +153,7 @@ def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
 
 
 def texts_at_once(
-    config: Mapping[str, Any], tokens: int, needed: int, max_memory: int | None, most: int = AT_ONCE
+    config: Mapping[str, Any], tokens: int, needed: int, max_memory: int | None, most: int
 ) -> int:
     """Return how many texts a language model writes at once within the memory; none, where not one fits.
 
