@@ -7,7 +7,6 @@ their updates use few of a layer's directions. `docs/auto.md` derives it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import log1p, sqrt
 
@@ -28,29 +27,20 @@ from covmerge.linalg.auto import (
     system_choice,
 )
 from covmerge.linalg.cholesky import all_above, log_det
-from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
-from covmerge.linalg.spectral import EXACT, rank_tolerance
+from covmerge.linalg.spectral import rank_tolerance
 from covmerge.linalg.symmetric import add_gram_, mirror_
 from covmerge.methods.auto_noticed import Equalised
-from covmerge.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
+from covmerge.methods.closed_form import Active, solve_ridge
+from covmerge.methods.equalise import Counted, equalise
 from covmerge.methods.registry import Laws, register
 from covmerge.types import LinearGroup, Merged, Rounding
 
 # What no update tells of the inputs' covariance, as a share of its mean eigenvalue.
 _UNSEEN = 0.1
-# An expert of so much of the others' energy counts half, one of less for less.
-_SMALL = 0.01
-# An update of so many times the usual length is felt as long, beyond that more and more: it ends there.
-_LONG = 2.0
-# A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
-_FAINT = 0.01
 # An eigenvalue of Ĝ that is so small beside their mean is of an input that is hardly used.
 _UNUSED = 1e-4
-# Updates that are together so many times as long as the base's weights are half way to their average.
-_BESIDE_BASE = 1.0 / 3.0
-_FAR = 1e60  # times as long: there is no difference any more
 # An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
 _CLEARLY = 1.1
 
@@ -142,96 +132,21 @@ def auto(group: LinearGroup) -> Merged:
         True
     """
     first = group.updates[0]
-    active = active_experts(group)
-    if not active.updates:
-        return Merged(torch.zeros_like(first), Equalised(active.unchanged))
-    bounds = _bounds(active)
-    shares = _shares([size * own for size, own in zip(active.norms, bounds, strict=True)])
-    measured = group.inputs
+    counted = Counted.of(group)
+    if counted is None:
+        return Merged(torch.zeros_like(first), Equalised(len(group.updates)))
+    measured, told = group.inputs, None
     if measured is not None and not float(measured.diagonal().sum()) > 0.0:
         measured = None  # nothing ever came in
     known = measured is not None
-    told = None
     if measured is None:
-        measured, told = _told(active, shares)
-    seen = Metric.of(measured)
-    squares, seen_lengths = _squared_cosines(active, seen)
-    alike = float((shares * (squares @ shares)).sum())
-    experts = max(1.0, float(shares.sum()) ** 2 / alike)
-    agreement = min(1.0, float(shares.square().sum()) / alike)
+        measured, told = _told(counted.active, counted.shares)
     rtol = rank_tolerance(group.shape, first.dtype, None)
-    fused = _least_squares(active, shares, bounds, rtol).to(first.dtype)
-    # Of mean 1 among those that count, so that one that vanishes does not change it with a jump.
-    weights = torch.tensor(active.weights, dtype=torch.float64)
-    weights = weights * float(shares.sum() / (shares * weights).sum())
-    in_sum = [float(weight) * own for weight, own in zip(weights, bounds, strict=True)]
-    spectrum = seen.spectrum(
-        fused, rtol=rtol, rounding=EXACT if known else _rounding_of_sum(active, in_sum)
-    )
-    sigma = spectrum.sigma
-    if not len(sigma) and known:
-        return auto(replace(group, inputs=None))  # which see nothing of the updates
-    noticed = Equalised(
-        active.unchanged,
-        _of_all(group, active, [float(own) for own in shares]),
-        _of_all(group, active, bounds),
-        known,
-        unlike_experts=experts,
-        inputs_told=told,
-    )
-    if not len(sigma):
-        return Merged(torch.zeros_like(first), noticed)
-    faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
-    in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(group.shape)
-    exponent = (0.75 - in_use / 4.0) * (1.0 - experts**-2.0)
-    lift = (sigma.square() + faint) ** (-exponent / 2.0)
-    whole = seen.nuclear_norm(stack_weighted(active.updates, in_sum))
-    scale = agreement * whole / float((sigma * lift).sum())
-    # What measured inputs do not see is lifted as what they hardly see; else it is rounding.
-    unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
-    merged = spectrum.lifted(lift * scale, unseen)
-    lifted = sigma * lift * scale
-    together = float((seen_lengths * weights).sum())
-    beside = None
-    if group.base_norm is not None:
-        sizes = [size * own for size, own in zip(active.norms, bounds, strict=True)]
-        energies = torch.tensor(sizes, dtype=torch.float64).square()
-        long = sqrt(float((shares * weights * energies).sum()))
-        beside = 1.0 / (1.0 + min(_FAR, _BESIDE_BASE * group.base_norm / long) ** 4)
-        merged = merged.mul_(1.0 - beside)
-        for update, weight, share in zip(active.updates, in_sum, shares, strict=True):
-            merged.add_(update, alpha=beside * weight * float(share / shares.sum()))
-    noticed = replace(
-        noticed,
-        towards_average=beside,
-        directions_in_use=in_use,
-        flattening=exponent,
-        lengthening=float(lifted.sum() / sigma.sum()),
-        outputs_length=norm(lifted) / together,
-    )
-    return Merged(merged, noticed)
-
-
-def _shares(norms: Sequence[float]) -> Tensor:
-    """s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed the layer."""
-    energies = torch.tensor(norms, dtype=torch.float64).square()
-    return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
-
-
-def _bounds(active: Active) -> list[float]:
-    """b_t: 1 for an expert as long as the others, near 2g/‖Δ_t‖ for one that is many times as long.
-
-    In g an expert counts by how long it is beside each of the others, and not beside the longest.
-    """
-    if len(active.norms) == 1:
-        return [1.0]
-    logs = torch.tensor(active.norms, dtype=torch.float64).log()
-    logs -= logs.max()
-    beside = 1.0 / (1.0 + _SMALL * (2.0 * (logs - logs[:, None])).exp())
-    counts = beside.fill_diagonal_(0.0) @ (logs / 4.0).exp()
-    usual = float((counts * logs).sum() / counts.sum())
-    times = (logs - usual).exp() / _LONG
-    return [float(own) for own in ((1.0 + _LONG**-4.0) / (1.0 + times**4.0)) ** 0.25]
+    fused = _least_squares(counted, rtol).to(first.dtype)
+    seen = Metric.of(measured)
+    found = equalise(counted, fused, seen, rtol=rtol, known=known, told=told)
+    # What the base's inputs see nothing of.
+    return auto(replace(group, inputs=None)) if found is None else found
 
 
 def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:
@@ -250,41 +165,19 @@ def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:
     return gram, 1.0 / (1.0 + unused)
 
 
-def _of_all(group: LinearGroup, active: Active, values: Sequence[float]) -> tuple[float, ...]:
-    """A number of every expert, 0 of those that left the sums."""
-    of_active = dict(zip(map(id, active.updates), values, strict=True))
-    return tuple(of_active.get(id(update), 0.0) for update in group.updates)
-
-
-def _squared_cosines(active: Active, seen: Metric) -> tuple[Tensor, Tensor]:
-    """cos²(Δ_tC₀^½, Δ_uC₀^½) `(T, T)` and ‖Δ_tC₀^½‖ `(T,)`, float64.
-
-    Two updates without outputs have nothing in common.
-    """
-    dots = seen.dots(active.updates)
-    squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
-    found = dots.square() / torch.outer(squares, squares)
-    return found.clamp_max(1.0).fill_diagonal_(1.0), squares.sqrt()
-
-
-def _rounding_of_sum(active: Active, weights: Sequence[float]) -> Rounding:
-    """What rounding of the stored weights gives to a weighted sum of the updates."""
-    pairs = zip(active.rounding, weights, strict=True)
-    return Rounding.together(error.times(weight) for error, weight in pairs)
-
-
-def _least_squares(active: Active, shares: Tensor, bounds: Sequence[float], rtol: float) -> Tensor:
+def _least_squares(counted: Counted, rtol: float) -> Tensor:
     """(Σ b_tΔ_tC_t)(ΣC_t)⁻¹ `(d_out, d_in)`, float64, on the inputs that the updates together use.
 
     Outside them is nothing but rounding, which the ridge would let grow a hundredfold, and the spectrum's
     lift once more.
     """
+    active = counted.active
     ridge = _UNSEEN / active.d_in
+    each = zip(active.updates, active.norms, counted.bounds, strict=True)
+    counts = zip(active.weights, counted.shares, strict=True)
     covariances = [
         Covariance(update, scale=1.0 / size**2, ridge=ridge, length=own).times(weight * float(s))
-        for update, weight, size, s, own in zip(
-            active.updates, active.weights, active.norms, shares, bounds, strict=True
-        )
+        for (update, size, own), (weight, s) in zip(each, counts, strict=True)
     ]
     rounding = Rounding.together(
         error.times(sqrt(own.scale))
