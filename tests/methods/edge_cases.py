@@ -167,6 +167,7 @@ FAMILIES = {
         "della": Column("della", (2.0, "root")),
     },
     "With data": {
+        "auto_measured": Column("auto_measured", (1.0, "sum")),
         "regmean": Column("regmean", (1.0, "largest")),
         "regmean++": Column("regmean++", (1.0, "largest")),
         "lot": Column("lot", (1.0, "largest")),

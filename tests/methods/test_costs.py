@@ -24,6 +24,7 @@ METHODS = [
     ("actmat", {}),
     ("auto", {}),
     ("aswudi", {}),
+    ("auto_measured", {}),
     ("regmean", {}),
     ("ssr", {}),
     ("esm", {}),

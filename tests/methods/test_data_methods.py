@@ -11,8 +11,8 @@ from covmerge.methods import registry
 from covmerge.types import LinearGroup, Measured
 from tests.methods.groups import group_of, random_updates, relative
 
-DATA = ["regmean", "regmean++", "lot", "ssr", "fisher"]
-GRAM = ["regmean", "regmean++", "lot", "ssr"]
+DATA = ["auto_measured", "regmean", "regmean++", "lot", "ssr", "fisher"]
+GRAM = ["auto_measured", "regmean", "regmean++", "lot", "ssr"]
 
 
 def merge(name, group, **params):

@@ -62,6 +62,7 @@ VARIANTS = [
     ("aswudi", {"rtol": 1e-2}),
     ("swudi", {}),
     ("swudi", {"time": 3.0, "rank_ratio": 0.4, "start": "mean"}),
+    ("auto_measured", {}),
     ("regmean", {}),
     ("regmean", {"off_diagonal": 1.0}),
     ("regmean", {"off_diagonal": 0.1, "ridge": 0.5}),

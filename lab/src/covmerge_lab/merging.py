@@ -35,6 +35,12 @@ _AS_RELEASED = (Merge("ace", {"eps": 1e-2}),)
 _ON_OWN_INPUTS = (
     Merge("auto", section=Section.OWN_INPUTS, label="auto, base's inputs", statistics=BASE),
     Merge("regmean", section=Section.OWN_INPUTS, label="regmean, own inputs", statistics=OWN),
+    Merge(
+        "auto_measured",
+        section=Section.OWN_INPUTS,
+        label="auto_measured, own inputs",
+        statistics=OWN,
+    ),
 )
 # They merge inside a space that adapters share; full updates share none.
 _FOR_ADAPTERS = ("knots", "core_space", "ctm", "ssr")

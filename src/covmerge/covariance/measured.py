@@ -75,9 +75,10 @@ def measured_equations(
     *,
     off_diagonal: float = 1.0,
     ridge: float = 0.0,
+    lengths: Sequence[float] | None = None,
     dtype: torch.dtype | None = None,
 ) -> NormalEquations:
-    """Form Σ w_t Δ_t G̃_t and Σ w_t G̃_t.
+    """Form Σ w_t l_tΔ_t G̃_t and Σ w_t G̃_t.
 
     Args:
         updates: Δ_t `(d_out, d_in)`.
@@ -85,17 +86,19 @@ def measured_equations(
         weights: w_t.
         off_diagonal: a, factor of all entries off the diagonal of every G_t.
         ridge: in units of the mean diagonal entry of Σ w_t G̃_t.
+        lengths: l_t; None: 1 each.
         dtype: of the sums; by default that of the updates.
     """
     gram = torch.zeros_like(grams[0], dtype=dtype)
     numerator = torch.zeros_like(updates[0], dtype=dtype)
-    for update, own, weight in zip(updates, grams, weights, strict=True):
+    times = [1.0] * len(updates) if lengths is None else lengths
+    for update, own, weight, length in zip(updates, grams, weights, times, strict=True):
         update, own = update.to(numerator.dtype), own.to(gram.dtype)
         gram.add_(own, alpha=weight * off_diagonal)
-        numerator.addmm_(update, own, alpha=weight * off_diagonal)
+        numerator.addmm_(update, own, alpha=length * weight * off_diagonal)
         rest = own.diagonal() * (weight * (1.0 - off_diagonal))
         gram.diagonal().add_(rest)
-        numerator.addcmul_(update, rest)
+        numerator.addcmul_(update, rest, value=length)
     return NormalEquations(gram, numerator, ridge * float(gram.diagonal().mean()))
 
 

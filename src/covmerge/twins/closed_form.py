@@ -123,7 +123,7 @@ def auto(group: LinearGroup) -> Tensor:
     changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
     if not changed:
         return torch.zeros_like(group.updates[0], dtype=torch.float64)
-    d_out, d_in = group.shape
+    d_in = group.shape[1]
     b = bounds([length(d) for d, _ in changed])
     changed = [(own * d, w) for own, (d, w) in zip(b, changed, strict=True)]
     s = shares([length(d) for d, _ in changed])
@@ -138,14 +138,35 @@ def auto(group: LinearGroup) -> Tensor:
     own = [e.times(a**0.5 / length(d)) for e, a, (d, _) in zip(known, scales, changed, strict=True)]
     rounding = Rounding.together(own)
     V = leading(torch.vstack(roots), tolerance(group, None), rounding).Vh.T
-    w = [x * sum(s) / sum(scales) for _, x in changed]
     R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
     if group.inputs is not None and not group.inputs.any():
         return auto(replace(group, inputs=None))
+    if group.inputs is not None:
+        found = equalised(group, R, group.inputs.double())
+        return auto(replace(group, inputs=None)) if found is None else found
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
     psi = float((identity(d_in) + 10**4 * G).logdet()) / d_in / log(1 + 10**4)
-    told = G + (1 - psi) * identity(d_in)
-    L = root(told if group.inputs is None else group.inputs.double())
+    w = [x * sum(s) / sum(scales) for _, x in changed]
+    found = equalised(group, R, G + (1 - psi) * identity(d_in), of_sum(known, w))
+    return torch.zeros_like(R) if found is None else found
+
+
+def equalised(
+    group: LinearGroup, R: Tensor, C0: Tensor, end: Rounding | None = None
+) -> Tensor | None:
+    """(1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄, K = R C₀ Rᵀ  (docs/auto.md); None where nothing of R is seen.
+
+    `end` is where rounding ends R's spectrum, of a C₀ that nobody measured; beyond it there is nothing.
+    """
+    d_out = len(R)
+    weights = mean_one(group.updates, group.weights)
+    changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
+    b = bounds([length(d) for d, _ in changed])
+    changed = [(own * d, w) for own, (d, w) in zip(b, changed, strict=True)]
+    s = shares([length(d) for d, _ in changed])
+    scales = [own * w for own, (_, w) in zip(s, changed, strict=True)]
+    w = [x * sum(s) / sum(scales) for _, x in changed]
+    L = root(C0)
     seen = [d @ L for d, _ in changed]
     sizes = [max(length(x), 1e-150) for x in seen]
     same = [
@@ -157,25 +178,24 @@ def auto(group: LinearGroup) -> Tensor:
     ]
     alike = sum(s[i] * s[j] * same[i][j] for i in range(len(s)) for j in range(len(s)))
     N = sum(s) ** 2 / alike
-    end = of_sum(known, w) if group.inputs is None else Rounding()
-    top = leading(R @ L, tolerance(group, None), end)
+    top = leading(R @ L, tolerance(group, None), end or Rounding())
     if not len(top.S):
-        return torch.zeros_like(R) if group.inputs is None else auto(replace(group, inputs=None))
+        return None
     tau = 0.01 * (top.S**2).sum() / top.S.sum()
-    phi = float((top.S**2 / (top.S**2 + tau**2)).sum()) / min(d_out, d_in)
+    phi = float((top.S**2 / (top.S**2 + tau**2)).sum()) / min(R.shape)
     q = (0.75 - phi / 4) * (1 - N**-2)
     lift = (top.S**2 + tau**2) ** (-q / 2)
-    unseen = 0.0 if group.inputs is None else tau**-q
+    unseen = tau**-q if end is None else 0.0
     power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
     whole = svd(weighted(seen, w))[1].sum()
-    equalised = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
+    equal = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
     if group.base_norm is None:
-        return equalised
+        return equal
     counts = [own * x for own, x in zip(s, w, strict=True)]
     mean = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
     squares = [c * length(d) ** 2 for c, (d, _) in zip(counts, changed, strict=True)]
     a = sum(squares) ** 2 / (sum(squares) ** 2 + (group.base_norm / 3) ** 4)
-    return (1 - a) * equalised + a * mean
+    return (1 - a) * equal + a * mean
 
 
 def shares(norms: Sequence[float]) -> list[float]:

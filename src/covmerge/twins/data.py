@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.twins.algebra import deltas_of, identity, length, pinv, svd, total
-from covmerge.twins.closed_form import average, least_interference, mean_one
+from covmerge.twins.closed_form import average, bounds, equalised, least_interference, mean_one
 from covmerge.twins.rank import leading, roundings, tolerance, with_equals
 from covmerge.types import LinearGroup, Rounding
 
@@ -127,6 +128,21 @@ def regmean_plus_plus(
 ) -> Tensor:
     """RegMean's equation; the data is another (RegMean++)."""
     return regmean(group, off_diagonal=off_diagonal, ridge=ridge)
+
+
+def auto_measured(group: LinearGroup) -> Tensor:
+    """(1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄, K = R ΣG̃_t Rᵀ, of RegMean's R  (docs/auto.md)."""
+    deltas = deltas_of(group)
+    changed = [t for t, d in enumerate(deltas) if d.any()]
+    if not changed:
+        return torch.zeros_like(deltas[0])
+    b = dict(zip(changed, bounds([length(deltas[t]) for t in changed]), strict=True))
+    R = regmean(replace(group, updates=tuple(b.get(t, 1.0) * d for t, d in enumerate(deltas))))
+    G = total(w * m.value.double() for w, m in zip(group.weights, group.measured, strict=True))
+    if not G.any():
+        return R
+    found = equalised(group, R, 0.9 * G + 0.1 * torch.diag(torch.diag(G)))
+    return R if found is None else found
 
 
 def lot(group: LinearGroup, *, rtol: float | None = None) -> Tensor:
@@ -246,6 +262,7 @@ TWINS = {
     "wudi": wudi,
     "aswudi": aswudi,
     "swudi": swudi,
+    "auto_measured": auto_measured,
     "regmean": regmean,
     "regmean++": regmean_plus_plus,
     "lot": lot,

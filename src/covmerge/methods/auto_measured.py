@@ -1,0 +1,111 @@
+"""`auto` where the experts' inputs were measured: RegMean, whose spectrum is brought nearer to flat."""
+
+from __future__ import annotations
+
+from covmerge.covariance.measured import (
+    measured_equations,
+    measured_equations_cost,
+    measured_values,
+)
+from covmerge.linalg.auto import Cost, dots_cost, metric_cost
+from covmerge.linalg.metric import Metric
+from covmerge.linalg.spectral import rank_tolerance
+from covmerge.methods.auto_noticed import Equalised
+from covmerge.methods.closed_form import solve_ridge, stack_weighted
+from covmerge.methods.equalise import Counted, equalise
+from covmerge.methods.registry import Laws, register
+from covmerge.types import LinearGroup, Merged
+
+_OFF_DIAGONAL = 0.9  # RegMean's default
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    # As RegMean's; then two spectra with what is left of the sums beside them.
+    sums = measured_equations_cost(d_out, d_in, count, itemsize)
+    solve = d_in**3 / 3 + 2.0 * d_out * d_in * d_in
+    spectra, dots = (
+        metric_cost(d_out, d_in, itemsize),
+        dots_cost(d_out, d_in, count, itemsize),
+    )
+    system = (2 * d_in * d_in + 3 * d_out * d_in) * 8
+    return Cost(
+        sums.flops + solve + spectra.flops + dots.flops + 4.0 * d_out * d_in * min(d_out, d_in),
+        max(
+            sums.workspace + system,
+            2 * d_out * d_in * itemsize
+            + d_in * d_in * (8 + itemsize)
+            + max(spectra.workspace + d_out * d_in * itemsize, dots.workspace),
+        ),
+    )
+
+
+@register(
+    "auto_measured",
+    equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R (ΣG̃_t) Rᵀ,  R = (Σ b_tΔ_tG̃_t)(ΣG̃_t)⁻¹,  "
+    "G̃_t = 0.9 E[z zᵀ] + 0.1 diag E[z zᵀ],  λ, τ, q, a and b_t of `auto`",
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=False,  # the diagonal belongs to the axes
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert, whatever the inputs of each copy",
+    ),
+    cost=_cost,
+    data="gram",
+    noticed=Equalised,
+    base_norm=True,
+)
+def auto_measured(group: LinearGroup) -> Merged:
+    """Merge one linear layer by RegMean, whose outputs' spectrum is brought nearer to flat.
+
+    W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  with
+
+    R = (Σ w_tb_tΔ_tG̃_t) C₀⁻¹,  C₀ = Σ w_tG̃_t,  G̃_t = 0.9 G_t + 0.1 diag G_t  (RegMean, §3)
+
+    and b_t, s_t, N, φ, τ, q, λ and a as in `auto`. G_t = E[z zᵀ] over expert t's inputs of this layer
+    takes the place of what updates tell of inputs, and all of them together that of the base's inputs:
+    RegMean's answer is as good as its inputs are those of the task. With the task's own examples
+    equalising adds nothing to it; with inputs that the experts write themselves it makes up for most
+    of what these lack (docs/auto.md). Where no data reached the layer, updates are averaged.
+
+    An expert that did not change the layer keeps its Gram matrix in the sums, as in `regmean`; the
+    length is still that of the updates' sum, and of updates that cancel each other nothing is left.
+
+    Args:
+        group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
+            multiplies its expert's Gram matrix, and its update in the sum. ‖W₀‖ as `base_norm`.
+
+    Raises:
+        RecipeError: an expert has no Gram matrix.
+        TensorError: a Gram matrix has another shape, or the system stays indefinite.
+
+    Departs from the paper: there is none; of RegMean's equation as `regmean` does.
+
+    Example:
+        >>> import torch
+        >>> from covmerge.types import Measured
+        >>> d = torch.tensor([[2.0, 2.0]])
+        >>> data = Measured(torch.diag(torch.tensor([3.0, 1.0])), rows=8, total=3.2)
+        >>> group = LinearGroup((d, d), (1.0, 1.0), measured=(data, data))
+        >>> auto_measured(group).delta.round(decimals=4).tolist()
+        [[2.0, 2.0]]
+    """
+    grams = measured_values(group, "gram", method="auto_measured")
+    counted = Counted.of(group)
+    if counted is None:
+        return Merged(group.updates[0].new_zeros(group.updates[0].shape), Equalised(len(grams)))
+    unchanged = Equalised(counted.active.unchanged)
+    bounds = counted.of_all(counted.bounds)
+    normal = measured_equations(
+        group.updates, grams, group.weights, off_diagonal=_OFF_DIAGONAL, lengths=bounds
+    )
+    inputs = normal.gram
+    if not inputs.any():
+        total = sum(group.weights)
+        shares = [own * w / total for own, w in zip(bounds, group.weights, strict=True)]
+        return Merged(stack_weighted(group.updates, shares), unchanged)
+    fused = solve_ridge(normal)[0]
+    del normal  # the numerator is not held beside the spectra
+    rtol = rank_tolerance(group.shape, fused.dtype, None)
+    found = equalise(counted, fused, Metric.of(inputs), rtol=rtol, known=True)
+    return Merged(fused, unchanged) if found is None else found
