@@ -1,0 +1,141 @@
+"""`auto` where the experts' inputs were measured."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import covmerge
+from covmerge import Generated
+from covmerge.methods import registry
+from covmerge.testing.groups import random_updates
+from covmerge.twins import TWINS
+from covmerge.types import LinearGroup, Measured
+from tests.e2e.models import build, fine_tuned
+from tests.statistics.models import save
+
+METHOD, REGMEAN = registry.get("auto_measured"), registry.get("regmean")
+
+
+def relative(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def data_of(update, seed, rows=300, seen=None):
+    """Inputs that use some directions more than others."""
+    generator = torch.Generator().manual_seed(seed)
+    d_in = update.shape[1]
+    z = torch.randn(rows, d_in, generator=generator, dtype=torch.float64)
+    z = z * (0.9 ** torch.randperm(d_in, generator=generator))
+    if seen is not None:
+        z[:, ~seen] = 0.0
+    gram = (z.mT @ z / rows).to(update)
+    return Measured(gram, rows, float(gram.norm()))
+
+
+def group_of(updates, weights=None, base_norm=None, **how):
+    measured = tuple(data_of(update, seed, **how) for seed, update in enumerate(updates))
+    weights = tuple(weights or [1.0] * len(updates))
+    return LinearGroup(tuple(updates), weights, measured=measured, base_norm=base_norm)
+
+
+@settings(max_examples=50)
+@given(
+    shape=st.sampled_from([(24, 40), (40, 24), (32, 32)]),
+    rank=st.sampled_from([None, 4]),
+    count=st.integers(1, 5),
+    spread=st.sampled_from([1.0, 30.0]),
+    still=st.booleans(),
+    weighted=st.booleans(),
+    base_norm=st.sampled_from([None, 0.3, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_kernel_and_twin_agree(shape, rank, count, spread, still, weighted, base_norm, seed):
+    updates = random_updates(*shape, count, rank or min(shape), spread, seed=seed)
+    updates = [update.double() for update in updates]
+    if still and count > 1:
+        updates[0] = torch.zeros_like(updates[0])
+    group = group_of(updates, [1.0 + t for t in range(count)] if weighted else None, base_norm)
+    assert relative(METHOD(group).delta, TWINS["auto_measured"](group)) < 1e-6
+
+
+def test_one_expert_and_copies_of_one_come_back_whatever_their_inputs():
+    (update,) = random_updates(24, 40, 1, 24, 1.0, seed=0)
+    for count in (1, 3):
+        found = METHOD(group_of([update] * count)).delta
+        assert relative(found, update) < 1e-5
+
+
+def test_it_keeps_what_regmean_finds_and_its_spectrum_is_flatter():
+    group = group_of([update.double() for update in random_updates(32, 32, 4, 4, 1.0, seed=1)])
+    seen = sum(
+        0.9 * m.value + 0.1 * torch.diag(m.value.diagonal()) for m in group.measured
+    ).double()
+    factor = torch.linalg.cholesky(seen)
+    before, after = (
+        torch.linalg.svd(method(group, **method.resolve({})).delta @ factor)
+        for method in (REGMEAN, METHOD)
+    )
+    rank = 16
+    assert torch.allclose(  # the same directions
+        before.U[:, :rank] @ before.U[:, :rank].mT,
+        after.U[:, :rank] @ after.U[:, :rank].mT,
+        atol=1e-6,
+    )
+    assert before.S[0] / before.S[rank - 1] > 1.5 * after.S[0] / after.S[rank - 1]
+    whole = torch.linalg.svdvals(sum(group.updates) @ factor).sum()
+    assert 0.9 * whole < after.S.sum() <= whole * (1 + 1e-9)
+
+
+def test_one_update_that_is_many_times_as_long_is_bounded():
+    updates = random_updates(24, 24, 4, 24, 1.0, seed=2)
+    longer = [updates[0] * 100, *updates[1:]]
+    merged = METHOD(group_of(longer))
+    assert merged.noticed.bounds[0] < 0.1 and merged.noticed.bounds[1] > 0.95
+    assert merged.delta.norm() < 10 * METHOD(group_of(updates)).delta.norm()
+
+
+def test_beside_short_weights_it_goes_to_the_average():
+    updates = random_updates(24, 24, 4, 24, 1.0, seed=3)
+    merged = METHOD(group_of(updates, base_norm=1e-3))
+    assert relative(merged.delta, sum(updates) / 4) < 1e-5
+    assert merged.noticed.towards_average > 0.999
+
+
+def test_without_any_data_of_the_layer_it_is_the_average():
+    updates = random_updates(8, 12, 3, 8, 1.0, seed=4)
+    group = group_of(updates)
+    none = [replace(m, value=torch.zeros_like(m.value)) for m in group.measured]
+    merged = METHOD(replace(group, measured=tuple(none)))
+    assert relative(merged.delta, sum(updates) / 3) < 1e-6
+
+
+def test_updates_of_which_no_input_sees_anything():
+    seen = torch.arange(12) < 6
+    updates = [update * ~seen for update in random_updates(8, 12, 3, 8, 1.0, seed=5)]
+    merged = METHOD(group_of(updates, seen=seen))
+    assert torch.isfinite(merged.delta).all()
+    assert merged.delta.norm() < 1e-3 * updates[0].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_text_that_the_experts_write(tmp_path, dtype):
+    base = build("llama").to(dtype)
+    save(base, tmp_path / "base")
+    files = {}
+    for seed, name in enumerate(["code", "math"], start=1):
+        save(fine_tuned(base, seed, scale=0.05).to(dtype), tmp_path / name)
+        files[name] = tmp_path / f"{name}.covstats.safetensors"
+        covmerge.collect(tmp_path / name, Generated("bos", tokens=8), files[name], max_examples=32)
+    result = covmerge.merge(
+        tmp_path / "base",
+        {name: tmp_path / name for name in files},
+        "auto_measured",
+        out=tmp_path / "out",
+        statistics=files,
+    )
+    told = [m for t in result.stats["tensors"].values() for m in t.get("matrices", [])]
+    assert told and all(m["inputs_known"] and m["towards_average"] is not None for m in told)
+    assert any(m["flattening"] > 0.3 for m in told)
