@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from covmerge.checkpoints import COMPUTED, Journal, Staging, check_not_input
+from covmerge.checkpoints import COMPUTED, THREADS, Journal, Staging, check_not_input
 from covmerge.engine import (
     Contents,
     Context,
@@ -146,18 +146,21 @@ class Job:
             session = None if gathering is None else stack.enter_context(gathering.lead())
             work.checkpoints.materialize()
             sources = {**work.checkpoints.identity(), COMPUTED: options.computed(work.memory)}
-            digest = work.plan.digest(sources)
-            told = {"recipe": dump_recipe(work.plan.recipe), "torch": torch.__version__, **sources}
+            # Ranks take the threads of the one that leads, so these belong to its journal alone.
+            own = {**sources, THREADS: options.threads_for(work.plan)}
+            told = {"recipe": dump_recipe(work.plan.recipe), "torch": torch.__version__, **own}
             # A journal of another plan is an error that leaves the earlier work as it is; whatever
             # goes wrong after it leaves nothing behind.
             begin = Journal.resume if staging.resuming else Journal.create
-            journal = begin(staging.journal, digest, told)
+            journal = begin(staging.journal, work.plan.digest(own), told)
             for entry in () if gathering is None else gathering.earlier():
                 journal.append(entry)
             try:
                 files = OutputFiles(staging.store, work.plan, work.checkpoints)
                 if session is not None:
-                    session.begin(digest, options.threads or torch.get_num_threads())
+                    session.begin(
+                        work.plan.digest(sources), options.threads or torch.get_num_threads()
+                    )
                 with closing(self._executor(work, session)) as executor:
                     done, hashes = self._execute(work, files.output, executor, journal)
                     warnings = check_fit(work.plan, done.items, work.checkpoints)

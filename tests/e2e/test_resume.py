@@ -126,6 +126,26 @@ def test_unfinished_work_needs_a_decision(tmp_path):
     covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True)
 
 
+def test_large_matrices_are_gone_on_with_by_as_many_threads(tmp_path, monkeypatch):
+    """Their sums are rounded by it, and the output had some of each."""
+    monkeypatch.setattr("covmerge.plan.work._NARROW_ELEMENTS", 60)
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    interrupt_after(tmp_path, base, experts, items=2, method="ace", threads=1)
+    with pytest.raises(InputError, match=r"threads was 1 and is now 2\. Take these back"):
+        covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True, threads=2)
+    covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True, threads=1)
+    covmerge.merge(base, experts, "ace", out=tmp_path / "at-once", threads=1)
+    assert digests(tmp_path / "out") == digests(tmp_path / "at-once")
+
+
+@pytest.mark.parametrize(("method", "narrow"), [("ace", 2**20), ("average", 60)])
+def test_what_does_not_hang_on_threads_is_gone_on_with(tmp_path, monkeypatch, method, narrow):
+    monkeypatch.setattr("covmerge.plan.work._NARROW_ELEMENTS", narrow)
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    interrupt_after(tmp_path, base, experts, items=2, method=method, threads=1)
+    covmerge.merge(base, experts, method, out=tmp_path / "out", resume=True, threads=2)
+
+
 def test_changed_sources_are_not_resumed(tmp_path):
     base, experts = save_plain(tmp_path, layers=4, width=32)
     interrupt_after(tmp_path, base, experts, items=2)

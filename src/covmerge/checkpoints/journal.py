@@ -28,7 +28,8 @@ FORMAT = 2
 
 _MAX_BYTES = 2**30
 COMPUTED = "computed"  # how, see `RunOptions.computed`
-_TOLD = ("recipe", "torch", COMPUTED)  # of what a hash is of, what is told with its values
+THREADS = "threads"  # that computed large matrices, see `RunOptions.threads_for`
+_TOLD = ("recipe", "torch", COMPUTED, THREADS)  # of what a hash is of, what is told with its values
 _MOST_CHANGES = 5  # that are named
 
 Key = tuple[str, tuple[int, int]]

@@ -18,7 +18,7 @@ from covmerge.engine.ranks import Rank, find_rank
 from covmerge.engine.threads import Threads
 from covmerge.engine.workers import AUTO, Choice, Workers, choose_workers
 from covmerge.errors import InputError, ResourceError, did_you_mean
-from covmerge.plan import Plan
+from covmerge.plan import Merge, Plan
 from covmerge.statistics import Progress as Collecting
 
 EXECUTORS = ("threads", "processes", "ranks", "ray")
@@ -114,6 +114,24 @@ class RunOptions:
         """
         batches = ", in batches" if memory is not None and memory.lots else ""
         return f"on {self.torch_device.type}{batches}"
+
+    def threads_for(self, plan: Plan) -> int | None:
+        """Return how many threads compute a large matrix of a plan: it decides how sums are rounded.
+
+        None where there is none, or it goes element by element.
+        """
+        device = self.torch_device
+        wide = (
+            item.tensor.operation for item in plan.items if not item.is_narrow(torch.device("cpu"))
+        )
+        sums = any(
+            operation.procedure.unit_for(operation.parameters) != "element"
+            for operation in wide
+            if isinstance(operation, Merge)
+        )
+        if device.type != "cpu" or not sums:
+            return None
+        return self.threads or torch.get_num_threads()
 
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
         """Return what carries the work out; `opener` says how other processes open the sources."""
