@@ -279,7 +279,8 @@ def test_factors_and_product_agree_beside_the_base():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_merge_knows_how_long_the_base_is_within_its_blocks(dtype):
     generator = torch.Generator().manual_seed(1)
-    names = ("h.0.fc.weight", "h.1.fc.weight", "pooler.weight")
+    outside = ("pooler.weight", "classifier.1.weight", "merger.mlp.0.weight", "merger.mlp.2.weight")
+    names = ("h.0.fc.weight", "h.1.fc.weight", *outside)
     base = {name: torch.randn(70, 40, generator=generator).to(dtype) for name in names}
     experts = {
         f"e{t}": {
@@ -292,7 +293,7 @@ def test_a_merge_knows_how_long_the_base_is_within_its_blocks(dtype):
     for name in names:
         updates = [own[name].float() - base[name].float() for own in experts.values()]
         start = base[name].float()
-        known = None if name == "pooler.weight" else start
+        known = None if name in outside else start
         expected = covmerge.merge_layer(updates, "auto", base=known)
         torch.testing.assert_close(done.tensors[name] - start, expected, rtol=1e-4, atol=1e-4)
         (facts,) = done.stats["tensors"][name]["matrices"]

@@ -22,7 +22,7 @@ from covmerge.methods import Method, registry
 from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
 from covmerge.noticed import Noticed
 from covmerge.plan import Copy, Count, Merge, TensorPlan, WorkItem
-from covmerge.tensors import MatrixLayout, layer_name, matrices, write_matrices
+from covmerge.tensors import MatrixLayout, matrices, write_matrices
 from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
 
 _ROWS = 64  # that are widened at once
@@ -344,11 +344,11 @@ def naming(tensor: TensorPlan) -> Generator[None]:
 
 
 def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float | None:
-    """‖W_0‖ of a matrix as it is stored, for whom looks at it; None outside the row of blocks, by its name.
+    """‖W_0‖ of a matrix as it is stored, for whom looks at it; None outside the row of blocks.
 
     A few rows at a time in float64.
     """
-    if not method.base_norm or layer_name(tensor.name) is None:
+    if not method.base_norm or not tensor.in_blocks:
         return None
     parts = (stored[start : start + _ROWS] for start in range(0, len(stored), _ROWS))
     return sqrt(sum(square_norm(rows.to(torch.float64)) for rows in parts))

@@ -398,6 +398,7 @@ def _plan_tensors(
             parameter=info.parameter,
             takes_factors=info.takes_factors,
             stays_full=info.stays_full,
+            in_blocks=info.in_blocks,
             ties=tuple(other for other, to in base.description.tied.items() if to == name),
         )
 

@@ -47,6 +47,7 @@ class TensorPlan:
         parameter: its name in the model that transformers builds of config.json.
         takes_factors: whether it is the weight of a layer that PEFT has factors for.
         stays_full: whether transformers keeps it in float32, and packs it in no format.
+        in_blocks: whether it lies in a row of blocks, one behind the other.
         ties: the other parameters that the config ties to it, for which it stands too.
     """
 
@@ -65,6 +66,7 @@ class TensorPlan:
     parameter: str = ""
     takes_factors: bool = False
     stays_full: bool = False
+    in_blocks: bool = False
     ties: tuple[str, ...] = ()
 
     @property

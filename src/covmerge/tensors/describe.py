@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from covmerge.checkpoints.base import Checkpoint
+from covmerge.tensors.layers import in_rows_of_blocks
 from covmerge.tensors.modules import Kind
 from covmerge.tensors.names import is_head_by_name, kind_by_name, parts_by_name
 from covmerge.tensors.remembered import remembered_skeleton
@@ -33,6 +34,7 @@ class TensorInfo:
         tied_to: the tensor it shares memory with by the config. Where both are stored their values
             may contradict the config, which only a reader of the values can tell.
         outside_backbone: whether it lies outside the base model: a task head, an output layer.
+        in_blocks: whether it lies in a row of blocks, by its name, and inside the base model.
         parameter: its name in the model that transformers builds; as stored where that is unknown.
         takes_factors: whether it is the weight of a layer that PEFT has factors for.
         stays_full: whether transformers keeps it in float32, and packs it in no format.
@@ -45,6 +47,7 @@ class TensorInfo:
     parts: FusedParts | None
     tied_to: str | None
     outside_backbone: bool
+    in_blocks: bool
     parameter: str
     takes_factors: bool
     stays_full: bool
@@ -143,7 +146,7 @@ def describe(
             f"{counted(len(split), 'matrix is', 'matrices are')} known by name for q, k and v in one "
             f"({some(split, 1, quoted=True)}): merged whole, or apart with `tensors: {{fused: split}}`"
         )
-    outside = _outside(headers, skeleton)
+    outside, blocks = _outside(headers, skeleton), in_rows_of_blocks(headers)
     tied = _tied(headers, skeleton) if skeleton else {}
     if config is not None and config.get("tie_word_embeddings") is False:
         # transformers ties T5's output all the same, and unties it when the stored values differ.
@@ -158,6 +161,7 @@ def describe(
             parts=parts,
             tied_to=tied.get(name),
             outside_backbone=name in outside,
+            in_blocks=name in blocks and name not in outside,
             parameter=skeleton.places[name].parameter
             if skeleton and name in skeleton.places
             else name,

@@ -39,6 +39,28 @@ def layer_name(name: str) -> LayerName | None:
     return found and LayerName(name[: found.start(1)], int(found[1]), name[found.end(1) :])
 
 
+def in_rows_of_blocks(names: Iterable[str]) -> frozenset[str]:
+    """The tensors of blocks that stand one behind the other: their numbers begin at 0 and leave none out.
+
+    A number after which others are missing is the place of one layer in a few, a head or a projection,
+    as `torch.nn.Sequential` counts what has weights and what has none.
+
+    Example:
+        >>> names = ["h.0.fc", "h.1.fc", "classifier.1.weight", "mlp.0.weight", "mlp.2.weight", "norm"]
+        >>> sorted(in_rows_of_blocks(names))
+        ['h.0.fc', 'h.1.fc']
+    """
+    found = {name: own for name in names if (own := layer_name(name)) is not None}
+    numbers: dict[str, set[int]] = {}
+    for own in found.values():
+        numbers.setdefault(own.stack, set()).add(own.index)
+    return frozenset(
+        name
+        for name, own in found.items()
+        if max(numbers[own.stack]) + 1 == len(numbers[own.stack])
+    )
+
+
 def relative_depth(index: int, count: int) -> float:
     """Return t = i/(L − 1) of layer i of L; 1 of the only one."""
     return index / (count - 1) if count > 1 else 1.0
