@@ -10,7 +10,8 @@ from covmerge.errors import InputError
 from covmerge.statistics import Generated, StatisticsFile, collect
 from covmerge.statistics.confidence import confidence
 from covmerge.statistics.examples import Reading
-from covmerge.statistics.model import load_model
+from covmerge.statistics.gram import GramCollector
+from covmerge.statistics.model import Layer, load_model
 from tests.e2e.models import fine_tuned
 from tests.statistics.models import classifier, save
 from tests.statistics.test_drawn import save_vit
@@ -71,6 +72,48 @@ def test_what_it_is_not_for(tmp_path, given, says):
         collect("m", Generated(), tmp_path / OUT, by_confidence=True, **given)
     with pytest.raises(InputError, match="is for --inputs generated"):
         collect("m", "a.txt", tmp_path / OUT, by_confidence=True)
+
+
+def with_head(folder, weight, bias):
+    model = fine_tuned(classifier(2), seed=1, scale=0.5)
+    with torch.no_grad():
+        model.classifier.weight.mul_(weight)
+        model.classifier.bias.copy_(torch.tensor(bias))
+    return save(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "says"),
+    [
+        (float("nan"), [0.0, 0.0], "/m gives numbers that are not finite, .*: correct its weights"),
+        (1.0, [0.0, float("inf")], "/m gives numbers that are not finite"),
+        (0.0, [0.0, 0.0], "the head of .*/m all labels of every example are alike"),
+        (0.0, [0.3, 0.3 + 1e-7], "every example are alike, .*: leave out --by-confidence"),
+    ],
+)
+def test_a_head_that_weighs_nothing(tmp_path, weight, bias, says):
+    """max(0.0, nan) is 0.0: a file of zeros was written."""
+    expert = with_head(tmp_path / "m", weight, bias)
+    with pytest.raises(InputError, match=says):
+        collect(expert, Generated(), tmp_path / OUT, by_confidence=True, max_examples=4)
+    assert not (tmp_path / OUT).exists()
+
+
+def test_a_layer_whose_inputs_all_weigh_nothing():
+    """One of a mixture's may see no example but those that the head is not sure of."""
+
+    class Nothing:
+        relative = False
+
+        def of(self, layer, inputs):
+            return torch.zeros(len(inputs))
+
+    layer = torch.nn.Linear(2, 3)
+    grams = GramCollector([Layer("fc.weight", layer, 2)], Nothing())
+    with grams.watching({}):
+        layer(torch.ones(4, 2))
+    with pytest.raises(InputError, match=r"all inputs of 'fc\.weight' are of weight 0"):
+        grams.statistics()
 
 
 def test_weights_are_within_bounds():

@@ -228,6 +228,8 @@ def collect(
             batches = (one for batch in batches for one in weights.each(batch))
         with reported(progress, total) as advance:
             seen = _run(model, batches, advance, grams, fisher)
+        if isinstance(weights, Confidence):
+            weights.check()
         found = _contents(model, seen, grams, fisher)
         if isinstance(examples, Generated):
             made = examples.made_for(model.whole, model.checkpoint.source)

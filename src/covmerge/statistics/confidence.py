@@ -22,6 +22,7 @@ from covmerge.statistics.examples import Batch, single
 from covmerge.statistics.model import Layer, RunningModel
 
 _ONE_OF_MANY = (None, "single_label_classification")
+ROUNDING = 1e-12  # a weight of no more is what rounding leaves of 0
 
 
 class Confidence:
@@ -50,12 +51,13 @@ class Confidence:
             )
         self._model = model
         self._weight = 1.0
+        self._largest = 0.0
 
     def each(self, batch: Batch) -> Iterator[Batch]:
         """Yield every example alone; until the next one, its weight is what `of` gives.
 
         Raises:
-            InputError: the head does not give a number for each label.
+            InputError: the head does not give a finite number for each label.
         """
         for example in single(batch):
             with torch.no_grad():
@@ -67,8 +69,26 @@ class Confidence:
                     f"the head of {self._model.checkpoint.source} gives {shape}, and not a number for each "
                     "label: leave out --by-confidence"
                 )
+            if not bool(logits.isfinite().all()):
+                raise InputError(
+                    f"the head of {self._model.checkpoint.source} gives numbers that are not finite, by "
+                    "which nothing can be weighed: correct its weights, or leave out --by-confidence"
+                )
             self._weight = confidence(logits[0])
+            self._largest = max(self._largest, self._weight)
             yield example
+
+    def check(self) -> None:
+        """Refuse a head that was sure of no example, when all have been seen.
+
+        Raises:
+            InputError: all labels were alike to it, but for rounding.
+        """
+        if self._largest <= ROUNDING:
+            raise InputError(
+                f"to the head of {self._model.checkpoint.source} all labels of every example are alike, so "
+                "that none would count: leave out --by-confidence"
+            )
 
     def of(self, layer: Layer, inputs: Tensor) -> Tensor:
         """Return the weights `(rows,)` of inputs `(rows, d_in)`."""

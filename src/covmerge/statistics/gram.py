@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from covmerge.errors import InputError
+from covmerge.statistics.confidence import ROUNDING
 from covmerge.statistics.examples import Batch, masks_of
 from covmerge.statistics.model import Layer
 from covmerge.statistics.write import Statistic
@@ -134,7 +135,12 @@ class GramCollector:
         return notes
 
     def _statistic(self, names: tuple[str, ...], total: _Sum) -> Statistic:
-        to_mean_one = self._weights is not None and not self._weights.relative and total.weight > 0
+        to_mean_one = self._weights is not None and not self._weights.relative
+        if to_mean_one and total.weight <= ROUNDING * total.rows:
+            raise InputError(
+                f"all inputs of '{names[0]}' are of weight 0: pass more --max-examples, or leave out "
+                "--by-confidence"
+            )
         return Statistic(names, total.value, total.rows, total.weight if to_mean_one else None)
 
     def _rows(self, layer: Layer) -> int:
