@@ -105,7 +105,11 @@ def why_not(
         return "transformers is not installed, which would run the base"
     all_adapters = all(isinstance(expert, AdapterCheckpoint) for expert in experts)
     if recipe.output.format == "adapter" and all_adapters:
-        return "an adapter of adapters needs nothing of its base (--base-stats random runs it)"
+        return (
+            "an adapter of adapters needs nothing of its base (--base-stats random runs it); nor is it "
+            "read for how long its weights are: a merge of updates as long as these goes to the average when "
+            "folded, and this one does not"
+        )
     described = describe_checkpoint(base)
     if described.source != "skeleton":
         return f"transformers does not build the base ({described.notes[0]})"

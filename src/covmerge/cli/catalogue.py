@@ -75,6 +75,7 @@ def page(method: Method) -> dict[str, Any]:
             for parameter in method.parameters
         ],
         "laws": {**_laws(method.laws), "replicas": method.laws.replicas_text},
+        "looks_at_base": method.base_norm,
         "reference": _reference(method.reference),
         "departs": _departures(method),
         "from": _origin(registry.origin(method.name)),
@@ -115,13 +116,16 @@ def step_page(step: Step) -> dict[str, Any]:
     }
 
 
-def law_words(laws: Mapping[str, bool | None]) -> list[tuple[str, str]]:
-    """What is promised, in words."""
+def law_words(
+    laws: Mapping[str, bool | None], *, looks_at_base: bool = False
+) -> list[tuple[str, str]]:
+    """What is promised, in words; of a method that looks at how long the base's weights are, with these."""
+    with_base = ", where the base's weights are times s too" if looks_at_base else ""
     words = {
         "order_invariant": ("order of experts", "changes nothing", "changes the result"),
         "scale_equivariant": (
             "updates times s",
-            "give the merged update times s",
+            f"give the merged update times s{with_base}",
             "do not give the merged update times s: the absolute scale matters",
         ),
         "rotation_equivariant": (
@@ -223,7 +227,8 @@ def markdown(
         "",
         "Δ_t = W_t − W_0 `(d_out, d_in)` is the update of expert t, T the number of experts, w_t an",
         "expert's weight (1 is neutral). An equivariance is kept where the cell says yes: *order* of",
-        "the experts changes nothing; *scale*: updates times s give the merged update times s;",
+        "the experts changes nothing; *scale*: updates times s give the merged update times s (`auto` and",
+        "`auto_measured` look at the length of the base's weights too: where these are times s);",
         "*rotation*: QΔ_tPᵀ gives Q(merged update)Pᵀ. Cost is by the method's own model, for one",
         f"{_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts in float32: floating-point operations (a",
         "float64 one counts as two), and memory beside the updates and the result.",

@@ -110,7 +110,7 @@ def _show_page(page: Mapping[str, Any]) -> None:
             ("merges", page["tensors"]),
             ("data", page["data"]),
             *([("tuned", page["published_tuning"])] if page["published_tuning"] else []),
-            *law_words(laws),
+            *law_words(laws, looks_at_base=page["looks_at_base"]),
             ("equal experts give", laws["replicas"]),
         ],
     )
