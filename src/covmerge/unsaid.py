@@ -107,8 +107,8 @@ def why_not(
     if recipe.output.format == "adapter" and all_adapters:
         return (
             "an adapter of adapters needs nothing of its base (--base-stats random runs it); nor is it "
-            "read for how long its weights are: a merge of updates as long as these goes to the average when "
-            "folded, and this one does not"
+            "read for how long its weights are: a merge of updates as long as these goes to the average "
+            "when folded, and this one does not"
         )
     described = describe_checkpoint(base)
     if described.source != "skeleton":

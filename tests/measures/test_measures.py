@@ -58,6 +58,18 @@ def test_sums(count, rows, columns, scale):
             assert lost == pytest.approx(expected, rel=1e-2, abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_sums_of_what_float32_cannot_square(size):
+    base, updates = draw(30, 20, scale=size), [draw(30, 20, seed=t, scale=size) for t in (1, 2)]
+    usual = sums_of(base / size, [update / size for update in updates])
+    found = sums_of(base, updates)
+    assert found.norms == pytest.approx([size * norm for norm in usual.norms], rel=1e-5)
+    assert found.base_norm == pytest.approx(size * usual.base_norm, rel=1e-5)
+    assert found.cosines[0][1] == pytest.approx(usual.cosines[0][1], abs=1e-5)
+    assert found.cosines_with_base == pytest.approx(usual.cosines_with_base, abs=1e-5)
+    assert found.rounding_of_updates == pytest.approx(usual.rounding_of_updates, rel=0.2)
+
+
 def test_sums_add_up_over_rows_and_come_back_from_json():
     base, updates = draw(300, 500), [draw(300, 500, seed=s) for s in (1, 2, 3)]
     whole = sums_of(base, updates)

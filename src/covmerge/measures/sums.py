@@ -16,6 +16,7 @@ from covmerge.types import Json
 # Elements that are looked at together: what is made of all experts' rows stays in the cache of a core,
 # and counts of so many are exact in float32.
 _BLOCK = 2**13
+_SMALLEST = 1e-28  # float32 has squares to 1e-38: of what is 1e-5 of the usual
 _BLOCK_OF_DEVICE = 2**16  # every call costs an accelerator time
 
 
@@ -51,6 +52,14 @@ class Sums:
                 for name in list(self.__dataclass_fields__)[1:]
             ),
         )
+
+    @property
+    def exact_enough(self) -> bool:
+        """Whether nothing overflowed, and no mean square is so small that float32 may have lost some."""
+        squares = torch.cat([self.base.reshape(1), self.dots.diagonal()])
+        changed = torch.cat([self.base.new_tensor([self.elements]), self.touched.diagonal()])
+        whole = torch.cat([squares, self.lost_as_update, self.lost_as_weights])
+        return bool(whole.isfinite().all() and (squares >= _SMALLEST * changed).all())
 
     @property
     def norms(self) -> list[float]:
@@ -127,7 +136,7 @@ def cosine_with_base(base: float, along: float, square: float) -> float:
 
 
 def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
-    """Look at every element once.
+    """Look at every element once, or in float64 once more where squares overflow float32, or vanish in it.
 
     Args:
         base: W_0, or some of its rows.
@@ -138,12 +147,18 @@ def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
         >>> found.untouched, found.sign_conflict[0][1], round(found.cosines[0][1], 3)
         ([0.5, 0.0], 0.5, 0.0)
     """
+    found = _sums_of(base, updates, updates[0].dtype)
+    exact = updates[0].dtype == torch.float64 or found.exact_enough
+    return found if exact else _sums_of(base, updates, torch.float64)
+
+
+def _sums_of(base: Tensor, updates: Sequence[Tensor], dtype: torch.dtype) -> Sums:
     count = len(updates)
     pairs = [torch.zeros(count, count, dtype=torch.float64) for _ in range(3)]
     single = [torch.zeros(count, dtype=torch.float64) for _ in range(3)]
     along_base, *losses = single
     total = torch.zeros((), dtype=torch.float64)
-    for own, rows in _blocks(base, updates):
+    for own, rows in _blocks(base, updates, dtype):
         signs = rows.sign()
         changed = signs.abs()
         for found, left in zip(pairs, (rows, changed, signs), strict=True):
@@ -167,14 +182,19 @@ def sums_from_json(values: Mapping[str, Any]) -> Sums:
     return Sums(elements=values["elements"], **tensors)
 
 
-def _blocks(base: Tensor, updates: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(
+    base: Tensor, updates: Sequence[Tensor], dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The base's elements `(n,)` and the updates' `(T, n)`, some at a time."""
     flat = [update.reshape(-1) for update in updates]
     own = base.reshape(-1)
     size = _BLOCK if flat[0].device.type == "cpu" else _BLOCK_OF_DEVICE
     for start in range(0, own.numel(), size):
         part = slice(start, start + size)
-        yield own[part].to(flat[0]), torch.stack([update[part] for update in flat])
+        yield (
+            own[part].to(flat[0]).to(dtype),
+            torch.stack([update[part] for update in flat]).to(dtype),
+        )
 
 
 def _over(part: Tensor, whole: Tensor) -> Tensor:
