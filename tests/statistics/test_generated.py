@@ -5,6 +5,7 @@ import json
 import shutil
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from covmerge.errors import InputError, ResourceError
 from covmerge.statistics import Generated, StatisticsFile, collect, collect_regmean_pp, needed
 from covmerge.statistics.examples import Reading
 from covmerge.statistics.model import load_model
-from covmerge.statistics.written import Begun
+from covmerge.statistics.written import Begun, ends_of
 from tests.cli.runs import covmerge as run
 from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import classifier, save, save_family, write_texts
@@ -155,7 +156,7 @@ def test_an_answer_is_what_the_model_goes_on_with(expert, tmp_path):
     written = []
     whole = load_model(open_checkpoint(expert), "cpu", head=True)
 
-    def generate(ids, attention_mask, max_new_tokens):
+    def generate(ids, attention_mask, max_new_tokens, logits_processor):
         written.append((ids.tolist(), attention_mask.tolist(), max_new_tokens))
         added = [[7, 2, 2], [8, 9, 9]] if len(written) == 1 else [[11, 2, 2]]
         return torch.cat([ids, torch.tensor(added)], 1)
@@ -302,7 +303,7 @@ def test_a_text_goes_on_from_what_the_base_began(expert, base, tmp_path):
     texts = [
         ids[mask.bool()].tolist()
         for batch in batches(
-            expert, replace(how, begun=Begun("b", 7, tuple(begun))), max_examples=12
+            expert, replace(how, begun=Begun("b", 7, tuple(begun), 64, ())), max_examples=12
         )
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]
@@ -336,6 +337,122 @@ def test_a_base_that_writes_nothing_begins_nothing(expert, tmp_path):
     with pytest.raises(InputError, match="no language model that writes"):
         collect(expert, Generated("base"), tmp_path / OUT, base=encoder, max_examples=4)
     assert not (tmp_path / OUT).exists()
+
+
+def with_vocabulary(folder, **changed):
+    """A language model of another size, or a tokenizer whose words are others."""
+    rows, first = changed.get("rows", 64), changed.get("first", "w0")
+    model = build("llama")
+    if rows != 64:
+        model.config.vocab_size = rows
+        model = transformers.LlamaForCausalLM(model.config)
+    save(model, folder)
+    words = json.loads((folder / "tokenizer.json").read_text())
+    numbers = words["model"]["vocab"]
+    numbers[first] = numbers.pop("w0")
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    return folder
+
+
+def test_a_base_of_another_vocabulary_begins_nothing(expert, tmp_path):
+    how = Generated("base", tokens=3)
+    larger = with_vocabulary(tmp_path / "larger", rows=4000)
+    said = (
+        r"larger, whose embedding has 4000 rows, began a text with the token \d+, and that of .*/m has "
+        "64 rows: leave out --start base"
+    )
+    with pytest.raises(InputError, match=said):
+        collect(expert, how, tmp_path / OUT, base=larger, max_examples=4)
+    with pytest.raises(InputError, match=said):
+        collect_regmean_pp(larger, {"a": expert}, how, tmp_path / "out", max_examples=4)
+    other = with_vocabulary(tmp_path / "other", first="x")
+    with pytest.raises(
+        InputError, match=r"the token 3 is 'x' to .*/other, and 'w0' to .*/m, which"
+    ):
+        collect(expert, how, tmp_path / OUT, base=other, max_examples=32)
+    # A tokenizer that is named is both's; rows that no token is written of are nothing to an expert.
+    collect(expert, how, tmp_path / OUT, base=other, max_examples=32, tokenizer=expert)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == [OUT]
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [
+        (float("nan"), "/m writes nothing, .* not finite"),
+        (1e38, "/m writes nothing, .* not finite"),
+    ],
+)
+def test_a_model_that_gives_no_odds(expert, tmp_path, factor, says):
+    model = transformers.AutoModelForCausalLM.from_pretrained(expert)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(factor)
+        model.model.norm.weight.mul_(1e4)
+    model.save_pretrained(expert)
+    with pytest.raises(InputError, match=says):
+        collect(expert, Generated(), tmp_path / OUT, max_examples=4)
+    base = save(build("llama"), tmp_path / "b")
+    with pytest.raises(InputError, match=says):
+        collect(base, Generated("base"), tmp_path / OUT, base=expert, max_examples=4)
+    assert not (tmp_path / OUT).exists()
+
+
+def test_what_transformers_cannot_write_with(expert, monkeypatch):
+    def fail(*_, **__):
+        raise KeyError("past")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "generate", fail)
+    with pytest.raises(InputError, match=r"/m cannot write \(KeyError: 'past'\): pass a file"):
+        batches(expert, Generated(), max_examples=1)
+
+
+def test_a_start_that_the_model_has_no_row_for(expert, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(expert)
+    tokenizer.add_tokens(["more"])  # its tokenizer has 63, so that this has the last row
+    tokenizer.add_special_tokens({"bos_token": "<new>"})
+    tokenizer.save_pretrained(expert)
+    said = (
+        r"/m has an embedding of 64 rows, and .* go on from has the token 64 \('<new>'\) of its tok"
+    )
+    with pytest.raises(InputError, match=said):
+        collect(expert, Generated(), tmp_path / OUT, max_examples=4)
+    with_template(expert, TEMPLATE.replace(" w3", "<new>"))
+    with pytest.raises(InputError, match=said):
+        collect(expert, Generated("user"), tmp_path / OUT, max_examples=4)
+    with_template(expert, TEMPLATE.replace("w3", "more"))
+    collect(expert, Generated("user"), tmp_path / OUT, max_examples=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        *product(
+            ["generation_config.json"],
+            ["1", "x", {"a": 1}, 1.5, True, -1, 99999, [1, 64], [None], [[1]]],
+        ),
+        *product(["config.json"], [-1, 99999, [1, 64]]),  # transformers itself sees to the types
+    ],
+)
+def test_ends_that_are_no_tokens(expert, tmp_path, name, ends):
+    if name == "config.json":
+        (expert / "generation_config.json").unlink()
+    path = expert / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ends}))
+    with pytest.raises(InputError) as told:
+        collect(expert, Generated(), tmp_path / OUT, max_examples=4)
+    assert f"eos_token_id of {path} is " in str(told.value)
+    assert "a whole number from 0 to 63: correct it" in str(told.value)
+
+
+def test_ends_of_a_text(expert):
+    """Of a list each; where the checkpoint has none, the tokenizer's; none at all, where it says so."""
+    path = expert / "generation_config.json"
+    known = json.loads(path.read_text())
+    with closing(open_checkpoint(expert)) as checkpoint:
+        model = load_model(checkpoint, "cpu", head=True)
+        tokenizer = model.tokenizer(Reading())
+        for given, ends in ((5, [5]), ([5, 63], [5, 63]), ([], []), (None, [END])):
+            path.write_text(json.dumps({**known, "eos_token_id": given}))
+            assert ends_of(model, tokenizer) == ends
 
 
 def test_as_many_texts_at_once_as_fit(expert, tmp_path, monkeypatch):
@@ -374,6 +491,7 @@ def test_sizes_of_a_text_within_a_config():
         ({"tokens": 0}, "tokens is 0"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 1e-320}, "temperature is 1e-320: pass 1e-06 or more"),
     ],
 )
 def test_what_cannot_be_asked_for(given, says):

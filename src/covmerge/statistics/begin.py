@@ -16,7 +16,7 @@ from covmerge.errors import InputError
 from covmerge.statistics.examples import Reading, longest_text, size_of
 from covmerge.statistics.generated import Generated
 from covmerge.statistics.model import load_model
-from covmerge.statistics.written import BEGUN, Begun, Written, ends_of, writes
+from covmerge.statistics.written import BEGUN, Begun, Written, ends_of, rows_of, words_of, writes
 
 
 def begin(
@@ -46,7 +46,7 @@ def begin(
     # Of short texts half, so that there is room to go on.
     tokens = BEGUN if limit is None else max(1, min(BEGUN, limit // 2 - 1))
     how = Written("bos", tokens, generated.temperature or 1.0, generated.seed)
-    ends = ends_of(model.whole, tokenizer)
+    ends = ends_of(model, tokenizer)
     texts: list[tuple[int, ...]] = []
     for batch in how.batches(model, reading):
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
@@ -56,4 +56,7 @@ def begin(
             over = len(text) > 1 and text[-1] in ends
             texts.append(tuple(text[:-1] if over else text))
         advance(size_of(batch))
-    return replace(generated, begun=Begun(base.source, tokens, tuple(texts)))
+    known, written = words_of(tokenizer), sorted({token for text in texts for token in text})
+    words = tuple((token, known[token]) for token in written if token in known)
+    begun = Begun(base.source, tokens, tuple(texts), rows_of(model), words)
+    return replace(generated, begun=begun)

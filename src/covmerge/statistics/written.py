@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
+from covmerge.checkpoints.json_file import read_object, shorten
 from covmerge.errors import InputError, did_you_mean
 from covmerge.statistics.examples import Batch, Reading, longest_text
 from covmerge.tensors.skeleton import in_short
@@ -26,6 +28,8 @@ TEMPLATED: tuple[Start, ...] = ("chat", "user")
 # Each token costs a reading of all weights, for however many texts: 32 take 0.4 times as long as 4 times 8.
 WRITTEN_AT_ONCE = 32
 BEGUN = 16  # tokens that a base writes, for its experts to go on with
+_LEAST_TEMPERATURE = 1e-6  # below it numbers of float32 that are divided by it overflow
+_ENDS = "eos_token_id"
 _SAID = "What the user says stands here."
 
 
@@ -42,11 +46,15 @@ class Begun:
         by: whose it is.
         tokens: most that it wrote of each.
         texts: the tokens of each, the last of which ends none.
+        rows: of its embedding.
+        words: what these tokens are, as far as its tokenizer knows them.
     """
 
     by: str
     tokens: int
     texts: tuple[tuple[int, ...], ...]
+    rows: int
+    words: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,11 @@ class Written:
             raise InputError(f"tokens is {self.tokens}: pass a positive number")
         if not 0.0 < self.temperature < float("inf"):
             raise InputError(f"temperature is {self.temperature}: pass a positive number")
+        if self.temperature < _LEAST_TEMPERATURE:
+            raise InputError(
+                f"temperature is {self.temperature}: pass {_LEAST_TEMPERATURE} or more, where the "
+                "likeliest token follows already"
+            )
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
         """What a statistics file says of it."""
@@ -104,12 +117,13 @@ class Written:
         """Yield batches of texts.
 
         Raises:
-            InputError: there is nothing to start from, or no room to write.
+            InputError: there is nothing to start from, it is not of the model's vocabulary, there is no
+                room to write, or the model cannot.
         """
         from transformers import GenerationConfig
 
         whole, source, tokenizer = model.whole, model.checkpoint.source, model.tokenizer(reading)
-        starts = self._starts(tokenizer, source, reading.wanted)
+        starts = self._starts(model, tokenizer, reading.wanted)
         longest = max(map(len, starts))
         limit = reading.max_length or longest_text(tokenizer, whole.config)
         room = self.tokens if limit is None else min(self.tokens, limit - longest)
@@ -119,7 +133,8 @@ class Written:
                 "pass another --start, or a larger --max-length"
             )
         reply = _reply(tokenizer, source) if self.start == "user" else None
-        ends = ends_of(whole, tokenizer)
+        _check_tokens(model, tokenizer, reply or ())
+        ends = ends_of(model, tokenizer)
         pad = ends[0] if ends else 0  # masked, so any token will do
         # What a checkpoint asks for beside (penalties, words that may not be written) has no part in it.
         whole.generation_config = GenerationConfig(
@@ -135,27 +150,30 @@ class Written:
             prompts = starts[first : first + reading.at_once]
             with _random.fork_rng([whole.device] if whole.device.type == "cuda" else []):
                 _random.manual_seed(self.seed + number)
-                texts = _continued(whole, prompts, room)
+                texts = _continued(model, prompts, room)
                 if reply is not None:
-                    texts = self._answered(whole, texts, reply, limit)
+                    texts = self._answered(model, texts, reply, limit)
             ids, mask = _padded(texts, pad)
             yield {"input_ids": ids, "attention_mask": mask}
 
-    def _starts(self, tokenizer: Any, source: str, wanted: int) -> list[list[int]]:
+    def _starts(self, model: RunningModel, tokenizer: Any, wanted: int) -> list[list[int]]:
         """What every text goes on from."""
         if self.start != "base":
-            return [_start(tokenizer, source, self.start)] * wanted
+            first = _start(tokenizer, model.checkpoint.source, self.start)
+            _check_tokens(model, tokenizer, first)
+            return [first] * wanted
         if self.begun is None or len(self.begun.texts) < wanted:
             raise InputError(
                 "the start 'base' goes on from what the base began: collect with the base named"
             )
+        _check_begun(self.begun, model, tokenizer)
         return [list(text) for text in self.begun.texts[:wanted]]
 
     def _answered(
-        self, model: Any, texts: list[list[int]], reply: list[int], limit: int | None
+        self, model: RunningModel, texts: list[list[int]], reply: list[int], limit: int | None
     ) -> list[list[int]]:
         """Let the model answer the questions that it brought to an end, where there is room."""
-        ends: list[int] = model.generation_config.eos_token_id or []
+        ends: list[int] = model.whole.generation_config.eos_token_id or []
         questions = [text[:-1] + reply if text[-1] in ends else [] for text in texts]
         longest = max(map(len, questions))
         room = self.tokens if limit is None else min(self.tokens, limit - longest)
@@ -168,12 +186,34 @@ class Written:
         ]
 
 
-def _continued(model: Any, prompts: list[list[int]], room: int) -> list[list[int]]:
+def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list[list[int]]:
     """Return each prompt with what the model adds to it, up to the token that ends it."""
-    how = model.generation_config
+    from transformers import LogitsProcessorList
+
+    source, how = model.checkpoint.source, model.whole.generation_config
     ids, mask = (each.to(model.device) for each in _padded(prompts, how.pad_token_id, left=True))
-    with torch.no_grad():
-        written: Any = model.generate(ids, attention_mask=mask, max_new_tokens=room)
+
+    def checked(_: Tensor, logits: Tensor) -> Tensor:
+        # Of a row with NaN the largest is NaN. A token that a model never writes may have -inf.
+        if not bool(logits.amax(-1).isfinite().all()):
+            raise InputError(
+                f"{source} writes nothing, because what it gives its next token is not finite: its weights "
+                "hold NaN or are too large. Correct them, or pass a file of examples"
+            )
+        return logits
+
+    checks: Any = LogitsProcessorList([checked])
+    try:
+        with torch.no_grad():
+            written: Any = model.whole.generate(
+                ids, attention_mask=mask, max_new_tokens=room, logits_processor=checks
+            )
+    except InputError:
+        raise
+    except Exception as error:  # transformers' code around a stranger's model can fail in any way
+        raise InputError(
+            f"{source} cannot write ({in_short(error)}): pass a file of examples"
+        ) from error
     added: list[list[int]] = written[:, ids.shape[1] :].tolist()
     ends: list[int] = how.eos_token_id or []
     over = [next((i + 1 for i, t in enumerate(row) if t in ends), len(row)) for row in added]
@@ -280,10 +320,71 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
         ) from error
 
 
-def ends_of(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a text."""
-    given = model.generation_config.eos_token_id
-    own = (
-        [tokenizer.eos_token_id] if given is None else [given] if isinstance(given, int) else given
-    )
-    return [end for end in own if end is not None]
+def ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
+    """The tokens that end a text: as the checkpoint has them for writing, else the tokenizer's.
+
+    Raises:
+        InputError: they are no tokens, or none of the model's.
+    """
+    folder, rows = Path(model.checkpoint.folder or ""), rows_of(model)
+    file = folder / "generation_config.json"
+    if file.is_file():
+        given: Any = read_object(file).get(_ENDS)
+    else:
+        file, given = folder / "config.json", model.whole.generation_config.eos_token_id
+    if given is None:
+        file, given = "the tokenizer", tokenizer.eos_token_id
+    if given is None:
+        return []
+    said = shorten(given)
+    ends = cast("list[object]", given) if isinstance(given, list) else [given]
+    # A truth value is an int to Python.
+    if not all(type(end) is int and 0 <= end < rows for end in ends):
+        raise InputError(
+            f"{model.checkpoint.source}: {_ENDS} of {file} is {said}, and a token of the model is a "
+            f"whole number from 0 to {rows - 1}: correct it, because texts end there"
+        )
+    return cast("list[int]", ends)
+
+
+def rows_of(model: RunningModel) -> int:
+    """How many tokens a model of text takes."""
+    return model.whole.get_input_embeddings().num_embeddings
+
+
+def words_of(tokenizer: Any) -> dict[int, str]:
+    """Token -> what it is."""
+    found: dict[str, int] = tokenizer.get_vocab()
+    return {number: word for word, number in found.items()}
+
+
+def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) -> None:
+    """Refuse what a tokenizer gives and the model has no row for."""
+    rows, beyond = rows_of(model), max(tokens, default=0)
+    if beyond >= rows:
+        word = words_of(tokenizer).get(beyond, "")
+        raise InputError(
+            f"{model.checkpoint.source} has an embedding of {rows} rows, and what its texts go on from has "
+            f"the token {beyond} ({shorten(word)}) of its tokenizer: correct the tokenizer, or pass the "
+            "folder of another with --tokenizer"
+        )
+
+
+def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
+    """Refuse what a base began in tokens that the model does not have, or that are others to it."""
+    rows, source = rows_of(model), model.checkpoint.source
+    otherwise = "leave out --start base, or name the base that the expert was made of"
+    beyond = max(max(text) for text in begun.texts)
+    if beyond >= rows:
+        raise InputError(
+            f"{begun.by}, whose embedding has {begun.rows} rows, began a text with the token {beyond}, and "
+            f"that of {source} has {rows} rows: {otherwise}"
+        )
+    own = words_of(tokenizer)
+    for number, word in begun.words:
+        if own.get(number) != word:
+            other = shorten(own[number]) if number in own else "none"
+            raise InputError(
+                f"the token {number} is {shorten(word)} to {begun.by}, and {other} to {source}, which "
+                f"cannot go on from it: {otherwise}"
+            )
