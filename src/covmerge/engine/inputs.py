@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
-from covmerge.errors import NotFiniteError
+from covmerge.errors import NotFiniteError, TensorError
 from covmerge.linalg.lapack import dot, square_norm
 from covmerge.plan import (
     OF_BASE,
@@ -230,6 +230,7 @@ def take_updates(
 
     Raises:
         NotFiniteError: NaN or Inf in them.
+        TensorError: a difference that the dtype does not hold.
     """
     base = inputs.base if inputs.base.is_meta else inputs.base.to(device).to(dtype)
     updates: dict[str, Update] = {}
@@ -249,6 +250,8 @@ def take_updates(
         squares[expert] = _square(update)
         if stored is not None and not isfinite(squares[expert]):
             _name_what_is_not_finite(item, inputs.base, expert, stored, dtype)
+        if not squares[expert] and isinstance(stored, Tensor):
+            _check_not_lost(item, inputs.base, expert, stored, dtype)
         if isinstance(update, Tensor):
             along[expert] = dot(update, base)
         del stored, update
@@ -310,6 +313,20 @@ def _multiplied_out(update: LowRank | tuple[LowRank, ...]) -> Tensor:
     if isinstance(update, LowRank):
         return update.dense()
     return torch.stack([matrix.dense() for matrix in update])
+
+
+def _check_not_lost(
+    item: WorkItem, base: Tensor, expert: str, stored: Tensor, dtype: torch.dtype
+) -> None:
+    """Refuse float64 weights of which a narrower dtype sees no difference, though there is one."""
+    if stored.dtype != torch.float64 or dtype == torch.float64:
+        return
+    largest = float((stored - base[: len(stored)]).abs().max()) if stored.numel() else 0.0
+    if largest > 0.0:
+        raise TensorError(
+            f"'{item.tensor.name}': expert '{expert}' differs from the base by {largest:.2g} at most, of "
+            f"which {str(dtype).removeprefix('torch.')} holds nothing: compute in float64 (--dtype float64)"
+        )
 
 
 def _name_what_is_not_finite(

@@ -46,7 +46,7 @@ from covmerge.plan.work import (
 from covmerge.recipe import Recipe
 from covmerge.recipe.varied import patterns_in
 from covmerge.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
-from covmerge.text import counted
+from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 from covmerge.version import __version__
 
@@ -258,7 +258,7 @@ def _plan(
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
             *_of_no_tensor(draft.recipe, base, models),
-            *_notes(base, models, draft.alignments, draft.tensors),
+            *_notes(draft, base, models),
             *(() if draft.adapter is None else draft.adapter.notes),
             *(() if draft.packed is None else draft.packed.notes),
         ),
@@ -679,17 +679,19 @@ def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> I
             yield f"`{where}` has the pattern {said}, which matches no tensor: {meant}"
 
 
-def _notes(
-    base: Model,
-    models: Mapping[str, Model],
-    alignments: Mapping[str, Alignment],
-    tensors: tuple[TensorPlan, ...],
-) -> Iterator[str]:
+def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
+    tensors, dtype = draft.tensors, draft.recipe.dtype
     yield from base.description.notes
     yield from base.checkpoint.notes
     order = stack_order(base.checkpoint)
     if order is not None:
         yield f"the output has {len(order)} layers, stacked of slices; config.json says so"
+    double = [t.name for t in tensors if t.stored.dtype == torch.float64]
+    if double and dtype != "float64":
+        yield (
+            f"{counted(len(double), 'tensor is', 'tensors are')} stored in float64 and computed in float32 "
+            f"({some(double, 1)}): --dtype float64 keeps all digits"
+        )
     tied = [n for n, i in base.description.tensors.items() if i.tied_to in base.headers]
     if tied:
         yield f"tied tensors are merged and written once; left out: {', '.join(tied)}"
@@ -704,7 +706,7 @@ def _notes(
                 f"'{tensor.name}' lies outside the backbone and has one shape everywhere, so it is "
                 "merged; if it is a task head, add a rule with `use: head` to keep one per expert"
             )
-    for name, alignment in alignments.items():
+    for name, alignment in draft.alignments.items():
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)
         dtypes = {
             str(models[name].dtype(found)).removeprefix("torch.")

@@ -1,0 +1,34 @@
+"""Checkpoints in float64, which are computed in float32 where nobody asks for more."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import covmerge
+from covmerge.errors import TensorError
+
+
+@pytest.mark.parametrize("faint", [1e-150, 1e-12])
+def test_a_difference_that_float32_does_not_hold(tmp_path, faint):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: torch.randn(6, 8, generator=generator, dtype=torch.float64)  # noqa: E731
+    # All weights so small, or the difference alone.
+    weight = draw() * (faint if faint < 1e-100 else 1.0)
+    own = weight + faint * draw()
+    save_file({"layers.0.proj.weight": weight}, tmp_path / "base.safetensors")
+    save_file({"layers.0.proj.weight": own}, tmp_path / "a.safetensors")
+    merge = (tmp_path / "base.safetensors", {"a": tmp_path / "a.safetensors"}, "average")
+    match = r"'layers\.0\.proj\.weight': expert 'a' differs from the base by .* compute in float64"
+    with pytest.raises(TensorError, match=match):
+        covmerge.merge(*merge, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    covmerge.merge(*merge, out=tmp_path / "out", dtype="float64")
+
+
+def test_what_float32_cuts_off_is_said(tmp_path):
+    base = {"layers.0.proj.weight": torch.ones(4, 4, dtype=torch.float64)}
+    own = {"layers.0.proj.weight": torch.full((4, 4), 1.5, dtype=torch.float64)}
+    result = covmerge.merge(base, {"a": own}, "average")
+    assert any("stored in float64 and computed in float32" in note for note in result.notes)
+    result = covmerge.merge(base, {"a": own}, "average", dtype="float64")
+    assert not any("float64" in note for note in result.notes)
