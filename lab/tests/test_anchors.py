@@ -9,10 +9,7 @@ from torch import nn
 from covmerge.errors import InputError
 from covmerge.statistics import StatisticsFile
 from covmerge_lab.anchors import Effort, anchors, collect_anchors
-from covmerge_lab.bench import Bench
-from covmerge_lab.llm import LlmSuite
-from covmerge_lab.studies import STUDIES
-from covmerge_lab.suite import Variant
+from covmerge_lab.run import run_study
 from tests.e2e.models import fine_tuned
 from tests.statistics.models import classifier, save
 from tests.statistics.test_drawn import save_vit
@@ -65,7 +62,7 @@ def test_a_model_of_pictures(tmp_path):
 
 
 def test_a_language_model_is_refused_before_anything_is_trained(tmp_path):
-    bench = Bench(LlmSuite(tmp_path), None, None)
+    how = {"kinds": None, "seeds": [0], "quick": True}
     with pytest.raises(InputError, match=r"'llm' take positions .* --suite text or vision"):
-        STUDIES["anchors"]().run(bench, [Variant("full", 0)])
+        run_study("anchors", "llm", out=tmp_path / "out", cache=tmp_path / "cache", **how)
     assert not any(tmp_path.iterdir())

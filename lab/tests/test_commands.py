@@ -23,3 +23,22 @@ def test_help_does_not_wait_for_torch(name):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "[]\n")
     assert f"covmerge {name}" in done.stdout
+
+
+def test_results_have_a_place_before_hours_of_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    place = ["--cache", tmp_path / "cache", "--out"]
+    done = covmerge("bench", "text", *place, tmp_path / "file", code=2)
+    assert "file is no folder for results (File exists): give another --out" in words(done.stderr)
+    done = covmerge("bench", "text", *place, tmp_path / "file" / "out", code=2)
+    assert "give another --out" in words(done.stderr)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a").write_text("")
+    done = covmerge("study", "ridge", *place, tmp_path / "other", code=2)
+    assert "holds something else than results of a suite" in words(done.stderr)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_number_of_experts_is_named_once(tmp_path):
+    done = covmerge("bench", "text", "--experts", "4,2,4", "--out", tmp_path / "out", code=2)
+    assert "--experts is 4,2,4: name each number once" in words(done.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,10 +129,11 @@ def run_study(
         raise InputError(f"unknown study '{name}'.{did_you_mean(name, STUDIES)}")
     suite = open_suite(suite_name, cache, quick=quick)
     variants = [Variant(kind, seed) for kind in _kinds(suite, kinds) for seed in seeds]
+    study = STUDIES[name]()
+    study.check(suite)
     _check(out, None)
     prepare()
     console = terminal()
-    study = STUDIES[name]()
     with Workers(console) as workers:
         bench = Bench(suite, workers, console)
         bench.prepare()
@@ -154,8 +156,17 @@ def _kinds(suite: Suite, wanted: Sequence[str] | None) -> tuple[Kind, ...]:
 def _check(out: Path, methods: Sequence[str] | None) -> None:
     for method in methods or ():
         registry.get(method)
-    if out.exists() and any(out.iterdir()) and not (out / "results.json").exists():
-        raise InputError(f"{out} holds something else than results of a suite: give another --out")
+    try:
+        # Before hours of work: what cannot be written is not to be found out after it.
+        out.mkdir(parents=True, exist_ok=True)
+        held = any(out.iterdir())
+    except OSError as error:
+        raise InputError(
+            f"{out} is no folder for results ({error.strerror}): give another --out"
+        ) from error
+    if not os.access(out, os.W_OK) or (held and not (out / "results.json").exists()):
+        problem = "holds something else than results of a suite" if held else "cannot be written to"
+        raise InputError(f"{out} {problem}: give another --out")
 
 
 def _outcome(

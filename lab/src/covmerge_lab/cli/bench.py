@@ -63,6 +63,9 @@ def bench(
 
 def _counts(given: str) -> list[int]:
     try:
-        return [int(each) for each in given.split(",")]
+        found = [int(each) for each in given.split(",")]
     except ValueError:
         raise InputError(f"--experts is {given}: name numbers, such as 2,4,8") from None
+    if len(set(found)) < len(found):
+        raise InputError(f"--experts is {given}: name each number once")
+    return found

@@ -19,7 +19,7 @@ from covmerge_lab.studies.accuracy import bars, findings
 from covmerge_lab.studies.generated import near
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
-from covmerge_lab.suite import Variant
+from covmerge_lab.suite import Suite, Variant
 from covmerge_lab.summary import Group
 from covmerge_lab.workers import Job, OnProgress
 
@@ -43,17 +43,20 @@ class Anchors(Study):
         "where the authors take 64, 5 to 50 and 1200."
     )
 
-    def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
-        """See `Study.run`.
+    def check(self, suite: Suite) -> None:
+        """Refuse the language model.
 
         Raises:
-            InputError: the suite is of a language model.
+            InputError: it is that.
         """
-        if bench.suite.own_inputs is WRITTEN:
+        if suite.own_inputs is WRITTEN:
             raise InputError(
-                f"the blocks of suite '{bench.suite.name}' take positions beside hidden states, which "
+                f"the blocks of suite '{suite.name}' take positions beside hidden states, which "
                 "anchors are not made with: pass --suite text or vision"
             )
+
+    def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
+        """See `Study.run`."""
         effort = _QUICK if bench.suite.quick else _EFFORT
         rows: list[list[str]] = []
         found: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from covmerge_lab import figures
 from covmerge_lab.bench import Bench, machine
-from covmerge_lab.suite import Variant
+from covmerge_lab.suite import Suite, Variant
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,13 @@ class Study(ABC):
 
     name: ClassVar[str]
     about: ClassVar[str]
+
+    def check(self, suite: Suite) -> None:  # noqa: B027 - most studies take any suite
+        """Refuse a suite that it cannot run, before anything is fetched.
+
+        Raises:
+            InputError: it cannot.
+        """
 
     @abstractmethod
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
