@@ -15,7 +15,7 @@ from covmerge.statistics.file import StatisticsFile
 from covmerge.statistics.needed import disk_needed, memory_by_block
 from covmerge.statistics.of_base import HOW
 from covmerge.tensors import matrix_shapes
-from covmerge.text import some
+from covmerge.text import counted, some
 
 Statistics = Mapping[str, StatisticsFile]
 
@@ -184,9 +184,11 @@ def notes_on_statistics(
             "whose layers have these names"
         )
     if without:
+        # A file that the merge made itself is called by a hash of how, in a cache.
+        where = "the base, as it was run," if recipe.base_statistics == RANDOM else path.name
         yield (
-            f"{path.name} has no inputs of {len(without)} layers ({some(without, 3)}): they are merged "
-            "as if the base's inputs were not known"
+            f"{where} has no inputs of {counted(len(without), 'layer')} ({some(without, 3)}): "
+            f"{'it is' if len(without) == 1 else 'they are'} merged as if the base's inputs were not known"
         )
 
 
