@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 
 
@@ -13,6 +14,21 @@ def printable(text: str) -> str:
         'layer�[2J\nnext'
     """
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+def shown(value: object) -> str:
+    """Write a value of a recipe or a config for a message: as JSON has it, and text in quotes as names are.
+
+    Example:
+        >>> print(shown(None), shown("null"), shown(float("nan")), shown([None, True, "a"]))
+        null 'null' NaN [null, true, "a"]
+    """
+    if isinstance(value, str):
+        return repr(value)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # of Python's own
+        return repr(value)
 
 
 def some(names: Iterable[str], limit: int = 4, *, quoted: bool = False, between: str = ", ") -> str:

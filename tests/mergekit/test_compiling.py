@@ -223,8 +223,8 @@ class TestWholeRecipes:
         ("text", "said"),
         [
             ("merge_method: tise\nmodels: [{model: a}]", "merge_method is 'tise'"),
-            ("merge_method: [ties]\nmodels: [{model: a}]", "merge_method is ['ties']"),
-            ("merge_method: {ties: 1}\nmodels: [{model: a}]", "merge_method is {'ties': 1}"),
+            ("merge_method: [ties]\nmodels: [{model: a}]", 'merge_method is ["ties"]'),
+            ("merge_method: {ties: 1}\nmodels: [{model: a}]", 'merge_method is {"ties": 1}'),
             ("merge_method: ties\nmodels: [{model: a}]", "ties needs `base_model`"),
             (TIES, "exactly one of `models` and `slices` and `modules`"),
             (f"{TIES}models: []", "`models` is []; it is a list"),
@@ -261,7 +261,7 @@ class TestWholeRecipes:
     @pytest.mark.parametrize(
         ("source", "said"),
         [
-            ("{model: a}", "layer_range is None; it is [first, end)"),
+            ("{model: a}", "layer_range is null; it is [first, end)"),
             ("{model: a, layer_range: [0, 1, 2]}", "it is [first, end)"),
             (
                 "{model: a, layer_range: [4, 8], parameters: {scale: [{filter: layers.5, value: 0}]}}",

@@ -188,7 +188,7 @@ def test_format_is_another_name_of_checkpoint_format(tmp_path, case):
         ("gptq 4 gptq", {"quant_method": "hqq"}, "formats that can be read are fp8, "),
         ("gptq 4 gptq", {"bits": 5}, "its bits is 5, where 2, 3, 4, 8 can be read"),
         ("gptq 8 gptq", {"bits": 3}, r"'fc.qweight' is \[24, 24\], where layers of 3 bits"),
-        ("gptq 4 gptq", {"bits": True}, "its bits is True"),
+        ("gptq 4 gptq", {"bits": True}, "its bits is true"),
         ("gptq 4 gptq", {"bits": 8}, "where its layer needs"),
         ("gptq 4 gptq", {"group_size": 0}, "its group_size is 0, where -1, or 16"),
         ("gptq 4 gptq", {"group_size": 1}, "its group_size is 1, where -1, or 16 or more"),

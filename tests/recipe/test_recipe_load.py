@@ -181,9 +181,13 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
         ("parameters: [1]", "r.yml:3: parameters is [1]; it must be a mapping"),
         (
             "parameters: {a: {b: [1, .nan]}}",
-            "r.yml:3: parameters: a.b[1] is nan; numbers must be finite",
+            "r.yml:3: parameters: a.b[1] is NaN; numbers must be finite",
         ),
-        ("rules: {role: norm}", "r.yml:3: rules is {'role': 'norm'}; it must be a list"),
+        (
+            "base_statistics: true",
+            "r.yml:3: base_statistics is true; it must be text",
+        ),
+        ("rules: {role: norm}", 'r.yml:3: rules is {"role": "norm"}; it must be a list'),
         (
             "rules:\n  - norm",
             "r.yml:4: rules[0] is 'norm'; it must be a mapping with the keys match, role, method, "
@@ -228,7 +232,7 @@ def test_problems_name_line_key_value_and_what_is_allowed(
     [
         (" {}", "2: experts is {}; it must be a mapping with at least one entry, name: source"),
         ("", "2: experts is empty; it must be a mapping"),
-        (" [x]", "2: experts is ['x']; it must be a mapping"),
+        (" [x]", '2: experts is ["x"]; it must be a mapping'),
         (
             "\n  a:",
             "3: experts.a is empty; it must be a path, org/name@revision or a mapping with the "
@@ -249,7 +253,7 @@ def test_problems_name_line_key_value_and_what_is_allowed(
         ),
         (
             "\n  a: {source: x, weight: .inf}",
-            "3: experts.a.weight is inf; it must be a finite number",
+            "3: experts.a.weight is Infinity; it must be a finite number",
         ),
         (
             "\n  a: {source: x, weight: '1'}",
@@ -257,7 +261,7 @@ def test_problems_name_line_key_value_and_what_is_allowed(
         ),
         (
             "\n  a: {source: x, weight: true}",
-            "3: experts.a.weight is True; it must be a valid number",
+            "3: experts.a.weight is true; it must be a valid number",
         ),
         (
             "\n  a: ' x'",

@@ -59,7 +59,7 @@ class TestWhatIsRefused:
             ({"by_name": [{"match": "", "value": 1}]}, "it is a pattern of names"),
             (
                 {"by_name": [{"match": ["a", 1], "value": 1}]},
-                r"match is \['a', 1\]; it is a pattern",
+                r'match is \["a", 1\]; it is a pattern',
             ),
             ({"by_name": [{"match": [], "value": 1}]}, "or a list of them"),
             ({"by_name": [{"value": {"by_name": [{"value": 1}]}}]}, "write its entries into this"),

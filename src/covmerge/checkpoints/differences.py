@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
 from covmerge.checkpoints.json_file import shorten
+from covmerge.text import shown
 
 _LONGEST = 60  # characters of a value
 
@@ -66,4 +67,4 @@ def _told(path: str, before: object, now: object) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
-    return shorten(value) if isinstance(value, str) else json.dumps(value)[:_LONGEST]
+    return shorten(value) if isinstance(value, str) else shown(value)[:_LONGEST]

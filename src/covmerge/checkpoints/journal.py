@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from covmerge.checkpoints.differences import changes
+from covmerge.checkpoints.json_file import shorten
 from covmerge.checkpoints.sealed import check_seal, parsed, sealed
 from covmerge.errors import CheckpointError, InputError
 from covmerge.stores.local import local_file
@@ -185,7 +186,7 @@ def _check_plan(
     head = _parse(file, 1, line)  # its checksum is looked at when its format is known
     if head.get("format") != FORMAT:
         raise CheckpointError(
-            f"{file} has format {head.get('format')!r}, this version of covmerge reads {FORMAT}: "
+            f"{file} has format {shorten(head.get('format'))}, this version of covmerge reads {FORMAT}: "
             "resume with the version that began the merge, or start over with --overwrite"
         )
     _check_seal(file, 1, line)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from covmerge.errors import CheckpointError
 from covmerge.stores.local import local_file
 from covmerge.stores.store import StoredFile
+from covmerge.text import shown
 
 MAX_JSON_BYTES = 100_000_000
 # A value of three bytes takes a hundred of memory. The tokenizer of Gemma 3 has 1.9 million.
@@ -114,8 +115,8 @@ def is_text(text: str) -> bool:
 
 
 def shorten(value: object) -> str:
-    """Return `repr(value)`, cut to a length that an error message can bear."""
-    text = repr(value)
+    """Return a value as `shown` writes it, cut to a length that an error message can bear."""
+    text = shown(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.checkpoints import MASKS_FOLDER, Checkpoint, fingerprint
 from covmerge.checkpoints.folder import open_file
 from covmerge.checkpoints.hashes import sha256_of
-from covmerge.checkpoints.json_file import read_object
+from covmerge.checkpoints.json_file import read_object, shorten
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.strict_json import dumps
@@ -134,7 +134,9 @@ def find_masks(store: Store, expert: str) -> tuple[float, StoredFile]:
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"{path} has no rescaler of '{expert}': merge again") from error
     if not isinstance(factor, float) or not 0.0 < factor < inf:
-        raise CheckpointError(f"{path}: the rescaler of '{expert}' is {factor!r}: merge again")
+        raise CheckpointError(
+            f"{path}: the rescaler of '{expert}' is {shorten(factor)}: merge again"
+        )
     masks = file_at(store, f"{MASKS_FOLDER}/{_masks_of(expert)}")
     why = ""
     if masks.store.is_file(masks.name):

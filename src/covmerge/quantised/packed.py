@@ -137,7 +137,7 @@ class Stored:
         value = self.settings.get(key, default)
         if not any(type(value) is type(known) and value == known for known in allowed):
             self.refuse(
-                f"its {key} is {shorten(value)}, where {', '.join(map(repr, allowed))} can be read"
+                f"its {key} is {shorten(value)}, where {', '.join(map(shorten, allowed))} can be read"
             )
         return value
 

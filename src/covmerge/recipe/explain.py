@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from reprlib import Repr
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from covmerge.checkpoints.json_file import shorten
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.recipe.run import RUN, Run
 from covmerge.recipe.schema import Expert, Output, Recipe, Rule, Slice, TensorRules
 from covmerge.recipe.strict_yaml import KeyPath, Origin
 from covmerge.recipe.tokenizer import TokenizerRules, TokenRow
-
-_shown = Repr()
-_shown.maxstring = _shown.maxother = _shown.maxlong = 80
 
 _MARKS = ("[key]", "[number]", "[varied]")
 # What may stand in place of a mapping.
@@ -131,4 +128,4 @@ def _place(path: KeyPath) -> str:
 
 
 def _value(value: object) -> str:
-    return "empty" if value is None else _shown.repr(value)
+    return "empty" if value is None else shorten(value)

@@ -33,6 +33,7 @@ from covmerge.recipe.strict import StrictModel
 from covmerge.recipe.tokenizer import TEMPLATES, TokenizerRules, check_template
 from covmerge.recipe.varied import VARIED_SCHEMA, check_varied, is_varied
 from covmerge.stores.address import address_of
+from covmerge.text import shown
 from covmerge.types import Role
 
 
@@ -67,7 +68,7 @@ def _check_json(value: object, path: str) -> None:
         for index, item in enumerate(cast("list[object]", value)):
             _check_json(item, f"{path}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{path} is {value}; numbers must be finite")
+        raise ValueError(f"{path} is {shown(value)}; numbers must be finite")
     elif not (value is None or isinstance(value, bool | int | float | str)):
         raise ValueError(f"{path} is of type {type(value).__name__}; use numbers, text or lists")
 
@@ -91,7 +92,7 @@ _MOST_LAYERS = 10_000  # of slices together, which are held one by one
 
 def _check_weight(value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"the weight {value!r} is not a number of at least 0 (0: no part)")
+        raise ValueError(f"the weight {shown(value)} is not a number of at least 0 (0: no part)")
 
 
 def _layers(layers: tuple[int, int]) -> tuple[int, int]:
@@ -108,7 +109,9 @@ def _step(entry: Any) -> Any:
     if isinstance(entry, str):
         return {entry: {}}
     if not isinstance(entry, dict) or len(cast("dict[object, object]", entry)) != 1:
-        raise ValueError(f"{entry!r} is not a step: write its name, or {{name: {{parameters}}}}")
+        raise ValueError(
+            f"{shown(entry)} is not a step: write its name, or {{name: {{parameters}}}}"
+        )
     return cast("dict[object, object]", entry)
 
 

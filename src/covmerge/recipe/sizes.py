@@ -6,6 +6,7 @@ import re
 from fractions import Fraction
 
 from covmerge.errors import RecipeError
+from covmerge.text import shown
 
 _UNITS = {"B": 1} | {
     prefix + suffix: base**power
@@ -34,13 +35,15 @@ def parse_size(size: str | int | float) -> int:
     # bool is an int in Python, and `shard_size: true` is not one byte.
     match = None if isinstance(size, bool) else _SIZE.fullmatch(str(size).strip())
     if match is None:
-        raise RecipeError(f"{size!r} is not a size; write bytes, '5GB' or '512MiB'")
+        raise RecipeError(f"{shown(size)} is not a size; write bytes, '5GB' or '512MiB'")
     number, unit = match[1], match[2] or "B"
     if unit not in _UNITS:
-        raise RecipeError(f"{size!r} has the unknown unit {unit!r}; known: {', '.join(_UNITS)}")
+        raise RecipeError(
+            f"{shown(size)} has the unknown unit {unit!r}; known: {', '.join(_UNITS)}"
+        )
     count = Fraction(number) * _UNITS[unit]
     if count.denominator != 1 or not 0 < count <= _LARGEST:
-        raise RecipeError(f"{size!r} is not a whole number of bytes from 1 to {_LARGEST}")
+        raise RecipeError(f"{shown(size)} is not a whole number of bytes from 1 to {_LARGEST}")
     return int(count)
 
 

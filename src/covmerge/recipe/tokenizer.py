@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from covmerge.errors import did_you_mean
 from covmerge.recipe.strict import StrictModel
+from covmerge.text import shown
 
 BASE, UNION, ZERO, AUTO = "base", "union", "zero", "auto"
 
@@ -134,6 +135,6 @@ def check_template(template: str, experts: Collection[str], *, base: bool) -> No
     if template not in (*words, *experts):
         hint = did_you_mean(template, [*words, *experts])
         raise ValueError(
-            f"chat_template is {template!r}; it is one of {', '.join(words)}, an expert's name, or "
+            f"chat_template is {shown(template)}; it is one of {', '.join(words)}, an expert's name, or "
             f"Jinja.{hint}"
         )

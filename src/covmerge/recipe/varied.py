@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from covmerge.text import some
+from covmerge.text import shown, some
 
 BY_DEPTH, BY_NAME = "by_depth", "by_name"
 _MAX_ENTRIES = 1000
@@ -174,7 +174,7 @@ def _between(points: Sequence[float], depth: float) -> float:
 
 def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> None:
     if len(form) > 1:
-        raise ValueError(f"{dict(form)!r} has the keys {', '.join(form)}; {_one_form()}")
+        raise ValueError(f"{shown(dict(form))} has the keys {', '.join(form)}; {_one_form()}")
     if BY_DEPTH in form:
         points: object = form[BY_DEPTH]
         if (
@@ -207,15 +207,16 @@ def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> 
     own = cast("Mapping[str, object]", entry)
     if not isinstance(entry, Mapping) or not {"value"} <= set(own) <= {"match", "value"}:
         raise ValueError(
-            f"{where} is {entry!r}; write {{match: PATTERN, value: VALUE}}, or {{value: VALUE}} for all "
-            "other tensors"
+            f"{where} is {shown(entry)}; write {{match: PATTERN, value: VALUE}}, or {{value: VALUE}} for "
+            "all other tensors"
         )
     match = own.get("match", "*")
     several = cast("Sequence[object]", match) if isinstance(match, list | tuple) else [match]
     patterns = several or [""]
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise ValueError(
-            f"{where}.match is {match!r}; it is a pattern of names, such as '*.mlp.*', or a list of them"
+            f"{where}.match is {shown(match)}; it is a pattern of names, such as '*.mlp.*', or a list of "
+            "them"
         )
     if is_varied(own["value"]) and BY_NAME in cast("Mapping[str, object]", own["value"]):
         raise ValueError(f"{where}.value is `{BY_NAME}` again; write its entries into this list")
@@ -225,8 +226,8 @@ def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> 
 def _shown(value: object) -> str:
     """A value for a message; of a long list the first few."""
     if not isinstance(value, list | tuple):
-        return repr(value)
-    return f"[{some(map(repr, cast('Sequence[object]', value)))}]"
+        return shown(value)
+    return f"[{some(map(shown, cast('Sequence[object]', value)))}]"
 
 
 def _one_form() -> str:

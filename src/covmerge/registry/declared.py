@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from covmerge.errors import RecipeError, did_you_mean
+from covmerge.text import shown
 
 Parameters = Mapping[str, Any]
 
@@ -183,7 +184,7 @@ class Declared:
             return self._model(**given).model_dump()
         except ValidationError as error:
             problems = "; ".join(
-                f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg'].lower()}"
+                f"{'.'.join(map(str, e['loc']))} = {shown(e['input'])}: {e['msg'].lower()}"
                 for e in error.errors()
             )
             raise RecipeError(f"{self.kind} '{self.name}': {problems}") from error

@@ -13,6 +13,7 @@ from covmerge.recipe.mergekit.pieces import Piece, Theirs, read_theirs
 from covmerge.recipe.mergekit.reading import Part, Told
 from covmerge.recipe.mergekit.tokenizers import KEYS, Named, tokens_of
 from covmerge.recipe.strict_yaml import Origin
+from covmerge.text import shown
 
 _KEYS = (
     *(
@@ -154,5 +155,5 @@ def _dtype(part: Part, key: str) -> str | None:
         return None
     name = str(value).removeprefix("torch.")
     if name not in _DTYPES:
-        part.refuse(f"{key} is {value!r}; it is one of {', '.join(_DTYPES)}", key)
+        part.refuse(f"{key} is {shown(value)}; it is one of {', '.join(_DTYPES)}", key)
     return name

@@ -16,6 +16,7 @@ from covmerge.recipe.mergekit.models import Places
 from covmerge.recipe.mergekit.pieces import read_theirs
 from covmerge.recipe.mergekit.reading import Part, Told
 from covmerge.recipe.strict_yaml import Origin
+from covmerge.text import shown
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Document:
         name = data["name"]
         if not isinstance(name, str) or not re.fullmatch(EXPERT_NAME, name):
             self.refuse(
-                f"`name` is {name!r}, and a folder is called so: use letters, digits, '.', '_' or '-', "
-                "and no '.' at the start",
+                f"`name` is {shown(name)}, and a folder is called so: use letters, digits, '.', '_' or "
+                "'-', and no '.' at the start",
                 "name",
             )
         return name

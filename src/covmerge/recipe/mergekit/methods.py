@@ -10,6 +10,7 @@ from covmerge.errors import did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.mergekit import SETTINGS
 from covmerge.recipe.mergekit.reading import Part
+from covmerge.text import shown
 
 DELTA = "generalized_task_arithmetic"
 
@@ -146,7 +147,7 @@ def named(part: Part) -> TheirMethod:
         return TheirMethod(name, "optional" if alone else "required", experts=ours.experts)
     hint = did_you_mean(str(name), [*METHODS, *registry.names()])
     part.refuse(
-        f"merge_method is {name!r}; it is one of mergekit's ({', '.join(sorted(METHODS))}) or of "
+        f"merge_method is {shown(name)}; it is one of mergekit's ({', '.join(sorted(METHODS))}) or of "
         f"covmerge's (`covmerge methods`).{hint}",
         "merge_method",
     )

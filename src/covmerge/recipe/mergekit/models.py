@@ -12,6 +12,7 @@ from typing import Any, cast
 from covmerge.identifiers import EXPERT_NAME_LENGTH
 from covmerge.recipe.mergekit.reading import Part
 from covmerge.stores.address import address_of
+from covmerge.text import shown
 
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -52,7 +53,7 @@ def _reference(part: Part, key: str) -> Reference:
         return _of_text(part, key, value)
     if not isinstance(value, Mapping):
         part.refuse(
-            f"`{key}` is {value!r}; it is a path, org/name@revision, model+adapter, or a mapping with "
+            f"`{key}` is {shown(value)}; it is a path, org/name@revision, model+adapter, or a mapping with "
             "`model` and `lora`",
             key,
         )
@@ -60,8 +61,8 @@ def _reference(part: Part, key: str) -> Reference:
     own.check_keys(("model", "lora", "override_architecture"))
     if "override_architecture" in own.data:
         own.told.notes.append(
-            f"override_architecture of {own.data.get('model')!r} is of no meaning: covmerge goes by the "
-            "names of the tensors"
+            f"override_architecture of {shown(own.data.get('model'))} is of no meaning: covmerge goes by "
+            "the names of the tensors"
         )
     lora = None if own.data.get("lora") is None else _path(own, "lora")
     return Reference(_path(own, "model"), lora)
@@ -146,10 +147,10 @@ def _path(part: Part, key: str) -> str:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, Mapping):
-        part.refuse(f"`{key}` is {value!r}; it is a path, or org/name@revision", key)
+        part.refuse(f"`{key}` is {shown(value)}; it is a path, or org/name@revision", key)
     own = part.part(key)
     own.check_keys(("path", "revision"))
     path, revision = own.data.get("path"), cast("Any", own.data.get("revision"))
     if not isinstance(path, str) or not path or not (revision is None or isinstance(revision, str)):
-        own.refuse(f"{dict(own.data)!r} is not {{path: PATH, revision: REVISION}}")
+        own.refuse(f"{shown(dict(own.data))} is not {{path: PATH, revision: REVISION}}")
     return path if revision is None else f"{path}@{revision}"

@@ -14,6 +14,7 @@ from covmerge.recipe.mergekit.pieces import Piece, Theirs
 from covmerge.recipe.mergekit.reading import Part
 from covmerge.recipe.mergekit.settings import filters, setting
 from covmerge.recipe.varied import check_varied
+from covmerge.text import shown
 
 _OF_A_LAYER = re.compile(r"(^|\.)\d")  # as in "layers.1" and "1.mlp", and not in "ln_1"
 
@@ -148,7 +149,7 @@ def _check_switch(method: TheirMethod, name: str, value: object, around: Sequenc
     def check(one: object) -> None:
         if not isinstance(one, bool):
             place = next(part for part in around if name in part.data)
-            place.refuse(f"`{name}` is {one!r}; it is true or false", name)
+            place.refuse(f"`{name}` is {shown(one)}; it is true or false", name)
 
     check_varied(value, check)
 

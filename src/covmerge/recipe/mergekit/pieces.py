@@ -13,6 +13,7 @@ from covmerge.recipe.mergekit.models import Places, Reference, names_of, referen
 from covmerge.recipe.mergekit.modules import WHOLE
 from covmerge.recipe.mergekit.reading import Part
 from covmerge.recipe.mergekit.tokenizers import RESERVED, asks_for_tokens
+from covmerge.text import shown
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,9 @@ def _source(part: Part) -> Source:
     part.check_keys(("model", "layer_range", "parameters"))
     layers: object = part.data.get("layer_range")
     if not _is_range(layers):
-        part.refuse(f"layer_range is {layers!r}; it is [first, end), such as [0, 8]", "layer_range")
+        part.refuse(
+            f"layer_range is {shown(layers)}; it is [first, end), such as [0, 8]", "layer_range"
+        )
     first, end = cast("Sequence[int]", layers)
     return Source(reference(part, "model"), part, (first, end))
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.recipe.strict_yaml import KeyPath, Origin
+from covmerge.text import shown
 
 _MARKS = ("merge_method", "models", "modules", "base_model")  # covmerge's recipes have none of them
 
@@ -68,7 +69,7 @@ class Part:
         """Return the mappings in the list under a key."""
         found = self.data.get(key)
         if not isinstance(found, list) or not found:
-            self.refuse(f"`{key}` is {found!r}; it is a list with at least one entry", key)
+            self.refuse(f"`{key}` is {shown(found)}; it is a list with at least one entry", key)
         entries = cast("Sequence[object]", found)
         return [self._below(entry, key, number) for number, entry in enumerate(entries)]
 
@@ -76,5 +77,5 @@ class Part:
         if value is None:
             value = {}
         if not isinstance(value, Mapping):
-            self.refuse(f"{value!r} is not a mapping", *keys)
+            self.refuse(f"{shown(value)} is not a mapping", *keys)
         return Part(cast("Mapping[str, Any]", value), (*self.path, *keys), self.origin, self.told)

@@ -8,6 +8,7 @@ from typing import Any, cast
 from covmerge.recipe.mergekit.methods import REQUIRED
 from covmerge.recipe.mergekit.reading import Part
 from covmerge.recipe.varied import BY_DEPTH, BY_NAME, containing
+from covmerge.text import shown
 
 
 def setting(parameter: str, places: Sequence[Part], default: object, whose: str) -> Any:
@@ -66,7 +67,8 @@ def _conditions(part: Part, parameter: str) -> Iterator[tuple[str | None, Any]]:
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
             part.refuse(
-                f"`{parameter}` has {entry!r} beside filters; write {{value: {entry!r}}}", parameter
+                f"`{parameter}` has {shown(entry)} beside filters; write {{value: {shown(entry)}}}",
+                parameter,
             )
         own = Part(
             cast("Mapping[str, Any]", entry),
@@ -79,7 +81,7 @@ def _conditions(part: Part, parameter: str) -> Iterator[tuple[str | None, Any]]:
             own.refuse(f"a filter of `{parameter}` has no `value`")
         text = own.data.get("filter")
         if not (text is None or isinstance(text, str)):
-            own.refuse(f"the filter {text!r} is not text", "filter")
+            own.refuse(f"the filter {shown(text)} is not text", "filter")
         match = None if text in (None, "*", "") else containing(str(text))
         yield match, _value(own, "value", own.data["value"])
 
@@ -92,7 +94,7 @@ def _value(part: Part, key: str, value: object) -> Any:
     if not numbers:
         return None
     if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
-        part.refuse(f"`{key}` is {value!r}; a gradient is a list of numbers", key)
+        part.refuse(f"`{key}` is {shown(value)}; a gradient is a list of numbers", key)
     return {BY_DEPTH: numbers} if len(numbers) > 1 else numbers[0]
 
 

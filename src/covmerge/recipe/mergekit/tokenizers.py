@@ -9,6 +9,7 @@ from typing import Any
 from covmerge.recipe.mergekit.models import Reference, reference
 from covmerge.recipe.mergekit.reading import Part
 from covmerge.recipe.tokenizer import AUTO, BASE, TEMPLATES, UNION, ZERO
+from covmerge.text import shown
 
 KEYS = ("tokenizer_source", "tokenizer", "chat_template")
 # Names that a model cannot have where they mean something else.
@@ -59,7 +60,8 @@ def tokens_of(part: Part, named: Named) -> dict[str, Any]:
     if template is not None:
         if not isinstance(template, str) or not _is_template(template):
             part.refuse(
-                f"chat_template is {template!r}; it is {AUTO}, one of {', '.join(TEMPLATES)}, or Jinja",
+                f"chat_template is {shown(template)}; it is {AUTO}, one of {', '.join(TEMPLATES)}, or "
+                "Jinja",
                 "chat_template",
             )
         found["chat_template"] = template
@@ -81,7 +83,8 @@ def _rules(own: Part, named: Named) -> dict[str, Any]:
     if multiple:
         if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
             own.refuse(
-                f"pad_to_multiple_of is {multiple!r}; it is a number of rows", "pad_to_multiple_of"
+                f"pad_to_multiple_of is {shown(multiple)}; it is a number of rows",
+                "pad_to_multiple_of",
             )
         found["pad_to_multiple_of"] = multiple
     return found
@@ -119,7 +122,7 @@ def _row(own: Part, named: Named) -> dict[str, Any]:
         source.check_keys(("kind",))
         return {"of": ZERO, **force}
     if kind != "model_token":
-        source.refuse(f"kind is {kind!r}; it is zero or model_token", "kind")
+        source.refuse(f"kind is {shown(kind)}; it is zero or model_token", "kind")
     source.check_keys(("kind", "model", "token", "token_id"))
     asked = {
         ours: source.data[theirs]
