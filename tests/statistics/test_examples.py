@@ -50,11 +50,36 @@ def test_columns(tmp_path):
         ("a.jsonl", b'{"txet": "a"}', "line 1 has no 'text'. Did you mean 'txet'?"),
         ("a.jsonl", b'{"text": 3}', "line 1: 3 is no text"),
         ("a.jsonl", b'{"text": "a", "text_pair": 3}', "line 1: 3 is no text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": null}', "line 2: null is no text"),
+        ("a.jsonl", b'{"text": "a", "text_pair": true}', "line 1: true is no text"),
+        ("a.jsonl", b"[null, true, NaN]", r"line 1 is \[null, true, NaN\], not a text"),
+        (
+            "a.jsonl",
+            b'{"text": "a", "label": [null, true]}',
+            r"the label \[null, true\] is neither",
+        ),
+        (
+            "a.jsonl",
+            b'"b"\n{"text": "a \\ud800 b"}',
+            r"line 2: 'a \\ud800 b' holds half of a surrogate",
+        ),
+        ("a.jsonl", b'"\\udc00"', "line 1: .* holds half of a surrogate pair"),
+        (
+            "a.json",
+            b'[{"text": "a", "text_pair": "\\ud800"}]',
+            "entry 1: .* half of a surrogate pair",
+        ),
         ("a.jsonl", b'{"text": "a", "label": [1]}', "the label \\[1\\] is neither"),
         ("a.jsonl", b"[1, 2]", "line 1 is \\[1, 2\\], not a text or an object"),
         ("a.json", b'{"text": "a"}', "a JSON list of texts"),
         ("a.json", b"[" * 100_000, "cannot be read as .json"),
         ("a.csv", b"a,b\n1,2\n", "row 1 has no 'text'"),
+        ("a.csv", b"label,text\n1,a\n1\n", "row 2 has 1 value, and the first line 2 names"),
+        (
+            "a.csv",
+            b"text,label\na,1\nwell, a,1\n",
+            "row 2 has 3 values, and the first line 2 names",
+        ),
         ("a.csv", b"text\n" + b"x" * 200_000, "cannot be read as .csv"),
     ],
 )
@@ -83,6 +108,15 @@ def test_long_texts_are_cut(tmp_path, given, rows):
     (tmp_path / "a.txt").write_text("w1 " * 100)
     collect(folder, tmp_path / "a.txt", tmp_path / OUT, **given)
     assert StatisticsFile.open(tmp_path / OUT).rows("gram", DENSE) == rows
+
+
+def test_a_truth_value_is_no_length(tmp_path):
+    folder = save("bert", tmp_path / "m")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": True}))
+    (tmp_path / "a.txt").write_text("w1 w2 w3")
+    collect(folder, tmp_path / "a.txt", tmp_path / OUT)
+    assert StatisticsFile.open(tmp_path / OUT).rows("gram", DENSE) == 3
 
 
 def test_another_tokenizer(tmp_path):

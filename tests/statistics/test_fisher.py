@@ -1,5 +1,7 @@
 """Fisher information against autograd by hand, example by example."""
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -18,6 +20,8 @@ from tests.statistics.models import (
     write_texts,
 )
 from tests.tolerance import assert_same_fisher
+
+OUT = "a.covstats.safetensors"
 
 
 def squares(model, log_p):
@@ -165,6 +169,49 @@ def test_labels_in_batches(tmp_path):
     batch["labels"] = torch.tensor([0, 3, 1])
     with pytest.raises(InputError, match="3 labels, numbered from 0"):
         collect(folder, [batch], out, kinds=["fisher"], labels="data", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("labels", "label", "says"),
+    [
+        (3, 1.5, "the label 1.5 is not the whole number of a class, or its name"),
+        (3, True, "the label true is not the whole number"),
+        (3, math.nan, "the label NaN is not the whole number"),
+        (3, 10**30, "the label 10+ is not the whole number"),
+        (1, 10**400, "the label 10+... is not a finite number"),
+        (3, "--1", "the label '--1' is not in the model's config"),
+        (1, True, "the label true is not a finite number"),
+        (1, -math.inf, "the label -Infinity is not a finite number"),
+    ],
+)
+def test_labels_that_are_none(tmp_path, labels, label, says):
+    """A cast to whole numbers makes 1 of 1.5, and of a truth value."""
+    records = [{"text": "w1", "label": 1}, {"text": "w2", "label": label}]
+    data = write_json_lines(tmp_path / "a.jsonl", records)
+    with pytest.raises(InputError, match=rf"a\.jsonl, line 2: {says}"):
+        run(tmp_path, classifier(labels), data, labels="data")
+    assert not (tmp_path / OUT).exists()
+    collect(tmp_path / "m", data, tmp_path / OUT)  # which no label is needed for
+
+
+def test_whole_numbers_with_a_point_are_labels(tmp_path):
+    found = []
+    for number, given in enumerate(([2, 0], [2.0, 0.0], ["2", " 0"])):
+        records = [{"text": "w1 w2", "label": label} for label in given]
+        data = write_json_lines(tmp_path / f"{number}.jsonl", records)
+        _, out, _ = run(tmp_path, classifier(), data, labels="data", overwrite=True)
+        found.append(StatisticsFile.open(out).read("fisher", "bert.pooler.dense.weight"))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_labels_in_batches_that_are_none(tmp_path):
+    folder = save(classifier(), tmp_path / "m")
+    for strange, told in ((1.5, "1.5"), (math.nan, "NaN")):
+        batch = {**encode(folder, texts(3)), "labels": torch.tensor([0.0, strange, 1.0])}
+        with pytest.raises(InputError, match=f"has the label {told}, and .*/m has 3 classes"):
+            collect(folder, [batch], tmp_path / OUT, kinds=["fisher"], labels="data")
+    assert not (tmp_path / OUT).exists()
 
 
 def test_nothing_is_left_out_or_twice(tmp_path):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from covmerge.checkpoints.json_file import shorten
+from covmerge.checkpoints.json_file import is_text, shorten
 from covmerge.errors import InputError, did_you_mean
 from covmerge.stores.regular_file import open_regular
+from covmerge.text import counted
 
 Batch = Mapping[str, Tensor]
 Examples = str | Path | Iterable[Batch]
@@ -28,6 +30,9 @@ MADE = 256  # examples, where they are made and nobody says how many
 AT_ONCE = 8  # examples a batch, where nobody says how many
 _MAX_LINE = 2**24  # characters of an example
 _MAX_JSON = 2**26  # bytes of a list, which is read and parsed as a whole
+_MOST_LABELS = 2**31
+_LARGEST_LABEL = 1e38  # as float32 holds it
+_NUMBER = re.compile(r"\s*-?[0-9]{1,9}\s*")
 LABELS = "labels"  # key of a batch that holds what the model was trained to say
 
 
@@ -85,11 +90,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Text:
-    """One example of a file; pair and label are None where the file has none."""
+    """One example of a file; pair and label are None where the file has none.
+
+    Attributes:
+        where: of the file it is, for errors.
+    """
 
     text: str
     pair: str | None = None
     label: float | str | None = None
+    where: str = field(default="", compare=False)
 
 
 def read_texts(path: Path, reading: Reading) -> list[Text]:
@@ -170,7 +180,16 @@ def _json(file: TextIO) -> Iterator[tuple[str, object]]:
 
 
 def _csv(file: TextIO) -> Iterator[tuple[str, object]]:
-    for number, row in enumerate(csv.DictReader(_bounded(file)), start=1):
+    rows = csv.DictReader(_bounded(file))
+    for number, row in enumerate(rows, start=1):
+        names = len(rows.fieldnames or ())
+        values = [value for name, value in row.items() if name is not None and value is not None]
+        more = cast("Mapping[str | None, list[str]]", row).get(None, [])
+        if len(values) < names or more:
+            raise InputError(
+                f"row {number} has {counted(len(values) + len(more), 'value')}, and the first line "
+                f"{counted(names, 'name')}: correct it; a text with commas or quotes stands in quotes"
+            )
         yield f"row {number}", row
 
 
@@ -179,7 +198,7 @@ _READERS = {".txt": _lines, ".jsonl": _json_lines, ".json": _json, ".csv": _csv}
 
 def _text(record: object, where: str, reading: Reading) -> Text:
     if isinstance(record, str):
-        return Text(record)
+        return Text(_checked_text(record, where), where=where)
     if not isinstance(record, dict):
         raise InputError(f"{where} is {shorten(record)}, not a text or an object with one")
     columns = cast("dict[str, object]", record)
@@ -191,11 +210,21 @@ def _text(record: object, where: str, reading: Reading) -> Text:
         )
     text = columns[reading.text_column]
     pair, label = columns.get(reading.pair_column), columns.get(reading.label_column)
-    if not isinstance(text, str) or not isinstance(pair, str | None):
-        raise InputError(f"{where}: {shorten(pair if isinstance(text, str) else text)} is no text")
     if not isinstance(label, int | float | str | None):
         raise InputError(f"{where}: the label {shorten(label)} is neither a number nor a name")
-    return Text(text, pair, label)
+    second = None if pair is None else _checked_text(pair, where)
+    return Text(_checked_text(text, where), second, label, where)
+
+
+def _checked_text(text: object, where: str) -> str:
+    if not isinstance(text, str):
+        raise InputError(f"{where}: {shorten(text)} is no text: correct it, or leave it out")
+    if not is_text(text):
+        raise InputError(
+            f"{where}: {shorten(text)} holds half of a surrogate pair, which is not valid Unicode: "
+            "correct it"
+        )
+    return text
 
 
 def tokenized(
@@ -204,6 +233,9 @@ def tokenized(
     """Yield batches of a tokenizer's tensors, padded to the longest of each batch.
 
     Where labels are wanted and every text of a batch has one, they become `labels`.
+
+    Raises:
+        InputError: a label is none of the model's.
     """
     limit = reading.max_length or longest_text(tokenizer, config)
     paired = any(text.pair is not None for text in texts)
@@ -219,29 +251,44 @@ def tokenized(
                 return_tensors="pt",
             )
         )
-        given = [text.label for text in part if text.label is not None]
-        if labels and len(given) == len(part):
-            batch[LABELS] = torch.tensor([_label_id(label, config) for label in given])
+        if labels and all(text.label is not None for text in part):
+            batch[LABELS] = torch.tensor([_label_of(text, config) for text in part])
         yield batch
 
 
 def longest_text(tokenizer: Any, config: Any) -> int | None:
     """Tokens that the model takes: tokenizers without a limit say 10³⁰."""
     positions = getattr(config, "max_position_embeddings", None)
-    limits = [n for n in (tokenizer.model_max_length, positions) if isinstance(n, int) and n > 0]
+    # A truth value is an int to Python.
+    limits = [n for n in (tokenizer.model_max_length, positions) if type(n) is int and n > 0]
     return min(limits) if limits and min(limits) < 2**31 else None
 
 
-def _label_id(label: float | str, config: Any) -> float:
-    if not isinstance(label, str):
-        return label
-    known: dict[str, int] = getattr(config, "label2id", None) or {}
-    if label in known:
-        return known[label]
-    if label.strip().lstrip("-").isdecimal():  # a CSV file has only texts
-        return int(label)
+def _label_of(text: Text, config: Any) -> float:
+    """The number that a label is to the model: of a class, or what a regression is to say."""
+    label = text.label
+    if isinstance(label, str):
+        known: dict[str, int] = getattr(config, "label2id", None) or {}
+        if label in known:
+            return known[label]
+        if _NUMBER.fullmatch(label):  # a CSV file has only texts
+            return int(label)
+        raise InputError(
+            f"{text.where}: the label '{label}' is not in the model's config."
+            + did_you_mean(label, known)
+        )
+    one_number = getattr(config, "num_labels", None) == 1
+    most = _LARGEST_LABEL if one_number else _MOST_LABELS
+    # A truth value is an int to Python, and NaN is less than nothing.
+    if label is not None and not isinstance(label, bool) and abs(label) < most:
+        if one_number:
+            return float(label)
+        if label == int(label):
+            return int(label)
+    wanted = "a finite number" if one_number else "the whole number of a class, or its name"
     raise InputError(
-        f"the label '{label}' is not in the model's config." + did_you_mean(label, known)
+        f"{text.where}: the label {shorten(label)} is not {wanted}: correct it, or take the model's own "
+        "labels (--labels model)"
     )
 
 

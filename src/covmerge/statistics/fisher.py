@@ -7,6 +7,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from covmerge.checkpoints.json_file import shorten
 from covmerge.errors import InputError
 from covmerge.statistics.examples import LABELS, Batch, single
 from covmerge.statistics.model import RunningModel
@@ -108,7 +109,16 @@ class FisherCollector:
             return [(1.0, -0.5 * (labels - logits[:, 0]).square().sum())]
         if logits.ndim == 3 and _predicts_next(self._model):
             logits, labels = logits[:, :-1], labels[:, 1:]
-        labels = labels.flatten().long()
+        labels = labels.flatten()
+        whole = labels.long()
+        strange = labels[whole != labels]  # NaN among them
+        if len(strange):
+            raise InputError(
+                f"an example has the label {shorten(strange[0].item())}, and "
+                f"{self._model.checkpoint.source} has {logits.shape[-1]} classes, numbered from 0: correct "
+                "the labels"
+            )
+        labels = whole
         counted = labels != _IGNORED
         if not bool(((labels >= 0) & (labels < logits.shape[-1]) | ~counted).all()):
             raise InputError(

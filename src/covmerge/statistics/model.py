@@ -163,7 +163,7 @@ class RunningModel:
         try:
             yield from tokenized(texts, tokenizer, self.whole.config, reading, labels=labels)
         except InputError as error:
-            raise InputError(f"{path}: {error}") from error
+            raise InputError(f"{path}, {error}") from error
 
     def tokenizer(self, reading: Reading) -> Any:
         """Return the tokenizer that is asked for, or the model's own.

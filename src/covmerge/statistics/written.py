@@ -197,8 +197,8 @@ def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list
         # Of a row with NaN the largest is NaN. A token that a model never writes may have -inf.
         if not bool(logits.amax(-1).isfinite().all()):
             raise InputError(
-                f"{source} writes nothing, because what it gives its next token is not finite: its weights "
-                "hold NaN or are too large. Correct them, or pass a file of examples"
+                f"{source} writes nothing, because what it gives for a next token is not finite: its "
+                "weights hold NaN or are too large, correct them"
             )
         return logits
 
