@@ -44,6 +44,7 @@ OF_GRAMS = frozenset(
         "ace",
         "actmat",
         "auto",
+        "auto_measured",
         "wudi",
         "aswudi",
         "swudi",
