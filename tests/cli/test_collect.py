@@ -87,6 +87,10 @@ BAD = {
     "no model": (["nowhere", "a.txt", OUT], "no such file or folder: nowhere"),
     "no data": (["m", "b.txt", OUT], "b.txt cannot be read: No such file"),
     "kind": (["m", "a.txt", OUT, "--kind=grem"], "no statistic 'grem'. Did you mean 'gram'?"),
+    "labels that nothing is of": (
+        ["m", "a.txt", OUT, "--labels=data"],
+        "--labels data is for Fisher information, and none is asked for",
+    ),
     "labels": (["m", "a.txt", OUT, "--labels=mine"], "not of 'mine'"),
     "suffix": (["m", "a.txt", "a.safetensors"], "does not end with .covstats.safetensors"),
     "folder": (["m", "a.txt", f"no/{OUT}"], "there is no folder no"),

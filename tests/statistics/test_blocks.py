@@ -391,6 +391,14 @@ def test_what_takes_the_whole_model_is_refused_without_room(tmp_path, monkeypatc
     assert not out.exists()
 
 
+def test_a_block_that_does_not_fit_is_named(tmp_path, monkeypatch):
+    folder = save("llama", tmp_path / "m")
+    monkeypatch.setattr(needed, "fits", lambda size, given: False)
+    monkeypatch.setattr(importlib.import_module("covmerge.statistics.collect"), "fits", needed.fits)
+    with pytest.raises(ResourceError, match=r"a block of .*/m and its sums take up to .* GiB"):
+        collect(folder, write_texts(tmp_path / "a.txt"), tmp_path / "x.covstats.safetensors")
+
+
 def test_batches_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     folder = save("llama", tmp_path / "m")
     out = tmp_path / "x.covstats.safetensors"

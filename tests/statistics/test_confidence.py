@@ -65,11 +65,20 @@ def test_no_head_that_is_sure(tmp_path):
     [
         ({"base": "b"}, "each its own way: pass one of them"),
         ({"kinds": ["fisher"]}, "none is asked for"),
+        (
+            {"examples": Generated("base"), "base": "b"},
+            "--start base is for language models, and --by-c",
+        ),
     ],
 )
 def test_what_it_is_not_for(tmp_path, given, says):
     with pytest.raises(InputError, match=says):
-        collect("m", Generated(), tmp_path / OUT, by_confidence=True, **given)
+        collect(
+            expert="m",
+            out=tmp_path / OUT,
+            by_confidence=True,
+            **{"examples": Generated(), **given},
+        )
     with pytest.raises(InputError, match="is for --inputs generated"):
         collect("m", "a.txt", tmp_path / OUT, by_confidence=True)
 

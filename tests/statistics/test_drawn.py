@@ -212,8 +212,22 @@ def test_a_language_model_is_shown_drawn_tokens_if_asked(tmp_path, encoder):
     assert about.examples == 9 and about.generated is not None
     assert about.generated["lengths"] == "8, 24, 64"  # as far as there is room
     assert str(about.generated["kind"]).startswith("tokens")
-    assert any("mean" in note for note in about.notes)
+    assert any("for base_statistics (--base-stats)" in note for note in about.notes)
     assert about.rows["gram/model.layers.0.mlp.down_proj.weight"] == 3 * (8 + 2) + 6 * 12
+
+
+def test_what_is_said_of_shared_inputs_is_of_grams(tmp_path, encoder):
+    """Neither weights of inputs nor C_t are of Fisher information, and a base is not weighed by itself."""
+    head = save(classifier(), tmp_path / "head")
+    for how in (Generated(), Generated("random")):
+        done = collect(head, how, tmp_path / OUT, kinds=["fisher"], max_examples=3, overwrite=True)
+        assert not any("shown these inputs" in note for note in done.notes)
+    for kinds in (["gram"], ["gram", "fisher"]):
+        done = collect(
+            head, Generated("random"), tmp_path / OUT, kinds=kinds, max_examples=3, overwrite=True
+        )
+        (said,) = (note for note in done.notes if "shown these inputs" in note)
+        assert "--by-confidence" not in said and "--other" not in said
 
 
 def test_an_encoder_is_shown_the_same_when_asked(encoder):

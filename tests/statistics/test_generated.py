@@ -466,9 +466,11 @@ def test_as_many_texts_at_once_as_fit(expert, tmp_path, monkeypatch):
     assert any("4 texts were written at once, and not 8" in note for note in done.notes)
     with pytest.raises(ResourceError, match="pass --batch-size 3, or fewer --tokens"):
         collect(expert, Generated(), tmp_path / f"b{OUT}", max_examples=8, batch_size=6)
+    collect(expert, Generated(), tmp_path / f"b{OUT}", max_examples=4, batch_size=100_000)
+    assert StatisticsFile.open(tmp_path / f"b{OUT}").about.generated["batch_size"] == 4
     monkeypatch.setattr(needed, "fits", lambda size, limit: size <= model)
     with pytest.raises(ResourceError, match="8 texts that it writes at once do not fit"):
-        collect(expert, Generated(), tmp_path / f"b{OUT}", max_examples=8)
+        collect(expert, Generated(), tmp_path / f"c{OUT}", max_examples=8)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,11 @@ from covmerge.text import some
 
 _SHARED = (
     "all experts are shown these inputs: where C_t of all are equal, the merge is their mean. To merge "
-    "by them, name --base and each --other expert, or weigh them --by-confidence",
+    "by them, name --base and each --other expert, or, if these are classifiers, pass --by-confidence",
+)
+_RANDOM = (
+    "all models are shown these inputs: collected on the base, they are for base_statistics (--base-stats); where "
+    "C_t of all experts are equal, a merge by theirs is their mean",
 )
 
 _NOTHING = "there is no example: pass one batch or more"
@@ -165,9 +169,14 @@ def collect(
         check_generated(reading)
         if source == "data":
             raise InputError("what is generated has no labels: pass --labels model")
+    if source == "data" and "fisher" not in chosen:
+        raise InputError(
+            "--labels data is for Fisher information, and none is asked for: leave it out, or pass --kind "
+            "fisher"
+        )
     begins = isinstance(examples, Generated) and examples.start == "base"
     _check_base(base, others, chosen, generated=generated, begins=begins)
-    _check_confidence(chosen, asked=by_confidence, generated=generated, base=base)
+    _check_confidence(chosen, asked=by_confidence, generated=generated, base=base, begins=begins)
     check_output(out, overwrite=overwrite)
     how = Reading(**reading)
     with ExitStack() as opened:
@@ -184,7 +193,9 @@ def collect(
             drawn = isinstance(examples, Generated)
             if not whole or (drawn and examples.start == "random"):
                 needed = memory_by_block(opened_expert, how.wanted if drawn else 0)
-                check_memory(needed, max_memory, f"a block of {opened_expert.source}", SMALLER)
+                check_memory(
+                    needed, max_memory, f"a block of {opened_expert.source} and its sums", SMALLER
+                )
                 try:
                     about = _block_by_block(
                         opened_expert,
@@ -209,9 +220,8 @@ def collect(
             how, smaller = fitting(opened_expert, examples, how, needed, max_memory)
         if base is not None and begins and isinstance(examples, Generated):
             opened_base = opening(base)
-            check_memory(
-                memory_needed(opened_base, grams=False), max_memory, opened_base.source, SMALLER
-            )
+            needed = memory_needed(opened_base, grams=False)
+            check_memory(needed, max_memory, f"{opened_base.source} and what it writes", SMALLER)
             with reported(progress, how.wanted) as advance:
                 examples = begin(opened_base, examples, how, device, advance)
         head = "fisher" in chosen or by_confidence
@@ -234,7 +244,7 @@ def collect(
         if isinstance(examples, Generated):
             made = examples.made_for(model.whole, model.checkpoint.source)
             recorded = {**made.as_json(how), **(weights.as_json() if weights else {})}
-            notes = weights.notes() if weights else _SHARED if made.shared else ()
+            notes = weights.notes() if weights else _on_shared(examples, made.shared, chosen)
             found = replace(found, generated=recorded, notes=[*found.notes, *smaller, *notes])
         about = write_statistics({out: found}, overwrite=overwrite)[out]
     return collected(out, about, time.perf_counter() - start)
@@ -269,7 +279,7 @@ def _block_by_block(
     if isinstance(examples, Generated):
         made = examples.made_for(model.whole, expert.source)
         generated = made.as_json(how)
-        notes += _SHARED if made.shared else ()
+        notes += _on_shared(examples, made.shared, ("gram",))
     else:
         what = f"a block of {expert.source} and {seen} examples on their way"
         otherwise = "pass fewer --max-examples, or a smaller --max-length"
@@ -284,6 +294,13 @@ def _block_by_block(
                 file.add("gram", statistic)
         notes = [*grams.notes(), *packed_note(model), *notes]
         return file.finish(seen, generated=generated, notes=notes)
+
+
+def _on_shared(examples: Generated, shared: bool, kinds: Sequence[Kind]) -> tuple[str, ...]:
+    """What a user should know of Gram matrices of inputs that all models are shown."""
+    if not shared or "gram" not in kinds:
+        return ()
+    return _RANDOM if examples.start == "random" else _SHARED
 
 
 def collected(path: Path, about: About, seconds: float) -> Collected:
@@ -366,7 +383,7 @@ def fitting(
     tokens = turns * (generated.tokens or Written.tokens) + (
         BEGUN if generated.start == "base" else 0
     )
-    wanted = how.batch_size or min(WRITTEN_AT_ONCE, how.wanted)
+    wanted = min(how.batch_size or WRITTEN_AT_ONCE, how.wanted)
     most = texts_at_once(model.config or {}, tokens, needed, max_memory, wanted)
     if most < wanted and (how.batch_size or not most):
         otherwise = f"pass --batch-size {most}, or fewer --tokens" if most else SMALLER
@@ -379,12 +396,22 @@ def fitting(
 
 
 def _check_confidence(
-    kinds: Sequence[Kind], *, asked: bool, generated: bool, base: str | Path | None
+    kinds: Sequence[Kind],
+    *,
+    asked: bool,
+    generated: bool,
+    base: str | Path | None,
+    begins: bool,
 ) -> None:
     if not asked:
         return
     if not generated:
         raise InputError("--by-confidence is for --inputs generated: leave it out, or pass that")
+    if begins:
+        raise InputError(
+            "--start base is for language models, and --by-confidence for classifiers, which write "
+            "nothing: leave out one of them"
+        )
     if base is not None:
         raise InputError(
             "--base and --by-confidence weigh inputs, each its own way: pass one of them"
