@@ -109,8 +109,9 @@ def _step(entry: Any) -> Any:
     if isinstance(entry, str):
         return {entry: {}}
     if not isinstance(entry, dict) or len(cast("dict[object, object]", entry)) != 1:
+        found = cast("object", entry)
         raise ValueError(
-            f"{shown(entry)} is not a step: write its name, or {{name: {{parameters}}}}"
+            f"{shown(found)} is not a step: write its name, or {{name: {{parameters}}}}"
         )
     return cast("dict[object, object]", entry)
 

@@ -69,7 +69,10 @@ class Part:
         """Return the mappings in the list under a key."""
         found = self.data.get(key)
         if not isinstance(found, list) or not found:
-            self.refuse(f"`{key}` is {shown(found)}; it is a list with at least one entry", key)
+            self.refuse(
+                f"`{key}` is {shown(cast('object', found))}; it is a list with at least one entry",
+                key,
+            )
         entries = cast("Sequence[object]", found)
         return [self._below(entry, key, number) for number, entry in enumerate(entries)]
 

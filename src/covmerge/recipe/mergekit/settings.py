@@ -94,7 +94,7 @@ def _value(part: Part, key: str, value: object) -> Any:
     if not numbers:
         return None
     if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
-        part.refuse(f"`{key}` is {shown(value)}; a gradient is a list of numbers", key)
+        part.refuse(f"`{key}` is {shown(numbers)}; a gradient is a list of numbers", key)
     return {BY_DEPTH: numbers} if len(numbers) > 1 else numbers[0]
 
 
