@@ -226,6 +226,7 @@ def collect(
                 examples = begin(opened_base, examples, how, device, advance)
         head = "fisher" in chosen or by_confidence
         model = load_model(opened_expert, device, head=head, writing=generated)
+        on_ends = _on_ends(model, examples, how) if isinstance(examples, Generated) else []
         weights: Reactions | Confidence | None = None
         if by_confidence:
             weights = Confidence(model)
@@ -245,7 +246,8 @@ def collect(
             made = examples.made_for(model.whole, model.checkpoint.source)
             recorded = {**made.as_json(how), **(weights.as_json() if weights else {})}
             notes = weights.notes() if weights else _on_shared(examples, made.shared, chosen)
-            found = replace(found, generated=recorded, notes=[*found.notes, *smaller, *notes])
+            notes = [*found.notes, *smaller, *on_ends, *notes]
+            found = replace(found, generated=recorded, notes=notes)
         about = write_statistics({out: found}, overwrite=overwrite)[out]
     return collected(out, about, time.perf_counter() - start)
 
@@ -294,6 +296,12 @@ def _block_by_block(
                 file.add("gram", statistic)
         notes = [*grams.notes(), *packed_note(model), *notes]
         return file.finish(seen, generated=generated, notes=notes)
+
+
+def _on_ends(model: RunningModel, generated: Generated, how: Reading) -> list[str]:
+    """What a user should know of the ends of texts, before the model writes any."""
+    made = generated.made_for(model.whole, model.checkpoint.source)
+    return made.notes(model, how) if isinstance(made, Written) else []
 
 
 def _on_shared(examples: Generated, shared: bool, kinds: Sequence[Kind]) -> tuple[str, ...]:

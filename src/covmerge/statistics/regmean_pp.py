@@ -40,6 +40,7 @@ from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import Layer, RunningModel, check_start, load_model
 from covmerge.statistics.needed import check_memory, memory_needed
 from covmerge.statistics.write import Contents, check_output, write_statistics
+from covmerge.statistics.written import Written
 from covmerge.stores.address import local_path
 from covmerge.stores.disk import disk_errors
 from covmerge.text import some
@@ -195,18 +196,19 @@ class _Candidate:
         notes: Sequence[str] = (),
     ) -> None:
         self.model = model
-        self.batches = list(model.batches(examples, reading)[0])
         self._made = (
             examples.made_for(model.whole, model.checkpoint.source)
             if isinstance(examples, Generated)
             else None
         )
+        written = self._made.notes(model, reading) if isinstance(self._made, Written) else ()
+        self.batches = list(model.batches(examples, reading)[0])
         self._reading = reading
         if not self.batches:
             raise InputError(f"{model.checkpoint.source} has no examples: pass one batch or more")
         self.examples = sum(map(size_of, self.batches))
         self.path, self.blocks, found = _blocks(model)
-        self.notes = [*found, *notes]
+        self.notes = [*found, *notes, *written]
         self.parameters = _by_path(model)
         self.layers = {model.skeleton.path(layer.name): layer for layer in model.layers()}
         self.grams = GramCollector(list(self.layers.values()))

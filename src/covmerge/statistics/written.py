@@ -113,6 +113,17 @@ class Written:
             said |= {"begun_by": self.begun.by, "begun_tokens": self.begun.tokens}
         return said
 
+    def notes(self, model: RunningModel, reading: Reading) -> list[str]:
+        """Name what is said to end texts and never will: the model has no such token."""
+        ends, where = _stated_ends(model, model.tokenizer(reading))
+        rows = rows_of(model)
+        beyond = [str(end) for end in ends if not 0 <= end < rows]
+        if not beyond:
+            return []
+        return [
+            f"{_ENDS} of {where} has {some(beyond)}, and the model {rows} tokens: no text ends there"
+        ]
+
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
         """Yield batches of texts.
 
@@ -321,30 +332,36 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
 
 
 def ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
-    """The tokens that end a text: as the checkpoint has them for writing, else the tokenizer's.
+    """The tokens that end a text, as far as the model has them.
 
     Raises:
-        InputError: they are no tokens, or none of the model's.
+        InputError: what is stated is no token.
     """
-    folder, rows = Path(model.checkpoint.folder or ""), rows_of(model)
+    rows = rows_of(model)
+    return [end for end in _stated_ends(model, tokenizer)[0] if 0 <= end < rows]
+
+
+def _stated_ends(model: RunningModel, tokenizer: Any) -> tuple[list[int], str]:
+    """What the checkpoint has as the tokens that end a text, else the tokenizer; and where this stands."""
+    folder = Path(model.checkpoint.folder or "")
     file = folder / "generation_config.json"
     if file.is_file():
         given: Any = read_object(file).get(_ENDS)
     else:
         file, given = folder / "config.json", model.whole.generation_config.eos_token_id
+    where = str(file)
     if given is None:
-        file, given = "the tokenizer", tokenizer.eos_token_id
+        where, given = f"the tokenizer of {folder}", tokenizer.eos_token_id
     if given is None:
-        return []
+        return [], where
     said = shorten(given)
     ends = cast("list[object]", given) if isinstance(given, list) else [given]
-    # A truth value is an int to Python.
-    if not all(type(end) is int and 0 <= end < rows for end in ends):
+    if not all(type(end) is int for end in ends):  # a truth value is an int to Python
         raise InputError(
-            f"{model.checkpoint.source}: {_ENDS} of {file} is {said}, and a token of the model is a "
-            f"whole number from 0 to {rows - 1}: correct it, because texts end there"
+            f"{_ENDS} of {where} is {said}, and a token is a whole number from 0 to {rows_of(model) - 1}: "
+            "correct it, because texts end there"
         )
-    return cast("list[int]", ends)
+    return cast("list[int]", ends), where
 
 
 def rows_of(model: RunningModel) -> int:
