@@ -87,7 +87,8 @@ def test_other_heads_and_layers_that_are_stored_transposed(named, tmp_path):
     own, other = paths.values()
     others = [other] if named else []
     how = Generated(tokens=4)
-    collect(own, how, tmp_path / OUT, base=base, others=others, max_examples=9)
+    given = {"max_examples": 9, "batch_size": 8}  # texts depend on the size of a batch
+    collect(own, how, tmp_path / OUT, base=base, others=others, **given)
     names = [f"transformer.h.{n}.mlp.{p}.weight" for n in (0, 1) for p in ("c_fc", "c_proj")]
     file = StatisticsFile.open(tmp_path / OUT)
     for name, expected in by_hand(own, base, others, names, how).items():
