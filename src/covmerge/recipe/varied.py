@@ -215,8 +215,8 @@ def _check_entry(entry: object, where: str, check: Callable[[object], None]) -> 
     patterns = several or [""]
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise ValueError(
-            f"{where}.match is {shown(cast('object', match))}; it is a pattern of names, such as '*.mlp.*', "
-            "or a list of them"
+            f"{where}.match is {shown(cast('object', match))}; it is a pattern of names, such as "
+            "'*.mlp.*', or a list of them"
         )
     if is_varied(own["value"]) and BY_NAME in cast("Mapping[str, object]", own["value"]):
         raise ValueError(f"{where}.value is `{BY_NAME}` again; write its entries into this list")
