@@ -97,11 +97,14 @@ def test_one_update_that_is_many_times_as_long_is_bounded():
     assert merged.delta.norm() < 10 * METHOD(group_of(updates)).delta.norm()
 
 
-def test_beside_short_weights_it_goes_to_the_average():
-    updates = random_updates(24, 24, 4, 24, 1.0, seed=3)
-    merged = METHOD(group_of(updates, base_norm=1e-3))
-    assert relative(merged.delta, sum(updates) / 4) < 1e-5
-    assert merged.noticed.towards_average > 0.999
+def test_beside_short_weights_it_goes_to_least_squares():
+    group = group_of(random_updates(24, 24, 4, 24, 1.0, seed=3), base_norm=1e-3)
+    merged = METHOD(group)
+    assert relative(merged.delta, REGMEAN(group, **REGMEAN.resolve({})).delta) < 1e-5
+    assert merged.noticed.towards_least_squares > 0.999
+    told = merged.noticed.told(["a", "b", "c", "d"])
+    assert told["a, to least squares, %"] == pytest.approx(100, abs=0.1)
+    assert "a, to the average, %" not in told
 
 
 def test_without_any_data_of_the_layer_it_is_the_average():
@@ -137,5 +140,5 @@ def test_on_text_that_the_experts_write(tmp_path, dtype):
         statistics=files,
     )
     told = [m for t in result.stats["tensors"].values() for m in t.get("matrices", [])]
-    assert told and all(m["inputs_known"] and m["towards_average"] is not None for m in told)
+    assert told and all(m["inputs_known"] and m["towards_least_squares"] is not None for m in told)
     assert any(m["flattening"] > 0.3 for m in told)

@@ -41,7 +41,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @register(
     "auto_measured",
-    equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R (ΣG̃_t) Rᵀ,  R = (Σ b_tΔ_tG̃_t)(ΣG̃_t)⁻¹,  "
+    equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a R,  K = R (ΣG̃_t) Rᵀ,  R = (Σ b_tΔ_tG̃_t)(ΣG̃_t)⁻¹,  "
     "G̃_t = 0.9 E[z zᵀ] + 0.1 diag E[z zᵀ],  λ, τ, q, a and b_t of `auto`",
     laws=Laws(
         order_invariant=True,
@@ -58,15 +58,15 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def auto_measured(group: LinearGroup) -> Merged:
     """Merge one linear layer by RegMean, whose outputs' spectrum is brought nearer to flat.
 
-    W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  with
+    W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a R,  K = R C₀ Rᵀ,  with
 
     R = (Σ w_tb_tΔ_tG̃_t) C₀⁻¹,  C₀ = Σ w_tG̃_t,  G̃_t = 0.9 G_t + 0.1 diag G_t  (RegMean, §3)
 
     and b_t, s_t, N, φ, τ, q, λ and a as in `auto`. G_t = E[z zᵀ] over expert t's inputs of this layer
-    takes the place of what updates tell of inputs, and all of them together that of the base's inputs:
-    RegMean's answer is as good as its inputs are those of the task. With the task's own examples
-    equalising adds nothing to it; with inputs that the experts write themselves it makes up for most
-    of what these lack (docs/auto.md). Where no data reached the layer, updates are averaged.
+    takes the place of what updates tell of inputs, all of them together that of the base's inputs, and
+    RegMean's answer that of the average, where updates are long beside the base's weights. Equalising
+    makes up for most of what inputs lack that the experts write themselves, and for what RegMean averages
+    of experts that share it (docs/auto.md). Where no data reached the layer, updates are averaged.
 
     An expert that did not change the layer keeps its Gram matrix in the sums, as in `regmean`; the
     length is still that of the updates' sum, and of updates that cancel each other nothing is left.
@@ -107,5 +107,5 @@ def auto_measured(group: LinearGroup) -> Merged:
     fused = solve_ridge(normal)[0]
     del normal  # the numerator is not held beside the spectra
     rtol = rank_tolerance(group.shape, fused.dtype, None)
-    found = equalise(counted, fused, Metric.of(inputs), rtol=rtol, known=True)
+    found = equalise(counted, fused, Metric.of(inputs), rtol=rtol, known=True, measured=True)
     return Merged(fused, unchanged) if found is None else found

@@ -126,6 +126,12 @@ TOWARDS = _Median(
     "{numbers} of the way to the average, by how long updates are beside the base's weights",
     ".0%",
 )
+TOWARDS_LEAST_SQUARES = _Median(
+    "towards_least_squares",
+    "a, to least squares",
+    "{numbers} of the way to least squares, by how long updates are beside the base's weights",
+    ".0%",
+)
 LENGTHENING = _Median("lengthening", "λ, length", "{numbers} times that of least squares")
 
 
@@ -146,6 +152,7 @@ class Equalised(Noticed):
             squares. Nothing from `directions_in_use` on: nothing was left after least squares.
         outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖, before it goes to the average.
         towards_average: a, how far it went to the average; None where ‖W₀‖ was not known.
+        towards_least_squares: a, where it goes to least squares instead.
         inputs_told: 1/(2 − ψ), the share of C₀ that is what the updates tell; None where it was measured.
     """
 
@@ -157,6 +164,7 @@ class Equalised(Noticed):
         FLATTENING,
         LENGTHENING,
         TOWARDS,
+        TOWARDS_LEAST_SQUARES,
         SMALL,
         LONG,
         UNCHANGED,
@@ -173,6 +181,7 @@ class Equalised(Noticed):
     outputs_length: float | None = None
     inputs_told: float | None = None
     towards_average: float | None = None
+    towards_least_squares: float | None = None
 
     @property
     def length_in_outputs(self) -> float | None:
@@ -187,6 +196,9 @@ class Equalised(Noticed):
     def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
         """What a report tells of one matrix, by headings."""
         share, away = self.directions_in_use, self.towards_average
+        where = "the average"
+        if self.towards_least_squares is not None:
+            away, where = self.towards_least_squares, "least squares"
         less, cut = (
             [e for e, own in zip(experts, values, strict=False) if 0.0 < own < _LESS]
             for values in (self.shares, self.bounds)
@@ -197,7 +209,7 @@ class Equalised(Noticed):
             "φ, directions in use, %": None if share is None else 100 * share,
             "q, flattening": self.flattening,
             "λ, times the length of least squares": self.lengthening,
-            "a, to the average, %": None if away is None else 100 * away,
+            f"a, to {where}, %": None if away is None else 100 * away,
             "counted less": ", ".join(less) or "nobody",
             "shortened": ", ".join(cut) or "nobody",
         }

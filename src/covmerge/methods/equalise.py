@@ -2,7 +2,8 @@ r"""Steps 3 and 4 of `auto`: the spectrum of what least squares gave, brought ne
 
     W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ
 
-R is a merged update `(d_out, d_in)`, C₀ `(d_in, d_in)` says which inputs count. `docs/auto.md` derives it.
+R is a merged update `(d_out, d_in)`, C₀ `(d_in, d_in)` says which inputs count. Δ̄ is what is safest: the
+average, or R itself where inputs were measured. `docs/auto.md` derives it.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def equalise(
     rtol: float,
     known: bool,
     told: float | None = None,
+    measured: bool = False,
 ) -> Merged | None:
-    """Return λ (K + τ²I)^(−q/2) R, and where ‖W₀‖ is known go from there to the average.
+    """Return λ (K + τ²I)^(−q/2) R, and where ‖W₀‖ is known go from there to what is safest.
 
     Args:
         counted: the experts, each of which lends λ, q and a its part.
@@ -96,6 +98,7 @@ def equalise(
         known: whether C₀ was measured; then what it does not see is lifted as what it hardly sees, else
             it is rounding.
         told: the share of C₀ that is what the updates tell, for what is noticed.
+        measured: whether R is of inputs that were measured, and so what is safest; else the average is.
 
     Returns:
         None where nothing of R is seen.
@@ -132,12 +135,14 @@ def equalise(
     if group.base_norm is not None:
         beside = _beside_base(counted, group.base_norm)
         merged = merged.mul_(1.0 - beside)
-        own_shares = shares / shares.sum()
-        for update, weight, share in zip(active.updates, counted.in_sum, own_shares, strict=True):
+        own = shares / shares.sum()
+        safest = zip(active.updates, counted.in_sum, own, strict=True)
+        for update, weight, share in [(fused, 1.0, 1.0)] if measured else safest:
             merged.add_(update, alpha=beside * weight * float(share))
     noticed = replace(
         noticed,
-        towards_average=beside,
+        towards_average=None if measured else beside,
+        towards_least_squares=beside if measured else None,
         directions_in_use=in_use,
         flattening=exponent,
         lengthening=float(lifted.sum() / sigma.sum()),

@@ -152,9 +152,15 @@ def auto(group: LinearGroup) -> Tensor:
 
 
 def equalised(
-    group: LinearGroup, R: Tensor, C0: Tensor, end: Rounding | None = None
+    group: LinearGroup,
+    R: Tensor,
+    C0: Tensor,
+    end: Rounding | None = None,
+    safest: Tensor | None = None,
 ) -> Tensor | None:
     """(1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄, K = R C₀ Rᵀ  (docs/auto.md); None where nothing of R is seen.
+
+    Δ̄ is `safest`, or the average.
 
     `end` is where rounding ends R's spectrum, of a C₀ that nobody measured; beyond it there is nothing.
     """
@@ -192,10 +198,11 @@ def equalised(
     if group.base_norm is None:
         return equal
     counts = [own * x for own, x in zip(s, w, strict=True)]
-    mean = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
+    if safest is None:
+        safest = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
     squares = [c * length(d) ** 2 for c, (d, _) in zip(counts, changed, strict=True)]
     a = sum(squares) ** 2 / (sum(squares) ** 2 + (group.base_norm / 3) ** 4)
-    return (1 - a) * equal + a * mean
+    return (1 - a) * equal + a * safest
 
 
 def shares(norms: Sequence[float]) -> list[float]:

@@ -131,7 +131,7 @@ def regmean_plus_plus(
 
 
 def auto_measured(group: LinearGroup) -> Tensor:
-    """(1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄, K = R ΣG̃_t Rᵀ, of RegMean's R  (docs/auto.md)."""
+    """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, of RegMean's R  (docs/auto.md)."""
     deltas = deltas_of(group)
     changed = [t for t, d in enumerate(deltas) if d.any()]
     if not changed:
@@ -141,7 +141,7 @@ def auto_measured(group: LinearGroup) -> Tensor:
     G = total(w * m.value.double() for w, m in zip(group.weights, group.measured, strict=True))
     if not G.any():
         return R
-    found = equalised(group, R, 0.9 * G + 0.1 * torch.diag(torch.diag(G)))
+    found = equalised(group, R, 0.9 * G + 0.1 * torch.diag(torch.diag(G)), safest=R)
     return R if found is None else found
 
 
