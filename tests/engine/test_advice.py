@@ -85,7 +85,7 @@ def test_one_that_is_longer_only_where_no_inputs_go_is_a_note_that_says_so():
     account = account_of_lengths({NAME: entry}, [Seen(NAME, {}, tuple("abcd"), (merged.noticed,))])
     (note,) = account.notes
     assert "another method" not in note and not account.warnings
-    assert f"on the base's inputs that is at most {in_outputs:.2g} times as long" in note
+    assert f"on the inputs that it looked at that is at most {in_outputs:.2g} times as long" in note
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         covmerge.merge_layer(updates, "auto", base_inputs=decay)

@@ -104,7 +104,7 @@ def test_beside_short_weights_it_goes_to_least_squares():
     assert merged.noticed.towards_least_squares > 0.999
     told = merged.noticed.told(["a", "b", "c", "d"])
     assert told["a, to least squares, %"] == pytest.approx(100, abs=0.1)
-    assert "a, to the average, %" not in told
+    assert "a, to the average, %" not in told and told["experts' inputs"] == "known"
 
 
 def test_without_any_data_of_the_layer_it_is_the_average():
@@ -142,3 +142,10 @@ def test_on_text_that_the_experts_write(tmp_path, dtype):
     told = [m for t in result.stats["tensors"].values() for m in t.get("matrices", [])]
     assert told and all(m["inputs_known"] and m["towards_least_squares"] is not None for m in told)
     assert any(m["flattening"] > 0.3 for m in told)
+    assert not any("statistics of experts" in note for note in result.notes)
+    other = covmerge.merge(
+        tmp_path / "base", {name: tmp_path / name for name in files}, "ties", statistics=files
+    )
+    (note,) = (note for note in other.notes if "statistics of experts" in note)
+    assert "'ties' does not look at" in note and "'code', 'math' have some" in note
+    assert "(auto_measured, esm, lot," in note

@@ -42,9 +42,9 @@ def account_of_lengths(
     if meant:
         most = max(outputs[name] for name in meant)
         text = (
-            f"{_longest(meant)}, but not what it adds to the outputs: on the base's inputs that is at most "
-            f"{most:.2g} times as long as the experts' together there. It is longer where these inputs "
-            "hardly ever go; on inputs very unlike them outputs may be too"
+            f"{_longest(meant)}, but not what it adds to the outputs: on the inputs that it looked at that "
+            f"is at most {most:.2g} times as long as the experts' together there. It is longer where these "
+            "inputs hardly ever go; on inputs very unlike them outputs may be too"
         )
         account += Account(notes=(text,))
     return account

@@ -10,7 +10,7 @@ from covmerge.covariance.measured import (
 from covmerge.linalg.auto import Cost, dots_cost, metric_cost
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import rank_tolerance
-from covmerge.methods.auto_noticed import Equalised
+from covmerge.methods.auto_noticed import EqualisedMeasured
 from covmerge.methods.closed_form import solve_ridge, stack_weighted
 from covmerge.methods.equalise import Counted, equalise
 from covmerge.methods.registry import Laws, register
@@ -52,7 +52,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     data="gram",
-    noticed=Equalised,
+    noticed=EqualisedMeasured,
     base_norm=True,
 )
 def auto_measured(group: LinearGroup) -> Merged:
@@ -93,8 +93,10 @@ def auto_measured(group: LinearGroup) -> Merged:
     grams = measured_values(group, "gram", method="auto_measured")
     counted = Counted.of(group)
     if counted is None:
-        return Merged(group.updates[0].new_zeros(group.updates[0].shape), Equalised(len(grams)))
-    unchanged = Equalised(counted.active.unchanged)
+        return Merged(
+            group.updates[0].new_zeros(group.updates[0].shape), EqualisedMeasured(len(grams))
+        )
+    unchanged = EqualisedMeasured(counted.active.unchanged)
     bounds = counted.of_all(counted.bounds)
     normal = measured_equations(
         group.updates, grams, group.weights, off_diagonal=_OFF_DIAGONAL, lengths=bounds

@@ -16,8 +16,15 @@ from covmerge.types import Json
 _LESS = 0.9
 
 
+@dataclass(frozen=True)
 class _Inputs(Words):
-    """By which inputs lengths and likeness were told."""
+    """By which inputs lengths and likeness were told.
+
+    Attributes:
+        label: of its row.
+    """
+
+    label: str
 
     def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
         return {"inputs_known": int(sum(facts(seen, "inputs_known")))}
@@ -28,7 +35,7 @@ class _Inputs(Words):
             text = f"known in {int(sum(known))} of {len(known)} matrices"
         else:
             text = "not known: by the weights alone"
-        yield "base's inputs", text
+        yield self.label, text
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class _Less(Words):
         return found
 
 
-INPUTS = _Inputs()
+INPUTS, OF_EXPERTS = _Inputs("base's inputs"), _Inputs("experts' inputs")
 SMALL = _Less("shares", "counted_less", "counted less", "short beside the others there")
 LONG = _Less("bounds", "shortened", "shortened", "long beside the others there")
 TOLD = _Median(
@@ -152,7 +159,6 @@ class Equalised(Noticed):
             squares. Nothing from `directions_in_use` on: nothing was left after least squares.
         outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖, before it goes to the average.
         towards_average: a, how far it went to the average; None where ‖W₀‖ was not known.
-        towards_least_squares: a, where it goes to least squares instead.
         inputs_told: 1/(2 − ψ), the share of C₀ that is what the updates tell; None where it was measured.
     """
 
@@ -164,7 +170,6 @@ class Equalised(Noticed):
         FLATTENING,
         LENGTHENING,
         TOWARDS,
-        TOWARDS_LEAST_SQUARES,
         SMALL,
         LONG,
         UNCHANGED,
@@ -181,7 +186,13 @@ class Equalised(Noticed):
     outputs_length: float | None = None
     inputs_told: float | None = None
     towards_average: float | None = None
-    towards_least_squares: float | None = None
+
+    _of_inputs: ClassVar[str] = "base's inputs"
+    _goes_to: ClassVar[str] = "the average"
+
+    @property
+    def _away(self) -> float | None:
+        return self.towards_average
 
     @property
     def length_in_outputs(self) -> float | None:
@@ -195,21 +206,48 @@ class Equalised(Noticed):
 
     def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
         """What a report tells of one matrix, by headings."""
-        share, away = self.directions_in_use, self.towards_average
-        where = "the average"
-        if self.towards_least_squares is not None:
-            away, where = self.towards_least_squares, "least squares"
+        share, away = self.directions_in_use, self._away
         less, cut = (
             [e for e, own in zip(experts, values, strict=False) if 0.0 < own < _LESS]
             for values in (self.shares, self.bounds)
         )
         return {
-            "base's inputs": "known" if self.inputs_known else self._not_known,
+            self._of_inputs: "known" if self.inputs_known else self._not_known,
             "N, unlike experts": self.unlike_experts,
             "φ, directions in use, %": None if share is None else 100 * share,
             "q, flattening": self.flattening,
             "λ, times the length of least squares": self.lengthening,
-            f"a, to {where}, %": None if away is None else 100 * away,
+            f"a, to {self._goes_to}, %": None if away is None else 100 * away,
             "counted less": ", ".join(less) or "nobody",
             "shortened": ", ".join(cut) or "nobody",
         }
+
+
+@dataclass(frozen=True)
+class EqualisedMeasured(Equalised):
+    """What `auto_measured` did to one matrix, and why: C₀ is of the experts' inputs, and `inputs_known`.
+
+    Attributes:
+        towards_least_squares: a, how far it went to least squares, in place of the average; None where
+            ‖W₀‖ was not known.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (
+        OF_EXPERTS,
+        UNLIKE,
+        IN_USE,
+        FLATTENING,
+        LENGTHENING,
+        TOWARDS_LEAST_SQUARES,
+        SMALL,
+        LONG,
+        UNCHANGED,
+    )
+    _of_inputs: ClassVar[str] = "experts' inputs"
+    _goes_to: ClassVar[str] = "least squares"
+
+    towards_least_squares: float | None = None
+
+    @property
+    def _away(self) -> float | None:
+        return self.towards_least_squares

@@ -19,7 +19,7 @@ from torch import Tensor
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import EXACT
-from covmerge.methods.auto_noticed import Equalised
+from covmerge.methods.auto_noticed import Equalised, EqualisedMeasured
 from covmerge.methods.closed_form import Active, active_experts, stack_weighted
 from covmerge.types import LinearGroup, Merged, Rounding
 
@@ -111,7 +111,7 @@ def equalise(
     rounding = EXACT if known else _rounding_of_sum(active, counted.in_sum)
     spectrum = seen.spectrum(fused, rtol=rtol, rounding=rounding)
     sigma = spectrum.sigma
-    noticed = Equalised(
+    noticed = (EqualisedMeasured if measured else Equalised)(
         active.unchanged,
         counted.of_all([float(own) for own in shares]),
         counted.of_all(counted.bounds),
@@ -141,8 +141,7 @@ def equalise(
             merged.add_(update, alpha=beside * weight * float(share))
     noticed = replace(
         noticed,
-        towards_average=None if measured else beside,
-        towards_least_squares=beside if measured else None,
+        **{"towards_least_squares" if measured else "towards_average": beside},
         directions_in_use=in_use,
         flattening=exponent,
         lengthening=float(lifted.sum() / sigma.sum()),

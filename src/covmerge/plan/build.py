@@ -27,6 +27,7 @@ from covmerge.plan.data import (
     check_statistics,
     find_statistics,
     notes_on_statistics,
+    notes_on_unread_statistics,
 )
 from covmerge.plan.forms import AdapterFactors, ModelTensor, PackedTensor, Unwritten, head_part
 from covmerge.plan.lora_names import form_of
@@ -254,6 +255,7 @@ def _plan(
         chosen=draft.chosen,
         notes=(
             *_chosen(draft),
+            *(notes_on_unread_statistics(draft.recipe, statistics) if alone else ()),
             *notes_on_statistics(draft.recipe, base.checkpoint, draft.tensors, statistics),
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),

@@ -152,6 +152,18 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     return replace(tensor, statistics=found)
 
 
+def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterator[str]:
+    """Say that experts have statistics which no method of the recipe looks at."""
+    measured = [expert for expert in recipe.experts if expert in statistics]
+    if measured and all(method.data == "none" for method in _methods_of(recipe)):
+        users = ", ".join(method.name for method in registry if method.data == "gram")
+        yield (
+            f"method '{recipe.method}' does not look at statistics of experts, and "
+            f"{some(measured, 3, quoted=True)} {'has' if len(measured) == 1 else 'have'} some: leave them "
+            f"out, or name a method that does ({users})"
+        )
+
+
 def notes_on_statistics(
     recipe: Recipe, base: Checkpoint, tensors: Sequence[TensorPlan], statistics: Statistics
 ) -> Iterator[str]:
