@@ -1,8 +1,9 @@
 """All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
-table lacks are of one training that was run on its own: `text/full-auto`, of `auto` as it is now, before
-`text/full-first`. Experts that were trained once have no other table.
+table lacks are of one training that was run on its own: `text/full-measured`, with `auto_measured`, before
+`text/full-auto`, of `auto` as it is now, before `text/full-first`. Experts that were trained once have no
+other table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from covmerge_lab.models import Section
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
-ALONE = ("-auto", "-first")  # of folders: one training
+ALONE = ("-measured", "-auto", "-first")  # of folders: one training
 ONCE, OTHER = "¹", "²"
 _EXPERTS = "experts, each on its task"
 SUITES = ("text", "vision", "llm")
