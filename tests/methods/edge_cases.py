@@ -166,8 +166,8 @@ FAMILIES = {
         "dare_ties": Column("dare_ties", (2.0, "root")),
         "della": Column("della", (2.0, "root")),
     },
+    "With data, equalised": {"auto_measured": Column("auto_measured", (1.0, "sum"))},
     "With data": {
-        "auto_measured": Column("auto_measured", (1.0, "sum")),
         "regmean": Column("regmean", (1.0, "largest")),
         "regmean++": Column("regmean++", (1.0, "largest")),
         "lot": Column("lot", (1.0, "largest")),

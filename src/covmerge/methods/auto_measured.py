@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from covmerge.covariance.measured import (
     measured_equations,
     measured_equations_cost,
@@ -68,8 +72,9 @@ def auto_measured(group: LinearGroup) -> Merged:
     makes up for most of what inputs lack that the experts write themselves, and for what RegMean averages
     of experts that share it (docs/auto.md). Where no data reached the layer, updates are averaged.
 
-    An expert that did not change the layer keeps its Gram matrix in the sums, as in `regmean`; the
-    length is still that of the updates' sum, and of updates that cancel each other nothing is left.
+    An expert whose data did not reach the layer leaves it. One that did not change it keeps its Gram
+    matrix in the sums, as in `regmean`; the length is still that of the updates' sum, and of updates that
+    cancel each other nothing is left.
 
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
@@ -91,11 +96,13 @@ def auto_measured(group: LinearGroup) -> Merged:
         [[2.0, 2.0]]
     """
     grams = measured_values(group, "gram", method="auto_measured")
+    heard = [bool(gram.any()) for gram in grams]
+    if any(heard):
+        each = zip(group.updates, heard, strict=True)
+        group = replace(group, updates=tuple(u if own else torch.zeros_like(u) for u, own in each))
     counted = Counted.of(group)
     if counted is None:
-        return Merged(
-            group.updates[0].new_zeros(group.updates[0].shape), EqualisedMeasured(len(grams))
-        )
+        return Merged(torch.zeros_like(group.updates[0]), EqualisedMeasured(len(grams)))
     unchanged = EqualisedMeasured(counted.active.unchanged)
     bounds = counted.of_all(counted.bounds)
     normal = measured_equations(

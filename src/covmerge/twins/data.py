@@ -132,7 +132,9 @@ def regmean_plus_plus(
 
 def auto_measured(group: LinearGroup) -> Tensor:
     """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, of RegMean's R  (docs/auto.md)."""
-    deltas = deltas_of(group)
+    heard = [bool(m.value.any()) for m in group.measured]
+    deltas = [d * (own or not any(heard)) for d, own in zip(deltas_of(group), heard, strict=True)]
+    group = replace(group, updates=tuple(deltas))
     changed = [t for t, d in enumerate(deltas) if d.any()]
     if not changed:
         return torch.zeros_like(deltas[0])
