@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import nn
 
+import covmerge
+from covmerge import Generated
 from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
 from covmerge.statistics import StatisticsFile, collect
@@ -15,7 +17,8 @@ from covmerge.statistics.examples import Reading
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import Layer
 from tests.e2e.models import build
-from tests.statistics.models import classifier, encode, save, texts, write_texts
+from tests.e2e.test_adapters import TARGETS, save_adapter
+from tests.statistics.models import classifier, encode, save, save_tokenizer, texts, write_texts
 from tests.tolerance import assert_same_gram
 
 
@@ -304,3 +307,27 @@ def test_a_model_saved_without_its_pooler(tmp_path):
     collect(folder, write_texts(tmp_path / "a.txt"), out)
     found = StatisticsFile.open(out).names("gram")
     assert found and not any("pooler" in name for name in found)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_is_to_be_folded_first(tmp_path):
+    base = build("llama")
+    save(base, tmp_path / "base")
+    save_adapter(base, tmp_path / "e1", seed=1, targets=TARGETS["llama"])
+    adapter, out = tmp_path / "e1" / "adapter", tmp_path / "e1.covstats.safetensors"
+    with pytest.raises(
+        InputError, match=r"is an adapter.* fold it .*--expert a=.*collect on FOLDED"
+    ):
+        collect(adapter, Generated("bos", tokens=4), out, max_examples=4)
+    covmerge.merge(tmp_path / "base", {"a": adapter}, out=tmp_path / "folded")
+    save_tokenizer(tmp_path / "folded")
+    collect(tmp_path / "folded", Generated("bos", tokens=4), out, max_examples=32)
+    result = covmerge.merge(
+        tmp_path / "base",
+        {"a": tmp_path / "folded"},
+        "auto_measured",
+        statistics={"a": out},
+    )
+    assert any(
+        m["inputs_known"] for t in result.stats["tensors"].values() for m in t.get("matrices", [])
+    )

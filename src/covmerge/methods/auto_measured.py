@@ -102,8 +102,10 @@ def auto_measured(group: LinearGroup) -> Merged:
         group = replace(group, updates=tuple(u if own else torch.zeros_like(u) for u, own in each))
     counted = Counted.of(group)
     if counted is None:
-        return Merged(torch.zeros_like(group.updates[0]), EqualisedMeasured(len(grams)))
-    unchanged = EqualisedMeasured(counted.active.unchanged)
+        return Merged(
+            torch.zeros_like(group.updates[0]), EqualisedMeasured(len(grams), inputs_known=True)
+        )
+    unchanged = EqualisedMeasured(counted.active.unchanged, inputs_known=any(heard))
     bounds = counted.of_all(counted.bounds)
     normal = measured_equations(
         group.updates, grams, group.weights, off_diagonal=_OFF_DIAGONAL, lengths=bounds

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from covmerge.checkpoints import Checkpoint
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.folder import PREFERRED
 from covmerge.errors import InputError, panics_as_errors
 from covmerge.quantised import Dequantised
@@ -266,6 +266,12 @@ def load_model(
     transformers = require_transformers()
     checkpoint.materialize()
     source, config = checkpoint.source, checkpoint.config
+    if isinstance(checkpoint, AdapterCheckpoint):
+        raise InputError(
+            f"{source} is an adapter, and what is run is a model: fold it into its base first (`covmerge "
+            f"merge --base BASE --expert a={source} FOLDED`), then collect on FOLDED, and name FOLDED as the "
+            "expert where the statistics are used"
+        )
     if checkpoint.folder is None or config is None:
         raise InputError(
             f"{source} has no config.json, by which the model could be built: pass the folder of a "
