@@ -268,9 +268,9 @@ def load_model(
     source, config = checkpoint.source, checkpoint.config
     if isinstance(checkpoint, AdapterCheckpoint):
         raise InputError(
-            f"{source} is an adapter, and what is run is a model: fold it into its base first (`covmerge "
-            f"merge --base BASE --expert a={source} FOLDED`), then collect on FOLDED, and name FOLDED as the "
-            "expert where the statistics are used"
+            f"{source} is an adapter, and what is run is a model: fold it into its base first "
+            f"(`covmerge merge --base BASE --expert a={source} FOLDED`), then collect on FOLDED, and "
+            "name FOLDED as the expert where the statistics are used"
         )
     if checkpoint.folder is None or config is None:
         raise InputError(
