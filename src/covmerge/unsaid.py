@@ -106,9 +106,8 @@ def why_not(
     all_adapters = all(isinstance(expert, AdapterCheckpoint) for expert in experts)
     if recipe.output.format == "adapter" and all_adapters:
         return (
-            "an adapter of adapters needs nothing of its base (--base-stats random runs it); nor is it "
-            "read for how long its weights are: a merge of updates as long as these goes to the average "
-            "when folded, and this one does not"
+            "an adapter of adapters needs nothing of its base (--base-stats random runs it), so that "
+            "nothing goes to the average either, where updates are as long as the base's weights"
         )
     described = describe_checkpoint(base)
     if described.source != "skeleton":

@@ -301,3 +301,15 @@ def test_a_merge_knows_how_long_the_base_is_within_its_blocks(dtype):
             assert "towards_average" not in facts
         else:
             assert facts["towards_average"] > 0.9
+
+
+def test_updates_that_the_base_sees_nothing_of_are_not_alike():
+    """Old: 0/0, and N was 1."""
+    seen = torch.arange(40) < 20
+    updates = [update.double() for update in random_updates(24, 40, 3, 24, 1.0, seed=0)]
+    updates = [updates[0], *(update * ~seen for update in updates[1:])]
+    c0 = torch.diag(seen.double())
+    merged = AUTO(group_of(updates, c0))
+    assert merged.noticed.unlike_experts == pytest.approx(3.0, rel=1e-3)
+    # The twin's root of a singular C₀ sees 1e-9 of them.
+    assert relative(merged.delta, TWINS["auto"](group_of(updates, c0))) < 1e-2

@@ -115,6 +115,21 @@ def test_without_any_data_of_the_layer_it_is_the_average():
     assert relative(merged.delta, sum(updates) / 3) < 1e-6
 
 
+def test_an_expert_whose_data_did_not_reach_the_layer_has_no_part_in_it():
+    group = group_of(random_updates(8, 12, 3, 8, 1.0, seed=4))
+    deaf = replace(group.measured[0], value=torch.zeros_like(group.measured[0].value))
+    merged = METHOD(replace(group, measured=(deaf, *group.measured[1:])))
+    others = LinearGroup(group.updates[1:], group.weights[1:], measured=group.measured[1:])
+    assert torch.equal(merged.delta, METHOD(others).delta)
+    assert (merged.noticed.unheard, merged.noticed.unchanged) == (1, 0)
+    still = [torch.zeros_like(update) for update in group.updates[1:]]
+    alone = replace(group, updates=(group.updates[0], *still), measured=(deaf, *group.measured[1:]))
+    merged = METHOD(alone)  # it alone changed the layer, and nobody knows on what
+    assert relative(merged.delta, group.updates[0] / 3) < 1e-6
+    assert (merged.noticed.unheard, merged.noticed.unchanged) == (1, 2)
+    assert not merged.noticed.inputs_known
+
+
 def test_updates_of_which_no_input_sees_anything():
     seen = torch.arange(12) < 6
     updates = [update * ~seen for update in random_updates(8, 12, 3, 8, 1.0, seed=5)]

@@ -25,6 +25,7 @@ DENSE = "encoder.layer.0.output.dense.weight"
         ("a.jsonl", '{"text": "one", "label": 1}\n\n"two"\n', [Text("one", None, 1), Text("two")]),
         ("a.json", '["one", {"text": "two", "text_pair": "b"}]', [Text("one"), Text("two", "b")]),
         ("a.csv", 'text,label\n"one, two",yes\n', [Text("one, two", None, "yes")]),
+        ("a.csv", "text,label,,\n \none,yes,,\n", [Text("one", None, "yes")]),
     ],
 )
 def test_files(tmp_path, name, content, expected):

@@ -164,9 +164,10 @@ def _check(out: Path, methods: Sequence[str] | None) -> None:
         raise InputError(
             f"{out} is no folder for results ({error.strerror}): give another --out"
         ) from error
-    if not os.access(out, os.W_OK) or (held and not (out / "results.json").exists()):
-        problem = "holds something else than results of a suite" if held else "cannot be written to"
-        raise InputError(f"{out} {problem}: give another --out")
+    if held and not (out / "results.json").exists():
+        raise InputError(f"{out} holds something else than results of a suite: give another --out")
+    if not os.access(out, os.W_OK):
+        raise InputError(f"{out} cannot be written to: give another --out")
 
 
 def _outcome(

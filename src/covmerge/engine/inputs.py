@@ -230,7 +230,7 @@ def take_updates(
 
     Raises:
         NotFiniteError: NaN or Inf in them.
-        TensorError: a difference that the dtype does not hold.
+        TensorError: weights that are nothing in the dtype.
     """
     base = inputs.base if inputs.base.is_meta else inputs.base.to(device).to(dtype)
     updates: dict[str, Update] = {}
@@ -251,7 +251,7 @@ def take_updates(
         if stored is not None and not isfinite(squares[expert]):
             _name_what_is_not_finite(item, inputs.base, expert, stored, dtype)
         if not squares[expert] and isinstance(stored, Tensor):
-            _check_not_lost(item, inputs.base, expert, stored, dtype)
+            _check_not_lost(item, expert, stored, dtype)
         if isinstance(update, Tensor):
             along[expert] = dot(update, base)
         del stored, update
@@ -315,17 +315,15 @@ def _multiplied_out(update: LowRank | tuple[LowRank, ...]) -> Tensor:
     return torch.stack([matrix.dense() for matrix in update])
 
 
-def _check_not_lost(
-    item: WorkItem, base: Tensor, expert: str, stored: Tensor, dtype: torch.dtype
-) -> None:
-    """Refuse float64 weights of which a narrower dtype sees no difference, though there is one."""
-    if stored.dtype != torch.float64 or dtype == torch.float64:
+def _check_not_lost(item: WorkItem, expert: str, stored: Tensor, dtype: torch.dtype) -> None:
+    """Refuse float64 weights that are all so small that a narrower dtype takes them for zero."""
+    if stored.dtype != torch.float64 or dtype == torch.float64 or not stored.numel():
         return
-    largest = float((stored - base[: len(stored)]).abs().max()) if stored.numel() else 0.0
-    if largest > 0.0:
+    largest = max(map(abs, map(float, torch.aminmax(stored))))
+    if 0.0 < largest < torch.finfo(dtype).tiny:
         raise TensorError(
-            f"'{item.tensor.name}': expert '{expert}' differs from the base by {largest:.2g} at most, of "
-            f"which {str(dtype).removeprefix('torch.')} holds nothing: compute in float64 (--dtype float64)"
+            f"'{item.tensor.name}': the weights of expert '{expert}' are {largest:.2g} at most, which is "
+            f"nothing in {str(dtype).removeprefix('torch.')}: compute in float64 (--dtype float64)"
         )
 
 

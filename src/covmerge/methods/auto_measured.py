@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from covmerge.covariance.measured import (
     measured_equations,
@@ -70,11 +70,11 @@ def auto_measured(group: LinearGroup) -> Merged:
     takes the place of what updates tell of inputs, all of them together that of the base's inputs, and
     RegMean's answer that of the average, where updates are long beside the base's weights. Equalising
     makes up for most of what inputs lack that the experts write themselves, and for what RegMean averages
-    of experts that share it (docs/auto.md). Where no data reached the layer, updates are averaged.
+    of experts that share it (docs/auto.md). Where no data reached what was changed, updates are averaged.
 
-    An expert whose data did not reach the layer leaves it. One that did not change it keeps its Gram
-    matrix in the sums, as in `regmean`; the length is still that of the updates' sum, and of updates that
-    cancel each other nothing is left.
+    An expert whose data did not reach the layer has no part in it. One that did not change it keeps its
+    Gram matrix in the sums, as in `regmean`; the length is still that of the updates' sum, and of updates
+    that cancel each other no more than a R is left.
 
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
@@ -84,7 +84,7 @@ def auto_measured(group: LinearGroup) -> Merged:
         RecipeError: an expert has no Gram matrix.
         TensorError: a Gram matrix has another shape, or the system stays indefinite.
 
-    Departs from the paper: there is none; of RegMean's equation as `regmean` does.
+    Departs from the paper: RegMean's, in what is made of R; in R as `regmean` does.
 
     Example:
         >>> import torch
@@ -97,26 +97,31 @@ def auto_measured(group: LinearGroup) -> Merged:
     """
     grams = measured_values(group, "gram", method="auto_measured")
     heard = [bool(gram.any()) for gram in grams]
-    if any(heard):
-        each = zip(group.updates, heard, strict=True)
-        group = replace(group, updates=tuple(u if own else torch.zeros_like(u) for u, own in each))
-    counted = Counted.of(group)
-    if counted is None:
-        return Merged(
-            torch.zeros_like(group.updates[0]), EqualisedMeasured(len(grams), inputs_known=True)
-        )
-    unchanged = EqualisedMeasured(counted.active.unchanged, inputs_known=any(heard))
+    changed = [bool(update.any()) for update in group.updates]
+    nothing = group.updates[0].new_zeros(()).expand_as(group.updates[0])
+    each = zip(group.updates, heard, strict=True)
+    known = replace(group, updates=tuple(u if own else nothing for u, own in each))
+    unchanged = changed.count(False)
+    unheard = sum(own and not there for own, there in zip(changed, heard, strict=True))
+    counted = Counted.of(known)
+    if counted is None:  # data says nothing of what was changed, if anything was
+        noticed = EqualisedMeasured(unchanged, inputs_known=not unheard, unheard=unheard)
+        return Merged(_average(group), noticed)
     bounds = counted.of_all(counted.bounds)
     normal = measured_equations(
-        group.updates, grams, group.weights, off_diagonal=_OFF_DIAGONAL, lengths=bounds
+        known.updates, grams, group.weights, off_diagonal=_OFF_DIAGONAL, lengths=bounds
     )
     inputs = normal.gram
-    if not inputs.any():
-        total = sum(group.weights)
-        shares = [own * w / total for own, w in zip(bounds, group.weights, strict=True)]
-        return Merged(stack_weighted(group.updates, shares), unchanged)
     fused = solve_ridge(normal)[0]
     del normal  # the numerator is not held beside the spectra
     rtol = rank_tolerance(group.shape, fused.dtype, None)
     found = equalise(counted, fused, Metric.of(inputs), rtol=rtol, known=True, measured=True)
-    return Merged(fused, unchanged) if found is None else found
+    if found is None:
+        return Merged(fused, EqualisedMeasured(unchanged, inputs_known=True, unheard=unheard))
+    assert isinstance(found.noticed, EqualisedMeasured)
+    return replace(found, noticed=replace(found.noticed, unchanged=unchanged, unheard=unheard))
+
+
+def _average(group: LinearGroup) -> Tensor:
+    total = sum(group.weights)
+    return stack_weighted(group.updates, [weight / total for weight in group.weights])

@@ -22,9 +22,11 @@ class _Inputs(Words):
 
     Attributes:
         label: of its row.
+        unknown: what is said where they were not known anywhere.
     """
 
     label: str
+    unknown: str
 
     def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
         return {"inputs_known": int(sum(facts(seen, "inputs_known")))}
@@ -34,7 +36,7 @@ class _Inputs(Words):
         if any(known):
             text = f"known in {int(sum(known))} of {len(known)} matrices"
         else:
-            text = "not known: by the weights alone"
+            text = self.unknown
         yield self.label, text
 
 
@@ -108,7 +110,8 @@ class _Less(Words):
         return found
 
 
-INPUTS, OF_EXPERTS = _Inputs("base's inputs"), _Inputs("experts' inputs")
+INPUTS = _Inputs("base's inputs", "not known: by the weights alone")
+OF_EXPERTS = _Inputs("experts' inputs", "no data reached what was changed: averaged")
 SMALL = _Less("shares", "counted_less", "counted less", "short beside the others there")
 LONG = _Less("bounds", "shortened", "shortened", "long beside the others there")
 TOLD = _Median(
@@ -230,6 +233,7 @@ class EqualisedMeasured(Equalised):
     Attributes:
         towards_least_squares: a, how far it went to least squares, in place of the average; None where
             ‖W₀‖ was not known.
+        unheard: experts whose data did not reach the layer.
     """
 
     words: ClassVar[tuple[Words, ...]] = (
@@ -247,6 +251,7 @@ class EqualisedMeasured(Equalised):
     _goes_to: ClassVar[str] = "least squares"
 
     towards_least_squares: float | None = None
+    unheard: int = 0
 
     @property
     def _away(self) -> float | None:

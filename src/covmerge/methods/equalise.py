@@ -188,8 +188,9 @@ def _squared_cosines(active: Active, seen: Metric) -> tuple[Tensor, Tensor]:
     """
     dots = seen.dots(active.updates)
     squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
-    found = dots.square() / torch.outer(squares, squares)
-    return found.clamp_max(1.0).fill_diagonal_(1.0), squares.sqrt()
+    lengths = squares.sqrt()  # the product of two, as that of two squares may be 0
+    found = (dots / torch.outer(lengths, lengths)).square()
+    return found.clamp_max(1.0).fill_diagonal_(1.0), lengths
 
 
 def _rounding_of_sum(active: Active, weights: Sequence[float]) -> Rounding:

@@ -156,11 +156,19 @@ def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterat
     """Say that experts have statistics which no method of the recipe looks at."""
     measured = [expert for expert in recipe.experts if expert in statistics]
     if measured and all(method.data == "none" for method in _methods_of(recipe)):
-        users = ", ".join(method.name for method in registry if method.data == "gram")
+        users = ", ".join(
+            method.name
+            for method in registry
+            if method.data != "none"
+            and all(
+                statistics[own].protocol == method.protocol and statistics[own].names(method.data)
+                for own in measured
+            )
+        )
         yield (
             f"method '{recipe.method}' does not look at statistics of experts, and "
             f"{some(measured, 3, quoted=True)} {'has' if len(measured) == 1 else 'have'} some: leave them "
-            f"out, or name a method that does ({users})"
+            "out" + (f", or name a method that does ({users})" if users else "")
         )
 
 

@@ -180,17 +180,16 @@ def _json(file: TextIO) -> Iterator[tuple[str, object]]:
 
 
 def _csv(file: TextIO) -> Iterator[tuple[str, object]]:
-    rows = csv.DictReader(_bounded(file))
-    for number, row in enumerate(rows, start=1):
-        names = len(rows.fieldnames or ())
-        values = [value for name, value in row.items() if name is not None and value is not None]
-        more = cast("Mapping[str | None, list[str]]", row).get(None, [])
-        if len(values) < names or more:
+    rows = csv.reader(_bounded(file))
+    names: list[str] = next(rows, [""])
+    filled = (row for row in rows if any(value.strip() for value in row))
+    for number, row in enumerate(filled, start=1):
+        if len(row) != len(names):
             raise InputError(
-                f"row {number} has {counted(len(values) + len(more), 'value')}, and the first line "
-                f"{counted(names, 'name')}: correct it; a text with commas or quotes stands in quotes"
+                f"row {number} has {counted(len(row), 'value')}, and the first line "
+                f"{counted(len(names), 'name')}: correct it; a text with commas or quotes stands in quotes"
             )
-        yield f"row {number}", row
+        yield f"row {number}", dict(zip(names, row, strict=True))
 
 
 _READERS = {".txt": _lines, ".jsonl": _json_lines, ".json": _json, ".csv": _csv}

@@ -269,8 +269,8 @@ def load_model(
     if isinstance(checkpoint, AdapterCheckpoint):
         raise InputError(
             f"{source} is an adapter, and what is run is a model: fold it into its base first "
-            f"(`covmerge merge --base BASE --expert a={source} FOLDED`), then collect on FOLDED, and "
-            "name FOLDED as the expert where the statistics are used"
+            f"(`covmerge merge --base BASE --expert a={source} FOLDED --out-dtype float32`), then "
+            "collect on FOLDED, and name FOLDED as the expert where the statistics are used"
         )
     if checkpoint.folder is None or config is None:
         raise InputError(

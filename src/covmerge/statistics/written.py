@@ -219,9 +219,11 @@ def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list
             written: Any = model.whole.generate(
                 ids, attention_mask=mask, max_new_tokens=room, logits_processor=checks
             )
-    except InputError:
+    except (InputError, MemoryError):
         raise
     except Exception as error:  # transformers' code around a stranger's model can fail in any way
+        if "memory" in str(error):  # what to do about that is said elsewhere
+            raise
         raise InputError(
             f"{source} cannot write ({in_short(error)}): pass a file of examples"
         ) from error

@@ -133,16 +133,14 @@ def regmean_plus_plus(
 def auto_measured(group: LinearGroup) -> Tensor:
     """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, of RegMean's R  (docs/auto.md)."""
     heard = [bool(m.value.any()) for m in group.measured]
-    deltas = [d * (own or not any(heard)) for d, own in zip(deltas_of(group), heard, strict=True)]
-    group = replace(group, updates=tuple(deltas))
+    deltas = [d * own for d, own in zip(deltas_of(group), heard, strict=True)]
     changed = [t for t, d in enumerate(deltas) if d.any()]
     if not changed:
-        return torch.zeros_like(deltas[0])
+        return average(group)
+    group = replace(group, updates=tuple(deltas))
     b = dict(zip(changed, bounds([length(deltas[t]) for t in changed]), strict=True))
     R = regmean(replace(group, updates=tuple(b.get(t, 1.0) * d for t, d in enumerate(deltas))))
     G = total(w * m.value.double() for w, m in zip(group.weights, group.measured, strict=True))
-    if not G.any():
-        return R
     found = equalised(group, R, 0.9 * G + 0.1 * torch.diag(torch.diag(G)), safest=R)
     return R if found is None else found
 
