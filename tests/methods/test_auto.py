@@ -311,5 +311,4 @@ def test_updates_that_the_base_sees_nothing_of_are_not_alike():
     c0 = torch.diag(seen.double())
     merged = AUTO(group_of(updates, c0))
     assert merged.noticed.unlike_experts == pytest.approx(3.0, rel=1e-3)
-    # The twin's root of a singular C₀ sees 1e-9 of them.
-    assert relative(merged.delta, TWINS["auto"](group_of(updates, c0))) < 1e-2
+    assert relative(merged.delta, TWINS["auto"](group_of(updates, c0))) < 1e-6

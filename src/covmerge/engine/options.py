@@ -121,15 +121,11 @@ class RunOptions:
         None where there is none, or it goes element by element.
         """
         device = self.torch_device
-        wide = (
-            item.tensor.operation for item in plan.items if not item.is_narrow(torch.device("cpu"))
-        )
-        sums = any(
-            operation.procedure.unit_for(operation.parameters) != "element"
-            for operation in wide
-            if isinstance(operation, Merge)
-        )
-        if device.type != "cpu" or not sums:
+        if device.type != "cpu":
+            return None
+        wide = (item.tensor.operation for item in plan.items if not item.is_narrow(device))
+        merges = (operation for operation in wide if isinstance(operation, Merge))
+        if all(own.procedure.unit_for(own.parameters) == "element" for own in merges):
             return None
         return self.threads or torch.get_num_threads()
 

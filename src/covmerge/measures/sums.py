@@ -54,14 +54,6 @@ class Sums:
         )
 
     @property
-    def exact_enough(self) -> bool:
-        """Whether nothing overflowed, and no mean square is so small that float32 may have lost some."""
-        squares = torch.cat([self.base.reshape(1), self.dots.diagonal()])
-        changed = torch.cat([self.base.new_tensor([self.elements]), self.touched.diagonal()])
-        whole = torch.cat([squares, self.lost_as_update, self.lost_as_weights])
-        return bool(whole.isfinite().all() and (squares >= _SMALLEST * changed).all())
-
-    @property
     def norms(self) -> list[float]:
         """‖Δ_t‖_F."""
         return numbers(self.dots.diagonal().clamp_min(0.0).sqrt())
@@ -148,8 +140,18 @@ def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
         ([0.5, 0.0], 0.5, 0.0)
     """
     found = _sums_of(base, updates, updates[0].dtype)
-    exact = updates[0].dtype == torch.float64 or found.exact_enough
+    exact = updates[0].dtype == torch.float64 or _exact_enough(found, base)
     return found if exact else _sums_of(base, updates, torch.float64)
+
+
+def _exact_enough(found: Sums, base: Tensor) -> bool:
+    """Whether nothing overflowed, and no mean square is so small that float32 may have lost some."""
+    squares = torch.cat([found.base.reshape(1), found.dots.diagonal()])
+    if not torch.cat([squares, found.lost_as_update, found.lost_as_weights]).isfinite().all():
+        return False
+    elements = found.elements if found.base > 0.0 or base.any() else 0  # a bias may be all zeros
+    changed = torch.cat([found.base.new_tensor([elements]), found.touched.diagonal()])
+    return bool((squares >= _SMALLEST * changed).all())
 
 
 def _sums_of(base: Tensor, updates: Sequence[Tensor], dtype: torch.dtype) -> Sums:

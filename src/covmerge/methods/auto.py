@@ -144,7 +144,8 @@ def auto(group: LinearGroup) -> Merged:
     rtol = rank_tolerance(group.shape, first.dtype, None)
     fused = _least_squares(counted, rtol).to(first.dtype)
     seen = Metric.of(measured)
-    found = equalise(counted, fused, seen, rtol=rtol, known=known, told=told)
+    noticed = Equalised(counted.active.unchanged, inputs_known=known, inputs_told=told)
+    found = equalise(counted, fused, seen, noticed, rtol=rtol)
     # What the base's inputs see nothing of.
     return auto(replace(group, inputs=None)) if found is None else found
 

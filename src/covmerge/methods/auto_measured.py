@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from covmerge.covariance.measured import (
     measured_equations,
     measured_equations_cost,
@@ -15,7 +13,7 @@ from covmerge.linalg.auto import Cost, dots_cost, metric_cost
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import rank_tolerance
 from covmerge.methods.auto_noticed import EqualisedMeasured
-from covmerge.methods.closed_form import solve_ridge, stack_weighted
+from covmerge.methods.closed_form import solve_ridge, stack_average
 from covmerge.methods.equalise import Counted, equalise
 from covmerge.methods.registry import Laws, register
 from covmerge.types import LinearGroup, Merged
@@ -106,7 +104,7 @@ def auto_measured(group: LinearGroup) -> Merged:
     counted = Counted.of(known)
     if counted is None:  # data says nothing of what was changed, if anything was
         noticed = EqualisedMeasured(unchanged, inputs_known=not unheard, unheard=unheard)
-        return Merged(_average(group), noticed)
+        return Merged(stack_average(group), noticed)
     bounds = counted.of_all(counted.bounds)
     normal = measured_equations(
         known.updates, grams, group.weights, off_diagonal=_OFF_DIAGONAL, lengths=bounds
@@ -115,13 +113,6 @@ def auto_measured(group: LinearGroup) -> Merged:
     fused = solve_ridge(normal)[0]
     del normal  # the numerator is not held beside the spectra
     rtol = rank_tolerance(group.shape, fused.dtype, None)
-    found = equalise(counted, fused, Metric.of(inputs), rtol=rtol, known=True, measured=True)
-    if found is None:
-        return Merged(fused, EqualisedMeasured(unchanged, inputs_known=True, unheard=unheard))
-    assert isinstance(found.noticed, EqualisedMeasured)
-    return replace(found, noticed=replace(found.noticed, unchanged=unchanged, unheard=unheard))
-
-
-def _average(group: LinearGroup) -> Tensor:
-    total = sum(group.weights)
-    return stack_weighted(group.updates, [weight / total for weight in group.weights])
+    noticed = EqualisedMeasured(unchanged, inputs_known=True, unheard=unheard)
+    found = equalise(counted, fused, Metric.of(inputs), noticed, rtol=rtol, safest=fused)
+    return Merged(fused, noticed) if found is None else found

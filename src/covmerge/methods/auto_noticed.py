@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import ClassVar
 
@@ -193,6 +193,10 @@ class Equalised(Noticed):
     _of_inputs: ClassVar[str] = "base's inputs"
     _goes_to: ClassVar[str] = "the average"
 
+    def going(self, away: float) -> Equalised:
+        """The same of a merge that goes so far to what is safest."""
+        return replace(self, towards_average=away)
+
     @property
     def _away(self) -> float | None:
         return self.towards_average
@@ -252,6 +256,10 @@ class EqualisedMeasured(Equalised):
 
     towards_least_squares: float | None = None
     unheard: int = 0
+
+    def going(self, away: float) -> Equalised:
+        """See `Equalised.going`."""
+        return replace(self, towards_least_squares=away)
 
     @property
     def _away(self) -> float | None:

@@ -178,6 +178,12 @@ def solve_cut_off(
     return normal.lift(solved), replace(noticed, rank=len(normal.gram), solver=f"cholesky{bits}")
 
 
+def stack_average(group: LinearGroup) -> Tensor:
+    """Σ w_tΔ_t / Σ w_t `(d_out, d_in)`: what is left where no data tells one input from another."""
+    total = sum(group.weights)
+    return stack_weighted(group.updates, [weight / total for weight in group.weights])
+
+
 def stack_weighted(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Σ_t w_t · values_t, without a stacked copy."""
     total = values[0] * weights[0]

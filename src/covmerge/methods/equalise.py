@@ -19,7 +19,7 @@ from torch import Tensor
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import EXACT
-from covmerge.methods.auto_noticed import Equalised, EqualisedMeasured
+from covmerge.methods.auto_noticed import Equalised
 from covmerge.methods.closed_form import Active, active_experts, stack_weighted
 from covmerge.types import LinearGroup, Merged, Rounding
 
@@ -82,11 +82,10 @@ def equalise(
     counted: Counted,
     fused: Tensor,
     seen: Metric,
+    noticed: Equalised,
     *,
     rtol: float,
-    known: bool,
-    told: float | None = None,
-    measured: bool = False,
+    safest: Tensor | None = None,
 ) -> Merged | None:
     """Return λ (K + τ²I)^(−q/2) R, and where ‖W₀‖ is known go from there to what is safest.
 
@@ -94,30 +93,28 @@ def equalise(
         counted: the experts, each of which lends λ, q and a its part.
         fused: R `(d_out, d_in)`, of the updates' dtype.
         seen: C₀.
+        noticed: what is known before. Where that is `inputs_known`, what C₀ does not see is lifted as what
+            it hardly sees; else it is rounding.
         rtol: where the numerical rank of R ends.
-        known: whether C₀ was measured; then what it does not see is lifted as what it hardly sees, else
-            it is rounding.
-        told: the share of C₀ that is what the updates tell, for what is noticed.
-        measured: whether R is of inputs that were measured, and so what is safest; else the average is.
+        safest: Δ̄; None: the average.
 
     Returns:
-        None where nothing of R is seen.
+        None where nothing of R is seen, though inputs are known.
     """
     group, active, shares = counted.group, counted.active, counted.shares
     squares, seen_lengths = _squared_cosines(active, seen)
     alike = float((shares * (squares @ shares)).sum())
     experts = max(1.0, float(shares.sum()) ** 2 / alike)
     agreement = min(1.0, float(shares.square().sum()) / alike)
+    known = noticed.inputs_known
     rounding = EXACT if known else _rounding_of_sum(active, counted.in_sum)
     spectrum = seen.spectrum(fused, rtol=rtol, rounding=rounding)
     sigma = spectrum.sigma
-    noticed = (EqualisedMeasured if measured else Equalised)(
-        active.unchanged,
-        counted.of_all([float(own) for own in shares]),
-        counted.of_all(counted.bounds),
-        known,
+    noticed = replace(
+        noticed,
+        shares=counted.of_all([float(own) for own in shares]),
+        bounds=counted.of_all(counted.bounds),
         unlike_experts=experts,
-        inputs_told=told,
     )
     if not len(sigma):
         return None if known else Merged(torch.zeros_like(fused), noticed)
@@ -131,17 +128,18 @@ def equalise(
     merged = spectrum.lifted(lift * scale, unseen)
     lifted = sigma * lift * scale
     together = float((seen_lengths * counted.weights).sum())
-    beside = None
     if group.base_norm is not None:
         beside = _beside_base(counted, group.base_norm)
         merged = merged.mul_(1.0 - beside)
-        own = shares / shares.sum()
-        safest = zip(active.updates, counted.in_sum, own, strict=True)
-        for update, weight, share in [(fused, 1.0, 1.0)] if measured else safest:
-            merged.add_(update, alpha=beside * weight * float(share))
+        if safest is None:
+            own = shares / shares.sum()
+            for update, weight, share in zip(active.updates, counted.in_sum, own, strict=True):
+                merged.add_(update, alpha=beside * weight * float(share))
+        else:
+            merged.add_(safest, alpha=beside)
+        noticed = noticed.going(beside)
     noticed = replace(
         noticed,
-        **{"towards_least_squares" if measured else "towards_average": beside},
         directions_in_use=in_use,
         flattening=exponent,
         lengthening=float(lifted.sum() / sigma.sum()),

@@ -13,7 +13,7 @@ from covmerge.covariance.measured import (
     measured_values,
 )
 from covmerge.linalg.auto import Cost
-from covmerge.methods.closed_form import solve_ridge, stack_weighted
+from covmerge.methods.closed_form import solve_ridge, stack_average
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.words import JITTER
 from covmerge.noticed import Noticed, Words
@@ -176,8 +176,6 @@ def _merge(group: LinearGroup, method: str, off_diagonal: float, ridge: float) -
         group.updates, grams, group.weights, off_diagonal=off_diagonal, ridge=ridge
     )
     if not normal.gram.any():
-        total = sum(group.weights)
-        average = stack_weighted(group.updates, [weight / total for weight in group.weights])
-        return Merged(average, Factorised("average: no data"))
+        return Merged(stack_average(group), Factorised("average: no data"))
     merged, factor = solve_ridge(normal)
     return Merged(merged, Factorised(normal.route, factor.rcond, factor.jitter))

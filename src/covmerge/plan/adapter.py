@@ -205,11 +205,11 @@ class _Merged:
     def needs_base(self) -> bool:
         """Whether updates are differences to the base's weights, or the method asks for these.
 
-        How long they are is asked where inputs are: whoever has those has the base at hand.
+        How long they are is asked where the base's inputs are: whoever gives those has the base at hand.
         """
-        method, tensor = self._merge.procedure, self.tensor
-        inputs = tensor.base_inputs is not None or bool(tensor.statistics)
-        return self.is_difference or method.needs_base or (method.base_norm and inputs)
+        method = self._merge.procedure
+        seen = method.base_norm and self.tensor.base_inputs is not None
+        return self.is_difference or method.needs_base or seen
 
     @property
     def thin(self) -> bool:

@@ -225,7 +225,8 @@ def bounds(norms: Sequence[float]) -> list[float]:
 def root(C0: Tensor) -> Tensor:
     """L with LLᵀ = C₀, brought to trace d."""
     U, S, _ = svd(C0)
-    return U @ torch.diag((S / S.mean()).sqrt())
+    kept = S > len(S) * torch.finfo(S.dtype).eps * S.max()  # else it is rounding
+    return U @ torch.diag((S * kept / S.mean()).sqrt())
 
 
 def energy(d: Tensor) -> float:
