@@ -1,5 +1,7 @@
 """The executor of a Ray cluster: several nodes, started on this machine, and one of them lost."""
 
+import logging
+
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -13,6 +15,7 @@ from tests.interrupted import InterruptAfter
 cluster_utils = pytest.importorskip(
     "ray.cluster_utils", reason="Ray is not installed: pip install 'covmerge[ray]'"
 )
+ray = pytest.importorskip("ray")
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
@@ -92,6 +95,24 @@ def test_what_a_cluster_began_is_resumed_by_threads(cluster, plain, tmp_path, mo
     done = covmerge.merge(*plain, "ace", tmp_path / "out", resume=True)
     assert done.run["resumed_items"] >= 5
     covmerge.merge(*plain, "ace", tmp_path / "whole")
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+@quiet
+@pytest.mark.slow
+def test_who_was_in_the_cluster_before_stays_in_it(cluster, plain, tmp_path):
+    """And an interrupted merge, whose tasks it would not end by leaving, has waited for them."""
+    covmerge.merge(*plain, "ace", tmp_path / "whole")
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    on = {"executor": "ray", "address": cluster.address}
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            covmerge.merge(*plain, "ace", tmp_path / "out", progress=InterruptAfter(5), **on)
+        assert ray.is_initialized()
+        covmerge.merge(*plain, "ace", tmp_path / "out", resume=True, **on)
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 

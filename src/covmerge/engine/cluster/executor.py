@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any
@@ -95,9 +94,7 @@ class Cluster:
                         check_there(done, batch, task, "another node", _pause)
                     yield _now(done, answer.ended)
         finally:
-            for reference in running:
-                with suppress(Exception):
-                    ray.cancel(reference, force=True)
+            self._end(running)
 
     def hashing(self, contents: Contents) -> Hashing:
         """See `Executor.hashing`: by tasks, a file each."""
@@ -114,6 +111,16 @@ class Cluster:
         """See `Executor.close`: leave the cluster, unless this process was in it before."""
         if self._joined:
             self._ray.shutdown()
+
+    def _end(self, running: Mapping[Any, _Load]) -> None:
+        """See to it that nothing writes any more when the merge has ended early.
+
+        Who leaves the cluster ends its tasks by that, others wait for them. `ray.cancel` is for neither: if
+        a task is just about to begin, Ray 2.60 aborts the process that cancels it ("Tried to complete task
+        that was not pending").
+        """
+        if running and not self._joined:
+            self._ray.wait(list(running), num_returns=len(running), fetch_local=False)
 
     def _submit(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -51,18 +50,14 @@ class Pieces(Generic[_Name]):
         waiting = iter(sorted(sizes, key=lambda name: -sizes[name]))
         found: dict[_Name, Any] = {}
         running: dict[Any, _Name] = {}
-        try:
-            while self._submit(waiting, running):
-                ready, _ = self.ray.wait(list(running), timeout=_LOOKS_EVERY)
-                if is_over():
-                    raise CancelledError("what nodes read was stopped")
-                for reference in ready:
-                    name = running.pop(reference)
-                    found[name] = self._answer(reference, name)
-        finally:
-            for reference in running:
-                with suppress(Exception):
-                    self.ray.cancel(reference, force=True)
+        while self._submit(waiting, running):
+            ready, _ = self.ray.wait(list(running), timeout=_LOOKS_EVERY)
+            if is_over():
+                # Tasks under way only read, and are left to it: see `Cluster._end` on cancelling them.
+                raise CancelledError("what nodes read was stopped")
+            for reference in ready:
+                name = running.pop(reference)
+                found[name] = self._answer(reference, name)
         return found
 
     def _submit(self, waiting: Iterator[_Name], running: dict[Any, _Name]) -> bool:
