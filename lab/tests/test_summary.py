@@ -14,6 +14,7 @@ RIGHT = {  # of ten examples a task
     EXPERTS: (Section.BOUNDS, None, (10, 8)),
     BASE: (Section.BOUNDS, None, (1, 2)),
     "ace": (Section.DATA_FREE, Merge("ace"), (9, 4)),
+    "auto": (Section.DATA_FREE, Merge("auto"), (9, 5)),
     "average": (Section.DATA_FREE, Merge("average"), (5, 4)),
     TUNED: (Section.TUNED, Merge("task_arithmetic", {"scale": 0.4}), (5, 4)),
 }
@@ -51,8 +52,16 @@ def test_means_spread_and_shares_over_seeds(group):
     assert ace.measures == {"perplexity": 10.5}
 
 
+def test_what_the_own_methods_are_above_every_other(group):
+    below = {row.title: row.below for row in group.rows}
+    assert below.pop("auto") == {}
+    assert all(list(own) == ["auto"] for own in below.values())
+    assert below["average"]["auto"].mean == pytest.approx(0.25)
+    assert below[TUNED]["auto"].clear and not below["ace"]["auto"].clear
+
+
 def test_rows_stand_by_section_and_the_best_first(group):
-    assert [row.title for row in group.rows] == [EXPERTS, BASE, "ace", "average", TUNED]
+    assert [row.title for row in group.rows] == [EXPERTS, BASE, "auto", "ace", "average", TUNED]
 
 
 def test_an_outcome_is_kept_for_the_same_code_only(tmp_path):
@@ -70,7 +79,8 @@ def test_results_are_written_with_every_number(tmp_path, group):
     report.save({"suite": "text", "command": "covmerge bench text"}, [group], tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "| ace | 85.0 | 35.0 | 60.0 ± 7.1 [" in text and "accuracy.png" in text
-    assert (tmp_path / "results.json").read_text().count('"title"') == 5
+    assert "| less | auto |\n" in text and "\n| average | +25.0 [" in text
+    assert (tmp_path / "results.json").read_text().count('"title"') == 6
     assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from covmerge_lab.bootstrap import Interval
 from covmerge_lab.collecting import EXAMPLES, MADE
 from covmerge_lab.merging import SCALES
 from covmerge_lab.models import Section
@@ -20,6 +21,7 @@ mean: accuracy in %, over tasks and seeds; ±: standard deviation over the seeds
 bootstrap draws of the test examples
 of experts: the model's accuracy over the expert's, mean over the tasks
 beyond tuned: mean less that of tuned Task Arithmetic, on the same examples; *: the interval leaves 0 out
+less: the mean of covmerge's own methods less that of each model, likewise
 {Section.DATA_FREE.value}: parameters at their defaults; ace once more as its code was released; wudi by \
 the closed form of its loss; Task Arithmetic at its published scale, 0.3
 {Section.OWN_INPUTS.value}: {MADE} inputs of each expert, written by language models themselves; drawn \
@@ -36,7 +38,9 @@ def save(results: Mapping[str, Any], groups: Sequence[Group], out: Path) -> None
     (out / "results.json").write_text(
         json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    tables = "\n\n".join(f"## {group.title}\n\n{markdown(group)}" for group in groups)
+    tables = "\n\n".join(
+        "\n\n".join([f"## {group.title}", markdown(group), *_own_beside(group)]) for group in groups
+    )
     pictures = "\n".join(f"![{path.stem}]({path.name})" for path in sorted(out.glob("*.png")))
     legend = "\n".join(f"- {line}" for line in LEGEND.splitlines())
     (out / "README.md").write_text(
@@ -76,6 +80,23 @@ def markdown(group: Group) -> str:
     return "\n".join(lines)
 
 
+def _own_beside(group: Group) -> list[str]:
+    """How much covmerge's own methods are above each row, if they stand in the table."""
+    own = list(dict.fromkeys(title for row in group.rows for title in row.below))
+    if not own:
+        return []
+    lines = [f"| less | {' | '.join(own)} |", f"|---|{'---:|' * len(own)}"]
+    for row in group.rows:
+        cells = (_written(row.below[t]) if t in row.below else "" for t in own)
+        lines.append(f"| {' | '.join([row.title, *cells])} |")
+    return ["\n".join(lines)]
+
+
+def _written(interval: Interval) -> str:
+    low, high, mark = 100 * interval.low, 100 * interval.high, "*" if interval.clear else ""
+    return f"{100 * interval.mean:+.1f} [{low:+.1f}, {high:+.1f}]{mark}"
+
+
 def _measures(group: Group) -> list[str]:
     return sorted({name for row in group.rows for name in row.measures})
 
@@ -86,15 +107,11 @@ def _columns(group: Group) -> list[str]:
 
 def _cells(row: Row, group: Group) -> list[str]:
     spread = "" if row.spread is None else f" ± {100 * row.spread:.1f}"
-    beyond = row.beyond_tuned
     return [
         *(f"{100 * row.accuracy[task]:.1f}" for task in group.tasks),
         f"{100 * row.mean.mean:.1f}{spread} [{100 * row.mean.low:.1f}, {100 * row.mean.high:.1f}]",
         f"{100 * row.share:.1f}",
-        ""
-        if beyond is None
-        else f"{100 * beyond.mean:+.1f} [{100 * beyond.low:+.1f}, {100 * beyond.high:+.1f}]"
-        + ("*" if beyond.clear else ""),
+        "" if row.beyond_tuned is None else _written(row.beyond_tuned),
         *(f"{row.measures[m]:.2f}" if m in row.measures else "" for m in _measures(group)),
         "" if row.seconds is None else f"{row.seconds:.1f}",
     ]

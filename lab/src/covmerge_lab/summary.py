@@ -13,6 +13,9 @@ from covmerge_lab.merging import TUNED
 from covmerge_lab.models import Section
 from covmerge_lab.suite import Kind
 
+# covmerge's own methods, which are compared with every other.
+OWN = ("auto", "auto_measured")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -25,6 +28,7 @@ class Row:
         mean: over tasks and seeds, with its interval.
         of_experts: mean over the tasks of the accuracy over the expert's, of each seed.
         beyond_tuned: the mean less that of tuned Task Arithmetic, on the same examples.
+        below: what the rows of covmerge's own methods, by title, are above this one, likewise.
         seconds: of the method's mathematics, mean.
         measures: what else was measured, mean.
     """
@@ -38,6 +42,7 @@ class Row:
     mean: Interval
     of_experts: Sequence[float]
     beyond_tuned: Interval | None
+    below: Mapping[str, Interval]
     seconds: float | None
     measures: Mapping[str, float]
 
@@ -109,6 +114,7 @@ def summarise(outcomes: Sequence[Outcome]) -> Group:
     def scores(title: str) -> dict[str, list[list[float]]]:
         return {t: [models[title].scores[t] for models in by_title] for t in first.tasks}
 
+    own = [t for t in titles if (merge := by_title[0][t].model.merge) and merge.method in OWN]
     rows: list[Row] = []
     for title in titles:
         of_seeds = [models[title] for models in by_title]
@@ -134,6 +140,9 @@ def summarise(outcomes: Sequence[Outcome]) -> Group:
                     if TUNED in titles and title != TUNED
                     else None
                 ),
+                below={
+                    t: resamples.difference(scores(t), scores(title)) for t in own if t != title
+                },
                 seconds=fmean(seconds) if seconds else None,
                 measures={
                     name: fmean(s.measures[name] for s in of_seeds) for name in of_seeds[0].measures
