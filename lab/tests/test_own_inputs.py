@@ -10,6 +10,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import covmerge
+from covmerge.errors import InputError
 from covmerge.statistics import StatisticsFile
 from covmerge_lab import collecting
 from covmerge_lab.bench import Bench
@@ -17,7 +18,7 @@ from covmerge_lab.llm import LlmSuite, tasks
 from covmerge_lab.merging import catalogue, statistics_of
 from covmerge_lab.models import Section
 from covmerge_lab.own import DRAWN, WRITTEN
-from covmerge_lab.studies import STUDIES, altered, regimes, rule, save, tuned
+from covmerge_lab.studies import STUDIES, altered, half, regimes, rule, save, tuned
 from covmerge_lab.suite import Variant
 from covmerge_lab.text import TextSuite
 from covmerge_lab.text import tasks as text_tasks
@@ -234,6 +235,43 @@ def test_regimes(small_text, monkeypatch, tmp_path):
     assert "| 2 experts |" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "regimes-lora.png").exists()
     assert not list((small_text.suite.folder / "work").iterdir())
+
+
+def test_what_half_precision_costs(small_text, monkeypatch, tmp_path):
+    monkeypatch.setattr(half, "KNOWN", ("average", "ace"))
+    study = STUDIES["half"]()
+    with pytest.raises(InputError, match="full fine-tunes"):
+        study.run(small_text, [Variant("lora", 0)])
+    found = study.run(small_text, [Variant("full", 0)])
+    save(study, small_text, found, tmp_path / "out", "covmerge study half")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {"auto", "auto, base's inputs", "ace", "task_arithmetic, tuned"} < set(results["less"])
+    titles = {row["title"] for row in results["groups"][0]["rows"]}
+    assert titles == {*results["less"], *(f"{title}, bfloat16" for title in results["less"])}
+    assert 0.0 < results["lost"]["unchanged"] < 1.0 and 0.0 < results["lost"]["error"] < 1.0
+    assert "| ace |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_expert_in_half_precision_is_the_rounded_base_and_its_update(tmp_path):
+    start = torch.tensor([[1.0, 1.0 + 2.0**-12, 3.0, 0.5]])
+    update = torch.tensor([[2.0**-6, 2.0**-6, 2.0**-12, 0.0]])
+    for name, tensors in (
+        ("base", {"w": start, "same": start.clone()}),
+        ("expert", {"model.w": start + update, "model.same": start, "head": start.clone()}),
+    ):
+        (tmp_path / name).mkdir()
+        safetensors.torch.save_file(tensors, tmp_path / name / "model.safetensors")
+    base = altered.base_in_half(tmp_path / "base", tmp_path / "half")
+    made = altered.expert_in_half(tmp_path / "expert", tmp_path / "base", tmp_path / "half-expert")
+    begun, stored = (
+        safetensors.torch.load_file(folder / "model.safetensors") for folder in (base, made.folder)
+    )
+    assert {t.dtype for t in (*begun.values(), *stored.values())} == {torch.bfloat16}
+    kept = stored["model.w"].float() - begun["w"].float()
+    assert kept.tolist() == [[2.0**-6, 2.0**-6, 0.0, 0.0]]
+    assert torch.equal(stored["model.same"], begun["same"])
+    assert made.unchanged == 0.5
+    assert made.error == pytest.approx(2.0**-12 / update.norm().item(), rel=1e-5)
 
 
 def test_who_is_merged_in_a_regime(small_text, tmp_path):

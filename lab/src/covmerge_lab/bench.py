@@ -108,7 +108,10 @@ class Bench:
                     self._workers.run(
                         collecting.jobs(self.suite, whole, statistics, work / "statistics")
                     )
-            yield Experts(self.suite, variant, folders, whole, work / "statistics", work / "merged")
+            base = self.suite.base
+            yield Experts(
+                self.suite, variant, base, folders, whole, work / "statistics", work / "merged"
+            )
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -205,7 +208,7 @@ def _work_folder(parent: Path) -> Path:
 
 def bounds(experts: Experts) -> tuple[Model, Model]:
     """Return what a merge lies between."""
-    base = dict.fromkeys(experts.folders, experts.suite.base)
+    base = dict.fromkeys(experts.folders, experts.base)
     return Model(Section.BOUNDS, EXPERTS, experts.whole), Model(Section.BOUNDS, BASE, base)
 
 

@@ -44,7 +44,7 @@ def jobs(
                 for task in experts
             }
     if BASE in kinds:
-        found["the base's inputs"] = partial(_of_base, suite, out)
+        found["the base's inputs"] = partial(of_base, suite, suite.base, out)
     if OWN in kinds:
         found |= {
             f"own inputs, {task}": partial(_on_own_inputs, suite, task, experts, out)
@@ -61,6 +61,29 @@ def files(out: Path, kind: str, experts: Sequence[str]) -> dict[str, Path]:
 def file_of_base(out: Path) -> Path:
     """Return where the statistics of the base are."""
     return out / BASE / "base.covstats.safetensors"
+
+
+def of_base(suite: Suite, base: Path, out: Path, on_progress: OnProgress) -> None:
+    """Collect the Gram matrices of random inputs in a base of the suite.
+
+    Args:
+        suite: whose tokenizer it has.
+        base: its folder.
+        out: folder of the statistics files.
+        on_progress: called with the inputs done and all inputs.
+    """
+    path = file_of_base(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 16 if suite.quick else MADE
+    collect(
+        base,
+        Generated("random"),
+        path,
+        max_examples=count,
+        tokenizer=suite.tokenizer,
+        progress=CollectSteps(on_progress, count),
+        overwrite=True,
+    )
 
 
 def on_own_inputs(
@@ -111,19 +134,6 @@ def _of_one(
         files(out, kind, [task])[task],
         kinds=[kind],
         progress=CollectSteps(on_progress, EXAMPLES[kind]),
-        overwrite=True,
-    )
-
-
-def _of_base(suite: Suite, out: Path, on_progress: OnProgress) -> None:
-    count = 16 if suite.quick else MADE
-    collect(
-        suite.base,
-        Generated("random"),
-        file_of_base(out),
-        max_examples=count,
-        tokenizer=suite.tokenizer,
-        progress=CollectSteps(on_progress, count),
         overwrite=True,
     )
 

@@ -28,9 +28,9 @@ def naming(labels: Sequence[str]) -> dict[str, Any]:
 
 
 def classifier(expert: Path) -> tuple[Tensor, Tensor]:
-    """Return weight `(labels, hidden)` and bias `(labels,)` of an expert, whole or adapter."""
+    """Return weight `(labels, hidden)` and bias `(labels,)` of an expert, whole or adapter, in float32."""
     (file,) = (path for path in expert.glob("*model.safetensors"))
     tensors: dict[str, Tensor] = _files.load_file(file)
     (weight,) = (tensor for name, tensor in tensors.items() if name.endswith("classifier.weight"))
     (bias,) = (tensor for name, tensor in tensors.items() if name.endswith("classifier.bias"))
-    return weight, bias
+    return weight.float(), bias.float()

@@ -51,6 +51,7 @@ class Experts:
     """The experts of a suite that are merged together.
 
     Attributes:
+        base: folder of their base: the suite's, or what a study made of it.
         folders: as they were trained, by task: whole models or adapters. What has another name than a
             task is merged with them, and has no examples to be scored on.
         whole: whole models, by task.
@@ -60,6 +61,7 @@ class Experts:
 
     suite: Suite
     variant: Variant
+    base: Path
     folders: Mapping[str, Path]
     whole: Mapping[str, Path]
     statistics: Path
@@ -139,7 +141,7 @@ def merge_together(
         else collecting.files(experts.statistics, kind, list(sources))
     )
     rows = covmerge.compare(
-        experts.suite.base,
+        experts.base,
         sources,
         [(merge.method, merge.parameters) for merge in merges],
         out,
@@ -230,7 +232,7 @@ def _folders(experts: Experts, merge: Merge, merged: Path) -> dict[str, Path]:
         return dict.fromkeys(experts.folders, merged)
     folders = {task: merged.with_name(f"{merged.name}-{task}") for task in experts.folders}
     for task, folder in folders.items():
-        weights = load_expert(merged, task, experts.suite.base)
+        weights = load_expert(merged, task, experts.base)
         shutil.copytree(
             merged,
             folder,

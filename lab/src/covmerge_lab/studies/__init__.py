@@ -7,6 +7,7 @@ from covmerge_lab.studies.default import Default
 from covmerge_lab.studies.entries import EntriesOfUpdates
 from covmerge_lab.studies.fda import Anchors
 from covmerge_lab.studies.generated import OwnInputs
+from covmerge_lab.studies.half import Half
 from covmerge_lab.studies.heterogeneity import Heterogeneity
 from covmerge_lab.studies.interference import Interference
 from covmerge_lab.studies.regimes import Regimes
@@ -26,6 +27,7 @@ STUDIES: dict[str, type[Study]] = {
         Default,
         Tuned,
         Regimes,
+        Half,
         CovarianceReplaced,
         OwnInputs,
         Anchors,

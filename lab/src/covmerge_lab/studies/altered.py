@@ -1,9 +1,11 @@
-"""Experts that nobody trained: a trained one's update made longer or shorter, or drawn at random."""
+"""Experts that nobody trained: longer, shorter, drawn at random, or rounded."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,62 @@ def random_like(expert: Path, base: Path, out: Path) -> Path:
         return drawn
 
     return _write(expert, base, out, change)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """An expert that is stored in bfloat16.
+
+    Attributes:
+        folder: of it.
+        unchanged: share of the weights, of tensors that it changed, that are the base's after rounding.
+        error: what rounding did to the update, over the update, in norm.
+    """
+
+    folder: Path
+    unchanged: float
+    error: float
+
+
+def base_in_half(base: Path, out: Path) -> Path:
+    """Write the base in bfloat16; its config stays, by which it is run in float32."""
+    shutil.copytree(base, out)
+    file = out / "model.safetensors"
+    _files.save_file(_in_half(_files.load_file(file)), file, {"format": "pt"})
+    return out
+
+
+def expert_in_half(expert: Path, base: Path, out: Path) -> Rounded:
+    """Write an expert in bfloat16 as if it had been trained from the base in bfloat16: W₀ + Δ, rounded.
+
+    Args:
+        expert: folder of a whole model.
+        base: folder of the base, in float32.
+        out: folder that is made.
+    """
+    shutil.copytree(expert, out)
+    (file,) = out.glob("*model.safetensors")
+    tensors: Tensors = {n: t.float() for n, t in _files.load_file(file).items()}
+    starts = _named_as(tensors, _files.load_file(base / "model.safetensors"))
+    stored = _in_half(tensors)
+    same = count = 0
+    lost = length = 0.0
+    for name, start in starts.items():
+        begun, update = start.to(torch.bfloat16).float(), tensors[name] - start
+        if not update.any():
+            continue
+        stored[name] = (begun + update).to(torch.bfloat16)
+        kept = stored[name].float() - begun
+        same += int((kept == 0).sum())
+        count += update.numel()
+        lost += float((kept - update).square().sum())
+        length += float(update.square().sum())
+    _files.save_file(stored, file, {"format": "pt"})
+    return Rounded(out, same / count, sqrt(lost / length))
+
+
+def _in_half(tensors: Mapping[str, Tensor]) -> Tensors:
+    return {n: t.to(torch.bfloat16) if t.is_floating_point() else t for n, t in tensors.items()}
 
 
 def _norm(tensor: Tensor) -> Tensor:

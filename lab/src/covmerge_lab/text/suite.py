@@ -165,7 +165,7 @@ class TextSuite(Suite):
         """See `Suite.score`: 1.0 where the expert's classifier gives the right label."""
         data = self._data(task)
         split = getattr(data, part).first(_BATCH) if self.quick else getattr(data, part)
-        encoder = _Encoder.from_pretrained(model).eval()
+        encoder = _Encoder.from_pretrained(model, dtype=torch.float32).eval()
         head = classifier(expert)
         encoded = Encoded(self.base, split, _TRAININGS[task].max_length)
         scores: list[float] = [0.0] * len(encoded)

@@ -118,7 +118,8 @@ class VisionSuite(Suite):
         data = self._data(task)
         split: Split = getattr(data, part)
         split = split.first(_BATCH) if self.quick else split
-        encoder = _Encoder.from_pretrained(model, add_pooling_layer=False).eval()
+        encoder = _Encoder.from_pretrained(model, add_pooling_layer=False, dtype=torch.float32)
+        encoder.eval()
         head = classifier(expert)
         scores: list[float] = []
         with torch.inference_mode():
