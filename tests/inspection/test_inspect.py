@@ -120,6 +120,36 @@ def test_experts_that_fit_have_no_faults(family):
     json.dumps(found.as_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    "scale, dtype", [(2e-4, "bfloat16"), (2e-2, "bfloat16"), (2e-5, "float16")]
+)
+def test_what_half_precision_took_of_the_experts(tmp_path, scale, dtype):
+    base = build("llama").to(getattr(torch, dtype))
+    base.save_pretrained(tmp_path / "base")
+    start = base.float().state_dict()
+    lost = moved = 0.0
+    expert = copy.deepcopy(base)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in expert.named_parameters():
+            step = scale * torch.randn(weight.shape, generator=draw)
+            weight.copy_((start[name] + step).to(getattr(torch, dtype)))
+            left = weight - start[name]
+            lost += float((left - step).square().sum())
+            moved += float(left.square().sum())
+    expert.to(getattr(torch, dtype)).save_pretrained(tmp_path / "a")
+    found = inspect(tmp_path, ["a"])
+    expected = min(1.0, (lost / moved) ** 0.5)
+    assert found.lost_when_stored()["a"] == pytest.approx(expected, rel=0.15)
+    told = [f.text for f in found.findings if "half precision, which took" in f.text]
+    assert len(told) == (expected > 0.1)
+    assert found.as_json()["summary"]["lost_when_stored"] == found.lost_when_stored()
+    # Of what is stored in float32 nothing is told.
+    base.float().save_pretrained(tmp_path / "base")
+    expert.float().save_pretrained(tmp_path / "a")
+    assert inspect(tmp_path, ["a"]).lost_when_stored() == {}
+
+
 def test_numbers_are_those_of_the_tensors(bert):
     found = inspect(bert)
     base, expert = (load_file(bert / n / "model.safetensors") for n in ("base", "b"))

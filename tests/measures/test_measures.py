@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from covmerge.linalg.spectral import numerical_rank
 from covmerge.measures.retention import energy_gram, retention
-from covmerge.measures.rounding import rounding_of
+from covmerge.measures.rounding import lost_when_stored, rounding_of
 from covmerge.measures.spectrum import leading, spectrum_of
 from covmerge.measures.sums import sums_from_json, sums_of
 from covmerge.types import LowRank
@@ -177,3 +177,38 @@ def test_retention_of_the_expert_of_nothing_and_of_other_inputs():
     _, _, inputs = torch.linalg.svd(update, full_matrices=True)
     elsewhere = draw(6, 3, seed=2) @ inputs[6:]
     assert retention(update + 100 * elsewhere, update) == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("size", [3e-5, 3e-4, 3e-3, 3e-1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_an_update_lost_when_it_was_stored(size, dtype):
+    """Rows without a change among those that were trained, and weights of many sizes."""
+    base = (draw(300, 200) * 4.0 ** draw(300, 200, seed=1)).to(dtype).double()
+    update = draw(300, 200, seed=2, scale=size).double()
+    update[:100] = 0.0
+    stored = (base + update).to(dtype).double() - base
+    found = lost_when_stored(stored.float(), base.float(), dtype)
+    assert found == pytest.approx(float((stored - update).square().sum()), rel=0.25)
+    assert lost_when_stored(0 * stored, base, dtype) == 0.0
+
+
+def test_what_tensors_of_other_shapes_lost():
+    base, update = draw(4096).bfloat16().float(), draw(4096, seed=1, scale=1e-3)
+    stored = (base + update).bfloat16().float() - base
+    whole = lost_when_stored(stored, base, torch.bfloat16)
+    assert whole > 0.0
+    assert lost_when_stored(stored[None], base[None], torch.bfloat16) == whole
+    assert whole == pytest.approx(float((stored - update).square().sum()), rel=0.25)
+    cube, own = stored.reshape(16, 16, 16), base.reshape(16, 16, 16)
+    assert lost_when_stored(cube, own, torch.bfloat16) == whole
+    one = torch.tensor(1.0)
+    assert lost_when_stored(0 * one, one, torch.bfloat16) == 0.0
+
+
+def test_a_weight_of_zero_has_no_rounding():
+    """It is stored as it is: a pruned expert's weights are exact."""
+    base = torch.full((8, 8), 0.02)
+    update = base.clone()
+    update[:4] = -base[:4]
+    (found,), half = rounding_of([update], [torch.bfloat16], base), update[4:]
+    assert found.energy == pytest.approx(rounding_of([half], [torch.bfloat16], base[4:])[0].energy)

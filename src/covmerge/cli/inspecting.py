@@ -125,7 +125,7 @@ def _experts(inspection: Inspection) -> Table:
     columns = ["‖Δ‖", "‖Δ‖/‖W₀‖", "untouched", "lost in bf16"]
     ranks = ["eff. rank", "rank"] if spectra else []
     rows = table("expert", *columns, *ranks, right=[*columns, *ranks])
-    base = total.base_norm or 1.0
+    base, stored = total.base_norm or 1.0, inspection.lost_when_stored()
     for place, expert in enumerate(inspection.compared):
         own = [layer.spectra[expert] for layer in inspection.matrices if expert in layer.spectra]
         taken = (
@@ -138,7 +138,9 @@ def _experts(inspection: Inspection) -> Table:
             f"{total.norms[place]:.3g}",
             f"{total.norms[place] / base:.3g}",
             f"{total.untouched[place]:.1%}",
-            f"{total.rounding_of_weights[place]:.1%}",
+            f"was ≈ {stored[expert]:.0%}"
+            if expert in stored
+            else f"{total.rounding_of_weights[place]:.1%}",
             *taken,
         )
     return rows

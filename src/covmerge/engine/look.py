@@ -16,7 +16,7 @@ from covmerge.linalg.auto import Cost, svd_cost
 from covmerge.linalg.spectral import numerical_rank, rank_tolerance
 from covmerge.measures.quadratics import quadratics
 from covmerge.measures.retention import retention
-from covmerge.measures.rounding import rounding_of
+from covmerge.measures.rounding import lost_when_stored, rounding_of
 from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.measures.sums import numbers, sums_of
 from covmerge.measures.table_rows import table_rows
@@ -27,6 +27,7 @@ from covmerge.types import Json, LinearGroup, LowRank, Role, Rounding
 
 # A spectrum is kept for pictures as so many of its values, evenly from the first to the last.
 _SHOWN = 64
+_HALF = 2  # bytes of a weight
 
 
 def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Result:
@@ -54,7 +55,8 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
     if layout is None:
         # The merged model comes last: all sums are one product.
         whole: dict[str, Json] = {
-            "sums": sums_of(base, [*updates.values(), *merged.values()]).as_json()
+            "sums": sums_of(base, [*updates.values(), *merged.values()]).as_json(),
+            "lost": _lost(updates, base, stored),
         }
         # Where a head is the same tensor every row has a gradient, and rounding decides which of them move.
         tied = bool(item.tensor.ties)
@@ -73,6 +75,7 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
         piece: dict[str, Json] = {
             "shape": list(own.shape),
             "sums": sums_of(own, [*parts.values(), *results]).as_json(),
+            "lost": _lost(parts, own, stored),
         }
         if results:
             piece["retention"] = {n: retention(results[0], u) for n, u in parts.items()}
@@ -105,6 +108,17 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
                 piece["foreseen"] = _attempted(look.attempt, item, own, parts, factors, errors)
         pieces.append(piece)
     return Result((), {**facts, "pieces": pieces})
+
+
+def _lost(
+    updates: Mapping[str, Tensor], base: Tensor, stored: Mapping[str, torch.dtype]
+) -> dict[str, Json]:
+    """What half precision took of the updates of experts that are stored in it."""
+    return {
+        name: lost_when_stored(update, base, stored[name])
+        for name, update in updates.items()
+        if name in stored and stored[name].itemsize == _HALF
+    }
 
 
 def _merged_again(redo: Merge, item: WorkItem, updates: Mapping[str, Tensor]) -> Tensor | None:

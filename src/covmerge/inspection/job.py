@@ -305,10 +305,13 @@ def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
 def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
     total: Sums | None = None
     rows: dict[str, TableRows] = {}
+    lost: dict[str, float] = {}
     for part in stats:
         (piece,) = part["pieces"]
         sums = sums_from_json(piece["sums"])
         total = sums if total is None else total + sums
+        for expert, energy in piece["lost"].items():
+            lost[expert] = lost.get(expert, 0.0) + energy
         for expert, given in piece.get("rows", {}).items():
             own = TableRows(**given)
             rows[expert] = rows[expert] + own if expert in rows else own
@@ -323,6 +326,7 @@ def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
         tuple(stats[0]["experts"]),
         total,
         rows=rows,
+        lost=lost,
     )
     return _with_merged(view, {}) if stats[0]["merged"] else view
 
@@ -335,7 +339,9 @@ def _layer(
     shape = tuple(piece["shape"])
     forms = dict(zip(experts, piece.get("quadratics", ()), strict=False))
     role = str(tensor.role)
-    view = LayerView(tensor.name, name, role, shape, True, experts, sums, quadratics=forms)
+    view = LayerView(
+        *(tensor.name, name, role, shape, True, experts, sums), lost=piece["lost"], quadratics=forms
+    )
     spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
     if spectra:
         pairs = combinations(experts, 2)

@@ -68,6 +68,7 @@ class LayerView:
         experts: their names, in the order of `sums`; the merged model, if there is one, is the last
             and not among them.
         sums: over the elements.
+        lost: by expert that is stored in half precision, ‖E‖² that this took of its update, by estimate.
         rows: by expert, which rows of an embedding it changed; empty for every other tensor.
         spectra: by expert; `merged` apart. Empty where none were taken.
         overlap: by pair of experts, how far the same inputs matter to both: ‖V_kᵀV'_k‖²/k.
@@ -90,6 +91,7 @@ class LayerView:
     is_matrix: bool
     experts: tuple[str, ...]
     sums: Sums
+    lost: Mapping[str, float] = field(default_factory=dict[str, float])
     rows: Mapping[str, TableRows] = field(default_factory=dict[str, TableRows])
     spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
     overlap: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
@@ -137,6 +139,11 @@ class LayerView:
         return self._by_expert(self.sums.untouched)
 
     @property
+    def lost_when_stored(self) -> dict[str, float]:
+        """Of experts in half precision, the share of ‖Δ_t‖ that rounding is estimated to have taken."""
+        return {name: _share(energy, self.norms[name] ** 2) for name, energy in self.lost.items()}
+
+    @property
     def judged(self) -> Layer:
         """What the experts are judged by."""
         return Layer(
@@ -176,6 +183,7 @@ class LayerView:
             "untouched": self.untouched,
             "rounding_of_updates": self._by_expert(self.sums.rounding_of_updates),
             "rounding_of_weights": self._by_expert(self.sums.rounding_of_weights),
+            "lost_when_stored": self.lost_when_stored,
             "cosine": _joined(self.pairs(self.sums.cosines)),
             "sign_conflict": _joined(self.pairs(self.sums.sign_conflict)),
         }
@@ -248,6 +256,10 @@ class Inspection(Tabular):
         for layer in self.layers if layers is None else layers:
             found = layer.sums if found is None else found + layer.sums
         return found
+
+    def lost_when_stored(self) -> dict[str, float]:
+        """Of experts in half precision, the share of ‖Δ_t‖ that rounding is estimated to have taken."""
+        return lost_when_stored(self.layers)
 
     def by_expert(self, value: Callable[[LayerView], Mapping[str, Any]]) -> dict[str, list[Any]]:
         """Collect what every matrix says of each expert, from input to output."""
@@ -328,6 +340,7 @@ class Inspection(Tabular):
                 },
                 "untouched": dict(zip(names, total.untouched, strict=False)),
                 "rounding_of_weights": dict(zip(names, total.rounding_of_weights, strict=False)),
+                "lost_when_stored": self.lost_when_stored(),
                 "retention": self.retention(),
             }
         return {
@@ -339,6 +352,21 @@ class Inspection(Tabular):
             "layers": {layer.name: layer.as_json() for layer in self.layers},
             "run": cast("Mapping[str, Json]", dict(self.run)),
         }
+
+
+def lost_when_stored(layers: Iterable[LayerView]) -> dict[str, float]:
+    """Of experts in half precision, the share of ‖Δ_t‖ that rounding took, by estimate, over layers."""
+    energies: dict[str, list[float]] = {}
+    for layer in layers:
+        for name, energy in layer.lost.items():
+            own = energies.setdefault(name, [0.0, 0.0])
+            own[0] += energy
+            own[1] += layer.norms[name] ** 2
+    return {name: _share(*own) for name, own in energies.items()}
+
+
+def _share(lost: float, whole: float) -> float:
+    return min(1.0, sqrt(lost / whole)) if whole else 0.0
 
 
 def root_mean_square(values: Iterable[float]) -> float:

@@ -10,7 +10,7 @@ from itertools import combinations
 from math import sqrt
 
 from covmerge.findings import Finding, Severity
-from covmerge.inspection.result import LayerView
+from covmerge.inspection.result import LayerView, lost_when_stored
 from covmerge.text import spread
 from covmerge.vocabulary.tables import rows_of
 
@@ -37,6 +37,7 @@ def findings_of(
     yield from _gates(layers)
     yield from _pairs(layers, experts)
     yield from _rounding(layers, experts, half)
+    yield from _rounded(layers)
 
 
 def _thin(matrices: Sequence[LayerView], expert: str) -> Iterator[Finding]:
@@ -134,5 +135,17 @@ def _rounding(layers: Sequence[LayerView], experts: Sequence[str], half: bool) -
                     if half
                     else ""
                 ),
+                expert,
+            )
+
+
+def _rounded(layers: Sequence[LayerView]) -> Iterator[Finding]:
+    for expert, lost in lost_when_stored(layers).items():
+        if lost > LOST:
+            yield Finding(
+                Severity.NOTE,
+                f"is stored in half precision, which took about {lost:.0%} of the length of its update: "
+                "where a weight moved by less than half its last place, nothing is left. If it exists in "
+                "float32, or as an adapter, merge that",
                 expert,
             )
