@@ -16,8 +16,8 @@ whole update is estimated apart, by `lost_when_stored`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import erfc, inf, sqrt
 from typing import Any, cast
 
@@ -30,9 +30,30 @@ from covmerge.types import Rounding
 _linalg: Any = torch.linalg
 # Looked at together: what is made of them meanwhile stays in the cache, and in no memory plan.
 _PART_ELEMENTS = 2**18
-# Binary exponents of float64, its smallest numbers included.
-_LEAST_EXPONENT, _EXPONENTS = -1100, 2200
 _HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a floating number lies in its bits: sign, exponent, digits.
+
+    Attributes:
+        bits: integers of its size.
+        digits: how many digits are stored.
+        exponents: how many there are.
+        bias: of the exponent.
+    """
+
+    bits: torch.dtype
+    digits: int
+    exponents: int
+    bias: int
+
+
+_LAYOUTS = {
+    torch.float32: _Layout(torch.int32, 23, 2**8, 127),
+    torch.float64: _Layout(torch.int64, 52, 2**11, 1023),
+}
 
 
 def rounding_of(
@@ -89,23 +110,10 @@ def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> float:
     """
     whole = update.dim() < 2
     flat = update.reshape(1 if whole else len(update), -1)
-    own = base.reshape(flat.shape)
-    there, moved = (torch.zeros(_EXPONENTS, dtype=torch.int64) for _ in range(2))
-    for rows in _parts(flat):
-        changed = flat[rows] != 0
-        weights = own[rows].to(flat.dtype) + flat[rows]
-        inside = (weights != 0) & (whole or changed.any(1, keepdim=True))
-        _, exponents = torch.frexp(weights)
-        for counts, mask in ((there, inside), (moved, inside & changed)):
-            of_mask = (exponents[mask] - _LEAST_EXPONENT).cpu().long()
-            counts += torch.bincount(of_mask, minlength=_EXPONENTS)
-    limits = torch.finfo(dtype)
-    last: Counter[float] = Counter()
-    for place in numbers(there.nonzero().flatten()):
-        worth = max(2.0 ** (place + _LEAST_EXPONENT - 1), limits.tiny)
-        last[limits.eps * worth] += int(there[place])
-    most = _deviation(last, int(moved.sum())) ** 2
-    return sum(count * min(u**2 / 12.0, most) for u, count in last.items())
+    last = _by_last_place(flat, base.reshape(flat.shape), dtype, whole=whole)
+    counts = {u: stayed + went for u, (stayed, went) in last.items()}
+    most = _deviation(counts, sum(went for _, went in last.values())) ** 2
+    return sum(count * min(u**2 / 12.0, most) for u, count in counts.items())
 
 
 def _deviation(last: Mapping[float, int], moved: int) -> float:
@@ -125,16 +133,41 @@ def _deviation(last: Mapping[float, int], moved: int) -> float:
 
 def _energy(base: Tensor | None, update: Tensor, dtype: torch.dtype) -> float:
     """Σ u²/12 over the entries that changed, u what the last place of a stored weight is worth."""
-    limits = torch.finfo(dtype)
-    total = 0.0
+    last = _by_last_place(update, base, dtype)
+    return sum(went * u**2 for u, (_, went) in last.items()) / 12.0
+
+
+def _by_last_place(
+    update: Tensor, base: Tensor | None, dtype: torch.dtype, *, whole: bool = True
+) -> dict[float, tuple[int, int]]:
+    """How many weights stayed and how many changed, by u; 0 is stored as it is, and not among them.
+
+    Args:
+        update: Δ `(d_out, d_in)`.
+        base: W_0 of the same shape; None: Δ itself was rounded.
+        dtype: of the stored weights.
+        whole: count rows without a change too.
+    """
+    layout = _LAYOUTS[update.dtype]
+    size = 2 * layout.exponents
+    counts = torch.zeros(size, dtype=torch.int64, device=update.device)
     for rows in _parts(update):
         part = update[rows]
-        weights = part if base is None else base[rows] + part
-        _, exponent = torch.frexp(weights)  # |w| = m · 2^e, m from a half to 1
-        place = torch.ldexp(torch.full_like(weights, 0.5), exponent).clamp_min_(limits.tiny)
-        # A weight of 0 is stored as it is.
-        total += float(_linalg.vector_norm(place.mul_((part != 0) & (weights != 0)))) ** 2
-    return limits.eps**2 * total / 12.0
+        changed = part != 0
+        weights = part.clone() if base is None else base[rows] + part
+        if not whole and not (trained := changed.any(1)).all():
+            changed, weights = changed[trained], weights[trained]
+        exponents = weights.view(layout.bits).bitwise_right_shift_(layout.digits)
+        codes = exponents.bitwise_and_(layout.exponents - 1).mul_(2).add_(changed)
+        counts += torch.bincount(codes.flatten(), minlength=size)
+    limits, found = torch.finfo(dtype), dict[float, tuple[int, int]]()
+    each: list[list[int]] = numbers(counts.reshape(-1, 2))
+    for exponent, (stayed, went) in enumerate(each[1:], start=1):
+        if stayed + went:
+            u = limits.eps * max(2.0 ** min(exponent - layout.bias, layout.bias), limits.tiny)
+            known = found.get(u, (0, 0))
+            found[u] = known[0] + stayed, known[1] + went
+    return found
 
 
 def _parts(matrix: Tensor) -> Iterator[slice]:
