@@ -97,3 +97,14 @@ def test_the_twin_of_consensus_has_all_digits_of_its_scale():
     group = group_of(consensus, updates)
     merged = consensus(group, **consensus.resolve({})).delta
     assert relative(merged, TWINS["consensus"](group)) < 1e-15
+
+
+def test_opposite_updates_of_float64_whose_spectrum_is_long():
+    """In a Gram matrix of them the last directions are rounding, and each has the weight of both."""
+    one = random_updates(6, 31, 1, 6, 1.0, seed=0, dtype=torch.float64)[0]
+    left, _, right = torch.linalg.svd(one, full_matrices=False)
+    one = (left * torch.logspace(0, -8, 6, dtype=torch.float64)) @ right
+    group = LinearGroup((one, -one), (0.5, 1.0))
+    found = registry.get("auto")(group).delta
+    assert relative(found, TWINS["auto"](group)) < 1e-10
+    assert relative(found, -one / 3.0) < 1e-10

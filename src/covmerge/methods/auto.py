@@ -29,7 +29,7 @@ from covmerge.linalg.auto import (
 from covmerge.linalg.cholesky import all_above, log_det
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
-from covmerge.linalg.spectral import rank_tolerance
+from covmerge.linalg.spectral import rank_tolerance, truncated_svd
 from covmerge.linalg.symmetric import add_gram_, mirror_
 from covmerge.methods.auto_noticed import Equalised
 from covmerge.methods.closed_form import Active, solve_ridge
@@ -194,8 +194,15 @@ def _least_squares(counted: Counted, rtol: float) -> Tensor:
     if all_above(normal.gram, _CLEARLY * floor):
         return solve_ridge(normal)[0]
     d_out, d_in = active.updates[0].shape
-    values, vectors = kept_eigenpairs(
-        normal.gram, rtol=rtol**2, rounding=rounding, shape=(len(covariances) * d_out, d_in)
-    )
+    stacked = (len(covariances) * d_out, d_in)
+    if normal.basis is not None and active.updates[0].dtype == torch.float64:
+        # DDᵀ has directions of 1e-8 and less of the longest for rounding, and loses what it takes for zero
+        # with the weight that opposite updates have there.
+        top = truncated_svd(normal.basis, min(stacked), rtol=rtol, rounding=rounding)
+        values, vectors = top.kept.square(), top.left
+    else:
+        values, vectors = kept_eigenpairs(
+            normal.gram, rtol=rtol**2, rounding=rounding, shape=stacked
+        )
     coordinates = (normal.numerator @ vectors) / (values + normal.ridge)
     return normal.lift(coordinates @ vectors.mT)
