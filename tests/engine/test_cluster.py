@@ -22,6 +22,13 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 @pytest.fixture(scope="module")
 def cluster():
     """A head that does nothing itself, and two nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Else its workers wait for whatever runs beside these tests.
+        patch.setenv("RAY_worker_niceness", "0")
+        yield from _cluster()
+
+
+def _cluster():
     head = {**NODE, "num_cpus": 0, "include_dashboard": False}
     found = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):

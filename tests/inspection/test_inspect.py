@@ -7,7 +7,7 @@ import shutil
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.inspection import Severity, job
@@ -127,27 +127,48 @@ def test_what_half_precision_took_of_the_experts(tmp_path, scale, dtype):
     base = build("llama").to(getattr(torch, dtype))
     base.save_pretrained(tmp_path / "base")
     start = base.float().state_dict()
-    lost = moved = 0.0
+    lost = moved = left = 0.0
     expert = copy.deepcopy(base)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in expert.named_parameters():
             step = scale * torch.randn(weight.shape, generator=draw)
             weight.copy_((start[name] + step).to(getattr(torch, dtype)))
-            left = weight - start[name]
-            lost += float((left - step).square().sum())
-            moved += float(left.square().sum())
+            kept = weight - start[name]
+            lost += float((kept - step).square().sum())
+            moved += float(step.square().sum())
+            left += float(kept.square().sum())
     expert.to(getattr(torch, dtype)).save_pretrained(tmp_path / "a")
     found = inspect(tmp_path, ["a"])
-    expected = min(1.0, (lost / moved) ** 0.5)
+    expected = (lost / max(moved, left)) ** 0.5
     assert found.lost_when_stored()["a"] == pytest.approx(expected, rel=0.15)
     told = [f.text for f in found.findings if "half precision, which took" in f.text]
     assert len(told) == (expected > 0.1)
     assert found.as_json()["summary"]["lost_when_stored"] == found.lost_when_stored()
-    # Of what is stored in float32 nothing is told.
+    shown = command(
+        "inspect", "--base", tmp_path / "base", "--expert", f"a={tmp_path / 'a'}"
+    ).stdout
+    assert f"≈ {found.lost_when_stored()['a']:.0%}" in shown
+    # Beside a base of more digits all weights differ, and nothing is known of what was there.
     base.float().save_pretrained(tmp_path / "base")
+    assert inspect(tmp_path, ["a"]).lost_when_stored() == {}
     expert.float().save_pretrained(tmp_path / "a")
     assert inspect(tmp_path, ["a"]).lost_when_stored() == {}
+
+
+def test_what_was_lost_is_told_of_experts_in_half_precision_throughout(tmp_path):
+    base = {"layers.0.weight": torch.randn(16, 8), "layers.1.weight": torch.randn(16, 8)}
+    base = {n: t.bfloat16() for n, t in base.items()} | {"empty": torch.zeros(0, 8).bfloat16()}
+    moved = {n: (t.float() + 1e-3 * torch.randn(t.shape)).bfloat16() for n, t in base.items()}
+    mixed = {**moved, "layers.0.weight": base["layers.0.weight"].float() + 1e-3}
+    for name, tensors in (("base", base), ("half", moved), ("mixed", mixed)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    found = covmerge.inspect(
+        tmp_path / "base.safetensors",
+        {name: tmp_path / f"{name}.safetensors" for name in ("half", "mixed")},
+    )
+    assert set(found.lost_when_stored()) == {"half"}
+    assert [f.expert for f in found.findings if "half precision, which" in f.text] == ["half"]
 
 
 def test_numbers_are_those_of_the_tensors(bert):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from covmerge.linalg.spectral import numerical_rank
 from covmerge.measures.retention import energy_gram, retention
-from covmerge.measures.rounding import lost_when_stored, rounding_of
+from covmerge.measures.rounding import Lost, lost_when_stored, rounding_of
 from covmerge.measures.spectrum import leading, spectrum_of
 from covmerge.measures.sums import sums_from_json, sums_of
 from covmerge.types import LowRank
@@ -188,21 +188,24 @@ def test_what_an_update_lost_when_it_was_stored(size, dtype):
     update[:100] = 0.0
     stored = (base + update).to(dtype).double() - base
     found = lost_when_stored(stored.float(), base.float(), dtype)
-    assert found == pytest.approx(float((stored - update).square().sum()), rel=0.25)
-    assert lost_when_stored(0 * stored, base, dtype) == 0.0
+    lost, moved = (float(d.square().sum()) for d in (stored - update, update))
+    assert found.energy == pytest.approx(lost, rel=0.25)
+    assert found.whole == pytest.approx(max(moved, float(stored.square().sum())), rel=0.25)
+    assert lost_when_stored(0 * stored, base, dtype).share == 0.0
 
 
 def test_what_tensors_of_other_shapes_lost():
     base, update = draw(4096).bfloat16().float(), draw(4096, seed=1, scale=1e-3)
     stored = (base + update).bfloat16().float() - base
     whole = lost_when_stored(stored, base, torch.bfloat16)
-    assert whole > 0.0
+    assert whole.energy > 0.0
     assert lost_when_stored(stored[None], base[None], torch.bfloat16) == whole
-    assert whole == pytest.approx(float((stored - update).square().sum()), rel=0.25)
+    assert whole.energy == pytest.approx(float((stored - update).square().sum()), rel=0.25)
     cube, own = stored.reshape(16, 16, 16), base.reshape(16, 16, 16)
     assert lost_when_stored(cube, own, torch.bfloat16) == whole
     one = torch.tensor(1.0)
-    assert lost_when_stored(0 * one, one, torch.bfloat16) == 0.0
+    for none in (0 * one, torch.empty(0), torch.empty(0, 8), torch.empty(8, 0)):
+        assert lost_when_stored(none, none + 1.0, torch.bfloat16) == Lost()
 
 
 def test_a_weight_of_zero_has_no_rounding():

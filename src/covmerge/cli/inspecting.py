@@ -122,10 +122,17 @@ def _experts(inspection: Inspection) -> Table:
     total = inspection.total()
     assert total is not None
     spectra = any(layer.spectra for layer in inspection.matrices)
-    columns = ["‖Δ‖", "‖Δ‖/‖W₀‖", "untouched", "lost in bf16"]
+    stored = inspection.lost_when_stored()
+    columns = [
+        "‖Δ‖",
+        "‖Δ‖/‖W₀‖",
+        "untouched",
+        "lost in bf16",
+        *(["lost when stored"] * bool(stored)),
+    ]
     ranks = ["eff. rank", "rank"] if spectra else []
     rows = table("expert", *columns, *ranks, right=[*columns, *ranks])
-    base, stored = total.base_norm or 1.0, inspection.lost_when_stored()
+    base = total.base_norm or 1.0
     for place, expert in enumerate(inspection.compared):
         own = [layer.spectra[expert] for layer in inspection.matrices if expert in layer.spectra]
         taken = (
@@ -138,9 +145,8 @@ def _experts(inspection: Inspection) -> Table:
             f"{total.norms[place]:.3g}",
             f"{total.norms[place] / base:.3g}",
             f"{total.untouched[place]:.1%}",
-            f"was ≈ {stored[expert]:.0%}"
-            if expert in stored
-            else f"{total.rounding_of_weights[place]:.1%}",
+            f"{total.rounding_of_weights[place]:.1%}",
+            *([f"≈ {stored[expert]:.0%}" if expert in stored else ""] * bool(stored)),
             *taken,
         )
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import combinations
 
 import torch
@@ -56,7 +57,7 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
         # The merged model comes last: all sums are one product.
         whole: dict[str, Json] = {
             "sums": sums_of(base, [*updates.values(), *merged.values()]).as_json(),
-            "lost": _lost(updates, base, stored),
+            "lost": _lost(updates, base, stored, inputs.base.dtype),
         }
         # Where a head is the same tensor every row has a gradient, and rounding decides which of them move.
         tied = bool(item.tensor.ties)
@@ -75,7 +76,7 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
         piece: dict[str, Json] = {
             "shape": list(own.shape),
             "sums": sums_of(own, [*parts.values(), *results]).as_json(),
-            "lost": _lost(parts, own, stored),
+            "lost": _lost(parts, own, stored, inputs.base.dtype),
         }
         if results:
             piece["retention"] = {n: retention(results[0], u) for n, u in parts.items()}
@@ -111,13 +112,16 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
 
 
 def _lost(
-    updates: Mapping[str, Tensor], base: Tensor, stored: Mapping[str, torch.dtype]
+    updates: Mapping[str, Tensor],
+    base: Tensor,
+    stored: Mapping[str, torch.dtype],
+    own: torch.dtype,
 ) -> dict[str, Json]:
-    """What half precision took of the updates of experts that are stored in it."""
+    """What half precision took of the updates of experts that are stored in it, as the base is."""
     return {
-        name: lost_when_stored(update, base, stored[name])
+        name: asdict(lost_when_stored(update, base, own))
         for name, update in updates.items()
-        if name in stored and stored[name].itemsize == _HALF
+        if stored.get(name) == own and own.itemsize == _HALF
     }
 
 

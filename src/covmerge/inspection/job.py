@@ -30,6 +30,7 @@ from covmerge.inspection.result import Inspection, InspectionFigures, LayerView,
 from covmerge.inspection.verdicts import findings_of
 from covmerge.judgement import judge
 from covmerge.judgement.names import by_depth
+from covmerge.measures.rounding import Lost
 from covmerge.measures.sums import Sums, sums_from_json
 from covmerge.measures.table_rows import TableRows
 from covmerge.methods.choice import PREFERRED, UNNAMED, choose
@@ -46,6 +47,7 @@ from covmerge.plan import (
 )
 from covmerge.plan.align import Model, align, check_same_architecture
 from covmerge.plan.rules import Rules
+from covmerge.quantised import Dequantised, is_derived
 from covmerge.recipe import Expert, Recipe
 from covmerge.recipe.varied import is_varied
 from covmerge.sources import OpenCheckpoints
@@ -118,7 +120,8 @@ class InspectJob:
                     executor=Threads(in_flight=memory.in_flight, lanes=memory.lanes),
                     progress=options.shown_progress,
                 )
-            layers = tuple(_layers(plan, done, findings))
+            as_stored = [name for name in fitting if not _unpacked(base, models[name])]
+            layers = tuple(_layers(plan, done, findings, as_stored))
             cost = {
                 "seconds": done.seconds,
                 "read_seconds": done.read_seconds,
@@ -276,8 +279,17 @@ def _model(checkpoint: Checkpoint) -> Model:
     return Model(checkpoint, describe_checkpoint(checkpoint))
 
 
-def _layers(plan: Plan, done: RunResult, findings: list[Finding]) -> Iterator[LayerView]:
-    """Join the rows of each tensor, and name its matrices; what could not be read is a finding."""
+def _layers(
+    plan: Plan, done: RunResult, findings: list[Finding], as_stored: Collection[str]
+) -> Iterator[LayerView]:
+    """Join the rows of each tensor, and name its matrices; what could not be read is a finding.
+
+    Args:
+        plan: what was read.
+        done: what came of it.
+        findings: to which faults are added.
+        as_stored: experts whose weights are read as they are stored, as the base's are.
+    """
     rows: defaultdict[str, list[tuple[WorkItem, Mapping[str, Any]]]] = defaultdict(list)
     for item, stats in zip(plan.items, done.items, strict=True):
         if "fault" in stats:
@@ -287,11 +299,15 @@ def _layers(plan: Plan, done: RunResult, findings: list[Finding]) -> Iterator[La
     for name in by_depth(rows):
         own = rows[name]
         if own[0][0].matrices is None:
-            yield _joined([stats for _, stats in own], own[0][0])
+            view = _joined([stats for _, stats in own], own[0][0])
+            yield _with_lost(
+                view, [piece for _, stats in own for piece in stats["pieces"]], as_stored
+            )
             continue
         pieces = [(item, stats, piece) for item, stats in own for piece in stats["pieces"]]
         for place, (item, stats, piece) in enumerate(pieces):
-            yield _layer(item, stats, piece, f"{name}[{place}]" if len(pieces) > 1 else name)
+            view = _layer(item, stats, piece, f"{name}[{place}]" if len(pieces) > 1 else name)
+            yield _with_lost(view, [piece], as_stored)
 
 
 def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
@@ -305,13 +321,10 @@ def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
 def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
     total: Sums | None = None
     rows: dict[str, TableRows] = {}
-    lost: dict[str, float] = {}
     for part in stats:
         (piece,) = part["pieces"]
         sums = sums_from_json(piece["sums"])
         total = sums if total is None else total + sums
-        for expert, energy in piece["lost"].items():
-            lost[expert] = lost.get(expert, 0.0) + energy
         for expert, given in piece.get("rows", {}).items():
             own = TableRows(**given)
             rows[expert] = rows[expert] + own if expert in rows else own
@@ -326,7 +339,6 @@ def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
         tuple(stats[0]["experts"]),
         total,
         rows=rows,
-        lost=lost,
     )
     return _with_merged(view, {}) if stats[0]["merged"] else view
 
@@ -339,9 +351,7 @@ def _layer(
     shape = tuple(piece["shape"])
     forms = dict(zip(experts, piece.get("quadratics", ()), strict=False))
     role = str(tensor.role)
-    view = LayerView(
-        *(tensor.name, name, role, shape, True, experts, sums), lost=piece["lost"], quadratics=forms
-    )
+    view = LayerView(tensor.name, name, role, shape, True, experts, sums, quadratics=forms)
     spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
     if spectra:
         pairs = combinations(experts, 2)
@@ -349,6 +359,26 @@ def _layer(
         foreseen = piece.get("foreseen", {})
         view = replace(view, spectra=spectra, overlap=overlap, foreseen=foreseen)
     return _with_merged(view, piece) if stats["merged"] else view
+
+
+def _with_lost(
+    view: LayerView, pieces: Sequence[Mapping[str, Any]], as_stored: Collection[str]
+) -> LayerView:
+    """Add what half precision took; nothing is known of it where weights are stored packed."""
+    lost: dict[str, Lost] = {}
+    for piece in pieces:
+        for expert, found in piece["lost"].items():
+            if expert in as_stored:
+                lost[expert] = lost.get(expert, Lost()) + Lost(**found)
+    return replace(view, lost=lost)
+
+
+def _unpacked(*models: Model) -> bool:
+    """Whether one of them is stored packed, and read as what it stands for."""
+    return any(
+        isinstance(model.checkpoint, Dequantised) or is_derived(model.checkpoint)
+        for model in models
+    )
 
 
 def _with_merged(view: LayerView, piece: Mapping[str, Any]) -> LayerView:

@@ -16,6 +16,7 @@ from covmerge.judgement import Layer
 from covmerge.judgement.layers import TABLES
 from covmerge.measures.along import along
 from covmerge.measures.retention import overall
+from covmerge.measures.rounding import Lost
 from covmerge.measures.sums import Sums
 from covmerge.measures.table_rows import TableRows
 from covmerge.notebook import lines_svg, paragraph, table_html
@@ -68,7 +69,8 @@ class LayerView:
         experts: their names, in the order of `sums`; the merged model, if there is one, is the last
             and not among them.
         sums: over the elements.
-        lost: by expert that is stored in half precision, ‖E‖² that this took of its update, by estimate.
+        lost: by expert that is stored in half precision, as the base is, what this took of its update, by
+            estimate.
         rows: by expert, which rows of an embedding it changed; empty for every other tensor.
         spectra: by expert; `merged` apart. Empty where none were taken.
         overlap: by pair of experts, how far the same inputs matter to both: ‖V_kᵀV'_k‖²/k.
@@ -91,7 +93,7 @@ class LayerView:
     is_matrix: bool
     experts: tuple[str, ...]
     sums: Sums
-    lost: Mapping[str, float] = field(default_factory=dict[str, float])
+    lost: Mapping[str, Lost] = field(default_factory=dict[str, Lost])
     rows: Mapping[str, TableRows] = field(default_factory=dict[str, TableRows])
     spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
     overlap: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
@@ -140,8 +142,8 @@ class LayerView:
 
     @property
     def lost_when_stored(self) -> dict[str, float]:
-        """Of experts in half precision, the share of ‖Δ_t‖ that rounding is estimated to have taken."""
-        return {name: _share(energy, self.norms[name] ** 2) for name, energy in self.lost.items()}
+        """Of experts in half precision, the share of ‖Δ_t‖ that this took, by estimate."""
+        return {name: lost.share for name, lost in self.lost.items()}
 
     @property
     def judged(self) -> Layer:
@@ -258,7 +260,7 @@ class Inspection(Tabular):
         return found
 
     def lost_when_stored(self) -> dict[str, float]:
-        """Of experts in half precision, the share of ‖Δ_t‖ that rounding is estimated to have taken."""
+        """Of experts in half precision throughout, the share of ‖Δ_t‖ that this took, by estimate."""
         return lost_when_stored(self.layers)
 
     def by_expert(self, value: Callable[[LayerView], Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -354,19 +356,14 @@ class Inspection(Tabular):
         }
 
 
-def lost_when_stored(layers: Iterable[LayerView]) -> dict[str, float]:
-    """Of experts in half precision, the share of ‖Δ_t‖ that rounding took, by estimate, over layers."""
-    energies: dict[str, list[float]] = {}
-    for layer in layers:
-        for name, energy in layer.lost.items():
-            own = energies.setdefault(name, [0.0, 0.0])
-            own[0] += energy
-            own[1] += layer.norms[name] ** 2
-    return {name: _share(*own) for name, own in energies.items()}
-
-
-def _share(lost: float, whole: float) -> float:
-    return min(1.0, sqrt(lost / whole)) if whole else 0.0
+def lost_when_stored(layers: Sequence[LayerView]) -> dict[str, float]:
+    """Of experts in half precision throughout, the share of ‖Δ_t‖ that this took, by estimate."""
+    found: dict[str, float] = {}
+    for name in layers[0].experts if layers else ():
+        changed = [layer for layer in layers if layer.norms[name]]
+        if changed and all(name in layer.lost for layer in changed):
+            found[name] = sum((layer.lost[name] for layer in changed), Lost()).share
+    return found
 
 
 def root_mean_square(values: Iterable[float]) -> float:

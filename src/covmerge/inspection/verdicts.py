@@ -145,7 +145,7 @@ def _rounded(layers: Sequence[LayerView]) -> Iterator[Finding]:
             yield Finding(
                 Severity.NOTE,
                 f"is stored in half precision, which took about {lost:.0%} of the length of its update: "
-                "where a weight moved by less than half its last place, nothing is left. If it exists in "
-                "float32, or as an adapter, merge that",
+                "where a weight was moved by less than half its last place, it is the base's once more. If "
+                "the expert exists in float32, or as an adapter, merge that",
                 expert,
             )

@@ -56,6 +56,27 @@ _LAYOUTS = {
 }
 
 
+@dataclass(frozen=True)
+class Lost:
+    """What an update lost; adds up over tensors.
+
+    Attributes:
+        energy: ‖E‖²_F.
+        whole: ‖Δ‖²_F of the update that was.
+    """
+
+    energy: float = 0.0
+    whole: float = 0.0
+
+    def __add__(self, other: Lost) -> Lost:
+        return Lost(self.energy + other.energy, self.whole + other.whole)
+
+    @property
+    def share(self) -> float:
+        """‖E‖ / ‖Δ‖."""
+        return sqrt(self.energy / self.whole) if self.whole else 0.0
+
+
 def rounding_of(
     updates: Sequence[Tensor], stored: Sequence[torch.dtype | None], base: Tensor | None = None
 ) -> tuple[Rounding, ...]:
@@ -89,12 +110,14 @@ def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, own: floa
     return Rounding(edge, _energy(base, update, dtype))
 
 
-def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> float:
-    """Estimate what an update lost when W_0 + Δ was rounded to a dtype that W_0 has too: ‖E‖²_F.
+def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
+    """Estimate what an update lost when W_0 + Δ was rounded to a dtype that W_0 has too.
 
     A weight differs from the base's if it was moved by more than u/2. If moves are normal, all of one
     deviation s, so many differ as Σ erfc(u / 2√2 s), which gives s; and each lost u²/12, or all it had, s².
-    Rows without a change were not trained, and lost nothing.
+    Rows without a change were not trained, and lost nothing. The update that was is what is left, or s² of
+    every weight where that is more. Where few weights were trained, or each in proportion to itself, more
+    was lost than this says.
 
     Args:
         update: Δ of the stored weights, of any shape, or some of its rows.
@@ -105,15 +128,23 @@ def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> float:
         >>> w, d = (torch.randn(200, 200, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
         >>> base, d = w.bfloat16().float(), 1e-3 * d
         >>> stored = (base + d).bfloat16().float() - base
-        >>> round(lost_when_stored(stored, base, torch.bfloat16) / float((stored - d).square().sum()), 1)
-        1.1
+        >>> found = lost_when_stored(stored, base, torch.bfloat16)
+        >>> round(found.share, 2), round(float((stored - d).norm() / d.norm()), 2)
+        (0.87, 0.8)
     """
+    if not update.numel():
+        return Lost()
     whole = update.dim() < 2
     flat = update.reshape(1 if whole else len(update), -1)
     last = _by_last_place(flat, base.reshape(flat.shape), dtype, whole=whole)
     counts = {u: stayed + went for u, (stayed, went) in last.items()}
     most = _deviation(counts, sum(went for _, went in last.values())) ** 2
-    return sum(count * min(u**2 / 12.0, most) for u, count in counts.items())
+    left = float(_linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+    return Lost(
+        energy=sum(count * min(u * u / 12.0, most) for u, count in counts.items()),
+        # s tells little where nearly all were moved; then what is left is what was.
+        whole=max(left, sum(count * min(u * u, most) for u, count in counts.items())),
+    )
 
 
 def _deviation(last: Mapping[float, int], moved: int) -> float:
@@ -134,7 +165,7 @@ def _deviation(last: Mapping[float, int], moved: int) -> float:
 def _energy(base: Tensor | None, update: Tensor, dtype: torch.dtype) -> float:
     """Σ u²/12 over the entries that changed, u what the last place of a stored weight is worth."""
     last = _by_last_place(update, base, dtype)
-    return sum(went * u**2 for u, (_, went) in last.items()) / 12.0
+    return sum(went * u * u for u, (_, went) in last.items() if went) / 12.0
 
 
 def _by_last_place(
@@ -154,7 +185,7 @@ def _by_last_place(
     for rows in _parts(update):
         part = update[rows]
         changed = part != 0
-        weights = part.clone() if base is None else base[rows] + part
+        weights = part.clone() if base is None else base[rows].to(part.dtype) + part
         if not whole and not (trained := changed.any(1)).all():
             changed, weights = changed[trained], weights[trained]
         exponents = weights.view(layout.bits).bitwise_right_shift_(layout.digits)

@@ -72,7 +72,7 @@ class Rounded:
 
 
 def base_in_half(base: Path, out: Path) -> Path:
-    """Write the base in bfloat16; its config stays, by which it is run in float32."""
+    """Write the base in bfloat16."""
     shutil.copytree(base, out)
     file = out / "model.safetensors"
     _files.save_file(_in_half(_files.load_file(file)), file, {"format": "pt"})

@@ -38,7 +38,9 @@ class Half(Study):
     about = (
         "What does it cost that released models are stored in half precision? The base is rounded to "
         "bfloat16, and each expert is the rounded base plus its update, rounded again: where an update is "
-        "shorter than half a last place of its weight, nothing of it is left. Full fine-tunes alone."
+        "shorter than half a last place of its weight, nothing of it is left. What is merged of these is "
+        "stored in bfloat16 too. Full fine-tunes alone; all models are scored as the suite does it, "
+        "language models with their weights in bfloat16."
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
@@ -62,8 +64,8 @@ class Half(Study):
                 "lost": lost,
                 "less": {title: vars(interval) for title, interval in less.items()},
             },
-            f"## {group.title}\n\n{_table(group, less)}\n\n- less: of the mean accuracy in %, on the same "
-            "examples, with the 95 % interval of the paired bootstrap; *: it leaves 0 out\n"
+            f"## {group.title}\n\n{_table(group, less)}\n\n- bfloat16 less float32: of the mean accuracy "
+            "in %, on the same examples, with the 95 % interval of the paired bootstrap; *: 0 is not in it\n"
             f"- of the weights of tensors that experts changed {lost['unchanged']:.0%} are the base's once "
             f"more; rounding took {lost['error']:.2f} of the length of the update, mean of the experts",
             {"accuracy-half": _draw(group, titles)},
@@ -126,7 +128,7 @@ def _table(group: Group, less: Mapping[str, Interval]) -> str:
         mark = "*" if found.clear else ""
         span = f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]{mark}"
         rows.append([title, *(f"{mean:.1f}" for mean in means), span])
-    return markdown(["model", "float32", "bfloat16", "less"], rows)
+    return markdown(["model", "float32", "bfloat16", "bfloat16 less float32"], rows)
 
 
 def _draw(group: Group, titles: Sequence[str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any
@@ -34,6 +35,7 @@ _LOT_BYTES = 64 * 2**20
 _LOTS_A_CORE = 8
 _AHEAD = 2  # tasks that wait for each core
 _RETRIES = 3  # of a task whose process or node was lost
+_ENDING = 60.0  # seconds that a merge which ends early waits for its tasks
 _WAIT = 0.2  # seconds between two looks at what another machine wrote
 
 _Load = Sequence[tuple[int, Batch]]
@@ -120,7 +122,10 @@ class Cluster:
         that was not pending").
         """
         if running and not self._joined:
-            self._ray.wait(list(running), num_returns=len(running), fetch_local=False)
+            with suppress(Exception):  # why it ended is said
+                self._ray.wait(
+                    list(running), num_returns=len(running), timeout=_ENDING, fetch_local=False
+                )
 
     def _submit(
         self,
