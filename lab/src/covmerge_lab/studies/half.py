@@ -64,10 +64,7 @@ class Half(Study):
                 "lost": lost,
                 "less": {title: vars(interval) for title, interval in less.items()},
             },
-            f"## {group.title}\n\n{_table(group, less)}\n\n- bfloat16 less float32: of the mean accuracy "
-            "in %, on the same examples, with the 95 % interval of the paired bootstrap; *: 0 is not in it\n"
-            f"- of the weights of tensors that experts changed {lost['unchanged']:.0%} are the base's once "
-            f"more; rounding took {lost['error']:.2f} of the length of the update, mean of the experts",
+            "\n\n".join([f"## {group.title}", _table(group, less), _legend(lost)]),
             {"accuracy-half": _draw(group, titles)},
         )
 
@@ -119,6 +116,15 @@ def _models(bench: Bench, experts: Experts) -> list[Model]:
     merges = [*(Merge(method) for method in KNOWN), *AUTO]
     bound = Model(Section.BOUNDS, EXPERTS, experts.whole)
     return [bound, *bench.merge(experts, merges, tuned=True)]
+
+
+def _legend(lost: Mapping[str, float]) -> str:
+    return (
+        "- bfloat16 less float32: of the mean accuracy in %, on the same examples, with the 95 % interval of "
+        "the paired bootstrap; *: it leaves 0 out\n"
+        f"- of the weights of tensors that experts changed {lost['unchanged']:.0%} are the base's once more; "
+        f"rounding took {lost['error']:.2f} of the length of the update, mean of the experts"
+    )
 
 
 def _table(group: Group, less: Mapping[str, Interval]) -> str:
