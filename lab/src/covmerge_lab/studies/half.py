@@ -120,10 +120,10 @@ def _models(bench: Bench, experts: Experts) -> list[Model]:
 
 def _legend(lost: Mapping[str, float]) -> str:
     return (
-        "- bfloat16 less float32: of the mean accuracy in %, on the same examples, with the 95 % interval of "
-        "the paired bootstrap; *: it leaves 0 out\n"
-        f"- of the weights of tensors that experts changed {lost['unchanged']:.0%} are the base's once more; "
-        f"rounding took {lost['error']:.2f} of the length of the update, mean of the experts"
+        "- bfloat16 less float32: of the mean accuracy in %, on the same examples, with the 95 % interval "
+        "of the paired bootstrap; *: it leaves 0 out\n"
+        f"- of the weights of tensors that experts changed {lost['unchanged']:.0%} are the base's once "
+        f"more; rounding took {lost['error']:.2f} of the length of the update, mean of the experts"
     )
 
 
