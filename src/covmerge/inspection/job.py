@@ -120,7 +120,7 @@ class InspectJob:
                     executor=Threads(in_flight=memory.in_flight, lanes=memory.lanes),
                     progress=options.shown_progress,
                 )
-            as_stored = [name for name in fitting if not _unpacked(base, models[name])]
+            as_stored = [name for name in fitting if not _is_packed(base, models[name])]
             layers = tuple(_layers(plan, done, findings, as_stored))
             cost = {
                 "seconds": done.seconds,
@@ -373,7 +373,7 @@ def _with_lost(
     return replace(view, lost=lost)
 
 
-def _unpacked(*models: Model) -> bool:
+def _is_packed(*models: Model) -> bool:
     """Whether one of them is stored packed, and read as what it stands for."""
     return any(
         isinstance(model.checkpoint, Dequantised) or is_derived(model.checkpoint)

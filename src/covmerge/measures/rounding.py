@@ -120,7 +120,7 @@ def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
     was lost than this says.
 
     Args:
-        update: Δ of the stored weights, of any shape, or some of its rows.
+        update: Δ of the stored weights, of any shape, or some of its rows; float32 or float64.
         base: W_0 of the same shape.
         dtype: of the stored weights.
 
