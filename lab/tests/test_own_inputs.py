@@ -18,6 +18,7 @@ from covmerge_lab.llm import LlmSuite, tasks
 from covmerge_lab.merging import catalogue, statistics_of
 from covmerge_lab.models import Section
 from covmerge_lab.own import DRAWN, WRITTEN
+from covmerge_lab.run import run_study
 from covmerge_lab.studies import STUDIES, altered, half, regimes, rule, save, tuned
 from covmerge_lab.suite import Variant
 from covmerge_lab.text import TextSuite
@@ -240,8 +241,6 @@ def test_regimes(small_text, monkeypatch, tmp_path):
 def test_what_half_precision_costs(small_text, monkeypatch, tmp_path):
     monkeypatch.setattr(half, "KNOWN", ("average", "ace"))
     study = STUDIES["half"]()
-    with pytest.raises(InputError, match="full fine-tunes"):
-        study.run(small_text, [Variant("lora", 0)])
     found = study.run(small_text, [Variant("full", 0)])
     save(study, small_text, found, tmp_path / "out", "covmerge study half")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -250,6 +249,13 @@ def test_what_half_precision_costs(small_text, monkeypatch, tmp_path):
     assert titles == {*results["less"], *(f"{title}, bfloat16" for title in results["less"])}
     assert 0.0 < results["lost"]["unchanged"] < 1.0 and 0.0 < results["lost"]["error"] < 1.0
     assert "| ace |" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_study_of_other_experts_is_refused_before_anything_is_written(tmp_path):
+    how = {"kinds": ["lora"], "seeds": [0], "quick": True}
+    with pytest.raises(InputError, match="other experts: pass --kind full"):
+        run_study("half", "text", out=tmp_path / "out", cache=tmp_path / "cache", **how)
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_expert_in_half_precision_is_the_rounded_base_and_its_update(tmp_path):

@@ -1,12 +1,13 @@
 """The executor of a Ray cluster: several nodes, started on this machine, and one of them lost."""
 
 import logging
+import warnings
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine.cluster import cluster_address
+from covmerge.engine.cluster import cluster_address, executor
 from covmerge.engine.cluster.executor import _loads
 from covmerge.errors import InputError, ResourceError, TensorError
 from tests.e2e.test_resume import digests, save_plain
@@ -90,6 +91,34 @@ def test_a_node_that_is_lost(cluster, plain, tmp_path, method):
     )
     assert losing.lost
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+@quiet
+@pytest.mark.slow
+def test_where_the_only_node_that_is_large_enough_is_lost_the_merge_says_so_and_waits(
+    cluster, plain, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(executor, "PROCESS_HOLDS", 2**40)
+    monkeypatch.setattr(executor, "_LOOKS_EVERY", 1.0)
+    large = {**NODE, "memory": 2**41}  # as it is told, for no machine has as much
+    losing, later, said = LoseANode(cluster, cluster.add_node(**large)), [], []
+
+    def a_new_node(message, *_):
+        said.append(str(message))
+        if not later:
+            later.append(cluster.add_node(**large))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", a_new_node)
+        how = {"executor": "ray", "address": cluster.address, "progress": losing}
+        covmerge.merge(*plain, "ace", tmp_path / "out", **how)
+    cluster.remove_node(later[0])
+    assert losing.lost
+    assert any(
+        "no node of the cluster may give more" in each and "waits for" in each for each in said
+    )
+    covmerge.verify(tmp_path / "out")
 
 
 @quiet

@@ -123,14 +123,19 @@ def run_study(
     """Run a study and write `results.json`, its text and its pictures.
 
     Raises:
-        InputError: an unknown name, a folder of something else, or data that cannot be fetched.
+        InputError: an unknown name, experts that it is not of, a folder of something else, or data that
+            cannot be fetched.
     """
     if name not in STUDIES:
         raise InputError(f"unknown study '{name}'.{did_you_mean(name, STUDIES)}")
     suite = open_suite(suite_name, cache, quick=quick)
-    variants = [Variant(kind, seed) for kind in _kinds(suite, kinds) for seed in seeds]
     study = STUDIES[name]()
     study.check(suite)
+    of = [kind for kind in _kinds(suite, kinds) if kind in study.kinds]
+    if not of:
+        only = " or ".join(study.kinds)
+        raise InputError(f"study '{name}' is of other experts: pass --kind {only}, or leave it out")
+    variants = [Variant(kind, seed) for kind in of for seed in seeds]
     _check(out, None)
     prepare()
     console = terminal()

@@ -42,6 +42,9 @@ class RunOptions:
         overwrite: replace an output of covmerge.
         progress: called for every finished piece of work; None: nothing is.
         collecting: called for every batch that the base is run on, where its inputs are made first.
+
+    Raises:
+        InputError: `workers` is nothing of these.
     """
 
     device: str = "cpu"
@@ -55,6 +58,11 @@ class RunOptions:
     overwrite: bool = False
     progress: Progress | None = None
     collecting: Collecting | None = None
+
+    def __post_init__(self) -> None:
+        workers = self.workers
+        if workers != AUTO and not (type(workers) is int and workers > 0):
+            raise InputError(f"workers: {workers!r} is neither a number of processes nor '{AUTO}'")
 
     @property
     def torch_device(self) -> torch.device:

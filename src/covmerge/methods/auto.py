@@ -104,7 +104,7 @@ def auto(group: LinearGroup) -> Merged:
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
     C₀ = E[z zᵀ] of the layer's inputs in the base says what counts as long: from a statistics file of
-    the base (`covmerge collect BASE`), or without one Ĝ + (1 − ψ)I: Ĝ, Σ s_tw_t Δ_tᵀΔ_t / ‖Δ_t‖² of mean
+    the base (`covmerge collect BASE`), or without one ψĜ + (1 − ψ)I: Ĝ, Σ s_tw_t Δ_tᵀΔ_t / ‖Δ_t‖² of mean
     eigenvalue 1, is what the updates tell of the inputs, and ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴))
     how much of the layer's inputs they use, 1 for all alike. N counts the experts by how unlike their
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
@@ -151,7 +151,7 @@ def auto(group: LinearGroup) -> Merged:
 
 
 def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:
-    """Ĝ + (1 − ψ)I, of the updates' dtype, and the share of Ĝ in it, 1/(2 − ψ)."""
+    """ψĜ + (1 − ψ)I, of the updates' dtype, and ψ."""
     first = active.updates[0]
     counts = [weight * float(s) for weight, s in zip(active.weights, shares, strict=True)]
     gram = first.new_zeros(first.shape[1], first.shape[1])
@@ -160,10 +160,9 @@ def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:
         add_gram_(gram, update * (sqrt(count * to_mean_one) / size))
     beside_faint = mirror_(gram) / _UNUSED
     beside_faint.diagonal().add_(1.0)
-    used = log_det(beside_faint) / (active.d_in * log1p(1.0 / _UNUSED))
-    unused = max(0.0, 1.0 - used)
-    gram.diagonal().add_(unused)
-    return gram, 1.0 / (1.0 + unused)
+    used = min(1.0, log_det(beside_faint) / (active.d_in * log1p(1.0 / _UNUSED)))
+    gram.mul_(used).diagonal().add_(1.0 - used)
+    return gram, used
 
 
 def _least_squares(counted: Counted, rtol: float) -> Tensor:

@@ -162,7 +162,7 @@ class Equalised(Noticed):
             squares. Nothing from `directions_in_use` on: nothing was left after least squares.
         outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖, before it goes to the average.
         towards_average: a, how far it went to the average; None where ‖W₀‖ was not known.
-        inputs_told: 1/(2 − ψ), the share of C₀ that is what the updates tell; None where it was measured.
+        inputs_told: ψ, the share of C₀ that is what the updates tell; None where it was measured.
     """
 
     words: ClassVar[tuple[Words, ...]] = (

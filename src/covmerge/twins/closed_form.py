@@ -147,7 +147,7 @@ def auto(group: LinearGroup) -> Tensor:
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
     psi = float((identity(d_in) + 10**4 * G).logdet()) / d_in / log(1 + 10**4)
     w = [x * sum(s) / sum(scales) for _, x in changed]
-    found = equalised(group, R, G + (1 - psi) * identity(d_in), of_sum(known, w))
+    found = equalised(group, R, psi * G + (1 - psi) * identity(d_in), of_sum(known, w))
     return torch.zeros_like(R) if found is None else found
 
 

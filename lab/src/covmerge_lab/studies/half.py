@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from covmerge.errors import InputError
 from covmerge_lab.bench import EXPERTS, Bench, Outcome
 from covmerge_lab.bootstrap import Interval
 from covmerge_lab.collecting import BASE, of_base
@@ -42,13 +41,11 @@ class Half(Study):
         "stored in bfloat16 too. Full fine-tunes alone; all models are scored as the suite does it, "
         "language models with their weights in bfloat16."
     )
+    kinds = ("full",)
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""
-        full = [variant for variant in variants if variant.kind == "full"]
-        if not full:
-            raise InputError("the study 'half' is of full fine-tunes: leave out --kind lora")
-        found = [_outcome(bench, variant) for variant in full]
+        found = [_outcome(bench, variant) for variant in variants]
         outcomes = [outcome for outcome, _ in found]
         rounded = [each for _, of_seed in found for each in of_seed]
         group = summarise(outcomes)

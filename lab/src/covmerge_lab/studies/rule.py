@@ -84,7 +84,7 @@ def auto_with(
         inputs = sum(own * (unit.mT @ unit) for own, unit in units) * (d_in / shares.sum())
         if told is None:
             volume = torch.logdet(torch.eye(d_in, dtype=torch.float64) + inputs / unused)
-            told = 1.0 / (2.0 - float(volume) / (d_in * log1p(1.0 / unused)))
+            told = float(volume) / (d_in * log1p(1.0 / unused))
         inputs = told * inputs
         inputs.diagonal().add_(1.0 - told)
     else:

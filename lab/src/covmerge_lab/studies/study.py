@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from covmerge_lab import figures
 from covmerge_lab.bench import Bench, machine
-from covmerge_lab.suite import Suite, Variant
+from covmerge_lab.suite import Kind, Suite, Variant
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,12 @@ class Study(ABC):
     Attributes:
         name: what the command line calls it.
         about: the question, and where the papers put it.
+        kinds: the experts that it is a question of.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
+    kinds: ClassVar[tuple[Kind, ...]] = ("full", "lora")
 
     def check(self, suite: Suite) -> None:  # noqa: B027 - most studies take any suite
         """Refuse a suite that it cannot run, before anything is fetched.

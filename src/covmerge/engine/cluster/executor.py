@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ _LOTS_A_CORE = 8
 _AHEAD = 2  # tasks that wait for each core
 _RETRIES = 3  # of a task whose process or node was lost
 _ENDING = 60.0  # seconds that a merge which ends early waits for its tasks
+_LOOKS_EVERY = 60.0  # seconds without an answer, after which it is looked whether there can be one
 _WAIT = 0.2  # seconds between two looks at what another machine wrote
 
 _Load = Sequence[tuple[int, Batch]]
@@ -84,9 +86,12 @@ class Cluster:
         running: dict[Any, _Load] = {}
         try:
             while self._submit(waiting, running, given, task, threads):
-                (ready, *_), _ = ray.wait(list(running))
-                load = running.pop(ready)
-                answer = self._answer(ready, load)
+                ended, _ = ray.wait(list(running), timeout=_LOOKS_EVERY)
+                if not ended:
+                    self._say_if_no_node_is_left(running.values(), task, threads)
+                    continue
+                load = running.pop(ended[0])
+                answer = self._answer(ended[0], load)
                 if answer.counts is not None:
                     assert task.selections is not None
                     task.selections.absorb_counted(memoryview(answer.counts))
@@ -143,6 +148,17 @@ class Cluster:
             # In a list: a reference alone would be looked up anew for every task.
             running[function.remote(self._key, given, load)] = load
         return bool(running)
+
+    def _say_if_no_node_is_left(self, loads: Iterable[_Load], task: Task, threads: int) -> None:
+        """Warn of a task that waits for a node that is lost; a cluster that grows may bring another."""
+        try:
+            for load in loads:
+                self._needs(load, task, threads)
+        except ResourceError as error:
+            warnings.warn(
+                f"{error}. The merge waits for a node that may; interrupted, it can be resumed",
+                stacklevel=1,
+            )
 
     def _needs(self, load: _Load, task: Task, threads: int) -> dict[str, Any]:
         """What a node must have free for a task, as Ray's options.
