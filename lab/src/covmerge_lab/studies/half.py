@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from covmerge_lab.bench import EXPERTS, Bench, Outcome
 from covmerge_lab.bootstrap import Interval
@@ -18,7 +18,7 @@ from covmerge_lab.studies.accuracy import bars
 from covmerge_lab.studies.altered import Rounded, base_in_half, expert_in_half
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
-from covmerge_lab.suite import Variant
+from covmerge_lab.suite import Kind, Variant
 from covmerge_lab.summary import Group, difference, summarise
 from covmerge_lab.workers import Job, OnProgress
 
@@ -41,7 +41,7 @@ class Half(Study):
         "stored in bfloat16 too. Full fine-tunes alone; all models are scored as the suite does it, "
         "language models with their weights in bfloat16."
     )
-    kinds = ("full",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("full",)
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""
