@@ -10,7 +10,7 @@ are formed in d_in axes, without any G̃_t.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -70,7 +70,7 @@ def check_shapes(
 
 def measured_equations(
     updates: Sequence[Tensor],
-    grams: Sequence[Tensor],
+    grams: Iterable[Tensor],
     weights: Sequence[float],
     *,
     off_diagonal: float = 1.0,
@@ -82,15 +82,15 @@ def measured_equations(
 
     Args:
         updates: Δ_t `(d_out, d_in)`.
-        grams: G_t `(d_in, d_in)`.
+        grams: G_t `(d_in, d_in)`, one at a time.
         weights: w_t.
         off_diagonal: a, factor of all entries off the diagonal of every G_t.
         ridge: in units of the mean diagonal entry of Σ w_t G̃_t.
         lengths: l_t; None: 1 each.
         dtype: of the sums; by default that of the updates.
     """
-    gram = torch.zeros_like(grams[0], dtype=dtype)
     numerator = torch.zeros_like(updates[0], dtype=dtype)
+    gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])
     times = [1.0] * len(updates) if lengths is None else lengths
     for update, own, weight, length in zip(updates, grams, weights, times, strict=True):
         update, own = update.to(numerator.dtype), own.to(gram.dtype)

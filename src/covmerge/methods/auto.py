@@ -8,7 +8,7 @@ their updates use few of a layer's directions. `docs/auto.md` derives it.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import log1p, sqrt
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.mixed import solve_mixed
 from covmerge.covariance.normal import normal_equations
+from covmerge.covariance.told import share_told
 from covmerge.linalg.auto import (
     Cost,
     dots_cost,
@@ -26,7 +27,7 @@ from covmerge.linalg.auto import (
     symmetric_cost,
     system_choice,
 )
-from covmerge.linalg.cholesky import all_above, log_det
+from covmerge.linalg.cholesky import all_above
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
 from covmerge.linalg.spectral import rank_tolerance, truncated_svd
@@ -39,8 +40,6 @@ from covmerge.types import LinearGroup, Merged, Rounding
 
 # What no update tells of the inputs' covariance, as a share of its mean eigenvalue.
 _UNSEEN = 0.1
-# An eigenvalue of Ĝ that is so small beside their mean is of an input that is hardly used.
-_UNUSED = 1e-4
 # An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
 _CLEARLY = 1.1
 
@@ -158,11 +157,9 @@ def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:
     to_mean_one = active.d_in / sum(counts)
     for update, size, count in zip(active.updates, active.norms, counts, strict=True):
         add_gram_(gram, update * (sqrt(count * to_mean_one) / size))
-    beside_faint = mirror_(gram) / _UNUSED
-    beside_faint.diagonal().add_(1.0)
-    used = min(1.0, log_det(beside_faint) / (active.d_in * log1p(1.0 / _UNUSED)))
-    gram.mul_(used).diagonal().add_(1.0 - used)
-    return gram, used
+    told = share_told(mirror_(gram), active.d_in)
+    gram.mul_(told).diagonal().add_(1.0 - told)
+    return gram, told
 
 
 def _least_squares(counted: Counted, rtol: float) -> Tensor:

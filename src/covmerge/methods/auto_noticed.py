@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import ClassVar
 
 from covmerge.methods.words import UNCHANGED, facts
@@ -118,6 +118,12 @@ TOLD = _Median(
     "inputs_told",
     "C₀, inputs",
     "{numbers} of it is what the updates tell, the rest takes all inputs for alike",
+    ".0%",
+)
+BESIDE_INPUTS = _Median(
+    "told_beside_inputs",
+    "C_t, updates",
+    "what an update tells of its inputs counts {numbers} of what was measured",
     ".0%",
 )
 UNLIKE = _Median("unlike_experts", "N, unlike experts", "count as {numbers}, by their directions")
@@ -238,10 +244,13 @@ class EqualisedMeasured(Equalised):
         towards_least_squares: a, how far it went to least squares, in place of the average; None where
             ‖W₀‖ was not known.
         unheard: experts whose data did not reach the layer.
+        updates_told: ψ_t of every expert, how much its update's word counts beside its inputs, 0 of one
+            that did not change the layer.
     """
 
     words: ClassVar[tuple[Words, ...]] = (
         OF_EXPERTS,
+        BESIDE_INPUTS,
         UNLIKE,
         IN_USE,
         FLATTENING,
@@ -256,6 +265,13 @@ class EqualisedMeasured(Equalised):
 
     towards_least_squares: float | None = None
     unheard: int = 0
+    updates_told: tuple[float, ...] = ()
+
+    @property
+    def told_beside_inputs(self) -> float | None:
+        """The mean of ψ_t over the experts that changed the layer."""
+        own = [share for share in self.updates_told if share]
+        return fmean(own) if own else None
 
     def going(self, away: float) -> Equalised:
         """See `Equalised.going`."""

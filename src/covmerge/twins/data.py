@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil
+from math import ceil, log
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from covmerge.twins.algebra import deltas_of, identity, length, pinv, svd, total
-from covmerge.twins.closed_form import average, bounds, equalised, least_interference, mean_one
+from covmerge.twins.algebra import deltas_of, identity, length, pinv, svd, total, weighted
+from covmerge.twins.closed_form import (
+    average,
+    bounds,
+    equalised,
+    least_interference,
+    mean_one,
+    shares,
+)
 from covmerge.twins.rank import leading, roundings, tolerance, with_equals
 from covmerge.types import LinearGroup, Rounding
 
@@ -131,7 +138,7 @@ def regmean_plus_plus(
 
 
 def auto_measured(group: LinearGroup) -> Tensor:
-    """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, of RegMean's R  (docs/auto.md)."""
+    """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹  (docs/auto.md)."""
     heard = [bool(m.value.any()) for m in group.measured]
     deltas = [d * own for d, own in zip(deltas_of(group), heard, strict=True)]
     changed = [t for t, d in enumerate(deltas) if d.any()]
@@ -139,9 +146,19 @@ def auto_measured(group: LinearGroup) -> Tensor:
         return average(group)
     group = replace(group, updates=tuple(deltas))
     b = dict(zip(changed, bounds([length(deltas[t]) for t in changed]), strict=True))
-    R = regmean(replace(group, updates=tuple(b.get(t, 1.0) * d for t, d in enumerate(deltas))))
-    G = total(w * m.value.double() for w, m in zip(group.weights, group.measured, strict=True))
-    found = equalised(group, R, 0.9 * G + 0.1 * torch.diag(torch.diag(G)), safest=R)
+    s = dict(zip(changed, shares([b[t] * length(deltas[t]) for t in changed]), strict=True))
+    d_in = group.shape[1]
+    values = [m.value.double() for m in group.measured]
+    G = [0.9 * g + 0.1 * torch.diag(torch.diag(g)) for g in values]
+    C = list(G)
+    for t in changed:
+        U = deltas[t].T @ deltas[t] / length(deltas[t]) ** 2
+        psi = float((identity(d_in) + 10**4 * d_in * U).logdet()) / d_in / log(1 + 10**4)
+        C[t] = G[t] + s[t] * psi * G[t].trace() * U
+    w = group.weights
+    numerator = total(w[t] * b[t] * deltas[t] @ C[t] for t in changed)
+    R = numerator @ pinv(weighted(C, w))
+    found = equalised(group, R, weighted(G, w), safest=R)
     return R if found is None else found
 
 
