@@ -250,3 +250,20 @@ def test_an_energy_that_tells_nothing_gives_no_answer(energy):
     ridge = 0.1 / TALL[1]
     covariances = [Covariance(d, scale=1 / norm(d) ** 2, ridge=ridge) for d in deltas]
     assert solve_mixed(covariances, energy=energy, floor=1e-12) is None
+
+
+@pytest.mark.parametrize("times", [2.0**-20, 2.0**20])
+def test_the_size_of_updates_does_not_decide_whether_there_is_an_answer(times):
+    for kind, answer in ((FULL["slow"], True), (DEFICIENT["low"], False)):
+        found, _ = solved([times * update for update in updates(kind, TALL)])
+        assert (found is not None) == answer
+
+
+def test_the_margin_of_what_float32_tells_from_zero():
+    """A third of it is too little, and three times as much is enough."""
+    least = 128**0.5 * torch.finfo(torch.float32).eps * 16.0 / 128
+    for share, answer in ((0.3, False), (3.0, True)):
+        sigma = torch.ones(128, dtype=torch.float64)
+        sigma[-1] = (share * least * 127) ** 0.5
+        found, _ = solved(updates(sigma, TALL, count=1))
+        assert (found is not None) == answer

@@ -77,14 +77,16 @@ def test_no_eigenvalue_is_missed(name):
         torch.zeros(40, 40),
         torch.ones(1, 1),
         torch.eye(12),  # no room beside
+        torch.diag(torch.arange(14.0, 0.0, -1.0)),  # none but what is refined
         torch.diag(
             torch.tensor([2.0] * 9 + [1.0] * 71)
         ),  # a tie at the cut, which nothing asks for
         torch.eye(80),  # equals go on beyond what is refined
         torch.diag(torch.tensor([1.0] * 3 + [0.0] * 77)),  # of a lower rank than k
         torch.diag(torch.cat([torch.ones(2), 1e-9 * torch.arange(78.0, 0, -1)])),  # below float32
+        torch.diag(torch.cat([torch.ones(1), 1e-9 * torch.arange(79.0, 0, -1)])),
     ],
-    ids=["zero", "1 × 1", "tiny", "tie", "flat", "rank 3", "steep"],
+    ids=["zero", "1 × 1", "tiny", "no rest", "tie", "flat", "rank 3", "steep", "steeper"],
 )
 def test_what_float32_cannot_tell_is_left_to_the_whole_problem(gram):
     assert leading_pairs(gram.double(), 5) is None
