@@ -71,6 +71,8 @@ def test_columns(tmp_path):
             "entry 1: .* half of a surrogate pair",
         ),
         ("a.jsonl", b'{"text": "a", "label": [1]}', "the label \\[1\\] is neither"),
+        ("a.jsonl", b'"b"\n{"text": "a", "text": "b"}', "line 2 has the key 'text' twice"),
+        ("a.json", b'[{"text": "a", "text": "b"}]', "the whole has the key 'text' twice"),
         ("a.jsonl", b"[1, 2]", "line 1 is \\[1, 2\\], not a text or an object"),
         ("a.json", b'{"text": "a"}', "a JSON list of texts"),
         ("a.json", b"[" * 100_000, "cannot be read as .json"),

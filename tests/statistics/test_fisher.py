@@ -181,6 +181,9 @@ def test_labels_in_batches(tmp_path):
         (1, 10**400, "the label 10+... is not a finite number"),
         (3, "--1", "the label '--1' is not in the model's config"),
         (1, True, "the label true is not a finite number"),
+        (1, "1_0.5", "the label '1_0.5' is not a finite number"),
+        (1, "1e300", "the label '1e300' is not a finite number"),
+        (1, "nan", "the label 'nan' is not a finite number"),
         (1, -math.inf, "the label -Infinity is not a finite number"),
     ],
 )
@@ -192,6 +195,19 @@ def test_labels_that_are_none(tmp_path, labels, label, says):
         run(tmp_path, classifier(labels), data, labels="data")
     assert not (tmp_path / OUT).exists()
     collect(tmp_path / "m", data, tmp_path / OUT)  # which no label is needed for
+
+
+def test_numbers_of_a_csv_file_are_what_a_regression_is_to_say(tmp_path):
+    found = []
+    for name, text in (
+        ("a.jsonl", '{"text": "w1", "label": 2.5}\n'),
+        ("a.csv", "text,label\nw1,2.5\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        _, out, _ = run(tmp_path, classifier(1), tmp_path / name, labels="data", overwrite=True)
+        found.append(StatisticsFile.open(out).read("fisher", "bert.pooler.dense.weight"))
+    assert torch.equal(*found)
+    assert found[0].any()
 
 
 def test_whole_numbers_with_a_point_are_labels(tmp_path):

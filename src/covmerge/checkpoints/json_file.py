@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,6 +46,32 @@ def read_object(
     return parse_object(data, str(file), values)
 
 
+def unique_keys(where: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return what makes an object of pairs for `json.loads`, and refuses a key that is there twice.
+
+    Args:
+        where: the JSON is, for messages.
+
+    Example:
+        >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=unique_keys("line 3"))
+        Traceback (most recent call last):
+        covmerge.errors.CheckpointError: line 3 has the key 'a' twice, and nothing says which holds: \
+remove one
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise CheckpointError(
+                f"{where} has the key {shorten(twice)} twice, and nothing says which holds: "
+                "remove one"
+            )
+        return value
+
+    return unique
+
+
 def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str, Any]:
     """Parse a JSON object in UTF-8; a key that stands twice is an error, at every level.
 
@@ -65,17 +92,6 @@ def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str,
         covmerge.errors.CheckpointError: config.json has the key 'a' twice, and nothing says which \
 holds: remove one
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-            raise CheckpointError(
-                f"{where} has the key {shorten(twice)} twice, and nothing says which holds: "
-                "remove one"
-            )
-        return value
-
     count = sum(map(data.count, (b",", b"[", b"{")))
     if count > values:
         raise CheckpointError(
@@ -83,7 +99,7 @@ holds: remove one
             "the right file?"
         )
     try:
-        value: object = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+        value: object = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys(where))
     except (ValueError, RecursionError) as error:
         # Python's own words tell how to lift its limit.
         why = "a number has thousands of digits" if "int_max_str_digits" in str(error) else error

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import TextIOWrapper
 from itertools import islice
+from math import nan
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from covmerge.checkpoints.json_file import is_text, shorten
+from covmerge.checkpoints.json_file import is_text, shorten, unique_keys
 from covmerge.errors import InputError, did_you_mean
 from covmerge.stores.regular_file import open_regular
 from covmerge.text import counted
@@ -33,6 +34,7 @@ _MAX_JSON = 2**26  # bytes of a list, which is read and parsed as a whole
 _MOST_LABELS = 2**31
 _LARGEST_LABEL = 1e38  # as float32 holds it
 _NUMBER = re.compile(r"\s*-?[0-9]{1,9}\s*")
+_DECIMAL = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?\s*")
 LABELS = "labels"  # key of a batch that holds what the model was trained to say
 
 
@@ -162,7 +164,7 @@ def _json_lines(file: TextIO) -> Iterator[tuple[str, object]]:
     for where, line in _lines(file):
         if str(line).strip():
             try:
-                yield where, json.loads(str(line))
+                yield where, json.loads(str(line), object_pairs_hook=unique_keys(where))
             except ValueError as error:
                 raise InputError(f"{where}: not JSON ({error})") from error
 
@@ -172,7 +174,7 @@ def _json(file: TextIO) -> Iterator[tuple[str, object]]:
         raise InputError(
             f"the whole: has more than {_MAX_JSON} bytes: write .jsonl, a line for each example"
         )
-    records: object = json.loads(file.read())
+    records: object = json.loads(file.read(), object_pairs_hook=unique_keys("the whole"))
     if not isinstance(records, list):
         raise InputError("the whole: a JSON list of texts or of objects is needed")
     for number, record in enumerate(cast("list[object]", records), start=1):
@@ -266,17 +268,19 @@ def longest_text(tokenizer: Any, config: Any) -> int | None:
 def _label_of(text: Text, config: Any) -> float:
     """The number that a label is to the model: of a class, or what a regression is to say."""
     label = text.label
+    one_number = getattr(config, "num_labels", None) == 1
+    if isinstance(label, str) and one_number:  # a CSV file has only texts
+        label = float(label) if _DECIMAL.fullmatch(label) else nan
     if isinstance(label, str):
         known: dict[str, int] = getattr(config, "label2id", None) or {}
         if label in known:
             return known[label]
-        if _NUMBER.fullmatch(label):  # a CSV file has only texts
-            return int(label)
-        raise InputError(
-            f"{text.where}: the label '{label}' is not in the model's config."
-            + did_you_mean(label, known)
-        )
-    one_number = getattr(config, "num_labels", None) == 1
+        if not _NUMBER.fullmatch(label):
+            raise InputError(
+                f"{text.where}: the label '{label}' is not in the model's config."
+                + did_you_mean(label, known)
+            )
+        return int(label)
     most = _LARGEST_LABEL if one_number else _MOST_LABELS
     # A truth value is an int to Python, and NaN is less than nothing.
     if label is not None and not isinstance(label, bool) and abs(label) < most:
@@ -286,8 +290,8 @@ def _label_of(text: Text, config: Any) -> float:
             return int(label)
     wanted = "a finite number" if one_number else "the whole number of a class, or its name"
     raise InputError(
-        f"{text.where}: the label {shorten(label)} is not {wanted}: correct it, or take the model's own "
-        "labels (--labels model)"
+        f"{text.where}: the label {shorten(text.label)} is not {wanted}: correct it, or take the "
+        "model's own labels (--labels model)"
     )
 
 
