@@ -1,9 +1,9 @@
 """All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
-table lacks are of one training that was run on its own: `text/full-measured`, with `auto_measured`, before
-`text/full-auto`, of `auto` as it is now, before `text/full-first`. Experts that were trained once have no
-other table.
+table lacks are of one training that was run on its own: `text/full-measured`, with `auto` and
+`auto_measured` as they are now, before `text/full-first`. Experts that were trained once have no other
+table.
 """
 
 from __future__ import annotations
