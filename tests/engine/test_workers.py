@@ -9,6 +9,7 @@ from covmerge.engine import workers as choosing
 from covmerge.engine.serving import serve
 from covmerge.engine.thread_count import usable_cores
 from covmerge.engine.workers import choose_workers
+from covmerge.errors import InputError
 from covmerge.plan import WorkItem, build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.sources import open_checkpoints
@@ -77,6 +78,15 @@ def test_the_choice_is_told_and_not_recorded(plain, tmp_path):
     assert result.run["workers"] == 1
     assert "are soon read" in result.run["workers_because"]
     assert "soon read" not in (tmp_path / "out" / "covmerge.json").read_text()
+
+
+@pytest.mark.parametrize("workers", [None, 0, -1, 2.5, True, "many"])
+def test_workers_that_are_no_number_of_processes(plain, tmp_path, workers):
+    with pytest.raises(
+        InputError, match=r"workers: .* is neither a number of processes nor 'auto'"
+    ):
+        covmerge.merge(*plain, "average", tmp_path / "out", workers=workers)
+    assert not any(tmp_path.iterdir())
 
 
 def test_on_the_command_line(plain, tmp_path):

@@ -42,13 +42,13 @@ def group_of(updates, weights=None, base_norm=None, **how):
     return LinearGroup(tuple(updates), weights, measured=measured, base_norm=base_norm)
 
 
-def covariance(update, measured):
+def covariance(update, measured, share):
     """What was measured, and as far as the update uses all inputs as much of what it tells."""
     d_in = len(measured)
     shrunk = 0.9 * measured + 0.1 * torch.diag(measured.diagonal())
     own = update.mT @ update / update.norm() ** 2
     used = torch.logdet(torch.eye(d_in, dtype=own.dtype) + 1e4 * d_in * own) / d_in / log(10001)
-    return shrunk + used * shrunk.trace() * own
+    return shrunk + share * used * shrunk.trace() * own
 
 
 @settings(max_examples=50)
@@ -111,11 +111,13 @@ def test_beside_short_weights_it_goes_to_least_squares():
     group = group_of(random_updates(24, 24, 4, 24, 1.0, seed=3), base_norm=1e-3)
     merged = METHOD(group)
     covariances = [
-        replace(measured, value=covariance(update, measured.value))
-        for update, measured in zip(group.updates, group.measured, strict=True)
+        replace(measured, value=covariance(update, measured.value, share))
+        for update, measured, share in zip(
+            group.updates, group.measured, merged.noticed.shares, strict=True
+        )
     ]
     least = REGMEAN(replace(group, measured=tuple(covariances)), off_diagonal=1.0, ridge=0.0)
-    assert relative(merged.delta, least.delta) < 1e-2  # s_t is not quite 1
+    assert relative(merged.delta, least.delta) < 1e-5
     assert merged.noticed.towards_least_squares > 0.999
     told = merged.noticed.told(["a", "b", "c", "d"])
     assert told["a, to least squares, %"] == pytest.approx(100, abs=0.1)

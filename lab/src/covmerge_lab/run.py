@@ -131,7 +131,8 @@ def run_study(
     suite = open_suite(suite_name, cache, quick=quick)
     study = STUDIES[name]()
     study.check(suite)
-    of: list[Kind] = [kind for kind in study.kinds if kind in _kinds(suite, kinds)]
+    wanted = _kinds(suite, kinds)
+    of: list[Kind] = [kind for kind in study.kinds if kind in wanted]
     if not of:
         only = " or ".join(study.kinds)
         raise InputError(f"study '{name}' is of other experts: pass --kind {only}, or leave it out")

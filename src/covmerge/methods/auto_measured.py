@@ -134,12 +134,12 @@ def auto_measured(group: LinearGroup) -> Merged:
     del normal  # the sums are not held beside the spectra
     inputs = fused.new_zeros(grams[0].shape)
     for own, weight in zip(grams, group.weights, strict=True):
-        inputs.add_(_shrunk(own), alpha=weight)
+        inputs.add_(own, alpha=weight)
     rtol = rank_tolerance(group.shape, fused.dtype, None)
     noticed = EqualisedMeasured(
         unchanged, inputs_known=True, unheard=unheard, updates_told=tuple(told)
     )
-    found = equalise(counted, fused, Metric.of(inputs), noticed, rtol=rtol, safest=fused)
+    found = equalise(counted, fused, Metric.of(_shrunk(inputs)), noticed, rtol=rtol, safest=fused)
     return Merged(fused, noticed) if found is None else found
 
 

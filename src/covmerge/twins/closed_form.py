@@ -145,10 +145,15 @@ def auto(group: LinearGroup) -> Tensor:
         found = equalised(group, R, group.inputs.double())
         return auto(replace(group, inputs=None)) if found is None else found
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
-    psi = float((identity(d_in) + 10**4 * G).logdet()) / d_in / log(1 + 10**4)
+    psi = share_told(G)
     w = [x * sum(s) / sum(scales) for _, x in changed]
     found = equalised(group, R, psi * G + (1 - psi) * identity(d_in), of_sum(known, w))
     return torch.zeros_like(R) if found is None else found
+
+
+def share_told(G: Tensor) -> float:
+    """ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), of mean eigenvalue 1  (docs/auto.md)."""
+    return float((identity(len(G)) + 10**4 * G).logdet()) / len(G) / log(1 + 10**4)
 
 
 def equalised(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, log
+from math import ceil
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from covmerge.twins.closed_form import (
     equalised,
     least_interference,
     mean_one,
+    share_told,
     shares,
 )
 from covmerge.twins.rank import leading, roundings, tolerance, with_equals
@@ -153,8 +154,7 @@ def auto_measured(group: LinearGroup) -> Tensor:
     C = list(G)
     for t in changed:
         U = deltas[t].T @ deltas[t] / length(deltas[t]) ** 2
-        psi = float((identity(d_in) + 10**4 * d_in * U).logdet()) / d_in / log(1 + 10**4)
-        C[t] = G[t] + s[t] * psi * G[t].trace() * U
+        C[t] = G[t] + s[t] * share_told(d_in * U) * G[t].trace() * U
     w = group.weights
     numerator = total(w[t] * b[t] * deltas[t] @ C[t] for t in changed)
     R = numerator @ pinv(weighted(C, w))
