@@ -1,11 +1,14 @@
 """What a file's rounding allows to be known of an update, whatever dtype the merge computes in."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import covmerge
 from covmerge.measures.rounding import rounding_of
-from covmerge.methods import registry
+from covmerge.methods import ace_rules, registry
+from covmerge.methods.closed_form import active_experts
 from covmerge.twins import TWINS
 from covmerge.types import LinearGroup, LowRank
 from tests.methods.groups import group_of, random_updates, relative
@@ -206,6 +209,40 @@ class TestAce:
         merged = ace(LinearGroup(tuple(updates), (1.0,) * 3), **ace.resolve({}))
         assert merged.stats["gate_fired"]
         assert merged.stats["k"] == 6
+
+    def test_who_has_directions_enough_is_asked_alone(self, monkeypatch: pytest.MonkeyPatch):
+        """All updates of a wide layer together are an eigenproblem of d_in in float64: four fifths of a merge."""
+        steep = (1.0 + torch.arange(192.0)) ** -1.5
+        updates = [0.1**t * update * steep for t, update in enumerate(torch.randn(3, 48, 192))]
+        asked: list[int] = []
+
+        def known(*given: Any) -> int:
+            asked.append(known_rank(*given))
+            return asked[-1]
+
+        def never(*_: object, **__: object):
+            raise AssertionError("asked of all together")
+
+        known_rank = ace_rules.known_rank
+        monkeypatch.setattr("covmerge.methods.ace.known_rank", known)
+        monkeypatch.setattr(ace_rules, "joint_directions", never)
+        ace = registry.get("ace")
+        merged = ace(LinearGroup(tuple(updates), (1.0,) * 3), **ace.resolve({}))
+        assert merged.stats["gate_fired"]
+        assert asked == [merged.stats["k"]] == [14]
+
+    @pytest.mark.parametrize("ranks", [(2, 2, 2), (40, 2, 2), (2, 40, 2), (40, 40, 40)])
+    @pytest.mark.parametrize("enough", [1, 6, 14, 48])
+    def test_what_is_known_of_the_rank_is_what_all_have_together(self, ranks, enough):
+        generator = torch.Generator().manual_seed(0)
+        updates = [
+            torch.randn(48, rank, generator=generator) @ torch.randn(rank, 192, generator=generator)
+            for rank in ranks
+        ]
+        active = active_experts(LinearGroup(tuple(updates), (1.0,) * 3))
+        found = ace_rules.known_rank(active, (48, 192), torch.float32, enough)
+        together = min(192, sum(ranks))
+        assert min(found, enough) == min(together, enough)
 
     @pytest.mark.parametrize("normalize", [True, False])
     def test_one_output_row_is_averaged(self, normalize):

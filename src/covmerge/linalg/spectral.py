@@ -386,9 +386,21 @@ def nuclear_norm(matrix: Tensor) -> float:
         >>> nuclear_norm(torch.diag(torch.tensor([3.0, 2.0, 0.0])))
         5.0
     """
+    return float(singular_values(matrix).sum())
+
+
+def singular_values(matrix: Tensor) -> Tensor:
+    """Return the singular values of a matrix `(d_out, d_in)` in float64, in no order that is promised.
+
+    Those of a float32 matrix are resolved down to 1e-8 of the largest.
+
+    Example:
+        >>> singular_values(torch.diag(torch.tensor([3.0, 2.0, 0.0]))).tolist()
+        [0.0, 2.0, 3.0]
+    """
     if matrix.dtype == torch.float64:
-        return float(svdvals(matrix).sum())
-    return float(eigvalsh(float64_gram(_wide(matrix))).clamp_min(0.0).sqrt().sum())
+        return svdvals(matrix)
+    return eigvalsh(float64_gram(_wide(matrix))).clamp_min(0.0).sqrt()
 
 
 def residual(top: TruncatedSvd) -> float:

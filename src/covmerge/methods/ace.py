@@ -327,5 +327,5 @@ def _refinement_directions(
     top = leading_directions(fused, k, rtol=rtol)
     if rank_rtol is not None or stands_clear(top.sigma, top.k):
         return top
-    known = known_rank(active, shape, fused.dtype)
+    known = known_rank(active, shape, fused.dtype, top.k)
     return top if known >= top.k else leading_directions(fused, known, rtol=rtol)

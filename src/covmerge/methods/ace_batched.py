@@ -243,7 +243,7 @@ def _refine(
         rank, _ = numerical_rank(sigma, shape, rtol=rtol)
         k = with_equals(sigma[:rank], min(wanted, rank))
         if k and rank_rtol is None and not stands_clear(sigma, k):
-            known = known_rank(layers[member].active, shape, fused.dtype)
+            known = known_rank(layers[member].active, shape, fused.dtype, k)
             k = k if known >= k else with_equals(sigma[:rank], known)
         counts.append(k)
         own = noticed[member]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from covmerge.covariance.estimate import TRACE_FLOOR, Covariance
 from covmerge.linalg.joint import joint_directions
-from covmerge.linalg.spectral import rank_tolerance
+from covmerge.linalg.spectral import rank_tolerance, singular_values
 from covmerge.methods.closed_form import Active
+from covmerge.types import Rounding
 
 # Share of an update's energy that centring must leave. A mean row of random rows has 1/d_out of it.
 BLIND = 1e-2
@@ -47,9 +49,19 @@ def stands_clear(sigma: Tensor, k: int) -> bool:
     return float(sigma[k - 1]) > _CLEAR * float(sigma[0])
 
 
-def known_rank(active: Active, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """The numerical rank of the updates' row space, each of norm 1: none is lost beside another."""
-    units = [update.mT / size for update, size in zip(active.updates, active.norms, strict=True)]
-    errors = [e.times(1 / size) for e, size in zip(active.rounding, active.norms, strict=True)]
+def known_rank(active: Active, shape: Sequence[int], dtype: torch.dtype, enough: int) -> int:
+    """The numerical rank of the updates' row space, each of norm 1: none is lost beside another.
+
+    Where one update alone has `enough` directions of it, and more is not asked, that is the answer: of
+    updates below one another no singular value is less than of one of them.
+    """
     rtol = rank_tolerance(shape, dtype, None)
+    errors = [e.times(1 / size) for e, size in zip(active.rounding, active.norms, strict=True)]
+    # Updates of norm 1 have no singular value together that is more than √T.
+    floor = max(rtol * sqrt(len(errors)), Rounding.together(errors).edge)
+    longest = max(range(len(errors)), key=active.norms.__getitem__)
+    own = singular_values(active.updates[longest]) / active.norms[longest]
+    if int((own > floor).sum()) >= enough:
+        return enough
+    units = [update.mT / size for update, size in zip(active.updates, active.norms, strict=True)]
     return max(1, len(joint_directions(units, rtol=rtol, rounding=errors).sigma))
