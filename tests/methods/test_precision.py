@@ -211,7 +211,7 @@ class TestAce:
         assert merged.stats["k"] == 6
 
     def test_who_has_directions_enough_is_asked_alone(self, monkeypatch: pytest.MonkeyPatch):
-        """All updates of a wide layer together are an eigenproblem of d_in in float64: four fifths of a merge."""
+        """All updates of a wide layer together are an eigenproblem of d_in: four fifths of a merge."""
         steep = (1.0 + torch.arange(192.0)) ** -1.5
         updates = [0.1**t * update * steep for t, update in enumerate(torch.randn(3, 48, 192))]
         asked: list[int] = []
