@@ -1,9 +1,9 @@
 """Every command of docs/scale.md, as it stands there.
 
 What no machine of ours has is stood in for by a script of the same name: `srun` starts its tasks here,
-`sbatch` runs its script, and `kubectl apply` runs the job's entrypoint beside a Ray cluster that was started
-here. `ray job submit` is the real one, to that cluster's head; its port and the shared folder are put in
-the place of the page's.
+`sbatch` runs its script, and `kubectl apply` runs the job's entrypoint beside a Ray cluster that was
+started here. `ray job submit` is the real one, to that cluster's head; its port and the shared folder are
+put in the place of the page's.
 """
 
 import os
