@@ -10,6 +10,7 @@ import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
+from covmerge.engine.devices import named_device, usable_device
 from covmerge.engine.executor import Executor
 from covmerge.engine.lots import lots_of
 from covmerge.engine.processes import Opener, Processes
@@ -66,7 +67,12 @@ class RunOptions:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device; see `usable_device`."""
+        """Where items are computed. What a cluster computes on its nodes have, and check it there."""
+        return self.device_here if self.cluster is None else named_device(self.device)
+
+    @property
+    def device_here(self) -> torch.device:
+        """The device of this process; see `usable_device`."""
         return usable_device(self.device)
 
     @property
@@ -164,6 +170,11 @@ def with_executor(
         options = replace(options, workers=AUTO)
     if name == "ray" and options.workers != 1:
         raise InputError("--executor ray: the cluster says how many work; leave out --workers")
+    if name == "ray" and named_device(options.device).index is not None:
+        raise InputError(
+            f"--device {options.device}: a task of a cluster computes on the GPU that Ray gives it: give "
+            "--device cuda"
+        )
     if name != "ray" and address is not None:
         raise InputError(f"--address {address} is that of a Ray cluster: give --executor ray too")
     return replace(
@@ -172,18 +183,3 @@ def with_executor(
         cluster=cluster_address(address) if name == "ray" else None,
         patience=patience,
     )
-
-
-def usable_device(name: str) -> torch.device:
-    """Return a device that can hold a tensor here.
-
-    Raises:
-        InputError: it cannot.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"--device {name} cannot be used here: {reason}") from error
-    return device
