@@ -1,4 +1,4 @@
-"""Which device the mathematics of a process runs on."""
+"""Which device the mathematics of a process runs on: of several processes of a machine a GPU each."""
 
 from __future__ import annotations
 
@@ -31,6 +31,40 @@ def usable_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise _unusable(name, error) from error
     return device
+
+
+def own_device(name: str, place: int, count: int | None = None) -> torch.device:
+    """Return the device of one of several processes of a machine: `cuda` is a GPU for each, in turn.
+
+    Args:
+        name: as it was given; what names one GPU, or is none, is obeyed as it stands.
+        place: of the process among those of its machine, from 0.
+        count: of the GPUs that it sees, which CUDA_VISIBLE_DEVICES may have left it; None: as CUDA says.
+
+    Raises:
+        InputError: it means no device.
+
+    Example:
+        >>> [str(own_device("cuda", place, 2)) for place in range(3)]
+        ['cuda:0', 'cuda:1', 'cuda:0']
+        >>> str(own_device("cuda:1", 0, 2)), str(own_device("cpu", 1, 2)), str(own_device("cuda", 1, 0))
+        ('cuda:1', 'cpu', 'cuda')
+    """
+    device, several = named_device(name), gpus_of(name, count)
+    return torch.device("cuda", place % several) if several else device
+
+
+def gpus_of(name: str, count: int | None = None) -> int:
+    """Return among how many GPUs of this machine a name leaves a choice; 0: among none.
+
+    Args:
+        name: of a device.
+        count: see `own_device`.
+    """
+    device = named_device(name)
+    if device.type != "cuda" or device.index is not None:
+        return 0
+    return torch.cuda.device_count() if count is None else count
 
 
 def _unusable(name: str, error: Exception) -> InputError:

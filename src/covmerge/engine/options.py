@@ -10,7 +10,7 @@ import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
-from covmerge.engine.devices import named_device, usable_device
+from covmerge.engine.devices import gpus_of, named_device, own_device, usable_device
 from covmerge.engine.executor import Executor
 from covmerge.engine.lots import lots_of
 from covmerge.engine.processes import Opener, Processes
@@ -30,7 +30,7 @@ class RunOptions:
     """How a run is done.
 
     Attributes:
-        device: where the mathematics runs.
+        device: where the mathematics runs; `cuda`: each process takes another GPU of its machine.
         threads: CPU threads of the mathematics; None: torch's setting.
         workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
             work, the cores and the memory are worth. They import the main
@@ -72,8 +72,13 @@ class RunOptions:
 
     @property
     def device_here(self) -> torch.device:
-        """The device of this process; see `usable_device`."""
-        return usable_device(self.device)
+        """The device of this process; see `own_device` and `usable_device`."""
+        return usable_device(str(self._devices(1)[0]))
+
+    def _devices(self, workers: int) -> list[torch.device]:
+        """Where each of so many processes that do the work of this one computes."""
+        first = 0 if self.rank is None else self.rank.place * workers
+        return [own_device(self.device, first + number) for number in range(workers)]
 
     @property
     def shown_progress(self) -> Progress:
@@ -96,6 +101,7 @@ class RunOptions:
             device=self.torch_device,
             threads=self.threads or torch.get_num_threads(),
             in_memory=held > 0,
+            gpus=gpus_of(self.device) // (1 if self.rank is None else self.rank.local),
         )
         if chosen.workers > 1:
             try:
@@ -148,7 +154,7 @@ class RunOptions:
         if self.cluster is not None:
             return Cluster(self.cluster, opener(), self.max_memory)
         if memory.workers > 1:
-            return Processes(memory.workers, opener())
+            return Processes(self._devices(memory.workers), opener())
         return Threads(in_flight=memory.in_flight, lanes=memory.lanes, lots=memory.lots)
 
 
