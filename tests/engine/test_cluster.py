@@ -236,6 +236,14 @@ def test_what_a_task_asks_of_its_node(batches, monkeypatch):
         needs_of(load, on_cpu, 8, nodes, needed["memory"] - 1)
 
 
+def test_a_node_whose_device_has_no_room_says_so(batches, monkeypatch):
+    monkeypatch.setattr(executor, "usable_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**36))
+    words = r"node .* of the cluster: 'layers\.0.* of the memory of cuda, and 0 B are free"
+    with pytest.raises(ResourceError, match=words):
+        executor._check_device(batches[:2], torch.device("cuda"))
+
+
 def test_which_cluster(plain, tmp_path):
     assert cluster_address("auto", {}) == "auto"
     assert cluster_address(None, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"

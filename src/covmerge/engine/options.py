@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import psutil
 import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
+from covmerge.engine.device_room import check_room
 from covmerge.engine.devices import gpus_of, named_device, own_device, usable_device
 from covmerge.engine.executor import Executor
 from covmerge.engine.lots import lots_of
@@ -115,7 +117,8 @@ class RunOptions:
 
     def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
         alone = workers == 1 and self.rank is None and len(plans) == 1
-        return plan_memory(
+        lots = lots_of(plans[0], self.torch_device) if alone else ()
+        memory = plan_memory(
             plans,
             self.max_memory,
             device=self.torch_device,
@@ -124,8 +127,16 @@ class RunOptions:
             processes=1 if self.rank is None else self.rank.local,
             held=held,
             shared=shared,
-            lots=lots_of(plans[0], self.torch_device) if alone else (),
+            lots=lots,
         )
+        check_room(
+            zip(*(plan.items for plan in plans), strict=True),
+            self.torch_device,  # the GPUs of a machine are taken to be alike
+            lots=lots,
+            processes=ceil(memory.workers / max(1, gpus_of(self.device))),
+            shared=shared,
+        )
+        return memory
 
     def computed(self, memory: MemoryPlan | None = None) -> str:
         """Say how matrices are computed, as far as their rounding hangs on it.

@@ -19,6 +19,7 @@ from covmerge.engine.cluster.connection import connect, ray_module
 from covmerge.engine.cluster.hashing import ClusterHashing
 from covmerge.engine.cluster.kept import KEPT, Opening, Setup
 from covmerge.engine.cluster.reading import read_on_cluster
+from covmerge.engine.device_room import check_room
 from covmerge.engine.devices import usable_device
 from covmerge.engine.executor import Batch, Done, Task, moved_together
 from covmerge.engine.hashing import Contents, Hashing
@@ -205,7 +206,7 @@ def _do(key: str, given: list[Any], load: _Load) -> _Answer | BaseException:
     opening, reference = given
     try:
         sources, setup = KEPT.sources(key, opening), KEPT.setup(reference)
-        _check_device(setup.task.context.device)
+        _check_device(load, setup.task.context.device)
         counted = None if setup.task.selections is None else setup.task.selections.emptied()
         task = replace(setup.task, sources=sources, selections=counted)
         done = [one for index, batch in load for one in serve(index, batch, task, setup.threads)]
@@ -262,15 +263,18 @@ def needs_of(
     }
 
 
-def _check_device(device: torch.device) -> None:
-    """Raise InputError where this node has no such device, whatever Ray was told of it."""
+def _check_device(load: _Load, device: torch.device) -> None:
+    """Raise InputError where this node has no such device, whatever Ray was told, or no room on it."""
     try:
         usable_device(str(device))
+        check_room((batch for _, batch in load), device)
     except InputError as error:
         address = ray_module().util.get_node_ip_address()
+        where = f"node {socket.gethostname()} ({address}) of the cluster"
+        if isinstance(error, ResourceError):
+            raise ResourceError(f"{where}: {error}") from error
         raise InputError(
-            f"node {socket.gethostname()} ({address}) of the cluster: {error}. Start Ray there with "
-            "`--num-gpus 0`, or leave out --device"
+            f"{where}: {error}. Start Ray there with `--num-gpus 0`, or leave out --device"
         ) from error
 
 
