@@ -62,9 +62,19 @@ def gpus_of(name: str, count: int | None = None) -> int:
         count: see `own_device`.
     """
     device = named_device(name)
-    if device.type != "cuda" or device.index is not None:
+    if device.type != "cuda" or is_one(device):
         return 0
     return torch.cuda.device_count() if count is None else count
+
+
+def is_one(device: torch.device) -> bool:
+    """Whether a device has a number: one of several of its kind, and not whichever.
+
+    Example:
+        >>> is_one(torch.device("cuda:0")), is_one(torch.device("cuda"))
+        (True, False)
+    """
+    return device != torch.device(device.type)
 
 
 def _unusable(name: str, error: Exception) -> InputError:

@@ -12,7 +12,7 @@ import torch
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
 from covmerge.engine.device_room import check_room
-from covmerge.engine.devices import gpus_of, named_device, own_device, usable_device
+from covmerge.engine.devices import gpus_of, is_one, named_device, own_device, usable_device
 from covmerge.engine.executor import Executor
 from covmerge.engine.lots import lots_of
 from covmerge.engine.processes import Opener, Processes
@@ -187,7 +187,7 @@ def with_executor(
         options = replace(options, workers=AUTO)
     if name == "ray" and options.workers != 1:
         raise InputError("--executor ray: the cluster says how many work; leave out --workers")
-    if name == "ray" and named_device(options.device).index is not None:
+    if name == "ray" and is_one(named_device(options.device)):
         raise InputError(
             f"--device {options.device}: a task of a cluster computes on the GPU that Ray gives it: give "
             "--device cuda"
