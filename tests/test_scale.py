@@ -1,8 +1,9 @@
 """Every command of docs/scale.md, as it stands there.
 
 What no machine of ours has is stood in for by a script of the same name: `srun` starts its tasks here,
-`sbatch` runs its script, and `ray job submit` and `kubectl apply` run their entrypoint beside a cluster
-that was started here.
+`sbatch` runs its script, and `kubectl apply` runs the job's entrypoint beside a Ray cluster that was
+started here. `ray job submit` is the real one, to that cluster's head; its port and the shared folder are
+put in the place of the page's.
 """
 
 import os
@@ -21,6 +22,8 @@ from tests.e2e.test_resume import digests, save_plain
 ROOT = Path(covmerge.__file__).parents[2]
 COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "scale.md").read_text(), re.DOTALL)
 
+_PATIENCE = 600  # seconds, on a machine that others use too
+
 STANDING_IN = {
     "covmerge": f'exec {sys.executable} -m covmerge "$@"',
     "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
@@ -34,7 +37,7 @@ export SLURM_NTASKS
 for ((task = 0; task < SLURM_NTASKS; task++)); do SLURM_PROCID=$task "$@" & tasks+=($!); done
 for task in "${tasks[@]}"; do wait "$task" || failed=$?; done
 exit ${failed:-0}""",
-    "ray": 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
+    "ray": f'exec {sys.executable} -m ray.scripts.scripts "$@"',
     "kubectl": f'exec $({sys.executable} "$(dirname "$0")/entrypoint.py" "$3")',
 }
 
@@ -63,13 +66,26 @@ def machine(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(machine):
+    """A head that takes jobs, on whatever ports are free."""
     utils = pytest.importorskip(
         "ray.cluster_utils", reason="Ray is not installed: pip install 'covmerge[ray]'"
     )
-    head = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-    found = utils.Cluster(initialize_head=True, head_node_args=head)
-    yield found.address
+    head = {
+        "num_cpus": 2,
+        "object_store_memory": 80 * 2**20,
+        "include_dashboard": True,
+        "dashboard_host": "127.0.0.1",
+        "dashboard_port": 0,
+    }
+    _, environment = machine
+    with pytest.MonkeyPatch.context() as patch:
+        # The command of a job is looked for where its head was started.
+        patch.setenv("PATH", environment["PATH"])
+        patch.setenv("RAY_worker_niceness", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        found = utils.Cluster(initialize_head=True, head_node_args=head)
+    yield found
     found.shutdown()
 
 
@@ -78,13 +94,23 @@ def cluster():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(machine, request, command):
     folder, environment = machine
-    if "ray" in command:
-        environment = {**environment, "RAY_ADDRESS": request.getfixturevalue("cluster")}
+    if command.startswith("ray job submit"):
+        dashboard = request.getfixturevalue("cluster").head_node.webui_url
+        command = command.replace("127.0.0.1:8265", dashboard).replace("/shared", str(folder))
+    elif "ray" in command:
+        environment = {**environment, "RAY_ADDRESS": request.getfixturevalue("cluster").address}
     shutil.rmtree(folder / "merged", ignore_errors=True)
     done = subprocess.run(
-        ["bash", "-ec", command], cwd=folder, env=environment, capture_output=True, text=True
+        ["bash", "-ec", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    if command.startswith("ray job submit"):
+        assert re.search(r"Job '\w+' succeeded", done.stdout), done.stdout
     if "--dry-run" in command or command.startswith("covmerge plan"):
         said = (
             "Nothing is written"

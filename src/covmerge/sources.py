@@ -132,7 +132,7 @@ class OpenCheckpoints:
         with torch_threads(options.threads):
             made = base_inputs(
                 self.base,
-                device=options.torch_device,
+                device=options.device_here,
                 max_memory=options.max_memory,
                 progress=options.collecting,
             )

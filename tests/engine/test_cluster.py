@@ -1,15 +1,23 @@
 """The executor of a Ray cluster: several nodes, started on this machine, and one of them lost."""
 
 import logging
+import re
+import socket
 import warnings
+from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
+from covmerge.engine import Context, NoOutput, Sources, Task
 from covmerge.engine.cluster import cluster_address, executor
-from covmerge.engine.cluster.executor import _loads
+from covmerge.engine.cluster.executor import _loads, needs_of
 from covmerge.errors import InputError, ResourceError, TensorError
+from covmerge.plan import WorkItem, build_plan
+from covmerge.recipe import parse_recipe
+from covmerge.sources import open_checkpoints
 from tests.e2e.test_resume import digests, save_plain
 from tests.interrupted import InterruptAfter
 
@@ -172,6 +180,70 @@ def test_an_error_in_a_task_ends_the_merge(cluster, plain, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["bad.safetensors"]
 
 
+@quiet
+@pytest.mark.slow
+def test_the_device_is_that_of_the_node(cluster, plain, tmp_path):
+    """The process that merges needs no GPU. What Ray calls one need not be there, and the node says so."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    on = {"executor": "ray", "address": cluster.address, "device": "cuda"}
+    with pytest.raises(
+        ResourceError, match=r"device cuda, and no node .* has a GPU that Ray knows"
+    ):
+        covmerge.merge(*plain, "ace", tmp_path / "out", **on)
+    node = cluster.add_node(**NODE, num_gpus=1)
+    try:
+        here = rf"node {re.escape(socket.gethostname())} \([0-9.]+\) of the cluster"
+        with pytest.raises(InputError, match=f"{here}: device cuda cannot be used here: "):
+            covmerge.merge(*plain, "ace", tmp_path / "out", **on)
+    finally:
+        cluster.remove_node(node)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def batches(plain):
+    base, experts = plain
+    given = {"base": str(base), "experts": {n: str(p) for n, p in experts.items()}, "method": "ace"}
+    with open_checkpoints(base, experts, {}) as opened:
+        plan = build_plan(parse_recipe(given), opened.base, opened.experts)
+    return [(index, (item,)) for index, item in enumerate(plan.items)]
+
+
+def test_what_a_task_asks_of_its_node(batches, monkeypatch):
+    monkeypatch.setattr(WorkItem, "is_narrow", lambda self, device: False)
+    load = batches[:2]
+    context = Context(torch.float32, torch.device("cpu"), ({},))
+    on_cpu = Task(Sources({}), context, (NoOutput(),))
+    on_gpu = replace(on_cpu, context=replace(context, device=torch.device("cuda")))
+    small = {"CPU": 4.0, "memory": 2.0**34}
+    large = {"CPU": 16.0, "memory": 2.0**36}
+    with_gpu = {"CPU": 2.0, "memory": 2.0**32, "GPU": 1.0}
+    nodes = [small, large, with_gpu]
+    assert needs_of(load, on_cpu, 8, nodes, None).keys() == {"num_cpus", "memory"}
+    assert needs_of(load, on_cpu, 8, nodes, None)["num_cpus"] == 8
+    assert needs_of(load, on_cpu, 8, [small], None)["num_cpus"] == 4  # as many as there are
+    # Beside a GPU the CPU has next to nothing to do.
+    needed = needs_of(load, on_gpu, 8, nodes, None)
+    assert (needed["num_cpus"], needed["num_gpus"]) == (1, 1)
+    with pytest.raises(ResourceError, match="no node of the cluster has a GPU"):
+        needs_of(load, on_gpu, 8, [small, large], None)
+    # The memory must be that of a node with a GPU.
+    little = {**with_gpu, "memory": needed["memory"] - 1.0}
+    with pytest.raises(ResourceError, match="may give more than"):
+        needs_of(load, on_gpu, 8, [large, little], None)
+    with pytest.raises(ResourceError, match="may give more than"):
+        needs_of(load, on_cpu, 8, nodes, needed["memory"] - 1)
+
+
+def test_a_node_whose_device_has_no_room_says_so(batches, monkeypatch):
+    monkeypatch.setattr(executor, "usable_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**36))
+    words = r"node .* of the cluster: 'layers\.0.* of the memory of cuda, and 0 B are free"
+    with pytest.raises(ResourceError, match=words):
+        executor._check_device(batches[:2], torch.device("cuda"))
+
+
 def test_which_cluster(plain, tmp_path):
     assert cluster_address("auto", {}) == "auto"
     assert cluster_address(None, {"RAY_ADDRESS": "10.0.0.1:6379"}) == "10.0.0.1:6379"
@@ -184,21 +256,13 @@ def test_which_cluster(plain, tmp_path):
     for given, words in (
         ({"address": "auto"}, "give executor=.ray. too"),
         ({"executor": "ray", "workers": 2}, "leave out workers"),
+        ({"executor": "ray", "address": "auto", "device": "cuda:1"}, "give device cuda"),
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(*plain, "ace", tmp_path / "out", **given)
 
 
-def test_each_core_has_several_lots_and_neighbours_stay_together(plain):
-    from covmerge.plan import build_plan
-    from covmerge.recipe import parse_recipe
-    from covmerge.sources import open_checkpoints
-
-    base, experts = plain
-    given = {"base": str(base), "experts": {n: str(p) for n, p in experts.items()}, "method": "ace"}
-    with open_checkpoints(base, experts, {}) as opened:
-        plan = build_plan(parse_recipe(given), opened.base, opened.experts)
-    batches = [(index, (item,)) for index, item in enumerate(plan.items)]
+def test_each_core_has_several_lots_and_neighbours_stay_together(batches):
     for cores in (1, 2, 64):
         loads = _loads(batches, cores)
         assert [one for load in loads for one in load] == batches

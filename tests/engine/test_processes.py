@@ -65,8 +65,8 @@ def test_workers_that_are_killed_at_random(plain, tmp_path, monkeypatch, method)
     started, killed = [], []
     start = Processes._start
 
-    def noted(self):
-        worker = start(self)
+    def noted(self, device):
+        worker = start(self, device)
         started.append(worker.process.pid)
         return worker
 

@@ -564,17 +564,19 @@ def test_what_a_rank_says_of_files_is_checked(tmp_path):
 
 
 def test_which_rank_this_is():
-    assert find_rank({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == Rank(1, 4, 2)
+    assert find_rank({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}) == Rank(1, 4, 2, 1)
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # a shell within an allocation
     assert find_rank(slurm) == Rank(0, 1)
-    assert find_rank({**slurm, "RANK": "2", "WORLD_SIZE": "3"}) == Rank(2, 3)
+    assert find_rank({**slurm, "RANK": "2", "WORLD_SIZE": "3"}) == Rank(2, 3, 1, 2)
     # As Slurm 22.05 set them, by srun -N 2 -n 3 in an allocation of --ntasks-per-node=4
     step = {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "4", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
-    for number, node, local in (("0", "0", 2), ("1", "0", 2), ("2", "1", 1)):
-        given = {**step, "SLURM_PROCID": number, "SLURM_NODEID": node}
-        assert find_rank(given) == Rank(int(number), 3, local)
+    for number, node, local, place in (("0", "0", 2, 0), ("1", "0", 2, 1), ("2", "1", 1, 0)):
+        given = {**step, "SLURM_PROCID": number, "SLURM_NODEID": node, "SLURM_LOCALID": str(place)}
+        assert find_rank(given) == Rank(int(number), 3, local, place)
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert find_rank({**torchrun, **given}) == Rank(5, 8, 4, 1)
     given = {**step, "SLURM_PROCID": "2", "SLURM_NODEID": "2"}
-    assert find_rank({**given, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}) == Rank(2, 3, 1)
+    assert find_rank({**given, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}) == Rank(2, 3, 1, 2)
     for tasks, words in (
         ("2,1", "has no node SLURM_NODEID=2"),
         ("2(x", "should be as in"),
@@ -588,6 +590,7 @@ def test_which_rank_this_is():
         ({"RANK": "4", "WORLD_SIZE": "4"}, "is no rank"),
         ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is '-1'"),
         ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK is 'x'"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
     ):
         with pytest.raises(InputError, match=words):
             find_rank(wrong)

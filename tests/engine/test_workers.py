@@ -16,7 +16,7 @@ from covmerge.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_resume import save_plain
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def plan(plain):
 def test_small_work_stays_in_one_process(plan):
     chosen = choose_workers([plan], device=CPU, threads=8, cores=8)
     assert chosen.workers == 1 and "processes take seconds to start" in chosen.why
+    assert choose_workers([plan], device=CUDA, threads=8, cores=8, gpus=8) == chosen
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,10 @@ def test_small_work_stays_in_one_process(plan):
         ({"threads": 1, "cores": 1}, 1, "there is one core"),
         ({"threads": 8, "cores": 8, "in_memory": True}, 1, "stays in this process"),
         ({"threads": 8, "cores": 8, "device": torch.device("meta")}, 1, "runs on meta"),
+        ({"threads": 1, "cores": 8, "device": CUDA, "gpus": 0}, 1, "runs on cuda"),
+        ({"threads": 1, "cores": 8, "device": CUDA, "gpus": 1}, 1, "one process keeps busy"),
+        ({"threads": 8, "cores": 1, "device": CUDA, "gpus": 3}, 3, "3 GPUs, a process for each"),
+        ({"threads": 1, "cores": 8, "device": CUDA, "gpus": 8}, 4, "8 GPUs"),  # of four items
     ],
 )
 def test_large_work_is_shared_where_that_helps(plan, monkeypatch, given, workers, why):

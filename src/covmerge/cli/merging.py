@@ -36,7 +36,9 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         ResourceError: the output does not fit on the disk; the plan is printed before.
     """
     plan, memory = api.plan_recipe(recipe, options)
-    speed = measure_speed(recipe, plan.compute_dtype, options.device, options.threads)
+    # This machine's speed, whose device need not be what a cluster's nodes have.
+    device = options.device if options.cluster is None else "cpu"
+    speed = measure_speed(recipe, plan.compute_dtype, device, options.threads)
     room = None if out is None else room_for([plan], destination_of(out).work.folder or out)
     if as_json:
         print_json(plan_summary(plan, memory, speed, room))

@@ -25,6 +25,8 @@ portable   errors that go from one process to another
 run        one run: surveys, then what is not finished, and the journal
 budget     bytes that may be alive at once
 progress   what is called as a run advances: an object, a function, a class of bars
+devices    which device a process computes on: of several of a machine a GPU each
+device_room  whether what is computed at once has room on a GPU
 options    how a run is done: device, threads, memory, resume, progress
 hardware   machines as somebody describes them
 forecast   what a merge would take on them
@@ -38,6 +40,7 @@ thread_count  cores that there are, and threads that torch computes with
 
 from covmerge.engine.advice import account_of_lengths
 from covmerge.engine.budget import MemoryPlan, plan_memory
+from covmerge.engine.devices import usable_device
 from covmerge.engine.entries import seen_in, tensor_entries, totals
 from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.forecast import Forecast, forecast
@@ -47,7 +50,7 @@ from covmerge.engine.inputs import Sizes, Sources, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
 from covmerge.engine.losses import account_of_losses
-from covmerge.engine.options import RunOptions, usable_device, with_executor
+from covmerge.engine.options import RunOptions, with_executor
 from covmerge.engine.outputs import FileOutput, MemoryOutput, NoOutput, Output
 from covmerge.engine.peak import peak_memory
 from covmerge.engine.processes import Opener, Processes

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import psutil
 import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
+from covmerge.engine.device_room import check_room
+from covmerge.engine.devices import gpus_of, is_one, named_device, own_device, usable_device
 from covmerge.engine.executor import Executor
 from covmerge.engine.lots import lots_of
 from covmerge.engine.processes import Opener, Processes
@@ -29,7 +32,7 @@ class RunOptions:
     """How a run is done.
 
     Attributes:
-        device: where the mathematics runs.
+        device: where the mathematics runs; `cuda`: each process takes another GPU of its machine.
         threads: CPU threads of the mathematics; None: torch's setting.
         workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
             work, the cores and the memory are worth. They import the main
@@ -66,8 +69,18 @@ class RunOptions:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device; see `usable_device`."""
-        return usable_device(self.device)
+        """Where items are computed. What a cluster computes on its nodes have, and check it there."""
+        return self.device_here if self.cluster is None else named_device(self.device)
+
+    @property
+    def device_here(self) -> torch.device:
+        """The device of this process; see `own_device` and `usable_device`."""
+        return usable_device(str(self._devices(1)[0]))
+
+    def _devices(self, workers: int) -> list[torch.device]:
+        """Where each of so many processes that do the work of this one computes."""
+        first = 0 if self.rank is None else self.rank.place * workers
+        return [own_device(self.device, first + number) for number in range(workers)]
 
     @property
     def shown_progress(self) -> Progress:
@@ -90,6 +103,7 @@ class RunOptions:
             device=self.torch_device,
             threads=self.threads or torch.get_num_threads(),
             in_memory=held > 0,
+            gpus=gpus_of(self.device) // (1 if self.rank is None else self.rank.local),
         )
         if chosen.workers > 1:
             try:
@@ -103,7 +117,8 @@ class RunOptions:
 
     def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
         alone = workers == 1 and self.rank is None and len(plans) == 1
-        return plan_memory(
+        lots = lots_of(plans[0], self.torch_device) if alone else ()
+        memory = plan_memory(
             plans,
             self.max_memory,
             device=self.torch_device,
@@ -112,8 +127,16 @@ class RunOptions:
             processes=1 if self.rank is None else self.rank.local,
             held=held,
             shared=shared,
-            lots=lots_of(plans[0], self.torch_device) if alone else (),
+            lots=lots,
         )
+        check_room(
+            zip(*(plan.items for plan in plans), strict=True),
+            self.torch_device,  # the GPUs of a machine are taken to be alike
+            lots=lots,
+            processes=ceil(memory.workers / max(1, gpus_of(self.device))),
+            shared=shared,
+        )
+        return memory
 
     def computed(self, memory: MemoryPlan | None = None) -> str:
         """Say how matrices are computed, as far as their rounding hangs on it.
@@ -142,7 +165,7 @@ class RunOptions:
         if self.cluster is not None:
             return Cluster(self.cluster, opener(), self.max_memory)
         if memory.workers > 1:
-            return Processes(memory.workers, opener())
+            return Processes(self._devices(memory.workers), opener())
         return Threads(in_flight=memory.in_flight, lanes=memory.lanes, lots=memory.lots)
 
 
@@ -164,6 +187,11 @@ def with_executor(
         options = replace(options, workers=AUTO)
     if name == "ray" and options.workers != 1:
         raise InputError("--executor ray: the cluster says how many work; leave out --workers")
+    if name == "ray" and is_one(named_device(options.device)):
+        raise InputError(
+            f"--device {options.device}: a task of a cluster computes on the GPU that Ray gives it: give "
+            "--device cuda"
+        )
     if name != "ray" and address is not None:
         raise InputError(f"--address {address} is that of a Ray cluster: give --executor ray too")
     return replace(
@@ -172,18 +200,3 @@ def with_executor(
         cluster=cluster_address(address) if name == "ray" else None,
         patience=patience,
     )
-
-
-def usable_device(name: str) -> torch.device:
-    """Return a device that can hold a tensor here.
-
-    Raises:
-        InputError: it cannot.
-    """
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"--device {name} cannot be used here: {reason}") from error
-    return device

@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 
 from covmerge.checkpoints import Checkpoint
+from covmerge.engine.devices import usable_device
 from covmerge.engine.executor import Batch, Done, Task
 from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Sources
@@ -42,14 +43,14 @@ class Processes:
     the bytes are the same.
 
     Args:
-        workers: how many.
+        devices: where each of them computes; as many as there are to be.
         opener: opens the sources; it is pickled.
     """
 
     lots: Sequence[Lot] = ()  # see `Executor.lots`: every batch goes by itself
 
-    def __init__(self, workers: int, opener: Opener) -> None:
-        self._count = workers
+    def __init__(self, devices: Sequence[torch.device], opener: Opener) -> None:
+        self._devices = devices
         self._opener = opener
         self._threads = 1
         self._workers: list[_Worker] = []
@@ -67,8 +68,8 @@ class Processes:
             raise InputError("a merge in memory cannot be shared by processes: leave out --workers")
         stage = _Stage(iter(batches), replace(task, sources=Sources({})))
         self._threads = torch.get_num_threads()
-        for _ in range(self._count - len(self._workers)):
-            self._workers.append(self._start())
+        for device in self._devices[len(self._workers) :]:
+            self._workers.append(self._start(device))
         try:
             for worker in self._workers:
                 worker.begin(stage)
@@ -164,19 +165,19 @@ class Processes:
             stage.again.extend(dead.counted)  # its counters are gone
         place = self._workers.index(dead)
         dead.stop()
-        self._workers[place] = self._start()
+        self._workers[place] = self._start(dead.device)
         self._workers[place].begin(stage)
 
-    def _start(self) -> _Worker:
+    def _start(self, device: torch.device) -> _Worker:
         ours, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(
             target=_serve,
-            args=(theirs, self._opener, self._threads, str(self._alone)),
+            args=(theirs, self._opener, device, self._threads, str(self._alone)),
             daemon=True,
         )
         process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
-        return _Worker(process, ours)
+        return _Worker(process, ours, device)
 
 
 @dataclass
@@ -213,6 +214,7 @@ class _Worker:
     Attributes:
         process: itself.
         connection: to it.
+        device: where it computes.
         batch: what it was given last; None: it has nothing to do.
         counted: what its counters have of this stage.
         answered: whether it has ever done anything.
@@ -220,6 +222,7 @@ class _Worker:
 
     process: BaseProcess
     connection: Connection[Any, Any]
+    device: torch.device
     batch: tuple[int, Batch] | None = None
     counted: list[tuple[int, Batch]] = field(default_factory=list[tuple[int, Batch]])
     answered: bool = False
@@ -260,17 +263,25 @@ def _ended(process: BaseProcess) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _serve(connection: Connection[Any, Any], opener: Opener, threads: int, alone: str) -> None:
+def _serve(
+    connection: Connection[Any, Any],
+    opener: Opener,
+    device: torch.device,
+    threads: int,
+    alone: str,
+) -> None:
     """What a worker process does until the run is over, or its parent is gone."""
     lock = FileLock(alone)  # of the system: it ends with a process that is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is ended by its parent
     task: Task | None = None
     try:
+        usable_device(str(device))
         with opener() as sources:
             while True:
                 message = connection.recv()
                 if isinstance(message, Task):
-                    task = replace(message, sources=sources)
+                    context = replace(message.context, device=device)
+                    task = replace(message, sources=sources, context=context)
                     continue
                 assert task is not None
                 if message is None:

@@ -59,8 +59,9 @@ def serve(
 
 
 def cores_of(batch: Batch, task: Task, threads: int) -> int:
-    """How many threads compute a batch: one, beside others, or all, alone."""
-    return 1 if batch[0].is_narrow(task.context.device) else threads
+    """How many threads compute a batch: one, beside others or a GPU, or all, alone."""
+    device = task.context.device
+    return 1 if device.type != "cpu" or batch[0].is_narrow(device) else threads
 
 
 def check_there(done: Done, batch: Batch, task: Task, who: str, wait: Callable[[], object]) -> None:

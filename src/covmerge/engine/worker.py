@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from covmerge.engine.device_room import naming_where_full
 from covmerge.engine.encode import Result, encode, held_whole
 from covmerge.engine.inputs import Inputs, Sizes, Sources, in_parts, read_inputs
 from covmerge.engine.layer import Context, Layer
@@ -47,7 +48,18 @@ def work(
 
     Raises:
         TensorError: NaN or Inf in the inputs, or in a result.
+        ResourceError: the device ran full.
     """
+    with naming_where_full(items[0], context.device):
+        yield from _results(items, inputs, context, selections)
+
+
+def _results(
+    items: Sequence[WorkItem],
+    inputs: Inputs,
+    context: Context,
+    selections: Selections | None,
+) -> Iterator[Result]:
     if isinstance(items[0].tensor.operation, Count):
         assert selections is not None
         yield from _count(items, inputs, context, selections)
@@ -73,14 +85,16 @@ def work_together(
 
     Raises:
         TensorError: NaN or Inf in the inputs, or in a result.
+        ResourceError: the device ran full.
     """
     merge = items[0].tensor.operation
     assert isinstance(merge, Merge)
     pairs = zip(items, inputs, strict=True)
-    layers = [Layer([item], own, context) for item, own in pairs]
-    changes = change_together(layers, items, merge, context)
-    for item, own, layer, change in zip(items, inputs, layers, changes, strict=True):
-        yield _as_stored(item, encode(item, merge, layer, change, compare=False), own)
+    with naming_where_full(items[0], context.device):
+        layers = [Layer([item], own, context) for item, own in pairs]
+        changes = change_together(layers, items, merge, context)
+        for item, own, layer, change in zip(items, inputs, layers, changes, strict=True):
+            yield _as_stored(item, encode(item, merge, layer, change, compare=False), own)
 
 
 def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:

@@ -35,19 +35,21 @@ def choose_workers(
     device: torch.device,
     threads: int,
     cores: int | None = None,
+    gpus: int = 0,
     in_memory: bool = False,
 ) -> Choice:
     """Choose by what the work is, before the memory has its say.
 
     One process reads in one thread, computes small items on all of its cores at once and large ones on all
     of them one after the other, and writes in one thread. Others help it where there are cores beside its
-    own, or where reading and converting is most of the work.
+    own, or where reading and converting is most of the work. On GPUs it is one process for each.
 
     Args:
         plans: that run together.
         device: where the mathematics runs.
         threads: cores of the CPU that this process computes on.
         cores: of the machine that it may use; None: as the system says.
+        gpus: among which processes have a choice.
         in_memory: the result stays in this process.
     """
     cores = usable_cores() if cores is None else cores
@@ -59,14 +61,16 @@ def choose_workers(
     )
     if in_memory:
         return Choice(1, "the result stays in this process")
-    if device.type != "cpu":
+    if device.type != "cpu" and gpus < 2:
         return Choice(1, f"the mathematics runs on {device}, which one process keeps busy")
-    if cores < 2:
+    if device.type == "cpu" and cores < 2:
         return Choice(1, "there is one core")
     if size < _SMALL:
         return Choice(
             1, f"{format_size(size)} are soon read and written, and processes take seconds to start"
         )
+    if device.type != "cpu":
+        return Choice(min(gpus, len(batches)), f"{gpus} GPUs, a process for each")
     if wide > sum(flops) / 2 and 2 * threads > cores:
         return Choice(1, "most of the mathematics is of matrices that each take all cores")
     workers = min(max(2, cores // threads if threads < cores else cores), len(batches))

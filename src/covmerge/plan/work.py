@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import ceil, prod
 
 import torch
 
@@ -145,6 +145,13 @@ class WorkItem:
     def memory(self) -> int:
         """Bytes alive while the item is computed."""
         return self.held_bytes + self.statistics_bytes + self.workspace + self.write_bytes
+
+    @property
+    def device_memory(self) -> int:
+        """The same on a device that is not the CPU: what is merged in parts is merged whole there."""
+        if self.rows is None or self.at_once is None or self.overview:
+            return self.memory
+        return self.memory + (ceil(len(self.rows) / self.at_once) - 1) * self.workspace
 
     @property
     def held_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from covmerge.engine.cluster.connection import connect, ray_module
 from covmerge.engine.cluster.hashing import ClusterHashing
 from covmerge.engine.cluster.kept import KEPT, Opening, Setup
 from covmerge.engine.cluster.reading import read_on_cluster
+from covmerge.engine.device_room import check_room
+from covmerge.engine.devices import usable_device
 from covmerge.engine.executor import Batch, Done, Task, moved_together
 from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.inputs import Sources
@@ -143,7 +146,7 @@ class Cluster:
         """Give the cluster as much as keeps it busy; False: nothing is left to do or to wait for."""
         most = 1 + _AHEAD * int(self._ray.cluster_resources().get("CPU", 1))
         while len(running) < most and (load := next(waiting, None)) is not None:
-            needs = self._needs(load, task, threads)
+            needs = needs_of(load, task, threads, self._nodes(), self._max_memory)
             function = self._ray.remote(_do).options(max_retries=_RETRIES, **needs)
             # In a list: a reference alone would be looked up anew for every task.
             running[function.remote(self._key, given, load)] = load
@@ -152,35 +155,18 @@ class Cluster:
     def _say_if_no_node_is_left(self, loads: Iterable[_Load], task: Task, threads: int) -> None:
         """Warn of a task that waits for a node that is lost; a cluster that grows may bring another."""
         try:
+            nodes = self._nodes()
             for load in loads:
-                self._needs(load, task, threads)
+                needs_of(load, task, threads, nodes, self._max_memory)
         except ResourceError as error:
             warnings.warn(
                 f"{error}. The merge waits for a node that may; interrupted, it can be resumed",
                 stacklevel=1,
             )
 
-    def _needs(self, load: _Load, task: Task, threads: int) -> dict[str, Any]:
-        """What a node must have free for a task, as Ray's options.
-
-        Raises:
-            ResourceError: none has as much.
-        """
-        largest = max((batch for _, batch in load), key=_memory)
-        memory = PROCESS_HOLDS + _memory(largest)
-        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        room = max((node.get("memory", 0) for node in nodes), default=0)
-        allowed = room if self._max_memory is None else min(room, self._max_memory)
-        if memory > allowed:
-            raise ResourceError(
-                f"'{largest[0].tensor.name}' needs {format_size(memory)} of memory in one process, and no "
-                f"node of the cluster may give more than {format_size(int(allowed))} "
-                "(--max-memory, and what Ray was started with)"
-            )
-        cores = max(cores_of(batch, task, threads) for _, batch in load)
-        most = max((int(node.get("CPU", 0)) for node in nodes), default=1)
-        gpus = {"num_gpus": 1} if task.context.device.type == "cuda" else {}
-        return {"num_cpus": min(cores, max(1, most)), "memory": memory, **gpus}
+    def _nodes(self) -> list[Mapping[str, float]]:
+        """What each node that is there has of every resource."""
+        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _answer(self, reference: Any, load: _Load) -> _Answer:
         lost = self._ray.exceptions.RayError
@@ -220,6 +206,7 @@ def _do(key: str, given: list[Any], load: _Load) -> _Answer | BaseException:
     opening, reference = given
     try:
         sources, setup = KEPT.sources(key, opening), KEPT.setup(reference)
+        _check_device(load, setup.task.context.device)
         counted = None if setup.task.selections is None else setup.task.selections.emptied()
         task = replace(setup.task, sources=sources, selections=counted)
         done = [one for index, batch in load for one in serve(index, batch, task, setup.threads)]
@@ -228,6 +215,67 @@ def _do(key: str, given: list[Any], load: _Load) -> _Answer | BaseException:
         return _Answer(done, counts, node, time.perf_counter())
     except Exception as error:
         return portable(error)
+
+
+def needs_of(
+    load: _Load,
+    task: Task,
+    threads: int,
+    nodes: Sequence[Mapping[str, float]],
+    max_memory: int | None,
+) -> dict[str, Any]:
+    """Return what a node must have free for a load, as Ray's options of its task.
+
+    Args:
+        load: of the task.
+        task: what its items have in common.
+        threads: of an item that takes all cores.
+        nodes: what each node has of every resource.
+        max_memory: bytes that the process of a task may take; None: what its node has.
+
+    Raises:
+        ResourceError: no node has as much.
+    """
+    largest = max((batch for _, batch in load), key=_memory)
+    name = largest[0].tensor.name
+    gpus = 1 if task.context.device.type == "cuda" else 0
+    nodes = [node for node in nodes if node.get("GPU", 0) >= gpus]
+    if gpus and not nodes:
+        raise ResourceError(
+            f"'{name}' is to be computed by --device {task.context.device}, and no node of the cluster has "
+            "a GPU that Ray knows of: start one with `--num-gpus`, or leave out --device"
+        )
+    memory = PROCESS_HOLDS + _memory(largest)
+    room = max((node.get("memory", 0) for node in nodes), default=0)
+    allowed = room if max_memory is None else min(room, max_memory)
+    if memory > allowed:
+        raise ResourceError(
+            f"'{name}' needs {format_size(memory)} of memory in one process, and no "
+            f"node of the cluster may give more than {format_size(int(allowed))} "
+            "(--max-memory, and what Ray was started with)"
+        )
+    cores = max(cores_of(batch, task, threads) for _, batch in load)
+    most = max((int(node.get("CPU", 0)) for node in nodes), default=1)
+    return {
+        "num_cpus": min(cores, max(1, most)),
+        "memory": memory,
+        **({"num_gpus": gpus} if gpus else {}),
+    }
+
+
+def _check_device(load: _Load, device: torch.device) -> None:
+    """Raise InputError where this node has no such device, whatever Ray was told, or no room on it."""
+    try:
+        usable_device(str(device))
+        check_room((batch for _, batch in load), device)
+    except InputError as error:
+        address = ray_module().util.get_node_ip_address()
+        where = f"node {socket.gethostname()} ({address}) of the cluster"
+        if isinstance(error, ResourceError):
+            raise ResourceError(f"{where}: {error}") from error
+        raise InputError(
+            f"{where}: {error}. Start Ray there with `--num-gpus 0`, or leave out --device"
+        ) from error
 
 
 def _loads(batches: list[tuple[int, Batch]], cores: int) -> list[list[tuple[int, Batch]]]:

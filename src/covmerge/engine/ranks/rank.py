@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from covmerge.errors import InputError
 
-# Who started it: its variables of the number, of how many there are, and of how many on this machine.
+# Who started it: its variables of the number, of how many there are, of how many on this machine, and of
+# the number among these.
 _STARTERS = (
-    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),  # torchrun and most others
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"),
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"),  # torchrun and most others
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_LOCALID"),
 )
 # What srun says of its tasks in any case: `2(x3),1` is 2 on each of three nodes, and 1 on the next.
 _TASKS, _NODE = "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
@@ -29,11 +30,13 @@ class Rank:
         number: from 0; that one begins.
         world: how many there are. It decides who does what first, and nothing else.
         local: how many share this machine's memory.
+        place: its number among these, which decides which GPU it takes.
     """
 
     number: int
     world: int
     local: int = 1
+    place: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.number} of {self.world}"
@@ -47,14 +50,20 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
 
     Example:
         >>> find_rank({"SLURM_PROCID": "3", "SLURM_NTASKS": "16"})
-        Rank(number=3, world=16, local=1)
+        Rank(number=3, world=16, local=1, place=3)
     """
-    for number, world, local in _STARTERS:
+    for number, world, local, place in _STARTERS:
         if number in environment and world in environment:
             sharing = _tasks_here(environment) if number == "SLURM_PROCID" else None
             if sharing is None:
                 sharing = _number(environment, local) if local in environment else 1
-            rank = Rank(_number(environment, number), _number(environment, world), sharing)
+            rank = Rank(
+                _number(environment, number),
+                _number(environment, world),
+                sharing,
+                # A loop that says nothing of machines is taken to be of one.
+                _number(environment, place if place in environment else number),
+            )
             if rank.number >= rank.world:
                 raise InputError(
                     f"{number}={rank.number} of {world}={rank.world} is no rank: they go from 0 to "
@@ -66,7 +75,7 @@ def find_rank(environment: Mapping[str, str] = os.environ) -> Rank:
                     "machine: set it right"
                 )
             return rank
-    names = " nor ".join(f"{number} and {world}" for number, world, _ in _STARTERS)
+    names = " nor ".join(f"{number} and {world}" for number, world, *_ in _STARTERS)
     raise InputError(
         f"--executor ranks: neither {names} is set. Start the merge by srun or torchrun, or set RANK "
         "and WORLD_SIZE"
