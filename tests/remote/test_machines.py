@@ -9,6 +9,7 @@ import pytest
 
 import covmerge
 from covmerge.errors import InputError
+from covmerge.stores.store import StoredFile
 from tests.cli.runs import words
 from tests.e2e.test_memory_output import files
 from tests.e2e.test_resume import save_plain
@@ -145,6 +146,17 @@ def test_what_was_made_elsewhere_is_known(bucket: Bucket, tmp_path: Path, monkey
     leading.discard()
     assert helping.occupant() and strange.occupant()
     assert helping.is_made_here() and not strange.is_made_here()
+
+    def and_ended(self: StoredFile, limit: int) -> bytes:
+        found = read(self, limit)
+        bucket.system.rm_file(claim)
+        return found
+
+    read, claim = StoredFile.read, f"{bucket.name}/merged/.covmerge-upload.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredFile, "read", and_ended)
+        bucket.system.pipe_file(claim, b'{"upload": "whose token is removed", "files": []}')
+        assert helping.occupant()
     bucket.system.pipe_file(f"{bucket.name}/merged/covmerge.json", b"{ }")
     assert not helping.is_made_here()
 

@@ -4,6 +4,7 @@ import gzip
 import shutil
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from covmerge import open_checkpoint
 from covmerge.checkpoints import fingerprint
 from covmerge.checkpoints import remote as fetching
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores import page_server, remote, retries
+from covmerge.stores import object_server, page_server, remote, retries
 from covmerge.stores.address import Address
 from covmerge.stores.remote import remote_store
 from covmerge.stores.retries import RefusedError
@@ -152,6 +153,22 @@ def test_a_server_that_stands_still_is_asked_again(pages, models, monkeypatch) -
     server.fail("model.safetensors$", late(1.0))
     assert equals(open_checkpoint(address), models[0] / BASE)
     assert server.faults == []
+
+
+def test_a_bucket_that_stands_still_is_asked_again(bucket: Bucket, models, monkeypatch) -> None:
+    patience = {**object_server._READING["s3"]["config_kwargs"], "read_timeout": 0.3}
+    monkeypatch.setitem(object_server._READING, "s3", {"config_kwargs": patience})
+    address = bucket.put(models[0], "base")
+    bucket.server.fail(f"GET .*{BASE}", late(1.0), 2)
+    start = time.monotonic()
+    checkpoint = open_checkpoint(address)
+    assert equals(checkpoint, models[0] / BASE)
+    assert bucket.server.faults == [] and time.monotonic() - start > 2 * 0.3
+
+    bucket.server.fail(f"GET .*{BASE}", late(1.0), 1000)
+    checkpoint._store._windows._held.clear()
+    with pytest.raises(CheckpointError, match=rf"{address}/{BASE}.* it failed 6 times \(.*Timeout"):
+        checkpoint.read("h.3.proj.weight")
 
 
 def test_what_fails_for_good_names_the_file_and_no_secret(bucket: Bucket, models) -> None:

@@ -89,7 +89,7 @@ class RemoteDestination:
         return self._staged.aside
 
     def share(self) -> None:
-        """See `Destination.share`: by what default there is, each machine has a place of its own."""
+        """See `Destination.share`: unless it is said, each machine has a place of its own."""
         if not is_cache_named():
             raise InputError(
                 f"{self} is made in a folder first, in which all that share the work write: set "
@@ -208,15 +208,19 @@ class RemoteDestination:
         Raises:
             InputError: another machine sends there, or an upload from there broke off.
         """
-        if not self._has(_CLAIM):
-            return None
         file = StoredFile(self.output, _CLAIM)
         try:
             claim = _Claim.model_validate_json(file.read(_MOST_OF_A_CLAIM))
+        except FileNotFoundError:
+            return None
         except ValidationError:
             claim = None
         own = self._token.read_text() if self._token.exists() else None
         if claim is None or claim.upload != own:
+            if self._shared and not self._has(
+                _CLAIM
+            ):  # who sent it has ended, and removed its token
+                return None
             raise InputError(
                 f"{file} says that {self} is being written from another machine, or that an upload from "
                 f"there broke off: wait for it, or go on with it there (--resume){self._unseen()}. If "
