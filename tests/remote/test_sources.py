@@ -222,9 +222,7 @@ def test_a_changed_file_is_refused(any_bucket: Bucket, models, monkeypatch) -> N
     address = any_bucket.put(base, "base")
     checkpoint = open_checkpoint(address)
     any_bucket.system.pipe_file(f"{any_bucket.name}/base/{BASE}", experts["e0"].read_bytes())
-    with pytest.raises(
-        CheckpointError, match=r"://.*base/model.safetensors changed while it was"
-    ):
+    with pytest.raises(CheckpointError, match=r"://.*base/model.safetensors changed while it was"):
         fingerprint(checkpoint)
     monkeypatch.setattr(remote, "_FRESH", 0.0)
     with pytest.raises(CheckpointError, match=r"changed while it was in use"):
