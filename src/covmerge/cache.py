@@ -12,7 +12,11 @@ def user_cache() -> Path:
     Raises:
         RuntimeError: the user has no home.
     """
-    named = os.environ.get("COVMERGE_CACHE")
-    if named:
-        return Path(named)
+    if is_cache_named():
+        return Path(os.environ["COVMERGE_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "covmerge"
+
+
+def is_cache_named() -> bool:
+    """Whether the user has said where that is."""
+    return bool(os.environ.get("COVMERGE_CACHE"))

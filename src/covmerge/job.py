@@ -59,6 +59,8 @@ class Job:
             raise InputError("a quantised model is written to a folder: give an output folder")
         before = None
         if self.out is not None:  # before the base is run
+            if self.options.rank is not None or self.options.cluster is not None:
+                self.out.share()
             check_not_input(self.out, checkpoints.paths())
             before = self.out.occupant()
             if not self._helps:

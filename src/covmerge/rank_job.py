@@ -69,7 +69,7 @@ class RankJob:
         """Lead, or help whoever does until the output is there; take over from one that is gone.
 
         Raises:
-            InputError: nobody leads, or all that the one that leads raises.
+            InputError: nobody leads, what others do is not seen here, or all that who leads raises.
         """
         gathering = self._gathering()
         taking_over = False
@@ -178,7 +178,17 @@ class RankJob:
         return bool(manifest["recipe"] == dump_recipe(self.plan.recipe))
 
     def _published(self, own: int) -> MergeResult:
-        """What there is to say of a merge that another rank has ended."""
+        """What there is to say of a merge that another rank has ended.
+
+        Raises:
+            InputError: this one could not have helped.
+        """
+        if not own and not self.out.is_made_here():
+            raise InputError(
+                f"{self.rank} did nothing: {self.out} is there, and nothing was seen of the work on it in "
+                f"{self.out.aside}. Ranks share an output on a URL through the folder "
+                "COVMERGE_CACHE: set it to one that all machines see, the same on each"
+            )
         manifest: dict[str, Any] = read_manifest(self.out.output)
         return MergedFolder(
             path=self.out.output.folder,

@@ -209,3 +209,17 @@ def test_short_writes_are_continued(
 def test_a_folder_that_is_missing_is_named(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     with pytest.raises(InputError, match=f"cannot write {tmp_path}/gone/model-00001"):
         ShardWriter(tmp_path / "gone", layout_of(tensors))
+
+
+def test_a_folder_that_another_machine_does_not_see_is_told_from_a_file(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
+    work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
+    work.mkdir()
+    writer = ShardWriter(work, layout_of(tensors))
+    work.rename(elsewhere)
+    with pytest.raises(InputError, match=f"no {work} on .*output on a URL set COVMERGE_CACHE"):
+        writer.write("a", tensors["a"])
+    work.mkdir()
+    with pytest.raises(InputError, match=f"cannot write {work}/model-00001"):
+        writer.write("a", tensors["a"])

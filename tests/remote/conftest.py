@@ -1,5 +1,6 @@
-"""An S3 server for all tests, a bucket for each."""
+"""A server of S3 for all tests, and one of Google's; a bucket for each."""
 
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -22,10 +23,11 @@ class Bucket:
     server: Server
     name: str
     system: Any
+    scheme: str = "s3"
 
     @property
     def url(self) -> str:
-        return f"s3://{self.name}"
+        return f"{self.scheme}://{self.name}"
 
     def put(self, path: Path, name: str) -> str:
         """Copy a file or a folder there, and return its address."""
@@ -64,6 +66,36 @@ def bucket(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucke
     s3_server.requests.clear()
     yield Bucket(s3_server, name, system)
     s3_server.faults.clear()
+
+
+@pytest.fixture(scope="session")
+def google() -> Iterator[None]:
+    """A server of Google's storage; it does nothing wrong, and heeds no conditions of a write."""
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        patch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        # Else gcsfs asks a service of Google's that is not this one what each bucket is like.
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        pytest.importorskip("gcsfs", reason="not installed: pip install 'covmerge[gs]'")
+        emulator = pytest.importorskip("gcp_storage_emulator.server")
+        with emulator.create_server("127.0.0.1", port, in_memory=True):
+            yield
+
+
+@pytest.fixture(params=["s3", "gs"])
+def any_bucket(request: pytest.FixtureRequest) -> Bucket:
+    """A bucket of each kind."""
+    if request.param == "s3":
+        return request.getfixturevalue("bucket")
+    import fsspec
+
+    request.getfixturevalue("google")
+    system = fsspec.filesystem("gs", use_listings_cache=False)
+    name = f"bucket-{next(_NUMBERS)}"
+    system.mkdir(name)
+    return Bucket(Server(), name, system, "gs")
 
 
 @pytest.fixture(scope="session")

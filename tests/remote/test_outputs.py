@@ -23,7 +23,7 @@ SHARDS = {"output": {"shard_size": "150KB"}}
 
 
 def destination(bucket: Bucket) -> RemoteDestination:
-    return RemoteDestination(Address("s3", f"{bucket.name}/merged"))
+    return RemoteDestination(Address(bucket.scheme, f"{bucket.name}/merged"))
 
 
 def sent(bucket: Bucket) -> dict[str, bytes]:
@@ -72,22 +72,44 @@ def test_a_merge_from_a_bucket_into_it(bucket: Bucket, models, tmp_path: Path) -
     assert sent(bucket) == far
 
 
-def test_an_interrupted_merge_is_gone_on_with(bucket: Bucket, models, tmp_path: Path) -> None:
+def test_from_any_bucket_into_it(any_bucket: Bucket, models, tmp_path: Path) -> None:
+    base, experts = models
+    there = {n: any_bucket.put(path, f"{n}.safetensors") for n, path in experts.items()}
+    given = {"base": any_bucket.put(base, "base"), "experts": there, "method": "ties"}
+    out = f"{any_bucket.url}/merged"
+    covmerge.merge(**given, out=out, shard_size="150KB")
+    covmerge.merge(base, experts, "ties", tmp_path / "out", shard_size="150KB")
+    here, far = files(tmp_path / "out"), sent(any_bucket)
+    apart = ("merged/covmerge.json", "merged/README.md")  # which say where the sources lie
+    assert far.keys() == here.keys() and nothing_aside()
+    assert all(far[name] == here[name] for name in far if name not in apart)
+    assert "every check passed" in words(run("verify", out, "--deep").stdout)
+    with pytest.raises(InputError, match=r"merged exists: pass overwrite=True"):
+        covmerge.merge(**given, out=out)
+    any_bucket.system.pipe_file(f"{any_bucket.name}/merged/thesis.tex", b"precious")
+    with pytest.raises(InputError, match=r"did not write, so it is not deleted: thesis.tex"):
+        covmerge.merge(**given, out=out, overwrite=True)
+    any_bucket.system.rm_file(f"{any_bucket.name}/merged/thesis.tex")
+    covmerge.merge(**given, out=out, overwrite=True)  # in fewer files
+    assert verify(out).ok and "merged/model.safetensors" in sent(any_bucket)
+
+
+def test_an_interrupted_merge_is_gone_on_with(any_bucket: Bucket, models, tmp_path: Path) -> None:
     base, experts = models
     with pytest.raises(KeyboardInterrupt):
-        merge_into(destination(bucket), base, experts, progress=InterruptAfter(2), **SHARDS)
-    assert sent(bucket) == {}
-    with pytest.raises(InputError, match=r"an unfinished merge into s3://.* --resume to go on"):
-        merge_into(destination(bucket), base, experts, **SHARDS)
-    done = merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
+        merge_into(destination(any_bucket), base, experts, progress=InterruptAfter(2), **SHARDS)
+    assert sent(any_bucket) == {}
+    with pytest.raises(InputError, match=r"an unfinished merge into .*://.* --resume to go on"):
+        merge_into(destination(any_bucket), base, experts, **SHARDS)
+    done = merge_into(destination(any_bucket), base, experts, resume=True, **SHARDS)
     assert done.run["resumed_items"] >= 1 and done.path is None
     covmerge.merge(base, experts, "average", tmp_path / "out", shard_size="150KB")
-    assert sent(bucket) == files(tmp_path / "out") and nothing_aside()
+    assert sent(any_bucket) == files(tmp_path / "out") and nothing_aside()
 
 
 @pytest.mark.parametrize("broken", ["model-00002", "covmerge.json"])
 def test_an_upload_that_breaks_off_is_no_output(
-    bucket: Bucket, models, tmp_path: Path, monkeypatch, broken: str
+    any_bucket: Bucket, models, tmp_path: Path, monkeypatch, broken: str
 ) -> None:
     base, experts = models
     send = object_server.ObjectServer.send
@@ -100,17 +122,19 @@ def test_an_upload_that_breaks_off_is_no_output(
     with monkeypatch.context() as patch:
         patch.setattr(object_server.ObjectServer, "send", break_off)
         with pytest.raises(InputError, match=r"cannot be reached or written: .* --resume"):
-            merge_into(destination(bucket), base, experts, **SHARDS)
-    assert CLAIM in sent(bucket) and "merged/covmerge.json" not in sent(bucket)
+            merge_into(destination(any_bucket), base, experts, **SHARDS)
+    assert CLAIM in sent(any_bucket) and "merged/covmerge.json" not in sent(any_bucket)
     # Another machine has none of the work, and keeps away.
     with monkeypatch.context() as patch:
         patch.setenv("COVMERGE_CACHE", str(tmp_path / "elsewhere"))
         with pytest.raises(InputError, match=r"is being written from another machine"):
-            merge_into(destination(bucket), base, experts, overwrite=True, **SHARDS)
+            merge_into(destination(any_bucket), base, experts, overwrite=True, **SHARDS)
     with pytest.raises(InputError, match="unfinished merge"):
-        merge_into(destination(bucket), base, experts, **SHARDS)
-    merge_into(destination(bucket), base, experts, resume=True, **SHARDS)
-    assert verify(f"{bucket.url}/merged").ok and CLAIM not in sent(bucket) and nothing_aside()
+        merge_into(destination(any_bucket), base, experts, **SHARDS)
+    merge_into(destination(any_bucket), base, experts, resume=True, **SHARDS)
+    assert (
+        verify(f"{any_bucket.url}/merged").ok and CLAIM not in sent(any_bucket) and nothing_aside()
+    )
 
 
 def test_without_credentials_there_is_nothing_to_resume(

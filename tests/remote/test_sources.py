@@ -4,6 +4,7 @@ import gzip
 import shutil
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from covmerge import open_checkpoint
 from covmerge.checkpoints import fingerprint
 from covmerge.checkpoints import remote as fetching
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores import page_server, remote, retries
+from covmerge.stores import object_server, page_server, remote, retries
 from covmerge.stores.address import Address
 from covmerge.stores.remote import remote_store
 from covmerge.stores.retries import RefusedError
@@ -48,10 +49,10 @@ def equals(checkpoint, path: Path) -> bool:
     )
 
 
-def test_a_folder_of_a_bucket(bucket: Bucket, models) -> None:
+def test_a_folder_of_a_bucket(any_bucket: Bucket, models) -> None:
     base, _ = models
-    address = bucket.put(base, "models/base")
-    bucket.put(base / "config.json", "models/README.md")
+    address = any_bucket.put(base, "models/base")
+    any_bucket.put(base / "config.json", "models/README.md")
     checkpoint = open_checkpoint(address)
     assert checkpoint.source == address and checkpoint.config == {"hidden_size": 96}
     assert equals(checkpoint, base / BASE)
@@ -74,22 +75,22 @@ def test_a_folder_of_a_bucket(bucket: Bucket, models) -> None:
     assert not beside.exists()
 
 
-def test_a_file_and_an_adapter_of_a_bucket(bucket: Bucket, models, tmp_path: Path) -> None:
+def test_a_file_and_an_adapter_of_a_bucket(any_bucket: Bucket, models, tmp_path: Path) -> None:
     base, experts = models
-    alone = open_checkpoint(bucket.put(experts["e0"], "e0.safetensors"))
+    alone = open_checkpoint(any_bucket.put(experts["e0"], "e0.safetensors"))
     assert equals(alone, experts["e0"]) and alone.companions() is None
     covmerge.extract(base, experts["e0"], tmp_path / "lora", 2)
     here = open_checkpoint(tmp_path / "lora")
-    there = open_checkpoint(bucket.put(tmp_path / "lora", "lora"))
+    there = open_checkpoint(any_bucket.put(tmp_path / "lora", "lora"))
     name = "h.1.proj.weight"
     assert torch.equal(there.read_update(name).left, here.read_update(name).left)
     assert there.identity()["kind"] == "remote"
 
 
-def test_shards_of_a_bucket(bucket: Bucket, models, tmp_path: Path) -> None:
+def test_shards_of_a_bucket(any_bucket: Bucket, models, tmp_path: Path) -> None:
     state = load_file(models[1]["e0"])
     folder = save_shards({"model": state, "optimizer": {"x": torch.ones(3)}}, tmp_path / "shards")
-    checkpoint = open_checkpoint(bucket.put(folder, "shards"))
+    checkpoint = open_checkpoint(any_bucket.put(folder, "shards"))
     assert set(checkpoint.headers) == set(state)
     assert all(torch.equal(checkpoint.read(name), value) for name, value in state.items())
     assert set(fingerprint(checkpoint)) == {".metadata", "__0_0.distcp"}
@@ -154,6 +155,22 @@ def test_a_server_that_stands_still_is_asked_again(pages, models, monkeypatch) -
     assert server.faults == []
 
 
+def test_a_bucket_that_stands_still_is_asked_again(bucket: Bucket, models, monkeypatch) -> None:
+    patience = {**object_server._READING["s3"]["config_kwargs"], "read_timeout": 0.3}
+    monkeypatch.setitem(object_server._READING, "s3", {"config_kwargs": patience})
+    address = bucket.put(models[0], "base")
+    bucket.server.fail(f"GET .*{BASE}", late(1.0), 2)
+    start = time.monotonic()
+    checkpoint = open_checkpoint(address)
+    assert equals(checkpoint, models[0] / BASE)
+    assert bucket.server.faults == [] and time.monotonic() - start > 2 * 0.3
+
+    bucket.server.fail(f"GET .*{BASE}", late(1.0), 1000)
+    checkpoint._store._windows._held.clear()
+    with pytest.raises(CheckpointError, match=rf"{address}/{BASE}.* it failed 6 times \(.*Timeout"):
+        checkpoint.read("h.3.proj.weight")
+
+
 def test_what_fails_for_good_names_the_file_and_no_secret(bucket: Bucket, models) -> None:
     address = bucket.put(models[0], "base")
     checkpoint = open_checkpoint(address)
@@ -200,37 +217,35 @@ def test_without_credentials(
     type(bucket.system).clear_instance_cache()
 
 
-def test_a_changed_file_is_refused(bucket: Bucket, models, monkeypatch) -> None:
+def test_a_changed_file_is_refused(any_bucket: Bucket, models, monkeypatch) -> None:
     base, experts = models
-    address = bucket.put(base, "base")
+    address = any_bucket.put(base, "base")
     checkpoint = open_checkpoint(address)
-    bucket.system.pipe_file(f"{bucket.name}/base/{BASE}", experts["e0"].read_bytes())
-    with pytest.raises(
-        CheckpointError, match=r"s3://.*base/model.safetensors changed while it was"
-    ):
+    any_bucket.system.pipe_file(f"{any_bucket.name}/base/{BASE}", experts["e0"].read_bytes())
+    with pytest.raises(CheckpointError, match=r"://.*base/model.safetensors changed while it was"):
         fingerprint(checkpoint)
     monkeypatch.setattr(remote, "_FRESH", 0.0)
     with pytest.raises(CheckpointError, match=r"changed while it was in use"):
         checkpoint.read("h.0.proj.weight")
 
 
-def test_what_there_is_not(bucket: Bucket, models) -> None:
-    for address in (f"{bucket.url}/nothing", "s3://no-such-bucket/base"):
-        with pytest.raises(CheckpointError, match=r"s3://.* holds no weights"):
+def test_what_there_is_not(any_bucket: Bucket, models) -> None:
+    for address in (f"{any_bucket.url}/nothing", f"{any_bucket.scheme}://no-such-bucket/base"):
+        with pytest.raises(CheckpointError, match=r"://.* holds no weights"):
             open_checkpoint(address)
     with pytest.raises(CheckpointError, match=r"x\.safetensors cannot be opened: No such file"):
-        open_checkpoint(f"{bucket.url}/x.safetensors")
-    bucket.put(models[0] / "config.json", "pickled/pytorch_model.bin")
+        open_checkpoint(f"{any_bucket.url}/x.safetensors")
+    any_bucket.put(models[0] / "config.json", "pickled/pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"is a pickle, and those are read from folders"):
-        open_checkpoint(f"{bucket.url}/pickled")
+        open_checkpoint(f"{any_bucket.url}/pickled")
 
 
-def test_names_stay_below_their_prefix(bucket: Bucket, models) -> None:
-    bucket.put(models[0], "secret")
+def test_names_stay_below_their_prefix(any_bucket: Bucket, models) -> None:
+    any_bucket.put(models[0], "secret")
     index = b'{"weight_map": {"w": "../secret/model.safetensors"}}'
-    bucket.system.pipe_file(f"{bucket.name}/open/model.safetensors.index.json", index)
+    any_bucket.system.pipe_file(f"{any_bucket.name}/open/model.safetensors.index.json", index)
     with pytest.raises(CheckpointError, match=r"only bare names"):
-        open_checkpoint(f"{bucket.url}/open")
+        open_checkpoint(f"{any_bucket.url}/open")
 
 
 def test_a_folder_of_a_web_server(pages, models) -> None:

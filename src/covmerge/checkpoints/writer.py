@@ -6,14 +6,17 @@ merge was killed and resumed.
 
 from __future__ import annotations
 
+import platform
 import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from covmerge.checkpoints.layout import Layout, Shard, Slot
-from covmerge.errors import CheckpointError, TensorError
+from covmerge.errors import CheckpointError, InputError, TensorError
 from covmerge.stores.local import local_store
 from covmerge.stores.store import StoredFile, WritableStore
 
@@ -69,12 +72,14 @@ class ShardWriter:
         Raises:
             TensorError: the tensor is not as planned: its name, shape, dtype, device or strides.
             ResourceError: the disk is full (where it cannot reserve space beforehand).
+            InputError: the folder is not there, or may not be written to.
         """
         file_name, slot = self._find(name)
         offset, _ = slot.span(rows)
         _refuse_unplanned(tensor, slot, rows)
         data = _bytes_of(tensor)
-        self._store.write(file_name, data, offset)
+        with self._missed():
+            self._store.write(file_name, data, offset)
         # For writes that a crash tore, not against an adversary: a hash would take much longer.
         return f"{zlib.crc32(data):08x}"
 
@@ -110,6 +115,21 @@ class ShardWriter:
     def flush(self) -> None:
         """Wait until everything written is on the disk."""
         self._store.flush(self._files)
+
+    @contextmanager
+    def _missed(self) -> Generator[None]:
+        """Tell a folder that this machine has not from a file in it that cannot be written."""
+        try:
+            yield
+        except InputError as error:
+            folder = self._store.folder
+            if folder is None or folder.exists():
+                raise
+            raise InputError(
+                f"there is no {folder} on {platform.node()}: machines that share a merge all write there, "
+                "so it has to lie in a folder that they share. Choose an output in one; of an output on "
+                "a URL set COVMERGE_CACHE to one"
+            ) from error
 
     def _find(self, name: str) -> tuple[str, Slot]:
         if name not in self._shards:

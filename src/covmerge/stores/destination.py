@@ -36,6 +36,18 @@ class Destination(Protocol):
         """What messages call the place of the work."""
         ...
 
+    def share(self) -> None:
+        """Have processes of other machines work on it too.
+
+        Raises:
+            InputError: the work would lie where other machines do not see it.
+        """
+        ...
+
+    def is_made_here(self) -> bool:
+        """Whether what is there was made where this one's work lies: asked where it is shared."""
+        ...
+
     def occupant(self) -> object | None:
         """What is there now: equal to itself until something else takes its place; None: nothing.
 

@@ -70,6 +70,13 @@ class LocalDestination:
         """See `Destination.aside`."""
         return str(self._partial)
 
+    def share(self) -> None:
+        """See `Destination.share`: the work lies beside the output, and is seen where that is."""
+
+    def is_made_here(self) -> bool:
+        """See `Destination.is_made_here`: nothing gets here but from beside it."""
+        return True
+
     def occupant(self) -> object | None:
         """See `Destination.occupant`: which file it is, as numbers of removed ones are given again."""
         if (around := _work_around(self.folder)) is not None:

@@ -43,6 +43,13 @@ class MemoryDestination:
         """See `Destination.aside`."""
         return self._store.where(self._partial)
 
+    def share(self) -> None:
+        """See `Destination.share`: among the threads that have this store."""
+
+    def is_made_here(self) -> bool:
+        """See `Destination.is_made_here`."""
+        return True
+
     def occupant(self) -> object | None:
         """See `Destination.occupant`."""
         return [(name, self.output.stamp(name)) for name in tree(self.output)] or None

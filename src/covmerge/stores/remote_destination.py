@@ -3,6 +3,7 @@
     <cache>/uploads/<hash of the address>/
         .merged.covmerge-partial/       the work, as that on a folder of this machine
         token                           by which an upload that was begun here is known
+        made                            which output was sent from here, where machines share the work
 
     s3://bucket/merged/
         .covmerge-upload.json           while it is sent: which upload it is, and its files
@@ -13,6 +14,9 @@
 A file appears there once all of it is sent, and a folder without covmerge.json is no output. Buckets have
 no locks: one process of this machine at a time works on an output, and `.covmerge-upload.json`, which is
 made only where there is none, keeps a second machine from sending at the same time.
+
+Machines that share the work (ranks, the nodes of a cluster) see each other's there, so <cache> is a folder
+of theirs then, which somebody has to say. One of them sends.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from covmerge.cache import user_cache
+from covmerge.cache import is_cache_named, user_cache
 from covmerge.errors import InputError
 from covmerge.stores.address import OBJECTS, Address
 from covmerge.stores.disk import disk_errors, replace_file
@@ -62,6 +66,8 @@ class RemoteDestination:
         self._address = address
         self._place = _place(address)
         self._token = self._place / "token"
+        self._made = self._place / "made"
+        self._shared = False
         self._taken = False
         self._seen = set[str]()  # there, when it was last looked at
         self._staged = LocalDestination(self._place / "merged")
@@ -81,6 +87,21 @@ class RemoteDestination:
     def aside(self) -> str:
         """See `Destination.aside`."""
         return self._staged.aside
+
+    def share(self) -> None:
+        """See `Destination.share`: unless it is said, each machine has a place of its own."""
+        if not is_cache_named():
+            raise InputError(
+                f"{self} is made in a folder first, in which all that share the work write: set "
+                "COVMERGE_CACHE to a folder that all machines see, the same on each"
+            )
+        self._shared = True
+
+    def is_made_here(self) -> bool:
+        """See `Destination.is_made_here`."""
+        with self._reached(), suppress(FileNotFoundError):
+            return self._made.read_text() == self._sent()
+        return False
 
     def occupant(self) -> object | None:
         """See `Destination.occupant`; what an upload from here left that broke off is nothing."""
@@ -144,6 +165,10 @@ class RemoteDestination:
                 self._send(name)
             self._check_sent(names[:-1])
             self._send(names[-1])
+            if self._shared:
+                replace_file(self._made, self._sent())
+            else:
+                self._made.unlink(missing_ok=True)
             self._remove([_CLAIM])
 
     def release(self) -> None:
@@ -160,6 +185,19 @@ class RemoteDestination:
                 self._token.unlink(missing_ok=True)
                 self._place.rmdir()
 
+    def _unseen(self) -> str:
+        """What else it may be, where machines share the work, that what another does is not seen here."""
+        if not self._shared:
+            return ""
+        return (
+            f"; if it shares this merge, its work is not seen in {self._place}: COVMERGE_CACHE has to be "
+            "a folder that all machines see, the same on each"
+        )
+
+    def _sent(self) -> str:
+        """What tells the output that is there from others."""
+        return str(self.output.stamp(_MANIFEST))
+
     def _is_file(self) -> bool:
         parent, _, name = self._path.rpartition("/")
         return RemoteStore(self._server, parent).is_file(name)
@@ -170,19 +208,23 @@ class RemoteDestination:
         Raises:
             InputError: another machine sends there, or an upload from there broke off.
         """
-        if not self._has(_CLAIM):
-            return None
         file = StoredFile(self.output, _CLAIM)
         try:
             claim = _Claim.model_validate_json(file.read(_MOST_OF_A_CLAIM))
+        except FileNotFoundError:
+            return None
         except ValidationError:
             claim = None
         own = self._token.read_text() if self._token.exists() else None
         if claim is None or claim.upload != own:
+            if self._shared and not self._has(
+                _CLAIM
+            ):  # who sent it has ended, and removed its token
+                return None
             raise InputError(
                 f"{file} says that {self} is being written from another machine, or that an upload from "
-                "there broke off: wait for it, or go on with it there (--resume). If nothing goes on, "
-                "remove all that is in the folder"
+                f"there broke off: wait for it, or go on with it there (--resume){self._unseen()}. If "
+                "nothing goes on, remove all that is in the folder"
             )
         return claim
 

@@ -272,7 +272,8 @@ class Gathering:
         return (
             f"{self._rank} found no rank that leads the merge in {self._folder} for {patience:.0f} s: it "
             "did not start (then its own message says why), was killed, or the folder is not shared by "
-            "all machines. Start the merge again, with --resume if it had begun"
+            "all machines (of an output on a URL it lies in COVMERGE_CACHE). Start the merge again, with "
+            "--resume if it had begun"
         )
 
     def _sessions(self) -> list[Path]:
