@@ -22,6 +22,7 @@ from covmerge.plan import Merge, Plan
 from covmerge.statistics import Progress as Collecting
 
 EXECUTORS = ("threads", "processes", "ranks", "ray")
+_DEVICES = ("cpu", "cuda", "mps")
 
 
 @dataclass(frozen=True)
@@ -175,11 +176,18 @@ def with_executor(
 
 
 def usable_device(name: str) -> torch.device:
-    """Return a device that can hold a tensor here.
+    """Return a device that can hold a tensor here; `auto` is a GPU of CUDA's where there is one.
 
     Raises:
         InputError: it cannot.
     """
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in _DEVICES:
+        raise InputError(
+            f"--device {name} cannot be used here: it is cpu, cuda, cuda:1, mps, or auto, which is cuda "
+            "where there is one and cpu else"
+        )
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
