@@ -1,18 +1,22 @@
 """Models of different vocabularies merged token by token: what lies where, and what goes with a merge."""
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.api import plan_recipe, run_recipe
 from covmerge.engine import RunOptions
 from covmerge.errors import InputError, RecipeError
-from covmerge.recipe import parse_recipe
+from covmerge.recipe import dump_recipe, parse_recipe
 from covmerge.recompute import recompute
 from covmerge.sources import open_recipe
 from tests.interrupted import InterruptAfter
@@ -95,6 +99,32 @@ def test_ids_are_those_of_the_base_then_in_the_order_of_the_experts(models, tmp_
         ids = ids_of(out)
         assert sorted(ids, key=ids.get) == [*WORDS["base"].order, *added]
         assert json.loads((out / "config.json").read_text())["eos_token_id"] == 2
+
+
+MERGE = """\
+import sys
+from pathlib import Path
+from covmerge.api import run_recipe
+from covmerge.recipe import load_recipe
+
+if __name__ == "__main__":
+    run_recipe(load_recipe(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_ids_are_the_same_in_every_process(models, tmp_path):
+    """Sets of texts have another order under another seed of their hashes."""
+    file = tmp_path / "recipe.yml"
+    file.write_text(yaml.safe_dump(dump_recipe(recipe(models))))
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", MERGE, file, tmp_path / seed],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+        )
+    assert ids_of(tmp_path / "1") == ids_of(tmp_path / "2")
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
 
 
 @pytest.mark.parametrize("method", ["average", "ties", "task_arithmetic", "tsv_m"])
