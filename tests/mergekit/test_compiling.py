@@ -9,6 +9,7 @@ from covmerge.recipe import load_recipe, parse_recipe
 from covmerge.recipe.mergekit import Told, compile_mergekit
 from covmerge.recipe.mergekit.models import Reference, located, names_of
 from covmerge.recipe.strict_yaml import parse_yaml
+from covmerge.recipe.varied import value_at
 
 TIES = "merge_method: ties\nbase_model: org/base\n"
 PASS = "merge_method: passthrough\n"
@@ -242,6 +243,19 @@ class TestParameters:
         plain = TIES + MODELS + "parameters: {weight: 1%s}"
         switch = ", int8_mask: [{filter: mlp, value: true}, {value: false}]"
         assert compiled(plain % switch) == compiled(plain % "")
+
+    def test_a_gradient_of_truth_values_goes_by_steps(self):
+        """As mergekit's: of n values the one of the whole part of t (n - 1)."""
+        steps = "[true, false, true]"
+        ours = compiled(TIES + MODELS + f"parameters: {{weight: 1, rescale: {steps}}}")
+        value = ours["parameters"]["rescale"]
+        assert value == {"by_depth": [True, False, True]}
+        found = [value_at(value, "n", layer / 4) for layer in range(5)]
+        assert found == [True, True, False, False, True]
+        assert parse_recipe(ours).parameters["rescale"] == value
+        assert "of numbers, or of truth values" in refused(
+            TIES + MODELS + "parameters: {weight: 1, rescale: [true, 0.5]}"
+        )
 
     def test_a_gradient_of_words(self):
         assert "a gradient is a list of numbers" in refused(
