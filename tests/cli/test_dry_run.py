@@ -68,7 +68,13 @@ def test_a_device_that_is_not_there(models):
     ran = covmerge("merge", *flags(models), "--dry-run", "--device", "cuda:99", code=2)
     assert "--device cuda:99 cannot be used here" in ran.stderr
     ran = covmerge("merge", *flags(models), "--dry-run", "--device", "gpu", code=2)
-    assert "--device gpu cannot be used here" in ran.stderr
+    assert "--device gpu cannot be used here: it is cpu, cuda, cuda:1, mps, or auto" in ran.stderr
+
+
+def test_a_device_is_chosen(models):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ran = covmerge("merge", *flags(models), models / "out", "--device", "auto", "--json")
+    assert ran.json["run"]["device"] == device
 
 
 @pytest.mark.parametrize("options", [["--dry-run"], ["--dry-run", "--json"], []])

@@ -17,6 +17,7 @@ from tests.cli.runs import words
 from tests.e2e import diffusion
 
 diffusers = pytest.importorskip("diffusers")
+TEXT_ENCODER = "cond_stage_model.transformer."
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
 )
@@ -270,6 +271,75 @@ def test_a_full_unet_becomes_a_file(folder, tmp_path):
         out = tmp_path / form
         command("extract", folder / "unet", tmp_path / "tuned", out, "--rank=4", f"--as={form}")
         assert_same(loaded_into_unet(out), diffusion.fused(files(folder, "one"), [1.0]))
+
+
+def single_file(names, path):
+    """The U-Net and a text encoder in one file, as single files name them."""
+    text = text_encoder(12)
+    unet = {names[name]: weight for name, weight in diffusion.unet().state_dict().items()}
+    stored = {**unet, **{f"{TEXT_ENCODER}{name}": weight for name, weight in text.items()}}
+    stored["first_stage_model.decoder.conv_in.weight"] = torch.ones(3, 3, 3, 3)
+    save_file(stored, path)
+    return stored, text
+
+
+@pytest.mark.parametrize("form", ["kohya", "diffusers"])
+def test_a_full_single_file_becomes_a_file_and_is_itself_again(names, folder, tmp_path, form):
+    base = tmp_path / "base.safetensors"
+    stored, text = single_file(names, base)
+    # What was learnt has rank 3: of layers in both parts.
+    tuned = dict(stored)
+    for name, weight in diffusion.fused(files(folder, "one"), [1.0]).items():
+        tuned[names[name]] = weight.clone()
+    learnt = diffusion.kohya(text_layers(text), 5, rank=2, alpha=1.0, part="lora_te_")
+    for name, weight in updated(text, learnt, "lora_te_").items():
+        tuned[f"{TEXT_ENCODER}{name}"] = weight
+
+    lora = tmp_path / form
+    tuned["first_stage_model.decoder.conv_in.weight"] = torch.full((3, 3, 3, 3), 2.0)
+    save_file(tuned, tmp_path / "tuned.safetensors")
+    given = ("extract", base, tmp_path / "tuned.safetensors", lora, "--rank=3", f"--as={form}")
+    ran = command(*given, "--json")
+    assert any("first_stage_model" in note for note in ran.json["notes"])
+    assert ran.json["totals"]["left_out_energy"] > 0
+    tuned["first_stage_model.decoder.conv_in.weight"] -= 1
+    (written,) = lora.glob("*.safetensors")
+    keys = load_file(written).keys()
+    parts = ("lora_unet_", "lora_te_") if form == "kohya" else ("unet.", "text_encoder.")
+    assert all(any(key.startswith(part) for key in keys) for part in parts)
+    assert all(key.startswith(parts) for key in keys)
+    assert_same(loaded_into_unet(lora), diffusion.fused(files(folder, "one"), [1.0]))
+
+    out = tmp_path / "again"
+    command("merge", "--base", base, f"--expert=own={written}", out)
+    assert_same(load_file(out / "model.safetensors"), tuned)
+
+
+def test_weights_by_block_of_a_single_file(names, folder, tmp_path):
+    """By the block names that single files have, it is what diffusers makes by its own."""
+    single_file(names, tmp_path / "base.safetensors")
+    blocks = {"model.diffusion_model.input_blocks.*": 0.2, "*.middle_block.*": 0.0}
+    by_name = [{"match": match, "value": value} for match, value in blocks.items()]
+    given = {
+        "base": str(tmp_path / "base.safetensors"),
+        "experts": {
+            "one": {
+                "source": str(folder / "one.safetensors"),
+                "weight": {"by_name": [*by_name, {"value": 0.9}]},
+            }
+        },
+        "method": "task_arithmetic",
+        "parameters": {"scale": 1.0},
+    }
+    (tmp_path / "recipe.yml").write_text(json.dumps(given))
+    command("merge", tmp_path / "recipe.yml", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    scale = {"down": 0.2, "mid": 0.0, "up": 0.9}
+    whole = {part: diffusion.fused(files(folder, "one"), [scale[part]]) for part in scale}
+    for name in diffusion.layers(diffusion.unet()):
+        part = name.partition("_")[0]
+        key = f"{name}.weight"
+        torch.testing.assert_close(found[names[key]], whole[part][key], rtol=1e-5, atol=1e-6)
 
 
 def test_a_single_file_base_has_files_of_both_parts(names, tmp_path):

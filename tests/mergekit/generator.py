@@ -193,7 +193,7 @@ def _value(random: Random, draw: Draw) -> Any:
 
 def _gradient(random: Random, draw: Draw) -> Any:
     values = [draw(random) for _ in range(random.randint(2, 5))]
-    # Gradients of truth values are refused here, and are one row of docs/mergekit.md.
+    # Those of truth values are in test_compiling.py.
     return values[0] if isinstance(values[0], bool) else values
 
 

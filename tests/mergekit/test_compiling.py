@@ -9,8 +9,10 @@ from covmerge.recipe import load_recipe, parse_recipe
 from covmerge.recipe.mergekit import Told, compile_mergekit
 from covmerge.recipe.mergekit.models import Reference, located, names_of
 from covmerge.recipe.strict_yaml import parse_yaml
+from covmerge.recipe.varied import value_at
 
 TIES = "merge_method: ties\nbase_model: org/base\n"
+PASS = "merge_method: passthrough\n"
 MODELS = "models:\n  - {model: org/a, parameters: {weight: 1}}\n  - {model: org/b}\n"
 FLOW = "models: [{model: x}, {model: y}]"
 BACK = "models: [{model: y}, {model: x}]"
@@ -107,6 +109,43 @@ class TestModules:
         assert list(compiled(f"{text}  encoder: {{{FLOW}}}\n")["experts"]) == ["x", "y"]
 
 
+class TestSlices:
+    SLICE = "{sources: [{model: b, layer_range: [0, 2]}, {model: c, layer_range: [0, 2]}]%s}"
+
+    def of(self, *slices, base="", inside="{%s}"):
+        listed = ", ".join(self.SLICE % own for own in slices)
+        text = f"merge_method: slerp\n{base}parameters: {{t: 0.5}}\n"
+        way = inside % f"slices: [{listed}]"
+        return text + (way[1:-1] if inside == "{%s}" else f"modules: {{default: {way}}}")
+
+    def test_a_base_that_all_of_them_name_is_the_recipes(self):
+        wanted = compiled(self.of("", "", base="base_model: b\n"))
+        own = ", base_model: b"
+        assert compiled(self.of(own, own)) == wanted
+        assert compiled(self.of("", own, base="base_model: b\n")) == wanted
+        assert compiled(self.of(own, own, inside="{parameters: {}, %s}")) == wanted
+
+    @pytest.mark.parametrize(
+        ("slices", "base", "said"),
+        [
+            (
+                (", base_model: b", ", base_model: c"),
+                "",
+                "the base of this slice is c, and that of",
+            ),
+            (("", ", base_model: b"), "", "of the first slice not said"),
+            ((", base_model: b", ""), "", "the base of this slice is not said"),
+            ((", base_model: c",), "base_model: b\n", "of the recipe or of the first slice b"),
+        ],
+    )
+    def test_bases_that_differ(self, slices, base, said):
+        assert said in refused(self.of(*slices, base=base))
+
+    def test_a_model_that_is_there_twice(self):
+        text = f"{PASS}slices: [{{sources: [{'{model: a, layer_range: [0, 2]}, ' * 2}]}}]"
+        assert "a is named twice" in refused(text)
+
+
 class TestParameters:
     def test_the_nearest_place_decides(self):
         ours = compiled(TIES + MODELS + "parameters: {weight: 0.5, density: 0.2, lambda: 2}\n")
@@ -133,6 +172,18 @@ class TestParameters:
                 {"value": 3},
             ]
         }
+
+    def test_quoted_numbers_are_numbers(self):
+        value = "[{filter: mlp, value: ['0', ' 1e-1']}, {value: '.5'}]"
+        text = "parameters: {weight: %s, normalize: %s, density: %s}"
+        plain = text % (value.replace("'", ""), "false", "0.2")
+        assert compiled(TIES + MODELS + text % (value, "'false'", '"2e-1"')) == compiled(
+            TIES + MODELS + plain
+        )
+        sources = "slices: [{sources: [{model: a, layer_range: %s}]}]\ntokenizer: {%s}\n"
+        quoted = sources % ("['0', '4']", "pad_to_multiple_of: '8'")
+        assert compiled(f"{PASS}{quoted}") == compiled(f"{PASS}{quoted}".replace("'", ""))
+        assert "it is [first, end)" in refused(f"{PASS}{sources % ('[0, four]', '')}")
 
     def test_a_filter_for_everything(self):
         models = "models: [{model: a, parameters: {weight: {filter: '*', value: 2}}}]\n"
@@ -192,6 +243,19 @@ class TestParameters:
         plain = TIES + MODELS + "parameters: {weight: 1%s}"
         switch = ", int8_mask: [{filter: mlp, value: true}, {value: false}]"
         assert compiled(plain % switch) == compiled(plain % "")
+
+    def test_a_gradient_of_truth_values_goes_by_steps(self):
+        """As mergekit's: of n values the one of the whole part of t (n - 1)."""
+        steps = "[true, false, true]"
+        ours = compiled(TIES + MODELS + f"parameters: {{weight: 1, rescale: {steps}}}")
+        value = ours["parameters"]["rescale"]
+        assert value == {"by_depth": [True, False, True]}
+        found = [value_at(value, "n", layer / 4) for layer in range(5)]
+        assert found == [True, True, False, False, True]
+        assert parse_recipe(ours).parameters["rescale"] == value
+        assert "of numbers, or of truth values" in refused(
+            TIES + MODELS + "parameters: {weight: 1, rescale: [true, 0.5]}"
+        )
 
     def test_a_gradient_of_words(self):
         assert "a gradient is a list of numbers" in refused(

@@ -73,6 +73,17 @@ class TestMerging:
             wanted = load_file(here / f"alone-{name}" / "model.safetensors")
             assert all(torch.equal(made[n], wanted[n]) for n in wanted)
 
+    def test_where_all_have_names_each_is_an_output(self, here):
+        file = file_of(here, MEAN, SOUP)
+        ran = run(file, "-I", "made", "--lazy", "-vv")
+        assert ran.exit_code == 0, ran.output
+        assert sorted(path.name for path in (here / "made").iterdir()) == ["mean", "soup"]
+        assert run(file, "out", "-j1").exit_code == 0
+        for name in ("mean", "soup"):
+            assert verify(here / "out" / name).ok
+            one = (here / "out" / name / "model.safetensors").read_bytes()
+            assert one == (here / "made" / name / "model.safetensors").read_bytes()
+
     def test_a_stage_that_fails_leaves_no_output(self, here):
         broken = load_file(here / "llama" / "t0" / "model.safetensors")
         broken["model.norm.weight"][0] = torch.nan
@@ -177,8 +188,7 @@ class TestReading:
     @pytest.mark.parametrize(
         ("documents", "said"),
         [
-            ((LAST, LAST), r"their.yml:7: 2 of the 2 documents has no `name`"),
-            ((MEAN, SOUP), "none of the 2 documents has no `name`"),
+            ((LAST, LAST), r"their.yml:7: 2 of the 2 documents have no `name`"),
             ((MEAN, MEAN, LAST), r"their.yml:8: the name 'mean' is taken"),
             (
                 (MEAN, SOUP.replace("soup", "MEAN"), LAST),
@@ -202,6 +212,48 @@ class TestReading:
     def test_one_document_is_one_recipe(self, tmp_path):
         file = file_of(tmp_path, SOUP.replace("name: soup", ""))
         assert load_stages(file, tmp_path / "out") == [(tmp_path / "out", load_recipe(file))]
+
+    def test_where_stages_and_outputs_lie(self, tmp_path):
+        named, last = file_of(tmp_path, MEAN, SOUP), tmp_path / "last.yml"
+        last.write_text(f"{LAST}---{MEAN}---{SOUP}")
+        out, mid = tmp_path / "out", tmp_path / "mid"
+
+        def places(file, out, folder=None):
+            return [path for path, _ in load_stages(file, out, folder=folder)]
+
+        beside = tmp_path / "out.stages"
+        assert places(last, out) == [beside / "soup", beside / "mean", out]
+        assert places(last, out, mid) == [mid / "soup", mid / "mean", out]
+        assert places(named, out) == [out / "soup", out / "mean"]
+        assert places(named, None, mid) == [mid / "soup", mid / "mean"]
+        alone = tmp_path / "alone.yml"
+        alone.write_text(LAST)
+        for file, given, said in (
+            (named, (out, mid), "none is the output"),
+            (last, (None, mid), "which makes the output, and none is given"),
+            (alone, (None, mid), "has one recipe, and stages are of several"),
+        ):
+            with pytest.raises(RecipeError, match=said):
+                places(file, *given)
+
+    @pytest.mark.parametrize("flags", [["--as", "adapter"], ["--keep", "*"], ["--report"]])
+    def test_flags_for_one_output(self, flags, tmp_path):
+        ran = run(file_of(tmp_path, SOUP, MEAN), tmp_path / "out", *flags)
+        assert ran.exit_code == 2
+        assert "and each is an output" in " ".join(ran.output.split())
+        assert not list(tmp_path.glob("out*"))
+
+    def test_a_dry_run_is_of_one(self, tmp_path):
+        file = file_of(tmp_path, SOUP, MEAN)
+        ran = run(file, "-I", tmp_path / "mid", "--dry-run")
+        assert (ran.exit_code, "--dry-run shows one" in " ".join(ran.output.split())) == (2, True)
+        ran = run(file, tmp_path / "out", "--dry-run")
+        assert (ran.exit_code, "a dry run" in " ".join(ran.output.split())) == (2, True)
+
+    def test_stages_of_flags(self, tmp_path):
+        ran = run("--base", "b", "--expert", "a=a", tmp_path / "out", "--stages", tmp_path)
+        assert ran.exit_code == 2
+        assert "--stages is the folder of several recipes" in " ".join(ran.output.split())
 
     def test_flags_for_one_recipe(self, tmp_path):
         ran = run(file_of(tmp_path, SOUP, LAST), tmp_path / "out", "--base", "x")

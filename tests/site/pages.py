@@ -11,6 +11,7 @@ from pathlib import Path
 import covmerge
 from tests.e2e.models import build, fine_tuned
 from tests.e2e.test_adapters import TARGETS, save_adapter
+from tests.mergekit.token_cases import WORDS, save_model
 from tests.statistics.models import save, texts
 
 ROOT = Path(covmerge.__file__).parents[2]
@@ -94,5 +95,7 @@ def furnish(folder: Path) -> None:
     recipe = "base: ./base\nexperts: {code: ./code, math: ./math}\nmethod: ties\n"
     (folder / "recipe.yml").write_text(recipe)
     (folder / "their.yml").write_text(THEIRS)
+    for name, own in (("base", "base"), ("polite", "t0"), ("chat", "t1")):
+        save_model(folder / "talk" / name, "llama", own, WORDS[own])
     lines = [f'{{"text": "{line}"}}\n' for line in texts()]
     (folder / "texts.jsonl").write_text("".join(lines))

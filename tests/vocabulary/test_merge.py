@@ -1,22 +1,31 @@
 """Models of different vocabularies merged token by token: what lies where, and what goes with a merge."""
 
 import json
+import os
 import pickle
+import subprocess
+import sys
+from contextlib import closing
+from zlib import crc32
 
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.api import plan_recipe, run_recipe
+from covmerge.checkpoints import open_checkpoint
 from covmerge.engine import RunOptions
 from covmerge.errors import InputError, RecipeError
-from covmerge.recipe import parse_recipe
+from covmerge.methods import registry
+from covmerge.recipe import dump_recipe, parse_recipe
 from covmerge.recompute import recompute
 from covmerge.sources import open_recipe
+from covmerge.statistics.write import Contents, Statistic, write_statistics
 from tests.interrupted import InterruptAfter
-from tests.mergekit.token_cases import LETTERS, WORDS, Words, ids_of, save_model
+from tests.mergekit.token_cases import LETTERS, TABLES, WORDS, Words, ids_of, save_model
 
 UNION = {"source": "union"}
 
@@ -34,8 +43,10 @@ def models(tmp_path_factory):
 
 
 def recipe(models, experts=("t0", "t1", "t2"), arch="llama", base="base", **given):
-    paths = {name: str(models / arch / name) for name in experts}
-    data = {"base": base and str(models / arch / base), "experts": paths, "method": "average"}
+    """Of experts by their folders' names, or as a recipe has them."""
+    if not isinstance(experts, dict):
+        experts = {name: str(models / arch / name) for name in experts}
+    data = {"base": base and str(models / arch / base), "experts": experts, "method": "average"}
     return parse_recipe({**data, "tokenizer": UNION, **given})
 
 
@@ -97,19 +108,105 @@ def test_ids_are_those_of_the_base_then_in_the_order_of_the_experts(models, tmp_
         assert json.loads((out / "config.json").read_text())["eos_token_id"] == 2
 
 
-@pytest.mark.parametrize("method", ["average", "ties", "task_arithmetic", "tsv_m"])
-def test_the_order_of_an_experts_vocabulary_does_not_matter(method, models, tmp_path):
-    for name in ("t2", "t2-sorted"):
-        given = recipe(models, ("t1", name), method=method)
-        run_recipe(given, tmp_path / name)
+MERGE = """\
+import sys
+from pathlib import Path
+from covmerge.api import run_recipe
+from covmerge.recipe import load_recipe
+
+if __name__ == "__main__":
+    run_recipe(load_recipe(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_ids_are_the_same_in_every_process(models, tmp_path):
+    """Sets of texts have another order under another seed of their hashes."""
+    file = tmp_path / "recipe.yml"
+    file.write_text(yaml.safe_dump(dump_recipe(recipe(models))))
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", MERGE, file, tmp_path / seed],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+        )
+    assert ids_of(tmp_path / "1") == ids_of(tmp_path / "2")
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+# Random numbers go by the place of a row, so that another order of an expert's rows draws others.
+DRAWN = ("dare_task_arithmetic", "dare_ties", "della")
+ALONE = [method.name for method in registry if method.experts[1] == 1]
+
+
+def given(models, method, names, folder):
+    """Experts under the names `t1`, `t2`, with the statistics that a method needs."""
+    found = {}
+    for name in names:
+        key, model = name.partition("-")[0], models / "llama" / name
+        found[key] = {"source": str(model)}
+        if method.data != "none":
+            file = folder / f"{name}.covstats.safetensors"
+            write_statistics({file: contents(method, model)}, overwrite=True)
+            found[key]["statistics"] = str(file)
+    return found
+
+
+def contents(method, model):
+    """Random statistics of all tensors, or of some layers: the same for each model."""
+    with closing(open_checkpoint(model)) as checkpoint:
+        kept = []
+        for name, header in checkpoint.headers.items():
+            generator = torch.Generator().manual_seed(crc32(name.encode()))
+            if method.data == "fisher":
+                # Fisher information is normed over all tensors, and t2 has more rows in its tables.
+                found = torch.rand(header.shape, generator=generator) * (name not in TABLES)
+                kept.append(Statistic((name,), found, rows=99))
+            elif name.endswith("up_proj.weight"):
+                inputs = torch.randn(99, header.shape[1], generator=generator)
+                kept.append(Statistic((name,), inputs.T @ inputs, rows=99))
+        return Contents(checkpoint, {method.data: kept}, examples=99, protocol=method.protocol)
+
+
+@pytest.mark.parametrize("name", [name for name in registry.names() if name != "emr"])
+def test_the_order_of_an_experts_vocabulary_does_not_matter(name, models, tmp_path):
+    method = registry.get(name)
+    for own in ("t2", "t2-sorted"):
+        experts = given(models, method, (own,) if name in ALONE else ("t1", own), tmp_path)
+        tables = {"embeddings": "average", "output_head": "average"}
+        more = {"tensors": tables} if method.data == "fisher" else {}
+        run_recipe(recipe(models, method=name, experts=experts, **more), tmp_path / own)
     one, other = weights(tmp_path / "t2"), weights(tmp_path / "t2-sorted")
     ids, others = ids_of(tmp_path / "t2"), ids_of(tmp_path / "t2-sorted")
+    assert ids.keys() == others.keys()
     order, turned = [ids[t] for t in sorted(ids)], [others[t] for t in sorted(ids)]
-    for name in one:
-        rows = "embed_tokens" in name or "lm_head" in name
-        torch.testing.assert_close(
-            one[name][order] if rows else one[name], other[name][turned] if rows else other[name]
-        )
+    for tensor in one:
+        if "embed_tokens" not in tensor and "lm_head" not in tensor:
+            torch.testing.assert_close(one[tensor], other[tensor])
+        elif name in DRAWN:
+            assert one[tensor].shape == other[tensor].shape == (len(ids), 8)
+        else:
+            torch.testing.assert_close(one[tensor][order], other[tensor][turned])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("emr", "masks are laid over"), ("fisher", "average such tables")]
+)
+def test_methods_that_do_not_go_with_other_tokens_say_so(name, said, models, tmp_path):
+    experts = given(models, registry.get(name), ("t1", "t2"), tmp_path)
+    with pytest.raises(InputError, match=said):
+        run_recipe(recipe(models, method=name, experts=experts), tmp_path / "out")
+
+
+def test_statistics_of_the_base_are_of_its_own_tokens(models, tmp_path):
+    file = tmp_path / "base.covstats.safetensors"
+    write_statistics(
+        {file: contents(registry.get("regmean"), models / "llama" / "base")}, overwrite=False
+    )
+    run_recipe(recipe(models, method="auto", base_statistics=str(file)), tmp_path / "out")
+    assert covmerge.verify(tmp_path / "out").ok
+    with pytest.raises(InputError, match="which has other weights than the base"):
+        run_recipe(recipe(models, method="auto", base="t0", base_statistics=str(file)), None)
 
 
 @pytest.mark.parametrize("experts", [("t2",), ("t2", "t2-again")])

@@ -57,7 +57,7 @@ class RecipeFlags:
 
 
 def place_paths(
-    first: Path | None, second: Path | None, *, experts: bool, dry_run: bool
+    first: Path | None, second: Path | None, *, experts: bool, dry_run: bool, stages: bool = False
 ) -> tuple[Path | None, Path | None]:
     """Tell the recipe file from the output folder; the experts come from one recipe or from flags.
 
@@ -65,7 +65,8 @@ def place_paths(
         first: the first path given.
         second: the second path given.
         experts: whether `--expert` or `--run` was given.
-        dry_run: whether the output may be left out.
+        dry_run: whether nothing is written, so that the output may be left out.
+        stages: whether `--stages` was given, with which it may be left out too.
 
     Returns:
         The recipe file and the output folder, None where there is none.
@@ -73,6 +74,11 @@ def place_paths(
     Raises:
         RecipeError: too few paths, or two sources of experts.
     """
+    if dry_run and stages:
+        raise RecipeError(
+            "--stages is of several recipes in a file, and --dry-run shows one: leave out one of them"
+        )
+    needs_out = not dry_run and not stages
     if second is not None:
         if experts:
             raise RecipeError(
@@ -81,10 +87,10 @@ def place_paths(
             )
         return first, second
     if experts:
-        if first is None and not dry_run:
+        if first is None and needs_out:
             raise RecipeError("no output folder is given: end the command with one")
         return None, first
-    if dry_run and first is not None:
+    if first is not None and not needs_out:
         return first, None
     if first is not None and (first.is_file() or first.suffix in RECIPES):
         raise RecipeError(
@@ -130,31 +136,54 @@ def read_recipe(file: Path | None, flags: RecipeFlags) -> Recipe:
     return _laid_over(data, flags, file)
 
 
-def read_stages(file: Path | None, flags: RecipeFlags, out: Path) -> list[tuple[Path, Recipe]]:
+def read_stages(
+    file: Path | None, flags: RecipeFlags, out: Path | None, stages: Path | None, *, report: bool
+) -> list[tuple[Path, Recipe]]:
     """Return the recipes that make an output, in order, with the folder of each.
 
     Only mergekit's recipes have stages before the last. Flags on what is written are for the last.
+
+    Args:
+        file: the recipe file, if there is one.
+        flags: what is laid over it.
+        out: the output of the one without a name, or of all where each has one.
+        stages: folder of those that have a name.
+        report: whether there is to be one, which is of one output.
 
     Raises:
         CheckpointError: the checkpoints of a run are not there, or not whole.
         RecipeError: a file or a flag is wrong.
     """
     told = Told(flags.lenient)
-    stages = [] if file is None else load_stages(file, out, told)
-    if len(stages) < 2:
+    if file is None and (out is None or stages is not None):
+        raise RecipeError(
+            "--stages is the folder of several recipes in one file: leave it out, and end the command with "
+            "the output folder"
+        )
+    found = [] if file is None else load_stages(file, out, told, stages)
+    if out is not None and len(found) < 2:
         return [(out, read_recipe(file, flags))]
     _say(told)
-    local_path(out)  # the stages lie beside it
+    folders = [folder for folder, _ in found]
+    for folder in folders:
+        local_path(folder)
     if flags.base or flags.weights or flags.statistics or flags.base_statistics:
         raise RecipeError(
             f"{file} has several recipes: --base, --weight, --stats and --base-stats are of one, "
             "and written there"
         )
-    *before, (_, last) = stages
-    of_stages = replace(flags, out_dtype=None, form=None, rank=None, whole=None)
+    of_stages = replace(
+        flags, out_dtype=None, form=None, rank=None, whole=None, quantise=None, keep=()
+    )
+    if out not in folders and (report or flags != of_stages):
+        raise RecipeError(
+            f"all recipes of {file} have names, and each is an output: --out-dtype, --as, --rank, --whole, "
+            "--quantise, --keep and --report are of one; leave out the `name` of the one that is meant"
+        )
+    *before, (last, recipe) = found
     return [
         *((folder, _laid_over(dump_recipe(own), of_stages, file)) for folder, own in before),
-        (out, _laid_over(dump_recipe(last), flags, file)),
+        (last, _laid_over(dump_recipe(recipe), flags, file)),
     ]
 
 

@@ -121,6 +121,7 @@ def merge(
             help="Tensors that --quantise leaves plain, such as '*.down_proj.*'; may be given again.",
         ),
     ] = None,
+    stages: options.Stages = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
     report: Annotated[
@@ -162,9 +163,12 @@ def merge(
 
     covmerge merge --run ./outputs --last 5 OUT
     """
-    from covmerge.cli import flags, merging, stages
+    from covmerge.cli import flags, merging
+    from covmerge.cli.stages import merge_stages
 
-    file, out = flags.place_paths(first, second, experts=bool(expert or run), dry_run=dry_run)
+    file, out = flags.place_paths(
+        first, second, experts=bool(expert or run), dry_run=dry_run, stages=stages is not None
+    )
     said = flags.RecipeFlags(
         base=base,
         experts=expert or (),
@@ -203,12 +207,12 @@ def merge(
         resume=resume,
         overwrite=overwrite,
     )
-    if out is None or dry_run:
+    if dry_run:
         merging.dry_run(flags.read_recipe(file, said), out, how, as_json=as_json)
     else:
-        recipes = flags.read_stages(file, said, out)
-        recipe = recipes[-1][1]
+        recipes = flags.read_stages(file, said, out, stages, report=report)
+        place, recipe = recipes[-1]
         if report:
-            merging.check_report(recipe, out)
-        stages.merge_stages(recipes, how)
-        merging.merge_to(recipe, out, how, report=report, as_json=as_json)
+            merging.check_report(recipe, place)
+        merge_stages(recipes, how)
+        merging.merge_to(recipe, place, how, report=report, as_json=as_json)

@@ -119,7 +119,7 @@ def _cost(result: MergeResult, options: RunOptions, *, wall_seconds: float) -> d
         **result.run,
         "wall_seconds": wall_seconds,
         "threads": options.threads or torch.get_num_threads(),
-        "device": options.device,
+        "device": str(options.torch_device),
     }
 
 

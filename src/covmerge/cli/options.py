@@ -143,7 +143,17 @@ Overwrite = Annotated[
 ]
 Device = Annotated[
     str,
-    typer.Option(metavar="cpu|cuda[:i]", rich_help_panel=RUN, help="Where the mathematics runs."),
+    typer.Option(
+        metavar="cpu|cuda[:i]|auto", rich_help_panel=RUN, help="Where the mathematics runs."
+    ),
+]
+Stages = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        rich_help_panel=OUTPUT,
+        help="Folder of the named ones of several recipes in a file; OUT.stages without it.",
+    ),
 ]
 Threads = Annotated[
     int | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from typer.core import TyperCommand
 from covmerge.cli.console import say
 from covmerge.errors import RecipeError
 
+# Short options with their value in one word, as click takes them, and any number of `-v`.
+_SHORT = re.compile(r"(-[jI])([^=].*)")
+_VERBOSE = re.compile(r"-v+")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9}
 
 # Switches that are ours by other words.
@@ -17,9 +21,18 @@ _AS: Mapping[str, Sequence[str]] = {
     "--cuda": ("--device", "cuda"),
     "--gpu-rich": ("--device", "cuda"),
     "--unsafe-truncate-embeddings": ("--tensors", "vocabulary=base"),
+    "--lazy": ("--resume",),
+    "--no-lazy": ("--overwrite",),
 }
 # Options with a value that are ours by another name.
-_RENAMED = {"--num-threads": "--threads", "-j": "--threads", "--random-seed": "--seed"}
+_RENAMED = {
+    "--num-threads": "--threads",
+    "-j": "--threads",
+    "--random-seed": "--seed",
+    "--intermediate-dir": "--stages",
+    "-I": "--stages",
+}
+_OUT = "--out-path"
 _SHARD_SIZE = "--out-shard-size"
 _SAYS = "a merge always says the same; 2>/dev/null hides its progress"
 # Switches that ask for what is done anyhow, or for what does not arise: with the reason.
@@ -46,7 +59,6 @@ _ALREADY = {
     "--no-unsafe-truncate-embeddings": "",
     "--quiet": _SAYS,
     "--no-quiet": _SAYS,
-    "-v": _SAYS,
 }
 _ALREADY_WITH_VALUE = {
     "--lora-merge-cache": "adapters are merged as they are, and no cache is written",
@@ -81,9 +93,11 @@ def translated(args: Sequence[str]) -> list[str]:
         ['r.yml', 'OUT', '--device', 'cuda', '--seed', '42', '--shard-size', '2000000000']
     """
     found: list[str] = []
+    out: str | None = None
     rest = iter(args)
     for arg in rest:
-        flag, equals, value = arg.partition("=")
+        short = _SHORT.fullmatch(arg)
+        flag, equals, value = (short[1], "=", short[2]) if short else arg.partition("=")
         if flag in _REFUSED:
             raise RecipeError(f"{flag} is mergekit's, and covmerge has none: {_REFUSED[flag]}")
         if flag in _AS:
@@ -95,13 +109,17 @@ def translated(args: Sequence[str]) -> list[str]:
             if not equals:
                 next(rest, None)
             say("note", f"{flag} changes nothing: {_ALREADY_WITH_VALUE[flag]}")
+        elif _VERBOSE.fullmatch(arg):
+            say("note", f"{arg} changes nothing: {_SAYS}")
         elif flag in _RENAMED:
             found += [_RENAMED[flag], value if equals else next(rest, "")]
+        elif flag == _OUT:  # here the last of the paths
+            out = value if equals else next(rest, "")
         elif flag == _SHARD_SIZE:
             found += ["--shard-size", _bytes(value if equals else next(rest, ""))]
         else:
             found.append(arg)
-    return found
+    return found if out is None else [*found, out]
 
 
 def _bytes(size: str) -> str:

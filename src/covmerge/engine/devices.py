@@ -6,13 +6,25 @@ import torch
 
 from covmerge.errors import InputError
 
+_AUTO = "auto"
+_TYPES = ("cpu", "cuda", "mps")
+
 
 def named_device(name: str) -> torch.device:
     """Return the device that a name means, which another machine may have.
 
+    `auto` is a GPU of CUDA's where this machine has one.
+
     Raises:
         InputError: it means none.
     """
+    if name == _AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.partition(":")[0] not in _TYPES:
+        raise InputError(
+            f"--device {name} cannot be used here: it is cpu, cuda, cuda:1, mps, or auto, which is cuda "
+            "where there is one and cpu else"
+        )
     try:
         return torch.device(name)
     except RuntimeError as error:

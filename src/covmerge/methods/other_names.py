@@ -29,6 +29,7 @@ OTHER_NAMES = {
     "model_soup": "`average`",
     "model_soups": "`average`",
     "model_stock_merging": "`model_stock`",
+    "ramplus_tl": "`ram` with `boost: 0.1`",
     "regmean_pp": "`regmean++`",
     "regmean_plus_plus": "`regmean++`",
     "regmeanpp": "`regmean++`",

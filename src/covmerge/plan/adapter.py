@@ -61,6 +61,9 @@ def plan_adapter(
     }
     if form != PEFT_FORM:
         names = LoraNames(form, experts, config)
+        placed = {n for n in factors if merged[n].by_adapters or names.has_place(merged[n].tensor)}
+        # What a full model has beside such parts (a VAE) is left out. Without any, each is asked its name.
+        factors = {n: own for n, own in factors.items() if n in placed or not placed}
         factors = {n: _in_lora_file(own, merged[n].tensor, names) for n, own in factors.items()}
     if not factors:
         raise InputError(
@@ -188,8 +191,15 @@ class _Merged:
             return False
         # PEFT takes those of convolutions too, but few that load its adapters do.
         windows = self._form != PEFT_FORM and len(self.tensor.stored.shape) == 4
-        full = (self.tensor.takes_factors or windows) and not self.tensor.ties
+        # Files of the other forms have no factors of tables.
+        tables = self._form != PEFT_FORM and self.tensor.role is Role.EMBEDDING
+        full = (self.tensor.takes_factors or windows) and not self.tensor.ties and not tables
         return bool(self._factors) or (self._full and full)
+
+    @property
+    def by_adapters(self) -> bool:
+        """Whether some expert has factors of it."""
+        return bool(self._factors)
 
     @property
     def of_vocabulary(self) -> bool:

@@ -16,6 +16,8 @@ from covmerge.statistics.needed import disk_needed, memory_by_block
 from covmerge.statistics.of_base import HOW
 from covmerge.tensors import matrix_shapes
 from covmerge.text import counted, some
+from covmerge.types import Role
+from covmerge.vocabulary.retokenized import Retokenized
 
 Statistics = Mapping[str, StatisticsFile]
 
@@ -62,7 +64,8 @@ def check_base_statistics(
     if not of_base.names("gram"):
         raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it with --kind gram.")
     base.materialize()
-    of_base.check_model("the base", base)
+    made = recipes[0].base_statistics == RANDOM  # of the base as it is seen here
+    of_base.check_model("the base", base if made else _as_collected(base))
 
 
 def check_statistics(
@@ -107,7 +110,12 @@ def check_statistics(
     for expert, checkpoint in experts.items():
         if expert in statistics:
             checkpoint.materialize()  # its values tell it from another fine-tune, headers do not
-            statistics[expert].check_model(f"expert '{expert}'", checkpoint)
+            statistics[expert].check_model(f"expert '{expert}'", _as_collected(checkpoint))
+
+
+def _as_collected(checkpoint: Checkpoint) -> Checkpoint:
+    """The model that statistics were collected on: with its own tokens, whatever the output's are."""
+    return checkpoint.seen if isinstance(checkpoint, Retokenized) else checkpoint
 
 
 def _methods_of(recipe: Recipe) -> list[Method]:
@@ -233,6 +241,12 @@ def _check(
 ) -> None:
     shape = file.header(method.data, name).shape
     if method.data == "fisher":
+        if recipe.tokenizer is not None and tensor.role in (Role.EMBEDDING, Role.OUTPUT):
+            raise TensorError(
+                f"'{tensor.name}': {file.path} has the Fisher information of the rows of expert "
+                f"'{expert}', and `tokenizer` gives the output's rows to other tokens: average such "
+                "tables, by `tensors: {embeddings: average, output_head: average}`"
+            )
         if shape[1:] != tensor.stored.shape[1:]:
             raise _wrong_shape(tensor, file, name, shape, tensor.stored.shape)
         return

@@ -57,7 +57,13 @@ class LoraNames:
                 return name
         region = region_of(tensor.name)
         parts = [pair for _, name in written for pair in _PARTS if part_of(name) in pair]
-        flat, dotted = next(iter(parts), None) or self._part(tensor.name, region)
+        part = next(iter(parts), None) or self._part(region)
+        if part is None:
+            raise RecipeError(
+                f"'{tensor.name}': which part of a pipeline the base is, its config does not say, and no "
+                f"expert's file does: a file of {self.form}'s form needs that. Write PEFT's (--as peft)"
+            )
+        flat, dotted = part
         inner = tensor.name.removeprefix(region)
         inner = (diffusers_name(inner) if region else None) or inner
         module = inner.removesuffix(".weight")
@@ -70,15 +76,13 @@ class LoraNames:
             if stored is not None:
                 yield adapter.form, adapter.written_as(stored)
 
-    def _part(self, name: str, region: str) -> tuple[str, str]:
+    def has_place(self, tensor: TensorPlan) -> bool:
+        """Whether a full model's tensor is of a part of a pipeline whose layers such a file updates."""
+        return self._part(region_of(tensor.name)) is not None
+
+    def _part(self, region: str) -> tuple[str, str] | None:
         if region:
             return _REGIONS[region]
         listed = cast("list[object]", self._config.get("architectures") or [])
         known = [self._config.get("_class_name"), *listed]
-        found = next((_CLASSES[str(own)] for own in known if str(own) in _CLASSES), None)
-        if found is None:
-            raise RecipeError(
-                f"'{name}': which part of a pipeline the base is, its config does not say, and no expert's "
-                f"file does: a file of {self.form}'s form needs that. Write PEFT's (--as peft)"
-            )
-        return found
+        return next((_CLASSES[str(own)] for own in known if str(own) in _CLASSES), None)

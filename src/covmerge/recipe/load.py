@@ -51,28 +51,40 @@ def load_recipe(path: str | Path, told: Told | None = None) -> Recipe:
     return _beside(_validate(_without_run(data, origin, folder, told), origin), folder, origin)
 
 
-def load_stages(path: str | Path, out: Path, told: Told | None = None) -> list[tuple[Path, Recipe]]:
+def load_stages(
+    path: str | Path, out: Path | None, told: Told | None = None, folder: Path | None = None
+) -> list[tuple[Path, Recipe]]:
     """Read a recipe file of one or several documents: folders to be written, in order, with their recipes.
 
-    Several documents are mergekit's stages. Each that is named becomes a folder of that name in
-    `OUT.stages`, where the others find it, and the one without a name is `out`.
+    Several documents are mergekit's stages. Each that is named becomes a folder of that name, where the
+    others find it, and the one without a name is `out`.
+
+    Args:
+        path: the file.
+        out: the last one's output; where all are named, the folder that they lie in.
+        told: how strictly a recipe of mergekit's is read, and where notes are put.
+        folder: where those that are named lie; None: in `OUT.stages`. `out` may be None with it.
 
     Raises:
-        RecipeError: as `load_recipe`; a name that is none or taken, stages that need each other, or none
-            or several without a name.
+        RecipeError: as `load_recipe`; a name that is none or taken, stages that need each other, several
+            without a name, or an output that is not given, or is beside what makes none.
     """
     documents = _documents(Path(path))
     if len(documents) == 1:
+        if out is None or folder is not None:
+            raise RecipeError(
+                f"{path} has one recipe, and stages are of several: leave out --stages, and end the "
+                "command with the output folder"
+            )
         return [(out, load_recipe(path, told))]
     told = told or Told()
     stages = in_order([Document(data, origin, told) for data, origin in documents])
-    folders = {
-        own.name: str(out.with_name(f"{out.name}.stages") / own.name) for own in stages if own.name
-    }
+    inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
+    folders = {own.name: str(inside / own.name) for own in stages if own.name}
     places = Places(Path(path).parent, folders)
     return [
         (
-            Path(folders[own.name]) if own.name else out,
+            Path(folders[own.name]) if own.name else last,
             _validate(
                 compile_mergekit(own.recipe, own.origin, told, places),
                 Origin(
@@ -82,6 +94,26 @@ def load_stages(path: str | Path, out: Path, told: Told | None = None) -> list[t
         )
         for own in stages
     ]
+
+
+def _folders(file: str, out: Path | None, folder: Path | None, *, named: bool) -> tuple[Path, Path]:
+    """Where the stages lie, and the output of the one without a name."""
+    if out is None:
+        assert folder is not None
+        if not named:
+            raise RecipeError(
+                f"{file} has a recipe without a name, which makes the output, and none is given: end the "
+                "command with its folder"
+            )
+        return folder, folder
+    if not named:
+        return folder or out.with_name(f"{out.name}.stages"), out
+    if folder is not None:
+        raise RecipeError(
+            f"all recipes of {file} have names, and become folders in {folder}: none is the output {out}. "
+            "Leave it out, or the `name` of one"
+        )
+    return out, out
 
 
 def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:

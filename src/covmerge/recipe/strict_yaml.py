@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -215,6 +216,21 @@ class _Builder:
 
     def _refuse(self, event: Event, problem: str) -> NoReturn:
         raise RecipeError(f"{self._origin.name}:{_line(event)}: {problem}")
+
+
+def unquoted(value: object) -> object:
+    """Return the number or truth value that a text would be without its quotes; all else as it is.
+
+    Example:
+        >>> unquoted("1e-1"), unquoted("true"), unquoted("bfloat16"), unquoted(2)
+        (0.1, True, 'bfloat16', 2)
+    """
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError):  # too large for one
+        if isinstance(plain := _core_schema(value.strip()), int | float):
+            return plain
+    return value
 
 
 def _core_schema(text: str) -> _Scalar:

@@ -24,7 +24,9 @@ VARIED_SCHEMA: dict[str, Any] = {
     "oneOf": [
         {
             "type": "object",
-            "properties": {BY_DEPTH: {"type": "array", "minItems": 1, "items": {"type": "number"}}},
+            "properties": {
+                BY_DEPTH: {"type": "array", "minItems": 1, "items": {"type": ["number", "boolean"]}}
+            },
             "required": [BY_DEPTH],
             "additionalProperties": False,
         },
@@ -86,7 +88,7 @@ def check_varied(value: object, check: Callable[[object], None] = lambda value: 
     Example:
         >>> check_varied({"by_depth": [0.2, "0.6"]})
         Traceback (most recent call last):
-        ValueError: by_depth is [0.2, '0.6']; it is a list of numbers, from the first layer to the last
+        ValueError: by_depth is [0.2, '0.6']; it is a list of numbers, first layer to last, or truth values
     """
     if isinstance(value, list | tuple):
         for entry in cast("Sequence[object]", value):
@@ -162,9 +164,11 @@ def containing(text: str) -> str:
 
 
 def _between(points: Sequence[float], depth: float) -> float:
-    """Interpolate between points that lie evenly from depth 0 to depth 1."""
+    """Interpolate between points that lie evenly from depth 0 to 1; of truth values the last passed."""
     place = depth * (len(points) - 1)
     before = int(place)
+    if isinstance(points[0], bool):
+        return points[before]
     after = min(len(points) - 1, before + 1)
     share = place - before
     value = (1 - share) * points[before] + share * points[after]
@@ -180,11 +184,11 @@ def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> Non
         if (
             not isinstance(points, list | tuple)
             or not points
-            or not all(_is_number(point) for point in cast("Sequence[object]", points))
+            or not _of_one_kind(cast("Sequence[object]", points))
         ):
             raise ValueError(
-                f"{BY_DEPTH} is {_shown(form[BY_DEPTH])}; it is a list of numbers, from the first layer to "
-                "the last"
+                f"{BY_DEPTH} is {_shown(form[BY_DEPTH])}; it is a list of numbers, first layer to "
+                "last, or truth values"
             )
         for point in cast("Sequence[object]", points):
             check(point)
@@ -232,6 +236,10 @@ def _shown(value: object) -> str:
 
 def _one_form() -> str:
     return f"write {{{BY_DEPTH}: [...]}} or {{{BY_NAME}: [...]}}"
+
+
+def _of_one_kind(points: Sequence[object]) -> bool:
+    return all(map(_is_number, points)) or all(isinstance(point, bool) for point in points)
 
 
 def _is_number(value: object) -> bool:

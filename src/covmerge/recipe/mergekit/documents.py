@@ -43,7 +43,7 @@ class Document:
 
     @cached_property
     def name(self) -> str | None:
-        """What the others call its output; None of the last."""
+        """What the others call its output; None of one that makes the last."""
         data = cast("dict[str, Any]", self.data) if self.recipe else {}
         if "name" not in data:
             return None
@@ -74,7 +74,7 @@ def in_order(documents: Sequence[Document]) -> list[Document]:
     """Return recipes in an order in which each comes after those whose outputs it names; the unnamed last.
 
     Raises:
-        RecipeError: none or several without a name, a name that is taken, or recipes that need each other.
+        RecipeError: several without a name, a name that is taken, or recipes that need each other.
     """
     stages: dict[str, Document] = {}
     last: list[Document] = []
@@ -87,16 +87,16 @@ def in_order(documents: Sequence[Document]) -> list[Document]:
             own.refuse(f"the name {own.name!r} is taken by another document", "name")
         else:
             stages[own.name] = own
-    if len(last) != 1:
+    if len(last) > 1:
         documents[-1].refuse(
-            f"{len(last) or 'none'} of the {len(documents)} documents has no `name`: of one, and one "
-            "alone, it is left out, which makes the output"
+            f"{len(last)} of the {len(documents)} documents have no `name`: one alone may be without, "
+            "which makes the output"
         )
     return [stages[name] for name in _sorted(stages)] + last
 
 
 def _sorted(stages: dict[str, Document]) -> Iterable[str]:
-    needed = {name: own.sources & stages.keys() for name, own in stages.items()}
+    needed = {name: sorted(own.sources & stages.keys()) for name, own in stages.items()}
     try:
         return list(TopologicalSorter(needed).static_order())
     except CycleError as error:

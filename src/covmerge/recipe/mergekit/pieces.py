@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, cast
+from typing import cast
 
 from covmerge.recipe.mergekit.methods import METHODS, TheirMethod
 from covmerge.recipe.mergekit.models import Places, Reference, names_of, reference
 from covmerge.recipe.mergekit.modules import WHOLE
 from covmerge.recipe.mergekit.reading import Part
 from covmerge.recipe.mergekit.tokenizers import RESERVED, asks_for_tokens
+from covmerge.recipe.strict_yaml import unquoted
 from covmerge.text import shown
 
 
@@ -153,13 +154,39 @@ def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
     Raises:
         RecipeError: neither, both, or not what the method merges.
     """
-    base = None if part.data.get("base_model") is None else reference(part, "base_model")
     way = _way(part, "models", "slices", "modules")
+    base = _base(part, way)
     pieces = _modules(part, base) if way == "modules" else _pieces(part, base, way)
     theirs = Theirs(part, method, places, base, pieces)
     for piece in pieces:
         _check(theirs, piece)
     return theirs
+
+
+def _base(part: Part, way: str) -> Reference | None:
+    """The base of the recipe, which its slices may name in its place, or once more.
+
+    Raises:
+        RecipeError: slices with several bases, or some with one and some without.
+    """
+    said = None if part.data.get("base_model") is None else reference(part, "base_model")
+    modules = part.part("modules")
+    places = [part] if way == "slices" else [modules.part(name) for name in modules.data]
+    slices = [own for one in places if one.data.get("slices") for own in one.parts("slices")]
+    bases = [
+        said if own.data.get("base_model") is None else reference(own, "base_model")
+        for own in slices
+    ]
+    base = bases[0] if bases and said is None else said
+    for own, named in zip(slices, bases, strict=True):
+        if named != base:
+            own.refuse(
+                f"the base of this slice is {named or 'not said'}, and that of the recipe or of the first "
+                f"slice {base or 'not said'}: one base says whose config, embeddings and buffers the "
+                "output has. Make it the same in all, or the recipe's `base_model`",
+                "base_model",
+            )
+    return base
 
 
 def _way(part: Part, *known: str) -> str:
@@ -171,7 +198,7 @@ def _way(part: Part, *known: str) -> str:
 
 
 def _pieces(part: Part, base: Reference | None, way: str) -> list[Piece]:
-    return _slices(part, base) if way == "slices" else [_models(part, base)]
+    return _slices(part) if way == "slices" else [_models(part, base)]
 
 
 def _modules(part: Part, base: Reference | None) -> list[Piece]:
@@ -210,7 +237,7 @@ def _models(part: Part, base: Reference | None) -> Piece:
     return Piece(nothing, sources)
 
 
-def _slices(part: Part, base: Reference | None) -> list[Piece]:
+def _slices(part: Part) -> list[Piece]:
     found: list[Piece] = []
     start = 0
     for own in part.parts("slices"):
@@ -218,11 +245,6 @@ def _slices(part: Part, base: Reference | None) -> list[Piece]:
         if "residual_weight" in own.data:
             own.told.notes.append(
                 "`residual_weight` changes nothing: mergekit reads it and never uses it"
-            )
-        if own.data.get("base_model") is not None and reference(own, "base_model") != base:
-            own.refuse(
-                "a slice with a base of its own: make the recipe's `base_model` that of all slices",
-                "base_model",
             )
         sources = [_source(source) for source in own.parts("sources")]
         found.append(Piece(own, sources, start))
@@ -233,13 +255,13 @@ def _slices(part: Part, base: Reference | None) -> list[Piece]:
 
 def _source(part: Part) -> Source:
     part.check_keys(("model", "layer_range", "parameters"))
-    layers: object = part.data.get("layer_range")
-    if not _is_range(layers):
+    given: object = part.data.get("layer_range")
+    layers = _range(given)
+    if layers is None:
         part.refuse(
-            f"layer_range is {shown(layers)}; it is [first, end), such as [0, 8]", "layer_range"
+            f"layer_range is {shown(given)}; it is [first, end), such as [0, 8]", "layer_range"
         )
-    first, end = cast("Sequence[int]", layers)
-    return Source(reference(part, "model"), part, (first, end))
+    return Source(reference(part, "model"), part, layers)
 
 
 def _check(theirs: Theirs, piece: Piece) -> None:
@@ -264,7 +286,10 @@ def _check(theirs: Theirs, piece: Piece) -> None:
         )
 
 
-def _is_range(value: Any) -> bool:
-    if not isinstance(value, list) or len(cast("list[object]", value)) != 2:
-        return False
-    return all(isinstance(n, int) and not isinstance(n, bool) for n in cast("list[object]", value))
+def _range(value: object) -> tuple[int, int] | None:
+    if not isinstance(value, list):
+        return None
+    first, end, *more = [*map(unquoted, cast("list[object]", value)), None, None]
+    if more != [None, None] or isinstance(first, bool) or isinstance(end, bool):
+        return None
+    return (first, end) if isinstance(first, int) and isinstance(end, int) else None

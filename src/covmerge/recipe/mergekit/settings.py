@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from covmerge.recipe.mergekit.methods import REQUIRED
 from covmerge.recipe.mergekit.reading import Part
+from covmerge.recipe.strict_yaml import unquoted
 from covmerge.recipe.varied import BY_DEPTH, BY_NAME, containing
 from covmerge.text import shown
 
@@ -87,14 +88,17 @@ def _conditions(part: Part, parameter: str) -> Iterator[tuple[str | None, Any]]:
 
 
 def _value(part: Part, key: str, value: object) -> Any:
-    """A number, a truth value or a text; a list of numbers by depth."""
+    """A number, quoted or not, a truth value or a text; a list of numbers or truth values by depth."""
     if not isinstance(value, list):
-        return value
-    numbers = cast("list[object]", value)
+        return unquoted(value)
+    numbers = [unquoted(entry) for entry in cast("list[object]", value)]
     if not numbers:
         return None
-    if not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
-        part.refuse(f"`{key}` is {shown(numbers)}; a gradient is a list of numbers", key)
+    switches = [isinstance(n, bool) for n in numbers]
+    if not all(isinstance(n, int | float) for n in numbers) or any(switches) != all(switches):
+        part.refuse(
+            f"`{key}` is {shown(numbers)}; a gradient is a list of numbers, or of truth values", key
+        )
     return {BY_DEPTH: numbers} if len(numbers) > 1 else numbers[0]
 
 

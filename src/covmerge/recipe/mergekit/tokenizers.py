@@ -8,6 +8,7 @@ from typing import Any
 
 from covmerge.recipe.mergekit.models import Reference, reference
 from covmerge.recipe.mergekit.reading import Part
+from covmerge.recipe.strict_yaml import unquoted
 from covmerge.recipe.tokenizer import AUTO, BASE, TEMPLATES, UNION, ZERO
 from covmerge.text import shown
 
@@ -79,7 +80,7 @@ def _rules(own: Part, named: Named) -> dict[str, Any]:
     tokens = own.part("tokens")
     if tokens.data:
         found["tokens"] = {token: _row(tokens.part(token), named) for token in tokens.data}
-    multiple: object = own.data.get("pad_to_multiple_of")
+    multiple = unquoted(own.data.get("pad_to_multiple_of"))
     if multiple:
         if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
             own.refuse(
