@@ -17,12 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.measure import machine  # what the figures were taken on
+from benchmarks.nodes import nodes_of_ray
 
 OUT = Path(__file__).parent / "results" / "scale.json"
 
@@ -42,7 +45,7 @@ def save_sources(folder: Path, layers: int, width: int) -> list[str]:
     return flags
 
 
-def merged(flags: list[str], out: Path, ranks: int, **variables: str) -> dict[str, object]:
+def merged(flags: list[str], out: Path, ranks: int, **variables: str) -> dict[str, Any]:
     """Merge by as many processes as there are ranks; hash, CPU and wall seconds."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "covmerge", "merge", *flags, str(out)]
@@ -56,6 +59,7 @@ def merged(flags: list[str], out: Path, ranks: int, **variables: str) -> dict[st
     ]
     if any([process.wait() for process in started]):
         raise SystemExit(f"failed: {' '.join(command)}")
+    wall = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     digest = hashlib.sha256()
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
@@ -63,21 +67,22 @@ def merged(flags: list[str], out: Path, ranks: int, **variables: str) -> dict[st
     return {
         "hash": digest.hexdigest()[:16],
         "cpu_seconds": after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime,
-        "wall_seconds": time.perf_counter() - start,
+        "wall_seconds": wall,
     }
 
 
-def item_cost(folder: Path, items: int, flags: list[str], ranks: int) -> float:
-    """CPU seconds that one more tiny item takes: what starts and ends a merge is in both sizes."""
-    seconds = []
+def item_cost(folder: Path, items: int, flags: list[str], ranks: int) -> dict[str, float]:
+    """Seconds that one more tiny item takes: what starts and ends a merge is in both sizes."""
+    found = []
     for layers in (100, 100 + items):
         own = folder / f"tiny-{layers}"
         own.mkdir(exist_ok=True)
         sources = save_sources(own, layers, 16)
         with tempfile.TemporaryDirectory(dir=folder) as out:
             command = [*sources, "--method=average", "--threads=1", *flags]
-            seconds.append(merged(command, Path(out) / "out", ranks)["cpu_seconds"])
-    return (seconds[1] - seconds[0]) / items
+            found.append(merged(command, Path(out) / "out", ranks))
+    few, many = found
+    return {key: (many[key] - few[key]) / items for key in ("cpu_seconds", "wall_seconds")}
 
 
 def main() -> None:
@@ -93,16 +98,14 @@ def main() -> None:
         "2 processes": (["--workers=2"], 1),
         **{f"{n} ranks": (["--executor=ranks"], n) for n in (1, 2, 3, 5)},
     }
-    cluster = None
-    if not given.no_ray:
-        from ray.cluster_utils import Cluster
+    with ExitStack() as stack:
+        if not given.no_ray:
+            address = stack.enter_context(nodes_of_ray(2))
+            ways["2 nodes of Ray"] = (["--executor=ray", f"--address={address}"], 1)
+        measure(ways, given)
 
-        node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-        head = {**node, "num_cpus": 0, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
-        cluster.add_node(**node)
-        cluster.add_node(**node)
-        ways["2 nodes of Ray"] = (["--executor=ray", f"--address={cluster.address}"], 1)
+
+def measure(ways: dict[str, tuple[list[str], int]], given: argparse.Namespace) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -120,10 +123,11 @@ def main() -> None:
                     f"{'' if row['hash'] == first['hash'] else '  DIFFERS'}"
                 )
         costs = {way: item_cost(folder, given.items, *ways[way]) for way in ways}
-        for way, seconds in costs.items():
-            print(f"{way:16}{1000 * seconds:8.2f} ms of CPU an item that is next to nothing")
-    if cluster is not None:
-        cluster.shutdown()
+        for way, cost in costs.items():
+            print(
+                f"{way:16}{1000 * cost['cpu_seconds']:8.2f} ms of CPU and "
+                f"{1000 * cost['wall_seconds']:8.2f} ms an item that is next to nothing"
+            )
     record = {"machine": machine(), "layers": given.layers, "width": given.width, "rows": rows}
     record["item_seconds"] = costs
     OUT.write_text(json.dumps(record, indent=1) + "\n")
