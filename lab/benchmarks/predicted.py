@@ -1,7 +1,7 @@
-"""The forecast of `covmerge plan --cluster` held against real merges: one worker and two, two disks.
+"""The forecast of `covmerge plan --cluster` held against merges: one process, two, two nodes; two disks.
 
     python -m benchmarks.predicted [--methods average ties ace auto] [--layers 32] [--width 1024]
-                                   [--disk 150e6]
+                                   [--disk 150e6] [--no-ray]
 
 On a machine that does nothing else, where it takes some minutes. The rates that the forecast is given are
 measured first, of one core. Start-up is one number of the forecast, and is held against that of a merge of
@@ -18,13 +18,16 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.measure import machine, spawn
+from benchmarks.nodes import nodes_of_ray
 from benchmarks.throttled import Disk
 from covmerge.api import forecast_recipe
 from covmerge.engine import Forecast, Hardware
@@ -32,6 +35,24 @@ from covmerge.recipe import parse_recipe
 
 OUT = Path(__file__).parent / "results" / "predicted.json"
 EXPERTS = ("a", "b", "c")
+_CORES = os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Way:
+    """Who merges, as the command line has it, and what the forecast is told of it."""
+
+    flags: Sequence[str]
+    machines: Mapping[str, int]
+
+
+WAYS = {
+    # As the forecast calls devices, here a core for each process.
+    f"{count} process{'es' * (count > 1)}": Way(
+        [f"--workers={count}"], {"gpus": count, "cores": _CORES}
+    )
+    for count in (1, 2)
+}
 
 
 def main() -> None:
@@ -40,55 +61,64 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--disk", type=float, default=150e6, help="bytes a second of the slow one")
+    parser.add_argument("--no-ray", action="store_true", help="leave out the nodes of Ray")
     given = parser.parse_args()
     memory = Path("/dev/shm")  # a fast disk that is the same every time
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        rows = measured(Path(name), given)
+    with ExitStack() as stack:
+        folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
+        name, ways = stack.enter_context(folder), dict(WAYS)
+        if not given.no_ray:
+            ray = ("--executor", "ray", f"--address={stack.enter_context(nodes_of_ray(2))}")
+            ways["2 nodes of Ray"] = Way(ray, {"nodes": 2, "cores": 1})
+        rows = measured(Path(name), given, ways)
     OUT.write_text(json.dumps({"machine": machine(), **vars(given), **rows}, indent=1) + "\n")
 
 
-def measured(folder: Path, given: argparse.Namespace) -> dict[str, object]:
+def measured(folder: Path, given: argparse.Namespace, ways: Mapping[str, Way]) -> dict[str, object]:
     """Merge by every method in every way, and predict the same."""
     sources, tiny = folder / "sources", folder / "tiny"
     save_sources(sources, given.layers, given.width)
     save_sources(tiny, 1, 16)
     rates = rates_of(sources / "base.safetensors")
     print("one core: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()))
-    starts = {w: min(merged(tiny, "average", w, folder, None) for _ in range(2)) for w in (1, 2)}
+    starts = {
+        name: min(merged(tiny, "average", way, folder, None) for _ in range(2))
+        for name, way in ways.items()
+    }
     rows: list[dict[str, object]] = []
     started = 0.0
     print(
-        f"{'':8} {'disk':>6} {'workers':>7} {'predicted':>10} {'measured':>9} {'error':>6}  waits for"
+        f"{'':8} {'disk':>6} {'by':>14} {'predicted':>10} {'measured':>9} {'error':>6}  waits for"
     )
     for method in given.methods:
         for disk in (None, given.disk):
-            seconds: list[float] = []
-            for workers in (1, 2):
+            alone = 0.0
+            for name, way in ways.items():
                 link = rates | ({} if disk is None else {"disk": disk})
-                found = predicted(sources, method, workers, link)
-                own = merged(sources, method, workers, folder, disk) - starts[workers]
+                found = predicted(sources, method, way, link)
+                own = merged(sources, method, way, folder, disk) - starts[name]
+                alone = alone or own
                 start, *stages = found.stages
                 started = start.seconds
                 ahead = sum(stage.seconds for stage in stages)
                 bound = max(stages, key=lambda stage: stage.seconds).bound
-                seconds.append(own)
                 rows.append(
                     {
                         "method": method,
                         "disk": disk,
-                        "workers": workers,
+                        "by": name,
                         "predicted": ahead,
                         "measured": own,
                         "bound": bound,
                     }
                 )
                 print(
-                    f"{method:8} {'fast' if disk is None else 'slow':>6} {workers:7} {ahead:8.1f} s "
-                    f"{own:7.1f} s {ahead / own - 1:+6.0%}  {bound}",
+                    f"{method:8} {'fast' if disk is None else 'slow':>6} {name:>14} {ahead:8.1f} s "
+                    f"{own:7.1f} s {ahead / own - 1:+6.0%}  {bound}, {alone / own:.2f} × as fast as one",
                     flush=True,
                 )
-            print(f"{'':23} two workers: {seconds[0] / seconds[1]:.2f} × as fast")
-    print(f"start    {'':14} {started:8.1f} s {starts[1]:7.1f} s   (two workers {starts[2]:.1f} s)")
+    told = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in starts.items())
+    print(f"start: predicted {started:.1f} s; {told}")
     return {"rates": rates, "start": {"predicted": started, "measured": starts}, "rows": rows}
 
 
@@ -134,25 +164,18 @@ def best(function: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def predicted(sources: Path, method: str, workers: int, rates: dict[str, float]) -> Forecast:
-    """The forecast for so many processes of this machine, each with a core."""
+def predicted(sources: Path, method: str, way: Way, rates: dict[str, float]) -> Forecast:
+    """The forecast for what merges on this machine, with a core for each process, and one disk for all."""
     experts = {name: str(sources / f"{name}.safetensors") for name in EXPERTS}
     base = str(sources / "base.safetensors")
     recipe = parse_recipe({"base": base, "experts": experts, "method": method})
-    hardware = Hardware(
-        gpus=workers,  # as it calls devices, here a core for each process
-        cores=os.cpu_count() or 1,
-        disk=rates["disk"],
-        flops=rates["flops"],
-        stream=rates["stream"],
-        hash=rates["hash"],
-    )
+    hardware = Hardware(**way.machines, **rates, storage=rates["disk"])  # pyright: ignore[reportArgumentType]
     _, found = forecast_recipe(recipe, hardware)
     return found
 
 
-def merged(sources: Path, method: str, workers: int, folder: Path, disk: float | None) -> float:
-    """Seconds of a merge by so many processes, from its start to its end."""
+def merged(sources: Path, method: str, way: Way, folder: Path, disk: float | None) -> float:
+    """Seconds of a merge, from its start to its end."""
     experts = [f"--expert={name}={sources / name}.safetensors" for name in EXPERTS]
     out, environment = folder / "out", {**os.environ, "OMP_NUM_THREADS": "1"}
     if disk is not None:
@@ -161,7 +184,7 @@ def merged(sources: Path, method: str, workers: int, folder: Path, disk: float |
     command: Sequence[str] = [
         *(sys.executable, "-m", "benchmarks.throttled", "merge"),
         *("--base", str(sources / "base.safetensors"), *experts, f"--method={method}"),
-        *("--threads=1", f"--workers={workers}", str(out)),
+        *("--threads=1", *way.flags, str(out)),
     ]
     found = spawn(command, env=environment, log=folder / "log")
     shutil.rmtree(out)

@@ -25,12 +25,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.measure import machine  # what the figures were taken on
+from benchmarks.nodes import nodes_of_ray
 
 OUT = Path(__file__).parent / "results" / "scale.json"
 BUCKET = "s3://scale"
@@ -99,7 +101,7 @@ def digest(out: str, *, weights: bool = False) -> str:
     return found.hexdigest()[:16]
 
 
-def merged(flags: list[str], out: str, ranks: int) -> dict[str, object]:
+def merged(flags: list[str], out: str, ranks: int) -> dict[str, Any]:
     """Merge by as many processes as there are ranks; hashes, CPU and wall seconds."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "covmerge", "merge", *flags, out]
@@ -113,26 +115,28 @@ def merged(flags: list[str], out: str, ranks: int) -> dict[str, object]:
     ]
     if any([process.wait() for process in started]):
         raise SystemExit(f"failed: {' '.join(command)}")
+    wall = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
         "hash": digest(out),
         "weights": digest(out, weights=True),
         "cpu_seconds": after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime,
-        "wall_seconds": time.perf_counter() - start,
+        "wall_seconds": wall,
     }
 
 
-def item_cost(folder: Path, items: int, way: Way) -> float:
-    """CPU seconds that one more tiny item takes: what starts and ends a merge is in both sizes."""
-    seconds = []
+def item_cost(folder: Path, items: int, way: Way) -> dict[str, float]:
+    """Seconds that one more tiny item takes: what starts and ends a merge is in both sizes."""
+    found = []
     for layers in (100, 100 + items):
         own = folder / f"tiny-{layers}"
         own.mkdir(exist_ok=True)
         sources = save_sources(own, layers, 16)
         with tempfile.TemporaryDirectory(dir=folder) as out:
             command = [*sources, "--method=average", "--threads=1", *way.flags]
-            seconds.append(merged(command, f"{out}/out", way.ranks)["cpu_seconds"])
-    return (seconds[1] - seconds[0]) / items
+            found.append(merged(command, f"{out}/out", way.ranks))
+    few, many = found
+    return {key: (many[key] - few[key]) / items for key in ("cpu_seconds", "wall_seconds")}
 
 
 def main() -> None:
@@ -155,15 +159,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(bucket(folder / "cache"))
         if not given.no_ray:
-            from ray.cluster_utils import Cluster
-
-            node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-            head = {**node, "num_cpus": 0, "include_dashboard": False}
-            cluster = Cluster(initialize_head=True, head_node_args=head)
-            stack.callback(cluster.shutdown)
-            cluster.add_node(**node)
-            cluster.add_node(**node)
-            by_ray = ["--executor=ray", f"--address={cluster.address}"]
+            by_ray = ["--executor=ray", f"--address={stack.enter_context(nodes_of_ray(2))}"]
             ways |= {
                 "2 nodes of Ray": Way(by_ray),
                 "s3 to s3 by Ray": Way(by_ray, far=True),
@@ -187,8 +183,11 @@ def main() -> None:
         costs = {
             way: item_cost(folder, given.items, how) for way, how in ways.items() if not how.far
         }
-        for way, seconds in costs.items():
-            print(f"{way:16}{1000 * seconds:8.2f} ms of CPU an item that is next to nothing")
+        for way, cost in costs.items():
+            print(
+                f"{way:16}{1000 * cost['cpu_seconds']:8.2f} ms of CPU and "
+                f"{1000 * cost['wall_seconds']:8.2f} ms an item that is next to nothing"
+            )
     record = {"machine": machine(), "layers": given.layers, "width": given.width, "rows": rows}
     record["item_seconds"] = costs
     given.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -2,8 +2,8 @@
 
     THROTTLE=150e6:/tmp/disk python -m benchmarks.throttled merge ...
 
-FILE holds until when the disk is busy. Workers import this module too. What hashes the sources is not held
-up: it reads what the merge has just read, which is in the page cache.
+FILE holds until when the disk is busy. Workers import this module too, and Ray's tasks are given it. What
+hashes the sources is not held up: it reads what the merge has just read, which is in the page cache.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from covmerge.stores import local
 
@@ -50,7 +55,8 @@ class Disk:
         file.write_bytes(_TIME.pack(0.0))
 
 
-def hold_up(disk: Disk) -> None:
+@contextmanager
+def held_up(disk: Disk) -> Iterator[None]:
     """Have this process read and write at the speed of a disk."""
     read, write = local.read_at, local.write_at
 
@@ -64,12 +70,36 @@ def hold_up(disk: Disk) -> None:
         write(fd, data, offset)
 
     local.read_at, local.write_at = slow_read, slow_write
+    try:
+        yield
+    finally:
+        local.read_at, local.write_at = read, write
+
+
+def hold_up_tasks(given: str) -> None:
+    """Have tasks that this process gives out merge, and read what was merged, at the speed of a disk."""
+
+    def slow(module: str, name: str) -> Callable[..., Any]:
+        def task(*arguments: Any) -> Any:
+            from benchmarks.throttled import Disk, held_up  # it is run in another process
+
+            with held_up(Disk(given)):
+                return getattr(import_module(module), name)(*arguments)
+
+        return task
+
+    for name in ("executor._do", "reading._read"):
+        module, _, function = f"covmerge.engine.cluster.{name}".rpartition(".")
+        setattr(import_module(module), function, slow(module, function))
 
 
 if __name__ in ("__main__", "__mp_main__") and "THROTTLE" in os.environ:
-    hold_up(Disk(os.environ["THROTTLE"]))
+    _HELD = held_up(Disk(os.environ["THROTTLE"]))
+    _HELD.__enter__()  # to the end of the process
 
 if __name__ == "__main__":
     from covmerge.cli import main
 
+    if "THROTTLE" in os.environ and "ray" in sys.argv:  # --executor ray
+        hold_up_tasks(os.environ["THROTTLE"])
     main()

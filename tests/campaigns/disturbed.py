@@ -284,7 +284,7 @@ def server_children() -> list[int]:
 
 
 class Nodes:
-    """A Ray cluster of one node on this machine.
+    """A Ray cluster on this machine: a head that does nothing itself, and two nodes of a core.
 
     Attributes:
         address: of it.
@@ -293,10 +293,17 @@ class Nodes:
     _PROGRAM = """
 import sys
 from ray.cluster_utils import Cluster
-node = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-cluster = Cluster(initialize_head=True, head_node_args=node)
+node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+head = {**node, "num_cpus": 0, "include_dashboard": False}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+nodes = [cluster.add_node(**node) for _ in range(2)]
 print("address", cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    if line.strip() == "lose":
+        cluster.remove_node(nodes.pop(0), allow_graceful=False)
+    else:
+        nodes.append(cluster.add_node(**node))
+    print("done", flush=True)
 cluster.shutdown()
 """
 
@@ -306,14 +313,44 @@ cluster.shutdown()
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "RAY_worker_niceness": "0"},
         )
-        assert self._process.stdout is not None
-        said = (line.split() for line in self._process.stdout)
-        self.address = next(words[1] for words in said if words[:1] == ["address"])
+        self.address = self._heard("address")[1]
+
+    def lose(self) -> None:
+        """Kill a node, with all that runs on it."""
+        self._tell("lose")
+
+    def replace(self) -> None:
+        """Start another in the place of one that was lost."""
+        self._tell("add")
+
+    def workers(self) -> list[int]:
+        """The processes that do tasks."""
+        import psutil
+
+        found: list[int] = []
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                # With a task, or waiting for one; the others are parts of a node.
+                if process.name().startswith(("ray::_", "ray::IDLE")):
+                    found.append(process.pid)
+        return found
 
     def close(self) -> None:
         """End it."""
         self._process.communicate()
+
+    def _tell(self, what: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what}\n")
+        self._process.stdin.flush()
+        self._heard("done")
+
+    def _heard(self, first: str) -> list[str]:
+        assert self._process.stdout is not None
+        said = (line.split() for line in self._process.stdout)
+        return next(words for words in said if words[:1] == [first])
 
 
 def limit_memory(more: int, pid: int = 0) -> None:

@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class BrokenError(AssertionError):
 
 @dataclass
 class Outcome:
-    """What became of the trials of one fault."""
+    """What became of the trials of one fault with one executor."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[int, str] = field(default_factory=dict)
@@ -73,6 +73,10 @@ class Outcome:
     @property
     def trials(self) -> int:
         return sum(self.counts.values())
+
+
+# By fault and executor.
+Outcomes = dict[str, dict[str, Outcome]]
 
 
 @dataclass
@@ -231,6 +235,15 @@ class Set:
         if self.scene.left():
             raise BrokenError("work is left beside the output")
 
+    def workers(self, children: Sequence[Child]) -> list[int]:
+        """The processes that do the work of a merge that has begun."""
+        if self.executor == _RAY:
+            assert self.nodes is not None
+            return self.nodes.workers()
+        if self.executor == "processes":
+            return server_children()
+        return [child.pid for child in children if not _ends(child, 0.0)]
+
     def had_ended(self, children: Sequence[Child]) -> str:
         """What came too late came to a merge that takes less time by now."""
         self.seconds = children[0].seconds
@@ -312,17 +325,43 @@ def kill_replacing(own: Set, random: Random) -> str:
 
 
 def kill_worker(own: Set, random: Random) -> str:
-    """`kill -9` of a worker: another does its work."""
-    (child,) = own.start(executor="processes")
+    """`kill -9` of one that does the work, a process, a rank or one of Ray's: another does its work."""
+    children = own.start()
     time.sleep(random.uniform(0, own.seconds))
-    workers = server_children()
-    if workers:
-        os.kill(random.choice(workers), signal.SIGKILL)
-    (ended,) = own.over(child)
-    if ended.code == 0:
+    there = own.workers(children)
+    victim = random.choice(there) if there else None
+    if victim is not None:
+        with suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+    ended = own.over(*children)
+    others = [one for child, one in zip(children, ended, strict=True) if child.pid != victim]
+    return _went_on(own, random, others, "went on" if there else "nobody was at work")
+
+
+def lose_node(own: Set, random: Random) -> str:
+    """A node of Ray's is lost, with the tasks that it has: the other one does them."""
+    assert own.nodes is not None
+    (child,) = own.start()
+    time.sleep(random.uniform(0, own.seconds))
+    had_ended = _ends(child, 0.0)
+    try:
+        own.nodes.lose()
+        ended = own.over(child)
+    finally:
+        own.nodes.replace()
+    return _went_on(own, random, ended, "had ended" if had_ended else "went on")
+
+
+def _went_on(own: Set, random: Random, ended: Sequence[Ended], well: str) -> str:
+    """See that those that were left have made the output, or said in words why not."""
+    if all(one.code == 0 for one in ended):
+        if own.executor == "ranks" and own.finished():
+            own.again(random)  # one that led may have been killed as it cleaned up
         own.whole()
-        return "went on" if workers else "had ended"
-    own.refused(ended)
+        return well
+    for one in ended:
+        if one.code:
+            own.refused(one)
     own.again(random)
     return "refused"
 
@@ -794,7 +833,8 @@ FAULTS: Mapping[str, Fault] = {
     "kill -9 in mid-write": Fault(kill_in_write, weight=3),
     "kill -9, and again while resumed": Fault(kill_twice, weight=2),
     "kill -9 while an output is replaced": Fault(kill_replacing, weight=2),
-    "kill -9 of a worker": Fault(kill_worker, ("processes",)),
+    "kill -9 of a worker": Fault(kill_worker, ("processes", "ranks", _RAY)),
+    "node lost": Fault(lose_node, (_RAY,)),
     "SIGINT": Fault(partial(_interrupted, signal.SIGINT, 130)),
     "SIGTERM": Fault(partial(_interrupted, signal.SIGTERM, 143)),
     "disk full from the start": Fault(full_from_start, disk=True),
@@ -863,8 +903,8 @@ class Campaign:
                 os.chown(path, 65534, 65534)
         return scene
 
-    def trial(self, name: str, seed: int, number: int) -> tuple[str, str | None]:
-        """Run one; return its outcome, and what is wrong."""
+    def trial(self, name: str, seed: int, number: int) -> tuple[str, str, str | None]:
+        """Run one; return its executor, its outcome, and what is wrong."""
         random = Random(f"{seed} {name} {number}")
         fault = FAULTS[name]
         fits = [key for key, own in self.sets.items() if _fits(fault, own)]
@@ -877,11 +917,11 @@ class Campaign:
             outcome = fault.run(own, random)
             if (wrong := own.scene.intact()) is not None:
                 raise BrokenError(wrong)
-            return outcome, None
+            return own.executor, outcome, None
         except BrokenError as broken:
-            return "failed", f"{where}: {broken}"
+            return own.executor, "failed", f"{where}: {broken}"
         except Exception:
-            return "failed", f"{where}: {traceback.format_exc()}"
+            return own.executor, "failed", f"{where}: {traceback.format_exc()}"
         finally:
             self.disk.widen()
             own.scene.out.parent.chmod(0o777)
@@ -915,43 +955,47 @@ def _fits(fault: Fault, own: Set) -> bool:
 
 def run(
     campaign: Campaign, names: Sequence[str], seed: int, first: int, trials: int, seconds: float
-) -> dict[str, Outcome]:
+) -> Outcomes:
     """Run trials of faults in turn, by their weights, and print what failed."""
-    outcomes = {name: Outcome() for name in names if campaign.fits(name)}
+    outcomes: Outcomes = {name: defaultdict(Outcome) for name in names if campaign.fits(name)}
     until = time.monotonic() + seconds
     for turn in range(trials):
-        for name, outcome in outcomes.items():
+        for name, by in outcomes.items():
             for part in range(FAULTS[name].weight):
                 if time.monotonic() > until:
                     return outcomes
                 number = first + turn * FAULTS[name].weight + part
-                ended, wrong = campaign.trial(name, seed, number)
-                outcome.counts[ended] += 1
-                print(f"{name} {number}: {ended}", file=sys.stderr, flush=True)
+                executor, ended, wrong = campaign.trial(name, seed, number)
+                by[executor].counts[ended] += 1
+                print(f"{name}, {executor} {number}: {ended}", file=sys.stderr, flush=True)
                 if wrong is not None:
-                    outcome.failures[number] = wrong
+                    by[executor].failures[number] = wrong
                     told = wrong[-3000:].replace("\n", "\n    ")
                     print(f"{name}, seed {seed}, trial {number}: {told}", flush=True)
     return outcomes
 
 
-def table(outcomes: Mapping[str, Outcome]) -> str:
+def table(outcomes: Outcomes) -> str:
     """Return what became of the trials as a table in Markdown."""
-    lines = ["| fault | trials | outcomes | failed |", "|---|---|---|---|"]
-    for name, own in outcomes.items():
+    lines = ["| fault | by | trials | outcomes | failed |", "|---|---|---|---|---|"]
+    every = [(name, by, own) for name, found in outcomes.items() for by, own in found.items()]
+    for name, by, own in every:
         told = ", ".join(f"{n} {what}" for what, n in own.counts.most_common() if what != "failed")
-        lines.append(f"| {name} | {own.trials} | {told} | {len(own.failures)} |")
-    trials = sum(own.trials for own in outcomes.values())
-    failed = sum(len(own.failures) for own in outcomes.values())
-    return "\n".join([*lines, f"| all | {trials} | | {failed} |"])
+        lines.append(f"| {name} | {by} | {own.trials} | {told} | {len(own.failures)} |")
+    trials = sum(own.trials for _, _, own in every)
+    failed = sum(len(own.failures) for _, _, own in every)
+    return "\n".join([*lines, f"| all | | {trials} | | {failed} |"])
 
 
-def as_json(outcomes: Mapping[str, Outcome]) -> str:
+def as_json(outcomes: Outcomes) -> str:
     """Return the same as JSON."""
     return json.dumps(
         {
-            name: {"trials": own.trials, "outcomes": own.counts, "failures": own.failures}
-            for name, own in outcomes.items()
+            name: {
+                by: {"trials": own.trials, "outcomes": own.counts, "failures": own.failures}
+                for by, own in found.items()
+            }
+            for name, found in outcomes.items()
         }
     )
 
@@ -988,7 +1032,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(outcomes))
     if asked.json is not None:
         asked.json.write_text(as_json(outcomes))
-    return 1 if any(own.failures for own in outcomes.values()) else 0
+    return 1 if any(own.failures for by in outcomes.values() for own in by.values()) else 0
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ def campaign(name, *arguments):
 
 def test_a_merge_keeps_its_promises_whatever_happens_to_it():
     given = ("--form", "model", "--executor", "threads", "--trials", 1, "--minutes", 60)
-    assert "| kill -9 between two steps | 5 |" in campaign("faults", *given, "--seed", 7)
+    assert "| kill -9 between two steps | threads | 5 |" in campaign("faults", *given, "--seed", 7)
 
 
 def test_an_output_in_a_bucket_keeps_them_too():
     faults = ("bucket vanishes", "kill -9 at a request to a bucket")
     named = [word for fault in faults for word in ("--fault", fault)]
     given = (*named, "--form", "bucket", "--executor", "threads", "--trials", 1, "--minutes", 60)
-    assert "| bucket vanishes | 1 |" in campaign("faults", *given, "--seed", 7)
+    assert "| bucket vanishes | threads | 1 |" in campaign("faults", *given, "--seed", 7)
 
 
 def test_any_order_of_merges_kills_resumes_reports_and_pushes():

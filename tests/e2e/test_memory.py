@@ -2,20 +2,27 @@
 
 import json
 import math
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.forked import run
+from tests.forked import Forked, run
 
 WIDE = (768, 3072)
 NARROW = (128, 12288)  # merged in a fraction of the time of as many bytes of the other
+# By `actmat` soon merged too, for what they take while they are: 473 MB, and 237 MB on one core each.
+HEAVY, HEAVY_NARROW = (256, 32768), (256, 16384)
 
 MERGE = """
 import json, sys, covmerge
-options = json.loads(sys.argv[1])
-result = covmerge.merge(options.pop("base"), options.pop("experts"), threads=2, **options)
+options = {"threads": 2, **json.loads(sys.argv[1])}
+result = covmerge.merge(options.pop("base"), options.pop("experts"), **options)
 print(json.dumps(dict(result.run)))
 """
 
@@ -35,17 +42,47 @@ def save_layers(folder, layers, shape):
     return paths.pop("base"), paths
 
 
-def merge(base, experts, out, **options):
+def given(base, experts, out, **options):
+    """The program's argument."""
+    sources = {"base": base, "experts": experts, "out": str(out)}
+    return json.dumps({**sources, "allow": ["not-a-fine-tune"], **options})
+
+
+def merge(*sources, **options):
     """Return the run's own report, with the kernel's high-water mark, or the errors."""
-    arguments = json.dumps(
-        {
-            **{"base": base, "experts": experts, "out": str(out)},
-            "allow": ["not-a-fine-tune"],
-            **options,
-        }
-    )
-    done = run(MERGE, arguments)
+    done = run(MERGE, given(*sources, **options))
     return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+
+
+def together(pid):
+    """What a process and all that it has started hold, each page once."""
+    found = 0
+    with suppress(psutil.Error):
+        for process in (own := psutil.Process(pid), *own.children(recursive=True)):
+            with suppress(psutil.Error):
+                found += process.memory_full_info().pss
+    return found
+
+
+def high_water(pid):
+    """The most that a process has held, as the kernel tells it of one that runs."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    return 0
+
+
+def watched(measure, *processes):
+    """The most that was found of each process until all had ended, and the first one's report."""
+    peaks = [0] * len(processes)
+    while any(process.poll() is None for process in processes):
+        peaks = [max(peak, measure(own.pid)) for peak, own in zip(peaks, processes, strict=True)]
+        time.sleep(0.01)
+    for process in processes:
+        stdout, stderr = process.communicate()
+        assert process.returncode == 0, stdout + stderr
+    return peaks, json.loads(processes[0].communicate()[0])
 
 
 @pytest.mark.slow
@@ -80,3 +117,50 @@ def test_max_memory_is_obeyed_or_refused(tmp_path):
     assert "ResourceError" in refused
     assert "(max_memory)" in refused
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.slow
+def test_max_memory_is_of_all_workers_together(tmp_path):
+    """Measured over the tree of processes, page by page: of eight workers as many run as fit."""
+    if psutil.virtual_memory().available < 9 * 2**30:
+        pytest.skip("eight workers, which are to take too much, need 9 GiB")
+    how = {"method": "actmat", "threads": 1}
+    two = merge(*save_layers(tmp_path, 1, HEAVY), tmp_path / "two", **how, workers=2)
+    # The least that two of them are let do it in, but for what differs from start to start.
+    allowed = two["expected_peak_memory"] + 32 * 2**20
+    sources = save_layers(tmp_path, 8, HEAVY)
+    measured = {}
+    for name, more in (("free", {}), ("limited", {"max_memory": allowed})):
+        process = Forked(MERGE, given(*sources, tmp_path / name, **how, workers=8, **more))
+        (measured[name],), _ = watched(together, process)
+    assert measured["limited"] <= allowed < measured["free"]
+    refused = merge(*sources, tmp_path / "no", **how, workers=8, max_memory=allowed // 2)
+    assert "leave out workers" in refused
+
+
+@pytest.mark.slow
+def test_max_memory_is_of_each_rank(tmp_path):
+    """Each of two ranks computes one item at a time where four at once would take too much."""
+    sources = save_layers(tmp_path, 12, HEAVY_NARROW)
+    how = {"method": "actmat", "threads": 4, "executor": "ranks", "patience": 60}
+
+    def ranks(name, **more):
+        return watched(
+            high_water,
+            *(
+                Forked(
+                    MERGE,
+                    given(*sources, tmp_path / name, **how, **more),
+                    environment={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+                )
+                for rank in range(2)
+            ),
+        )
+
+    free, report = ranks("free")
+    assert max(free) <= report["expected_peak_memory"]
+    # Room for one of these items and not for a second.
+    allowed = report["expected_peak_memory"] - 3 * 270 * 2**20
+    limited, report = ranks("limited", max_memory=allowed)
+    assert max(limited) <= allowed < max(free)
+    assert report["expected_peak_memory"] <= allowed

@@ -110,6 +110,13 @@ def test_what_is_waited_for_is_named(plans):
     assert bottleneck() == "processes"  # they start
 
 
+def test_what_a_process_takes_to_start_is_added(plans):
+    plan, sizes = plans["ties"]
+    slow, none = (forecast(plan, replace(HERE, start=start), sizes) for start in (30.0, 0.0))
+    assert slow.seconds == pytest.approx(none.seconds + 30.0)
+    assert stages(slow)["start"].seconds == 30.0
+
+
 def test_a_node_that_is_too_small_is_refused(plans):
     plan, sizes = plans["ace"]
     with pytest.raises(
@@ -120,7 +127,8 @@ def test_a_node_that_is_too_small_is_refused(plans):
 
 def test_machines_as_they_are_written():
     given = (
-        "nodes=16, gpus=8,nic=25GB/s,disk=7GB/s,memory=2TB,flops=60TFLOPS,stream=1TB/s,hash=2GB/s"
+        "nodes=16, gpus=8,nic=25GB/s,disk=7GB/s,memory=2TB,flops=60TFLOPS,stream=1TB/s,hash=2GB/s,"
+        "start=2.5s"
     )
     assert parse_hardware(given) == Hardware(
         nodes=16,
@@ -131,13 +139,14 @@ def test_machines_as_they_are_written():
         flops=6e13,
         stream=1e12,
         hash=2e9,
+        start=2.5,
     )
 
 
 @pytest.mark.parametrize(
     "given, said",
     [
-        ("node=16", "is none of nodes=.*hash=. Did you mean 'nodes'"),
+        ("node=16", "is none of nodes=.*hash=, start=. Did you mean 'nodes'"),
         ("nodes", "is none of nodes="),
         ("nodes=0", "a whole number from 1"),
         ("nodes=1.5", "a whole number"),
@@ -151,6 +160,8 @@ def test_machines_as_they_are_written():
         ("flops=0", "operations a second"),
         ("flops=1..2T", "1..2T"),
         ("memory=", "not a size"),
+        ("start=2.5", "write seconds, such as 2.5s"),
+        ("start=-1s", "write seconds"),
     ],
 )
 def test_what_is_no_description_is_named(given, said):

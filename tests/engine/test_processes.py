@@ -54,6 +54,40 @@ def test_the_same_bytes_as_threads_of_many_methods(plain, tmp_path, monkeypatch)
         assert one == three
 
 
+class Order:
+    """Notes what was done, in that order."""
+
+    def __init__(self):
+        self.done = []
+
+    def start(self, total):
+        pass
+
+    def advance(self, what, size, *, resumed=False):
+        self.done.append(what)
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.slow
+def test_the_largest_items_are_begun_first(tmp_path, monkeypatch):
+    """So no small one is done before a large one, as each of two workers begins with one."""
+    fork_workers(monkeypatch)
+    base = {f"layers.{n}.proj.weight": torch.randn(16, 16) for n in range(20)}
+    large = [f"layers.{n}.proj.weight" for n in (20, 21)]
+    base |= {name: torch.randn(512, 512) for name in large}
+    save_file(base, tmp_path / "base.safetensors")
+    expert = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in base.items()}
+    save_file(expert, tmp_path / "expert.safetensors")
+    given = (tmp_path / "base.safetensors", [tmp_path / "expert.safetensors"], "ace")
+    order = Order()
+    covmerge.merge(*given, tmp_path / "out", workers=2, progress=order)
+    assert order.done[0] in large and len(order.done) == 22
+    covmerge.merge(*given, tmp_path / "whole")
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ace", "ties"])
 def test_workers_that_are_killed_at_random(plain, tmp_path, monkeypatch, method):

@@ -15,9 +15,6 @@ from covmerge.errors import ResourceError
 from covmerge.plan import Plan, WorkItem
 from covmerge.recipe import format_size
 
-# Seconds that a process takes to start, to plan by headers and to publish: a guess, of a small merge here.
-_STARTS = 4.0
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -100,7 +97,7 @@ def forecast(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -
         _merging(plan, hardware, sources),
         _verifying(plan, hardware),
     ]
-    start = Stage("start", _STARTS, "processes", {"processes": _STARTS}, 0, 0)
+    start = Stage("start", hardware.start, "processes", {"processes": hardware.start}, 0, 0)
     return Forecast(
         hardware, (start, *(s for s in stages if s.total_bytes)), memory, largest.tensor.name
     )

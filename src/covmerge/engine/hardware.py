@@ -15,10 +15,13 @@ _HASHED = 1.5e9
 _CORE, _GPU = 5e10, 2.5e13
 # What a core of a CPU converts to float32, scales and adds up, of bytes as they are stored.
 _STREAMED, _STREAMED_GPU = 1.5e9, 5e11
+# Seconds that a process takes to start, to plan by headers and to publish: of a small merge here.
+_STARTS = 4.0
 _RATE = re.compile(r"\s*/\s*s(?:ec)?\Z")
 _FLOPS = re.compile(
     r"([0-9.]{1,20}(?:e[0-9]{1,2})?)([kMGTP]?)(?:F|FLOPS?|FLOP/s|F/s)?", re.IGNORECASE
 )
+_SECONDS = re.compile(r"([0-9]{1,7}(?:\.[0-9]{1,9})?) ?s")
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 
@@ -37,6 +40,7 @@ class Hardware:
         flops: floating-point operations a second in products, of a GPU, or of all cores of a node.
         stream: bytes a second that the same converts and adds up.
         hash: bytes a second of SHA-256, of a core.
+        start: seconds that a process takes to start, to plan and to publish.
     """
 
     nodes: int = 1
@@ -49,6 +53,7 @@ class Hardware:
     flops: float = 0.0
     stream: float = 0.0
     hash: float = _HASHED
+    start: float = _STARTS
 
     @property
     def workers(self) -> int:
@@ -122,8 +127,16 @@ def _flops(value: str) -> float:
     return rate
 
 
+def _seconds(value: str) -> float:
+    match = _SECONDS.fullmatch(value)
+    if match is None:
+        raise ValueError("write seconds, such as 2.5s")
+    return float(match[1])
+
+
 _PARSERS: dict[str, Callable[[str], int | float]] = {
     **{"nodes": _count(1), "gpus": _count(0), "cores": _count(1), "memory": parse_size},
     **dict.fromkeys(("nic", "disk", "storage", "stream", "hash"), _rate),
     "flops": _flops,
+    "start": _seconds,
 }

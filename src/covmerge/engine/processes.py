@@ -20,10 +20,11 @@ from filelock import FileLock
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.engine.devices import usable_device
-from covmerge.engine.executor import Batch, Done, Task
+from covmerge.engine.executor import Batch, Done, Task, moved_together
 from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Sources
 from covmerge.engine.lots import Lot
+from covmerge.engine.order import largest_first
 from covmerge.engine.portable import portable
 from covmerge.engine.reading import FileLook, read_files
 from covmerge.engine.serving import serve
@@ -34,6 +35,10 @@ from covmerge.types import Json
 Opener = Callable[[], AbstractContextManager[Sources]]
 
 _SPAWN = get_context("spawn")  # a fork of a process with threads may hang
+# How far ahead the largest item is looked for. Hashes of the sources follow what has been looked at
+# (`InStep`), in the order of the files: they may be as far ahead of the reader, and no further, so that
+# each finds in the page cache what the other has read.
+_LOOK_AHEAD = 2 * 2**30
 
 
 class Processes:
@@ -66,7 +71,8 @@ class Processes:
         """
         if task.outputs and not all(output.in_files for output in task.outputs):
             raise InputError("a merge in memory cannot be shared by processes: leave out --workers")
-        stage = _Stage(iter(batches), replace(task, sources=Sources({})))
+        ordered = largest_first(batches, _size, within=_LOOK_AHEAD)
+        stage = _Stage(ordered, replace(task, sources=Sources({})))
         self._threads = torch.get_num_threads()
         for device in self._devices[len(self._workers) :]:
             self._workers.append(self._start(device))
@@ -256,6 +262,10 @@ class _Worker:
         # One that has died is noticed when it should answer.
         with suppress(BrokenPipeError, ConnectionError):
             self.connection.send(message)
+
+
+def _size(numbered: tuple[int, Batch]) -> int:
+    return moved_together(numbered[1])
 
 
 def _ended(process: BaseProcess) -> str:

@@ -25,6 +25,7 @@ from covmerge.engine.executor import Batch, Done, Task, moved_together
 from covmerge.engine.hashing import Contents, Hashing
 from covmerge.engine.inputs import Sources
 from covmerge.engine.lots import Lot
+from covmerge.engine.order import largest_first
 from covmerge.engine.portable import portable
 from covmerge.engine.processes import Opener
 from covmerge.engine.reading import FileLook
@@ -84,7 +85,7 @@ class Cluster:
         given = [self._opening, setup]
         cores = int(ray.cluster_resources().get("CPU", 1))
         loads = _loads(list(batches), cores)
-        waiting = iter(sorted(loads, key=_size, reverse=True))
+        waiting = largest_first(loads, _size)
         here = ray.get_runtime_context().get_node_id()
         running: dict[Any, _Load] = {}
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from covmerge.engine.budget import PROCESS_HOLDS
+from covmerge.engine.order import largest_first
 from covmerge.errors import ResourceError
 
 _RETRIES = 3  # of a task whose process or node was lost
@@ -47,7 +48,7 @@ class Pieces(Generic[_Name]):
             ResourceError: the nodes that did a piece were lost again and again.
             CancelledError: it is over.
         """
-        waiting = iter(sorted(sizes, key=lambda name: -sizes[name]))
+        waiting = largest_first(sizes, lambda name: sizes[name])
         found: dict[_Name, Any] = {}
         running: dict[Any, _Name] = {}
         while self._submit(waiting, running):

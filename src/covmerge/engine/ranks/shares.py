@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from covmerge.engine.order import largest_first
+
 
 def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Divide items among some, the largest first and each to whoever has least so far.
@@ -18,7 +20,7 @@ def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
     """
     divided: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+    for place in largest_first(range(len(sizes)), lambda place: sizes[place]):
         load, number = heapq.heappop(loads)
         divided[number].append(place)
         heapq.heappush(loads, (load + sizes[place], number))
