@@ -14,6 +14,7 @@ from typing import Any
 
 from covmerge.errors import InputError
 from covmerge.stores.address import Address
+from covmerge.stores.link import MOST
 from covmerge.stores.retries import RefusedError
 from covmerge.stores.server import Look
 
@@ -23,7 +24,15 @@ _PIECE = 2**25  # bytes of a part of what is sent
 
 _PATIENCE = {"read_timeout": SILENCE, "connect_timeout": 10}
 # One layer makes requests again. Of parts that are sent it is botocore: it knows which.
-_READING = {_S3: {"config_kwargs": {**_PATIENCE, "retries": {"total_max_attempts": 1}}}}
+_READING = {
+    _S3: {
+        "config_kwargs": {
+            **_PATIENCE,
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": MOST,
+        }
+    }
+}
 _WRITING = {
     _S3: {
         "max_concurrency": 4,  # parts of a file at once, in memory

@@ -107,7 +107,7 @@ class RangeCache:
     def put(self, part: int, name: str, data: memoryview) -> None:
         """Keep a block whole, or not at all; what was used least recently makes room.
 
-        A disk that is full, or may not be written to, ends no merge: that is said, and nothing more is kept.
+        A disk that is full, or may not be written to, ends no merge: that is said, and no more is kept.
         """
         if self._failed:
             return

@@ -1,8 +1,8 @@
 """A folder of another machine as a store, to read: by ranges, in parallel, again where a request fails.
 
 A request costs its way there and back, 10 to 100 ms, whatever it brings. So large reads go out as parts
-of 8 MiB, eight at once, which fill a link of 25 Gbit/s at 20 ms; and small ones are served out of a window,
-which is fetched whole: 1 MiB, and twice as much each time that a reader goes on where it ended, to 32 MiB.
+of 1 to 8 MiB, several at once (`link.py`); and small ones are served out of a window, which is fetched
+whole: 1 MiB, and twice as much each time that a reader goes on where it ended, to 32 MiB.
 What was fetched is kept on the disk where the user allows that (`range_cache.py`).
 """
 
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from covmerge.stores.address import OBJECTS, Address, address_of, local_path
+from covmerge.stores.link import link_to
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.object_server import ObjectServer
 from covmerge.stores.page_server import PageServer
@@ -30,8 +31,6 @@ from covmerge.stores.store import Stamp
 
 Found = TypeVar("Found")
 
-PART = 2**23
-_AT_ONCE = 8
 _SMALL = 2**22  # reads below it are served out of windows
 _WINDOW = 2**20
 _WIDEST = 2**25
@@ -151,6 +150,7 @@ class RemoteFile:
         self._look = look
         self._windows = windows
         self._kept = kept
+        self._link = link_to("/".join(server.shown(path).split("/")[:3]))
         self.stamp = _stamp(look)
 
     def __enter__(self) -> RemoteFile:
@@ -181,32 +181,47 @@ class RemoteFile:
     def _fetch(self, target: memoryview, offset: int) -> None:
         whole = [range(offset, offset + len(target))]
         missing = whole if self._kept is None else self._kept.fill(target, offset)
-        parts = [run[begin : begin + PART] for run in missing for begin in range(0, len(run), PART)]
+        length = sum(map(len, missing))
 
         async def fetch() -> None:
-            gate = asyncio.Semaphore(_AT_ONCE)
-            await all_of(fetch_part(gate, part) for part in parts)
+            await all_of(fetch_some() for _ in range(self._link.most(length)))
 
-        async def fetch_part(gate: asyncio.Semaphore, part: range) -> None:
-            async with gate:
-                await self._fetch_part(part, target, offset)
+        async def fetch_some() -> None:
+            while missing:
+                async with self._link.turn():
+                    if not missing:  # others took it meanwhile
+                        return
+                    part = _taken(missing, self._link.part(length))
+                    read = await self._fetch_part(part, target, offset)
+                if self._kept is not None:
+                    await asyncio.to_thread(self._kept.keep, read, part.start)
 
-        if parts:
+        if missing:
             _run(self._server, fetch)
 
-    async def _fetch_part(self, part: range, target: memoryview, offset: int) -> None:
+    async def _fetch_part(self, part: range, target: memoryview, offset: int) -> memoryview:
         """Fetch a part, of which memory that begins at `offset` has a place for all or for some."""
         inside = offset <= part.start and part.stop <= offset + len(target)
-        own = (
-            target[part.start - offset :][: len(part)]
-            if inside
-            else memoryview(bytearray(len(part)))
+        own = target[part.start - offset :] if inside else memoryview(bytearray(len(part)))
+        own = own[: len(part)]
+        await persist(
+            lambda: self._link.attempt(
+                lambda: self._server.fetch(self._path, own, part.start, self._look), len(own)
+            )
         )
-        await persist(lambda: self._server.fetch(self._path, own, part.start, self._look))
         if not inside:
             copy_overlap(own, part.start, target, offset)
-        if self._kept is not None:
-            await asyncio.to_thread(self._kept.keep, own, part.start)
+        return own
+
+
+def _taken(missing: list[range], size: int) -> range:
+    """Take the next bytes off what is missing, at most so many."""
+    run = missing[0]
+    if len(run) > size:
+        missing[0] = run[size:]
+    else:
+        del missing[0]
+    return run[:size]
 
 
 class _Window:
