@@ -7,7 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+import covmerge
 from covmerge.stores import link
 from covmerge.stores.address import address_of
 from covmerge.stores.link import Link, link_to
@@ -83,6 +86,20 @@ def test_a_server_that_refuses_is_not_pressed(tmp_path: Path, small: None) -> No
         assert narrow.refused <= 12 and narrow.peak == 4
         asked = sum(path == "/m.bin" for _, path, _ in server.requests)
         assert asked <= 160 + 1 + narrow.refused
+
+
+def test_the_sources_of_an_item_are_read_at_once(tmp_path: Path) -> None:
+    """Of one source there are no more than five requests to make."""
+    names = ("base", "a", "b", "c")
+    for name in names:
+        save_file({"h.0.w": torch.randn(1100, 1024)}, tmp_path / f"{name}.safetensors")
+    narrow = Narrow(latency=0.05)
+    with serving(narrow.app(files(tmp_path))) as server:
+        base, *experts = (f"{server.url}/{name}.safetensors" for name in names)
+        merged = covmerge.merge(base, dict(zip(names[1:], experts, strict=True)), "average")
+    assert narrow.peak == 8
+    here = (load_file(tmp_path / f"{name}.safetensors")["h.0.w"] for name in names[1:])
+    torch.testing.assert_close(merged.tensors["h.0.w"], sum(here) / 3)
 
 
 def test_one_lost_connection_is_no_reason_and_two_are(tmp_path: Path, small: None) -> None:
