@@ -117,10 +117,10 @@ class RangeCache:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 path.parent.mkdir(exist_ok=True)
                 _make_room(path.parent, self._share - len(content))
-            if free_bytes(path.parent) < _SPARED:
-                raise ResourceError(
-                    f"less than {_SPARED} bytes are free on the disk of {path.parent}"
-                )
+                if free_bytes(path.parent) < _SPARED:
+                    raise ResourceError(
+                        f"less than {_SPARED} bytes are free on the disk of {path.parent}"
+                    )
             replace_file(path, content)
         except (InputError, ResourceError) as error:
             self._give_up(error)
