@@ -1,11 +1,14 @@
-"""The forecast of `covmerge plan --cluster` held against merges: one process, two, two nodes; two disks.
+"""The forecast of `covmerge plan --cluster` held against merges by one process, two, and two nodes of Ray.
 
     python -m benchmarks.predicted [--methods average ties ace auto] [--layers 32] [--width 1024]
-                                   [--disk 150e6] [--no-ray]
+                                   [--disk 150e6] [--link 100e6] [--over fast slow link]
+                                   [--no-ray] [--out FILE]
 
-On a machine that does nothing else, where it takes some minutes. The rates that the forecast is given are
-measured first, of one core. Start-up is one number of the forecast, and is held against that of a merge of
-next to nothing, in a line of its own; the other lines are without it.
+On a machine that does nothing else, where it takes some minutes: from a fast disk, a slow one, and over a
+link whose server grants each connection a quarter of it. The link brings the sources alone; the forecast
+takes it for the network of the machine, on which the output is too. The rates that the forecast is given
+are measured first, of one core. Start-up is one number of the forecast, and is held against that of a merge
+of next to nothing, in a line of its own; the other lines are without it.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
+from math import inf
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from benchmarks.measure import machine, spawn
+from benchmarks.narrow import Rates, serving
 from benchmarks.nodes import nodes_of_ray
 from benchmarks.throttled import Disk
 from covmerge.api import forecast_recipe
@@ -35,6 +41,7 @@ from covmerge.recipe import parse_recipe
 
 OUT = Path(__file__).parent / "results" / "predicted.json"
 EXPERTS = ("a", "b", "c")
+OVER = ("fast", "slow", "link")
 _CORES = os.cpu_count() or 1
 
 
@@ -61,6 +68,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--disk", type=float, default=150e6, help="bytes a second of the slow one")
+    parser.add_argument("--link", type=float, default=100e6, help="bytes a second of the link")
+    parser.add_argument("--over", nargs="+", choices=OVER, default=list(OVER))
+    parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--no-ray", action="store_true", help="leave out the nodes of Ray")
     given = parser.parse_args()
     memory = Path("/dev/shm")  # a fast disk that is the same every time
@@ -71,7 +81,8 @@ def main() -> None:
             ray = ("--executor", "ray", f"--address={stack.enter_context(nodes_of_ray(2))}")
             ways["2 nodes of Ray"] = Way(ray, {"nodes": 2, "cores": 1})
         rows = measured(Path(name), given, ways)
-    OUT.write_text(json.dumps({"machine": machine(), **vars(given), **rows}, indent=1) + "\n")
+    told = {name: value for name, value in vars(given).items() if name != "out"}
+    given.out.write_text(json.dumps({"machine": machine(), **told, **rows}, indent=1) + "\n")
 
 
 def measured(folder: Path, given: argparse.Namespace, ways: Mapping[str, Way]) -> dict[str, object]:
@@ -81,22 +92,33 @@ def measured(folder: Path, given: argparse.Namespace, ways: Mapping[str, Way]) -
     save_sources(tiny, 1, 16)
     rates = rates_of(sources / "base.safetensors")
     print("one core: " + ", ".join(f"{name} {rate:.3g}" for name, rate in rates.items()))
-    starts = {
-        name: min(merged(tiny, "average", way, folder, None) for _ in range(2))
-        for name, way in ways.items()
+    over: dict[str, dict[str, float]] = {
+        "fast": {},
+        "slow": {"disk": given.disk},
+        "link": {"nic": given.link},
     }
     rows: list[dict[str, object]] = []
     started = 0.0
-    print(
-        f"{'':8} {'disk':>6} {'by':>14} {'predicted':>10} {'measured':>9} {'error':>6}  waits for"
-    )
-    for method in given.methods:
-        for disk in (None, given.disk):
+    link = Rates(latency=0.01, each=given.link / 4, total=given.link)
+    with serving(folder, link) as server:
+        places = {place: server.url if place == "link" else str(folder) for place in OVER}
+        starts = {
+            f"{name}, {place}": min(
+                merged(f"{at}/tiny", "average", way, folder, None) for _ in range(2)
+            )
+            for (place, at), (name, way) in product(places.items(), ways.items())
+            if place != "slow"
+        }
+        print(
+            f"{'':8} {'over':>6} {'by':>14} {'predicted':>10} {'measured':>9} {'error':>6}  waits for"
+        )
+        for method, place in product(given.methods, given.over):
             alone = 0.0
             for name, way in ways.items():
-                link = rates | ({} if disk is None else {"disk": disk})
-                found = predicted(sources, method, way, link)
-                own = merged(sources, method, way, folder, disk) - starts[name]
+                at = f"{places[place]}/sources"
+                found = predicted(at, method, way, rates | over[place])
+                own = merged(at, method, way, folder, over[place].get("disk"))
+                own -= starts[f"{name}, {'link' if place == 'link' else 'fast'}"]
                 alone = alone or own
                 start, *stages = found.stages
                 started = start.seconds
@@ -105,7 +127,7 @@ def measured(folder: Path, given: argparse.Namespace, ways: Mapping[str, Way]) -
                 rows.append(
                     {
                         "method": method,
-                        "disk": disk,
+                        "over": place,
                         "by": name,
                         "predicted": ahead,
                         "measured": own,
@@ -113,8 +135,8 @@ def measured(folder: Path, given: argparse.Namespace, ways: Mapping[str, Way]) -
                     }
                 )
                 print(
-                    f"{method:8} {'fast' if disk is None else 'slow':>6} {name:>14} {ahead:8.1f} s "
-                    f"{own:7.1f} s {ahead / own - 1:+6.0%}  {bound}, {alone / own:.2f} × as fast as one",
+                    f"{method:8} {place:>6} {name:>14} {ahead:8.1f} s {own:7.1f} s "
+                    f"{ahead / own - 1:+6.0%}  {bound}, {alone / own:.2f} × as fast as one",
                     flush=True,
                 )
     told = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in starts.items())
@@ -164,26 +186,27 @@ def best(function: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def predicted(sources: Path, method: str, way: Way, rates: dict[str, float]) -> Forecast:
-    """The forecast for what merges on this machine, with a core for each process, and one disk for all."""
-    experts = {name: str(sources / f"{name}.safetensors") for name in EXPERTS}
-    base = str(sources / "base.safetensors")
+def predicted(sources: str, method: str, way: Way, rates: dict[str, float]) -> Forecast:
+    """The forecast for this machine, with a core for each process, and one disk and link for all."""
+    experts = {name: f"{sources}/{name}.safetensors" for name in EXPERTS}
+    base = f"{sources}/base.safetensors"
     recipe = parse_recipe({"base": base, "experts": experts, "method": method})
-    hardware = Hardware(**way.machines, **rates, storage=rates["disk"])  # pyright: ignore[reportArgumentType]
+    all_get = min(rates["disk"], rates.get("nic", inf))
+    hardware = Hardware(**way.machines, **rates, storage=all_get)  # pyright: ignore[reportArgumentType]
     _, found = forecast_recipe(recipe, hardware)
     return found
 
 
-def merged(sources: Path, method: str, way: Way, folder: Path, disk: float | None) -> float:
+def merged(sources: str, method: str, way: Way, folder: Path, disk: float | None) -> float:
     """Seconds of a merge, from its start to its end."""
-    experts = [f"--expert={name}={sources / name}.safetensors" for name in EXPERTS]
+    experts = [f"--expert={name}={sources}/{name}.safetensors" for name in EXPERTS]
     out, environment = folder / "out", {**os.environ, "OMP_NUM_THREADS": "1"}
     if disk is not None:
         Disk.make(folder / "disk")
         environment["THROTTLE"] = f"{disk}:{folder / 'disk'}"
     command: Sequence[str] = [
         *(sys.executable, "-m", "benchmarks.throttled", "merge"),
-        *("--base", str(sources / "base.safetensors"), *experts, f"--method={method}"),
+        *("--base", f"{sources}/base.safetensors", *experts, f"--method={method}"),
         *("--threads=1", *way.flags, str(out)),
     ]
     found = spawn(command, env=environment, log=folder / "log")

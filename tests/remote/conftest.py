@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from covmerge.stores import retries
+from covmerge.stores.link import link_to
 from tests.remote.servers import KEYS, Server, s3, serving
 from tests.verification.test_files import save_models
 
@@ -52,6 +53,12 @@ def s3_server() -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "WAITS", (0.01,) * 5)
+
+
+@pytest.fixture(autouse=True)
+def new_links() -> None:
+    """What was learned of one server is nothing to another at the same address."""
+    link_to.cache_clear()
 
 
 @pytest.fixture

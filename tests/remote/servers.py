@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ KEYS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
+
+_CHUNK = 2**14
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 Fault = Callable[[App, dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -103,17 +106,18 @@ def files(folder: Path, headers: dict[str, str] | None = None, ranges: bool = Tr
         if not path.is_file():
             start("404 Not Found", [("Content-Length", "0")])
             return []
-        data, status = path.read_bytes(), path.stat()
+        status = path.stat()
+        size = status.st_size
         said = {"ETag": f'"{status.st_mtime_ns:x}"'} if headers is None else headers
         if ranges and (asked := re.fullmatch(r"bytes=(\d+)-(\d+)", environ.get("HTTP_RANGE", ""))):
-            first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
-            part = data[first : last + 1]
-            told = {"Content-Range": f"bytes {first}-{last}/{len(data)}"} if part else {}
-            if not part:
-                told = {"Content-Range": f"bytes */{len(data)}"}
+            first, last = int(asked[1]), min(int(asked[2]), size - 1)
+            with path.open("rb") as file:
+                file.seek(first)
+                part = file.read(max(0, last + 1 - first))
+            told = {"Content-Range": f"bytes {first}-{last}/{size}" if part else f"bytes */{size}"}
             code = "206 Partial Content" if part else "416 Range Not Satisfiable"
         else:
-            part, told, code = data, {}, "200 OK"
+            part, told, code = path.read_bytes(), {}, "200 OK"
         start(code, [*{"Content-Length": str(len(part)), **told, **said}.items()])
         return [part]
 
@@ -148,3 +152,56 @@ def late(seconds: float) -> Fault:
         yield data[len(data) // 2 :]
 
     return fault
+
+
+@dataclass
+class Narrow:
+    """A link to a server, which answers so many requests at once.
+
+    Attributes:
+        latency: seconds until an answer begins.
+        each: bytes a second of a connection.
+        total: bytes a second of all.
+        most: requests at once; what goes beyond is answered by status 503.
+        peak: the most requests that were answered at once.
+        refused: how many were answered by 503.
+    """
+
+    latency: float = 0.0
+    each: float = float("inf")
+    total: float = float("inf")
+    most: int = 1000
+    peak: int = 0
+    refused: int = 0
+    _now: int = 0
+    _free: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def app(self, right: App) -> App:
+        """What answers over this link."""
+
+        def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            time.sleep(self.latency)
+            with self._lock:
+                if self._now >= self.most:
+                    self.refused += 1
+                    return status("503 Slow Down")(right, environ, start)
+                self._now += 1
+                self.peak = max(self.peak, self._now)
+            return self._sent(b"".join(right(environ, start)))
+
+        return answer
+
+    def _sent(self, data: bytes) -> Iterator[bytes]:
+        began = time.monotonic()
+        try:
+            for offset in range(0, len(data), _CHUNK):
+                chunk = data[offset : offset + _CHUNK]
+                with self._lock:
+                    self._free = max(self._free, time.monotonic()) + len(chunk) / self.total
+                    due = max(self._free, began + (offset + len(chunk)) / self.each)
+                time.sleep(max(0.0, due - time.monotonic()))
+                yield chunk
+        finally:
+            with self._lock:
+                self._now -= 1

@@ -18,7 +18,7 @@ from covmerge import open_checkpoint
 from covmerge.checkpoints import fingerprint
 from covmerge.checkpoints import remote as fetching
 from covmerge.errors import CheckpointError, InputError
-from covmerge.stores import object_server, page_server, remote, retries
+from covmerge.stores import link, object_server, page_server, remote, retries
 from covmerge.stores.address import Address
 from covmerge.stores.remote import remote_store
 from covmerge.stores.retries import RefusedError
@@ -99,7 +99,8 @@ def test_shards_of_a_bucket(any_bucket: Bucket, models, tmp_path: Path) -> None:
 def test_small_reads_are_served_together_and_large_ones_in_parts(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PART", 2**16)
+    monkeypatch.setattr(link, "_SHORTEST", 2**16)
+    monkeypatch.setattr(link, "_LONGEST", 2**16)
     monkeypatch.setattr(remote, "_SMALL", 2**17)
     monkeypatch.setattr(remote, "_WINDOW", 2**14)
     many = {f"bias.{n:03}": torch.randn(8) for n in range(100)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -11,6 +13,8 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints.remote import RemoteCheckpoint
+from covmerge.engine.thread_count import use_threads
 from covmerge.errors import NotFiniteError, TensorError
 from covmerge.linalg.lapack import dot, square_norm
 from covmerge.plan import (
@@ -31,6 +35,8 @@ from covmerge.types import Json, LowRank, Measured
 Stored = Tensor | LowRank | tuple[LowRank, ...]
 # None: the expert has nothing for these rows, which counts as unchanged.
 Update = Stored | None
+
+_AT_ONCE = 8  # sources of other machines that are read at once
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,25 @@ class Sources:
         """Read the rows of an operand that has weights of its own."""
         assert operand.tensor is not None
         return self.checkpoints[operand.source].read(operand.tensor, rows)
+
+    def together(self, reads: Sequence[tuple[str, Callable[[], Update]]]) -> list[Update]:
+        """Carry out reads of sources, which are given by key; those of other machines' files at once.
+
+        A link has room for more than some rows of one source. What lies here, or is dequantised as it is
+        read, is read one after the other: the plan has counted the workspace of one.
+        """
+        far = [isinstance(self.checkpoints.get(key), RemoteCheckpoint) for key, _ in reads]
+        if sum(far) < 2:
+            return [read() for _, read in reads]
+        with ThreadPoolExecutor(_AT_ONCE, "covmerge-far", use_threads, (1,)) as pool:
+            begun = [
+                pool.submit(read) if own else None
+                for own, (_, read) in zip(far, reads, strict=True)
+            ]
+            return [
+                read() if own is None else own.result()
+                for own, (_, read) in zip(begun, reads, strict=True)
+            ]
 
     def read_packed(self, item: WorkItem) -> tuple[Tensor, ...]:
         """Read what the base stores of the rows of an item that is packed as there."""
@@ -133,17 +158,23 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     alike = next((item for item in items if is_as_base(item)), None)
     packed = () if alike is None else sources.read_packed(alike)
     as_stored = bool(packed) and not merging  # nothing is asked of what is copied packed
-    own = (
-        torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
-        if base is None or as_stored
-        else sources.read_rows(base, first.rows)
+
+    def read_base() -> Tensor:
+        if base is None or as_stored:
+            return torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
+        return sources.read_rows(base, first.rows)
+
+    operands: Mapping[str, Operand] = merging[0].tensor.operands if merging else {}
+    own, *updates = sources.together(
+        [
+            ("" if base is None or as_stored else base.source, read_base),
+            *((o.source, partial(sources.read, o, first.rows)) for o in operands.values()),
+        ]
     )
+    assert isinstance(own, Tensor)
     if not merging:
         return Inputs(own, {}, packed=packed)
-    tensor = merging[0].tensor
-    rows = {
-        expert: sources.read(operand, first.rows) for expert, operand in tensor.operands.items()
-    }
+    tensor, rows = merging[0].tensor, dict(zip(operands, updates, strict=True))
     look = tensor.operation
     merged = (
         sources.read(look.merged, first.rows) if isinstance(look, Look) and look.merged else None

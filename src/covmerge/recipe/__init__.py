@@ -13,8 +13,8 @@ from covmerge.recipe.schema import (
     json_schema,
     output_as,
 )
-from covmerge.recipe.sizes import format_size, parse_size
 from covmerge.recipe.tokenizer import TokenizerRules
+from covmerge.sizes import format_size, parse_size
 
 __all__ = [
     "NOTHING",

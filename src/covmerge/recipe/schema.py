@@ -28,10 +28,10 @@ from covmerge.errors import InputError, RecipeError, did_you_mean
 from covmerge.findings import FAULTS, fault_name
 from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
 from covmerge.recipe.run import Run
-from covmerge.recipe.sizes import parse_size
 from covmerge.recipe.strict import StrictModel
 from covmerge.recipe.tokenizer import TEMPLATES, TokenizerRules, check_template
 from covmerge.recipe.varied import VARIED_SCHEMA, check_varied, is_varied
+from covmerge.sizes import parse_size
 from covmerge.stores.address import address_of
 from covmerge.text import shown
 from covmerge.types import Role

@@ -14,17 +14,27 @@ from typing import Any
 
 from covmerge.errors import InputError
 from covmerge.stores.address import Address
+from covmerge.stores.link import MOST
 from covmerge.stores.retries import RefusedError
 from covmerge.stores.server import Look
 
+_S3 = "s3"
 SILENCE = 30  # seconds without a byte
 _PIECE = 2**25  # bytes of a part of what is sent
 
 _PATIENCE = {"read_timeout": SILENCE, "connect_timeout": 10}
 # One layer makes requests again. Of parts that are sent it is botocore: it knows which.
-_READING = {"s3": {"config_kwargs": {**_PATIENCE, "retries": {"total_max_attempts": 1}}}}
+_READING = {
+    _S3: {
+        "config_kwargs": {
+            **_PATIENCE,
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": MOST,
+        }
+    }
+}
 _WRITING = {
-    "s3": {
+    _S3: {
         "max_concurrency": 4,  # parts of a file at once, in memory
         "config_kwargs": {**_PATIENCE, "retries": {"total_max_attempts": 5}},
     }
@@ -53,6 +63,11 @@ class ObjectServer:
     def at(cls, address: Address, *, writing: bool = False) -> tuple[ObjectServer, str]:
         """Return the server of an address, and what it calls the place."""
         return cls(address.scheme, writing=writing), address.path
+
+    @property
+    def endpoint(self) -> str:
+        """See `Server.endpoint`: AWS_ENDPOINT_URL, a profile and so on say which it is."""
+        return str(self._system.s3.meta.endpoint_url) if self._scheme == _S3 else ""
 
     def inside(self, folder: str, name: str) -> str:
         """See `Server.inside`."""
@@ -86,12 +101,27 @@ class ObjectServer:
 
     async def fetch(self, path: str, target: memoryview, offset: int, seen: Look) -> None:
         """See `Server.fetch`."""
-        del seen  # what changes is told by `look`
         end = offset + len(target)
-        data: bytes = await self._system._cat_file(path, start=offset, end=end)
+        if self._scheme == _S3 and seen.version:
+            data = await self._of_version(path, offset, end, seen.version)
+        else:  # the number of a generation never comes again: `look` tells of the next one
+            data = await self._system._cat_file(path, start=offset, end=end)
         if len(data) != len(target):
             raise OSError(f"sent {len(data)} bytes of {len(target)}")
         target[:] = data
+
+    async def _of_version(self, path: str, start: int, end: int, version: str) -> bytes:
+        """Read a range if the object still has an ETag, which s3fs's own call does not ask."""
+        bucket, key, _ = self._system.split_path(path)
+        answer: Any = await self._system._call_s3(
+            "get_object",
+            Bucket=bucket,
+            Key=key,
+            Range=f"bytes={start}-{end - 1}",
+            IfMatch=f'"{version}"',
+        )
+        async with answer["Body"] as body:
+            return await body.read()
 
     async def send(self, file: Path, path: str) -> None:
         """Send a file, of which nothing is there before all of it is."""
@@ -116,7 +146,8 @@ def _look(info: Mapping[str, Any]) -> Look:
     if not isinstance(size, int) or size < 0:
         raise RefusedError("the server does not say how long it is")
     said = (str(info[key]).strip('"') for key in _VERSIONS if info.get(key))
-    return Look(size, next(said, ""))
+    version = next(said, "")
+    return Look(size, version, lasting=bool(version))
 
 
 def _file_system(scheme: str, *, writing: bool) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
@@ -23,6 +24,7 @@ SILENCE = 30.0  # seconds without a byte, or until an answer's head is there
 
 _WHOLE = 2**24  # the longest file that is read of a server that sends all of it
 _RANGE = re.compile(r"bytes (?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18})", re.ASCII)
+_TICKS = 2  # seconds from a change on in which there may be another of the same time
 _ELSEWHERE = frozenset({301, 302, 303, 307, 308})
 _HOPS = 6
 _AT_ONCE = 8
@@ -60,6 +62,7 @@ class PageServer:
         )
         self._system = system
         self.loop = system.loop
+        self.endpoint = ""
 
     @classmethod
     def at(cls, address: Address) -> tuple[PageServer, str]:
@@ -81,10 +84,10 @@ class PageServer:
                 raise FileNotFoundError(path)  # a page that says so, or lists a folder
             found = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
             if found is not None:
-                return Look(int(found[3]), _version(answer))
+                return _look(int(found[3]), answer)
             length = str(answer.headers.get("Content-Length", ""))
             if answer.status == 200 and length.isdecimal() and int(length) <= _WHOLE:
-                return Look(int(length), _version(answer))
+                return _look(int(length), answer)
         raise RefusedError("the server sends no ranges of it: download it, and pass its folder")
 
     async def listed(self, folder: str) -> Mapping[str, Look | None]:
@@ -207,6 +210,22 @@ def _is_near(host: str) -> bool:
         return not ip_address(name).is_global
     except ValueError:  # a name, or a number that some take for an address, such as 0 or 0x7f000001
         return name.rpartition(".")[2].startswith(tuple("0123456789"))
+
+
+def _look(size: int, answer: Any) -> Look:
+    return Look(size, _version(answer), lasting=_is_lasting(answer))
+
+
+def _is_lasting(answer: Any) -> bool:
+    """Whether a version can be no other file's: times count seconds, and so do ETags made of them."""
+    modified, now = (answer.headers.get(name) for name in ("Last-Modified", "Date"))
+    if modified is None:
+        return str(answer.headers.get("ETag", "W/")).startswith('"')  # no weak one
+    try:
+        age = parsedate_to_datetime(now) - parsedate_to_datetime(modified)
+    except (TypeError, ValueError):  # no date, or none of one of them
+        return False
+    return age.total_seconds() >= _TICKS
 
 
 def _version(answer: Any) -> str:

@@ -1,8 +1,9 @@
 """A folder of another machine as a store, to read: by ranges, in parallel, again where a request fails.
 
 A request costs its way there and back, 10 to 100 ms, whatever it brings. So large reads go out as parts
-of 8 MiB, eight at once, which fill a link of 25 Gbit/s at 20 ms; and small ones are served out of a window,
-which is fetched whole: 1 MiB, and twice as much each time that a reader goes on where it ended, to 32 MiB.
+of 1 to 8 MiB, several at once (`link.py`); and small ones are served out of a window, which is fetched
+whole: 1 MiB, and twice as much each time that a reader goes on where it ended, to 32 MiB.
+What was fetched is kept on the disk where the user allows that (`range_cache.py`).
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from covmerge.stores.address import OBJECTS, Address, address_of, local_path
+from covmerge.stores.link import link_to
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.object_server import ObjectServer
 from covmerge.stores.page_server import PageServer
 from covmerge.stores.paths import check_bare
+from covmerge.stores.range_cache import CachedFile, RangeCache, copy_overlap
 from covmerge.stores.retries import all_of, persist
 from covmerge.stores.server import Look, Server
 from covmerge.stores.store import Stamp
 
 Found = TypeVar("Found")
 
-PART = 2**23
-_AT_ONCE = 8
 _SMALL = 2**22  # reads below it are served out of windows
 _WINDOW = 2**20
 _WIDEST = 2**25
@@ -47,13 +48,15 @@ class RemoteStore:
     Args:
         server: who has them.
         path: what the server calls the folder.
+        cache: keeps what is read; None: nothing does.
     """
 
     folder = None
 
-    def __init__(self, server: Server, path: str) -> None:
+    def __init__(self, server: Server, path: str, cache: RangeCache | None = None) -> None:
         self._server = server
         self._path = path
+        self._cache = cache
         self._known = _Known()
         self._windows = _Windows()
 
@@ -100,13 +103,18 @@ class RemoteStore:
     def open(self, name: str, *, follow: bool = True) -> RemoteFile:
         """See `Store.open`."""
         del follow
-        return RemoteFile(self._server, self._at(name), self._look(name), self._windows)
+        path, look = self._at(name), self._look(name)
+        kept = None
+        if self._cache is not None and look.lasting:
+            identity = (self._server.endpoint, self._server.shown(path), look.version)
+            kept = self._cache.file(*identity, size=look.size)
+        return RemoteFile(self._server, path, look, self._windows, kept)
 
     def inside(self, folder: str) -> RemoteStore:
         """See `Store.inside`."""
         if not folder:
             return self
-        inner = RemoteStore(self._server, self._at(folder))
+        inner = RemoteStore(self._server, self._at(folder), self._cache)
         inner._known, inner._windows = self._known, self._windows
         return inner
 
@@ -134,11 +142,15 @@ class RemoteStore:
 class RemoteFile:
     """A file that is read by requests; see `Opened`."""
 
-    def __init__(self, server: Server, path: str, look: Look, windows: _Windows) -> None:
+    def __init__(
+        self, server: Server, path: str, look: Look, windows: _Windows, kept: CachedFile | None
+    ) -> None:
         self._server = server
         self._path = path
         self._look = look
         self._windows = windows
+        self._kept = kept
+        self._link = link_to("/".join(server.shown(path).split("/")[:3]))
         self.stamp = _stamp(look)
 
     def __enter__(self) -> RemoteFile:
@@ -167,18 +179,49 @@ class RemoteFile:
         return len(found)
 
     def _fetch(self, target: memoryview, offset: int) -> None:
-        async def parts() -> None:
-            gate = asyncio.Semaphore(_AT_ONCE)
-            await all_of(part(gate, begin) for begin in range(0, len(target), PART))
+        whole = [range(offset, offset + len(target))]
+        missing = whole if self._kept is None else self._kept.fill(target, offset)
+        length = sum(map(len, missing))
 
-        async def part(gate: asyncio.Semaphore, begin: int) -> None:
-            own = target[begin : begin + PART]
-            async with gate:
-                await persist(
-                    lambda: self._server.fetch(self._path, own, offset + begin, self._look)
-                )
+        async def fetch() -> None:
+            await all_of(fetch_some() for _ in range(self._link.most(length)))
 
-        _run(self._server, parts)
+        async def fetch_some() -> None:
+            while missing:
+                async with self._link.turn():
+                    if not missing:  # others took it meanwhile
+                        return
+                    part = _taken(missing, self._link.part(length))
+                    read = await self._fetch_part(part, target, offset)
+                if self._kept is not None:
+                    await asyncio.to_thread(self._kept.keep, read, part.start)
+
+        if missing:
+            _run(self._server, fetch)
+
+    async def _fetch_part(self, part: range, target: memoryview, offset: int) -> memoryview:
+        """Fetch a part, of which memory that begins at `offset` has a place for all or for some."""
+        inside = offset <= part.start and part.stop <= offset + len(target)
+        own = target[part.start - offset :] if inside else memoryview(bytearray(len(part)))
+        own = own[: len(part)]
+        await persist(
+            lambda: self._link.attempt(
+                lambda: self._server.fetch(self._path, own, part.start, self._look), len(own)
+            )
+        )
+        if not inside:
+            copy_overlap(own, part.start, target, offset)
+        return own
+
+
+def _taken(missing: list[range], size: int) -> range:
+    """Take the next bytes off what is missing, at most so many."""
+    run = missing[0]
+    if len(run) > size:
+        missing[0] = run[size:]
+    else:
+        del missing[0]
+    return run[:size]
 
 
 class _Window:
@@ -250,22 +293,26 @@ class _Known:
 
 
 def remote_store(address: Address) -> RemoteStore:
-    """Return what lies at an address as a store.
+    """Return what lies at an address as a store of sources, kept here as far as the user allows.
 
     Raises:
-        InputError: the packages that it takes are not installed.
+        InputError: the packages that it takes are not installed, or what is said of a cache makes no sense.
     """
-    return RemoteStore(*server_at(address))
+    return RemoteStore(*server_at(address), RangeCache.of_user())
 
 
 def store_at(given: str | Path) -> LocalFolder | RemoteStore:
-    """Return a folder that is given by its path or its address as a store.
+    """Return a folder that is given by its path or its address as a store, for an output that is looked at.
+
+    Of a server nothing is kept: what is verified is what lies there.
 
     Raises:
         InputError: as `address_of`.
     """
     address = address_of(given)
-    return LocalFolder(local_path(given)) if address is None else remote_store(address)
+    if address is None:
+        return LocalFolder(local_path(given))
+    return RemoteStore(*server_at(address))
 
 
 def server_at(address: Address) -> tuple[Server, str]:

@@ -83,6 +83,16 @@ async def all_of(requests: Iterable[Coroutine[Any, Any, Found]]) -> list[Found]:
         raise
 
 
+def passes(error: Exception) -> bool:
+    """Whether a request that failed so is worth another attempt."""
+    return _final(error) is None
+
+
+def is_too_much(error: Exception) -> bool:
+    """Whether a server says so that it is asked more than it can or will answer."""
+    return _answer(error)[0] in (429, 503)
+
+
 def _final(error: Exception) -> OSError | None:
     """What is told of an error that no further attempt mends; None: one may."""
     status, _ = _answer(error)

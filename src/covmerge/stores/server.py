@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -14,10 +14,12 @@ class Look:
     Attributes:
         size: bytes.
         version: what is another after every change; "": the server says nothing of the kind.
+        lasting: whether it is so also of a change that came at once, so that bytes may be kept under it.
     """
 
     size: int
     version: str
+    lasting: bool = field(default=False, compare=False)
 
 
 class Server(Protocol):
@@ -29,6 +31,11 @@ class Server(Protocol):
     @property
     def loop(self) -> Any:
         """The loop of events, in a thread of its own."""
+        ...
+
+    @property
+    def endpoint(self) -> str:
+        """What tells it from another that the same paths may be asked of; "": paths say all."""
         ...
 
     def inside(self, folder: str, name: str) -> str:
@@ -55,6 +62,6 @@ class Server(Protocol):
         """Fill memory from a place in a file, or fail.
 
         Raises:
-            ChangedError: it is no longer the file that was seen, where the server tells.
+            ChangedError: it is no longer the file that was seen; of a version that is lasting always.
         """
         ...
