@@ -227,6 +227,7 @@ def integers(form: str, bits: int, **more: Any) -> dict[str, Any]:
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
     }
 
 
