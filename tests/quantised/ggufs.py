@@ -89,11 +89,16 @@ def save_llama(
     kind: str,
     architecture: str = "llama",
     beside: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    tokenizer: str | None = None,
 ) -> Path:
     """Save a Llama, or what claims to be another: matrices in one type, where its blocks divide rows."""
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
     _add_sizes(writer, config)
+    if tokenizer is not None:
+        writer.add_tokenizer_model(tokenizer)
+        writer.add_token_scores([0.0] * config.vocab_size)
+        writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         module = name.removesuffix(".weight")

@@ -62,6 +62,8 @@ def moved(model: Any, seed: int) -> Any:
     return model
 
 
+# What clients themselves packed (make_goldens.py).
+GOLDENS = load_file(Path(__file__).with_name("goldens.safetensors"))
 Pack = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 
@@ -123,6 +125,45 @@ def bitsandbytes_8(name: str, weight: Tensor) -> dict[str, Tensor]:
     return {name: packed, name.replace(".weight", ".SCB"): scale}
 
 
+def bitsandbytes_4(
+    name: str, weight: Tensor, kind: str = "nf4", block: int = 64
+) -> dict[str, Tensor]:
+    """A weight in the client's sixteen numbers, with a scale for each block over all rows."""
+    values = GOLDENS[f"bitsandbytes {kind} 24/fc.weight.quant_map"]
+    own = weight.float().view(-1, block)
+    scales = own.abs().amax(1)
+    numbers = ((own / scales.view(-1, 1)).unsqueeze(-1) - values).abs().argmin(-1).to(torch.uint8)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    state = {"quant_type": kind, "blocksize": block, "dtype": dtype, "shape": [*weight.shape]}
+    return {
+        name: (numbers.flatten()[::2] << 4 | numbers.flatten()[1::2]).view(-1, 1),
+        f"{name}.absmax": scales,
+        f"{name}.quant_map": values.clone(),
+        f"{name}.quant_state.bitsandbytes__{kind}": torch.tensor(
+            [*json.dumps(state).encode()], dtype=torch.uint8
+        ),
+    }
+
+
+def int8_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """A weight in int8 with a scale for each row, as compressed-tensors stores it."""
+    scale = (weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype)
+    numbers = (weight.float() / scale.float()).round().clamp(-128, 127)
+    return {name: numbers.to(torch.int8), f"{name}_scale": scale}
+
+
+def int4_groups(name: str, weight: Tensor, group: int = 32) -> dict[str, Tensor]:
+    """A weight of 4 bits around 8 in words, with a scale for each group of a row's weights."""
+    own = weight.float().unflatten(1, (-1, group))
+    scale = (own.abs().amax(2) / 7).to(weight.dtype)
+    numbers = (own / scale.float().unsqueeze(2)).round().add(8).clamp(0, 15).flatten(1)
+    return {
+        f"{name}_packed": in_words(numbers, 4),
+        f"{name}_scale": scale,
+        f"{name}_shape": torch.tensor(weight.shape),
+    }
+
+
 def gptq(name: str, weight: Tensor, group: int = 32, bits: int = 4) -> dict[str, Tensor]:
     """A weight of 4 bits around 8, of 8 around 128, of 3 around 4; a scale for each group of inputs."""
     own = weight.float().mT
@@ -178,6 +219,19 @@ def mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+def integers(form: str, bits: int, **more: Any) -> dict[str, Any]:
+    """What compressed-tensors' config says of symmetric integers."""
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **more}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+BITSANDBYTES_4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 # How a model of each format is packed, and what its config says of it.
 FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
@@ -188,6 +242,16 @@ FORMATS: dict[str, tuple[Pack, dict[str, Any]]] = {
         {"quant_method": "compressed-tensors", "format": "float-quantized"},
     ),
     "bitsandbytes": (bitsandbytes_8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "bitsandbytes, NF4": (bitsandbytes_4, {**BITSANDBYTES_4, "bnb_4bit_quant_type": "nf4"}),
+    "bitsandbytes, FP4": (
+        partial(bitsandbytes_4, kind="fp4"),
+        {**BITSANDBYTES_4, "bnb_4bit_quant_type": "fp4"},
+    ),
+    "compressed-tensors, INT8": (int8_rows, integers("int-quantized", 8, strategy="channel")),
+    "compressed-tensors, INT4": (
+        int4_groups,
+        integers("pack-quantized", 4, strategy="group", group_size=32),
+    ),
     "gptq": (gptq, GPTQ),
     "gptq, 3 bits": (partial(gptq, bits=3), {**GPTQ, "bits": 3}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),

@@ -413,6 +413,7 @@ def test_what_transformers_keeps_in_float32_is_not_packed(tmp_path, form, kind):
     assert sum("DenseReluDense.wi" in name for name in stored) > 2  # with their scales
     said = json.dumps(settings(tmp_path / "out")).replace("\\\\.", ".")
     assert all(name.removesuffix(".weight") in said for name in wo)
+    assert ("dynamic" in settings(tmp_path / "out")) == (form in ("gptq", "awq"))
     if form != "fp8-block":
         return
     model, loaded = model_class.from_pretrained(

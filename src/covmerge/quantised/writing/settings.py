@@ -31,12 +31,15 @@ def with_plain(settings: Mapping[str, Any], modules: Sequence[str]) -> dict[str,
     if not modules:
         return {**settings}
     method = str(settings.get("quant_method"))
-    if method == "gptq":
-        # GPTQModel's form, which vLLM reads too: `-:` and a regular expression of names.
+    if method in ("gptq", "awq"):
+        # GPTQModel's form, which vLLM reads of GPTQ too: `-:` and a regular expression of names. Of
+        # AWQ GPTQModel reads no other; AutoAWQ, transformers and vLLM read the list below.
         given: object = settings.get("dynamic")
         known = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
         own: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in modules}
-        return {**settings, "dynamic": {**own, **known}}
+        settings = {**settings, "dynamic": {**own, **known}}
+    if method == "gptq":
+        return dict(settings)
     key = _OTHER_NAME if _OTHER_NAME in settings else _PLAIN[method]
     given = settings.get(key)
     named = [str(n) for n in cast("list[object]", given)] if isinstance(given, list) else []
