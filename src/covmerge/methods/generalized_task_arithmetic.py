@@ -80,9 +80,9 @@ def _in_order(place: int | str | None, seed: int, count: int) -> Numbers | None:
 
 
 def _overview_bytes(parameters: Parameters) -> float:
-    """Magnitudes in order, with their places; or magnitudes, where lengths are asked for; bits of all."""
-    ordered = parameters["sparsify"] in ("magnitude", "band")
-    return 17.0 if ordered else 5.0 if parameters["rescale"] else 1.0
+    """Magnitudes, where lengths are asked for; bits of all that are kept by chance."""
+    by_chance = parameters["sparsify"] in ("bernoulli", "ranked")
+    return 5.0 if parameters["rescale"] else 1.0 if by_chance else 0.0
 
 
 @register(
