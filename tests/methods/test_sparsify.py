@@ -1,5 +1,6 @@
 """What is kept of an update is that of a stable sort, however its rows come."""
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -95,6 +96,27 @@ def test_many_values_that_are_stored_in_half_precision():
             found = by_rows(update, [300, 777], how, density=0.2, gamma=0.01)
             assert torch.equal(found, by_sorting(update, how, 0.2, 0.01))
             assert int((found != 0).sum()) == 220_000
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", ["magnitude", "band"])
+def test_no_more_than_a_block_is_held(how, dtype, monkeypatch):
+    """While thresholds are looked for, in a sample, among all and among equal ones."""
+    monkeypatch.setattr(select, "_LEAST_SAMPLED", 1000)
+    alive = weakref.WeakSet()
+    most = 0
+
+    def blocks():
+        nonlocal most
+        for number in range(50):
+            generator = torch.Generator().manual_seed(number)
+            block = (torch.randint(-300, 301, (1, 100), generator=generator) / 7).to(dtype)
+            alive.add(block.untyped_storage())
+            most = max(most, len(alive))
+            yield Rows(block, torch.rand)
+
+    assert len(keep(blocks, (50, 100), how, density=0.3, gamma=0.05).limits) > 1
+    assert 0 < most <= 3
 
 
 @pytest.mark.parametrize("how", ["magnitude", "band"])
