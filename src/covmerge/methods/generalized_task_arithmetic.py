@@ -159,8 +159,9 @@ def generalized_task_arithmetic(
 
     Bit for bit what mergekit computes under task_arithmetic, ties, dare_linear, dare_ties, della,
     della_linear, breadcrumbs and breadcrumbs_ties, which are settings of it
-    (`covmerge.methods.mergekit.SETTINGS`). covmerge's own `ties`, `dare_ties` and `della` trim by one
-    threshold over the model, divide by probabilities, and elect nobody in a tie.
+    (`covmerge.methods.mergekit.SETTINGS`); of equal magnitudes at a threshold those of a stable sort are
+    kept, where mergekit's choice hangs on the processor. covmerge's own `ties`, `dare_ties` and `della`
+    trim by one threshold over the model, divide by probabilities, and elect nobody in a tie.
 
     Random numbers are drawn for all experts of a density below 1, one for each entry in order.
 
