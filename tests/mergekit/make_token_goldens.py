@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.mergekit.cases import SEED
+from tests.mergekit.stable import sort_stably
 from tests.mergekit.token_cases import RECIPES, by_token, ids_of, save_models
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "mergekit_tokens.safetensors"
@@ -21,6 +22,7 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "mergekit_tokens.safetensors"
 
 def main() -> None:
     """Write the file of goldens."""
+    sort_stably()
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions

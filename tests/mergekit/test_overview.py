@@ -33,7 +33,7 @@ RECIPES = {
     for seed, recipe, *_ in goldens()
     if recipe["merge_method"] in LOOKED_OVER and "slices" not in recipe
 }
-# What falls to equal magnitudes hangs on torch's sort of the whole, and what is rescaled on its sum.
+# Where thresholds fall among equal magnitudes, and what is rescaled hangs on the sum of the whole.
 HALF = {
     "merge_method": "ties",
     "base_model": "./half/base",
@@ -86,12 +86,20 @@ def test_bytes_are_those_of_the_whole(recipe, folder, looked_over):
     assert len(found) > 5
 
 
-def test_what_is_not_finite_is_named_with_its_place(folder, looked_over, tmp_path):
+@pytest.mark.parametrize("method", ["own", "ties", "breadcrumbs"])
+def test_what_is_not_finite_is_named_with_its_place(method, folder, looked_over, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(folder / "llama" / "t0", broken)
     tensors = load_file(broken / "model.safetensors")
     tensors["model.embed_tokens.weight"][21, 3] = float("nan")
     save_file(tensors, broken / "model.safetensors")
     looked_over()
+    own = {**OWN, "experts": {"a": str(broken)}}
+    theirs = {
+        "merge_method": method,
+        "base_model": "./llama/base",
+        "models": [{"model": str(broken)}, {"model": "./llama/t1"}],
+        "parameters": {"weight": 1.0, "density": 0.4},
+    }
     with pytest.raises(NotFiniteError, match=r"embed_tokens.* NaN or Inf .*\[21, 3\]"):
-        merge_in_memory({**OWN, "experts": {"a": str(broken)}}, folder, 0)
+        merge_in_memory(own if method == "own" else theirs, folder, 0)

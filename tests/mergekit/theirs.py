@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.mergekit.models import ADAPTERS
+from tests.mergekit.stable import sort_stably
 
 
 def runner() -> Callable[[dict[str, Any], Path, int], None]:
-    """Return what merges a recipe into a folder, with a seed; adapters are folded before, once."""
+    """Return what merges a recipe into a folder, with a seed; adapters are folded before, once.
+
+    Of equal magnitudes at a threshold it keeps those that a stable sort puts first.
+    """
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
+
+    sort_stably()
 
     def run(recipe: dict[str, Any], out: Path, seed: int) -> None:
         options = MergeOptions(

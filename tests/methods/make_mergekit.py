@@ -3,7 +3,7 @@
     VENV_WITH_MERGEKIT/bin/python -m tests.methods.make_mergekit
 
 mergekit is asked tensor by tensor in the lexicographic order of the names, after one `manual_seed`, which
-is what its command line does.
+is what its command line does. Methods that keep the largest entries are run once more with a stable sort.
 """
 
 from pathlib import Path
@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tests.methods.mergekit_cases import CASES, DTYPES, SEED, key, models
+from tests.mergekit.stable import sort_stably
+from tests.methods.mergekit_cases import CASES, DTYPES, ORDERED, SEED, key, models, stable_key
 
 FILE = Path(__file__).parent.parent / "golden" / "mergekit.safetensors"
 
@@ -52,6 +53,10 @@ def main():
         for case in CASES:
             for dtype in DTYPES:
                 kept[key(case, dtype)] = run(case, given, dtype)
+                if case.theirs in ORDERED:
+                    sort_stably()
+                    kept[stable_key(case, dtype)] = run(case, given, dtype)
+                    sort_stably(stably=False)
     made = {"mergekit": "0.1.5", "torch": torch.__version__.split("+")[0]}
     save_file(kept, FILE, metadata={**made, "cpu": torch.backends.cpu.get_cpu_capability()})
     print(FILE.stat().st_size)

@@ -145,9 +145,15 @@ CASES = (
     Case("ram", {"epsilon": 0.01}, "ram", {"epsilon": 0.01}),
     Case("ramplus_tl", {"epsilon": 0.01}, "ram", {"epsilon": 0.01, "boost": 0.1}),
 )
+ORDERED = ("ties", "breadcrumbs", "breadcrumbs_ties")
 RANDOM = ("dare_linear", "dare_ties", "della", "della_linear")
 
 
 def key(case: Case, dtype: torch.dtype) -> str:
     """Name of a case's output in the file."""
     return f"{CASES.index(case):02d} {case}: {str(dtype).removeprefix('torch.')}"
+
+
+def stable_key(case: Case, dtype: torch.dtype) -> str:
+    """Name of what mergekit makes of it with a stable sort."""
+    return f"{key(case, dtype)}, sorted stably"

@@ -3,6 +3,7 @@
 `python -m tests.methods.test_mergekit` prints the table.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,19 @@ from covmerge.errors import RecipeError, TensorError
 from covmerge.linalg.mersenne import mersenne_twister
 from covmerge.methods import registry
 from covmerge.methods.mergekit import SETTINGS, Drawn, places
+from covmerge.methods.sparsify import Rows, keep
 from covmerge.twins import TWINS
 from covmerge.types import LinearGroup
-from tests.methods.mergekit_cases import CASES, DTYPES, RANDOM, SEED, SHAPES, key
+from tests.methods.mergekit_cases import (
+    CASES,
+    DTYPES,
+    ORDERED,
+    RANDOM,
+    SEED,
+    SHAPES,
+    key,
+    stable_key,
+)
 
 FILE = Path(__file__).parent.parent / "golden" / "mergekit.safetensors"
 GOLDEN = load_file(FILE)
@@ -55,12 +66,18 @@ def merged(case, dtype, computed=torch.float32):
     return {name: found[name] for name in case.names}
 
 
+def theirs_of(kept, names):
+    """The tensors of what is kept flat and side by side."""
+    parts = GOLDEN[kept].split([MODELS[0][name].numel() for name in names])
+    return {name: part.view(MODELS[0][name].shape) for name, part in zip(names, parts, strict=True)}
+
+
 def compare(case, dtype):
-    """By tensor, the largest difference from mergekit beside its largest entry."""
-    theirs, start, off = GOLDEN[key(case, dtype)], 0, {}
+    """By tensor, the largest difference from mergekit, whose sort is stable, beside its largest entry."""
+    off = {}
+    theirs = theirs_of((stable_key if case.theirs in ORDERED else key)(case, dtype), case.names)
     for name, ours in merged(case, dtype).items():
-        expected = theirs[start : start + ours.numel()].view(ours.shape)
-        start += ours.numel()
+        expected = theirs[name]
         same = torch.equal(ours.to(expected.dtype), expected)
         error = (ours.double() - expected.double()).abs().max() / expected.double().abs().max()
         off[name] = 0.0 if same else float(error)
@@ -100,6 +117,48 @@ def test_the_table():
             rounds = str(case).startswith("karcher") and dtype == torch.float32
             limit = 1e-5 if rounds else 0.0 if alike else 1e-5 if not equal else 1.0
             assert error <= limit, (str(case), dtype, name, error)
+
+
+def kept_sizes(case, dtype, name, expert):
+    """The magnitudes that a rule keeps of an expert, sorted, and the least and the largest of them."""
+    base, model = (MODELS[n][name].to(dtype) for n in (0, expert + 1))
+    sizes = (model - base).abs().float().flatten().sort().values
+    given = {**SETTINGS[case.theirs], **case.given}
+    count, most = len(sizes), int(given["density"][expert] * len(sizes))
+    if given["density"][expert] >= 1:
+        return sizes, ()
+    if given["sparsify"] == "magnitude":
+        most = max(1, most)
+        return sizes[count - most :], (sizes[count - most],)
+    first = max(0, count - most - int(given["gamma"][expert] * count))
+    return sizes[first : first + most], tuple(sizes[first : first + most][[0, -1]] if most else ())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [own for own in CASES if own.theirs in ORDERED], ids=str)
+def test_of_mergekit_as_it_is_only_equal_magnitudes_at_a_threshold_differ(case, dtype):
+    """As many are kept of each expert, of the same magnitudes; all other entries are bit for bit."""
+    theirs, others = theirs_of(key(case, dtype), case.names), 0
+    for name, ours in merged(case, dtype).items():
+        group = group_of(case, dtype, name)
+        base, *models = (own.to(dtype) for own in (group.base, *group.models))
+        equal = torch.zeros(base.shape, dtype=torch.bool)
+        given = {**SETTINGS[case.theirs], **case.given}
+        for t, model in enumerate(models):
+            update = model - base
+            wanted, edges = kept_sizes(case, dtype, name, t)
+            one = {key: given[key][t] for key in ("density", "gamma") if key in given}
+            whole = partial(iter, [Rows(update, torch.rand)])
+            left = keep(whole, update.shape, given["sparsify"], **one)
+            found = left.of(update).abs().float().flatten().sort().values
+            assert torch.equal(found[found > 0], wanted[wanted > 0])
+            for edge in edges:
+                if (wanted == edge).sum() < (update.abs() == edge).sum():
+                    equal |= update.abs() == edge
+        differ = ours.to(dtype) != theirs[name]
+        assert not (differ & ~equal).any(), name
+        others += int(differ.sum())
+    print(f"{case}, {dtype}: {others} entries of {GOLDEN[key(case, dtype)].numel()} differ")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

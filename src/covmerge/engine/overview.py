@@ -42,7 +42,8 @@ def overview(
         with naming(item.tensor):
             return look(groups, shape, own)
 
-    together = looked_over_at_once(prod(shape), len(experts))
+    held = method.overview.entry_bytes(merge.parameters) > 0
+    together = looked_over_at_once(prod(shape), len(experts), held=held)
     return dict(zip(experts, in_lanes(of, experts, together), strict=True))
 
 

@@ -21,6 +21,16 @@ def drop_below(values: Tensor, limit: float) -> Tensor:
     return functional.hardshrink(values, _just_below(limit, values.dtype))
 
 
+def drop_above(values: Tensor, limit: float) -> Tensor:
+    """Return the values whose magnitude is at most `limit`, and 0 in place of the others.
+
+    Example:
+        >>> drop_above(torch.tensor([3.0, -1.0, 0.5]), 1.0).tolist()
+        [0.0, -1.0, 0.5]
+    """
+    return values - functional.hardshrink(values, limit)
+
+
 def at_least(values: Tensor, limit: float) -> Tensor:
     """Return 1 where a value, none being negative, is at least `limit`, and 0 elsewhere.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import log2
 from typing import Any
 
@@ -14,10 +14,19 @@ from torch import Tensor
 
 _FLOAT32_DIGITS = 24  # of a float32: a guess that is right to b of them leaves 24 − b to one pass
 _DIGIT = 17  # bits that one pass settles: the counters, one MiB, stay in the cache
-_NEAR = 7  # a guess from a sample of one tensor is taken to be right to so many bits
-# Every sixteenth of so many values tells nearly how large one of a rank is.
-_SAMPLED, _LEAST_SAMPLED = 16, 2**20
+_NEAR = 6  # a guess from a sample of one tensor is taken to be right to so many bits
+# Every seventeenth of so many values tells nearly how large one of a rank is; of very many a rarer one, so
+# that the sample stays small. It is no sixteenth, which would be of the same columns in each row.
+_STEP, _LEAST_SAMPLED = 17, 2**20
 _PART = 2**19  # values that are counted at once: temporaries stay small, whatever the block
+_INTEGERS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+Vector = Callable[[], Iterable[Tensor]]  # in blocks, each time from the first
 
 
 class MagnitudeSelect:
@@ -25,10 +34,10 @@ class MagnitudeSelect:
 
     The bit pattern of a non-negative float, read as an integer, orders as the float does. Each pass
     counts the values in equal ranges of bit patterns, and the next one looks into the range where the
-    rank falls; two passes settle a float32, four a float64. With a guess that is less than 2^−(bits+1)
-    of it off one settles a float32, three a float64; it takes one more up to thrice that, and two
-    beyond. Memory, 2¹⁷ counters of eight bytes, 2^(24−bits) while a guess is tried, does not depend on
-    the number of values.
+    rank falls; one pass settles half precision, two a float32, four a float64. With a guess that is less
+    than 2^−(bits+1) of it off one settles a float32, three a float64; it takes one more up to thrice that,
+    and two beyond. Memory, 2¹⁷ counters of eight bytes, 2^(24−bits) while a guess is tried, does not depend
+    on the number of values.
 
     Attributes:
         settled: whether `value` is known.
@@ -61,7 +70,7 @@ class MagnitudeSelect:
         """
         self._rank = rank
         self._float = dtype
-        self._int = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
+        self._int = _INTEGERS[dtype]
         self._adding = threading.Lock()
         self.settled = rank == 0
         self.below = self.up_to = 0
@@ -75,9 +84,13 @@ class MagnitudeSelect:
     @property
     def value(self) -> float:
         """The magnitude that was looked for."""
+        return self.beside(0)
+
+    def beside(self, steps: int) -> float:
+        """The magnitude that is so many numbers of the dtype above `value`."""
         if not self.settled:
             raise ValueError("the selection needs another pass")
-        return float(torch.tensor(self._low, dtype=self._int).view(self._float))
+        return float(torch.tensor(self._low + steps, dtype=self._int).view(self._float))
 
     def add(self, block: Tensor) -> None:
         """Count the values of one block in this pass; several threads may.
@@ -88,6 +101,8 @@ class MagnitudeSelect:
         width = (len(self._counts) - 2) << self._shift
         for start in range(0, len(values), _PART):
             bits = _rounded_down(values[start : start + _PART].abs(), self._float).view(self._int)
+            if bits.dtype == torch.int16:  # no index to torch
+                bits = bits.int()
             below, inside = _split(bits.sub_(self._low), width)
             ranges = inside.bitwise_right_shift_(self._shift).add_(1).cpu()
             ones = torch.ones(len(ranges), dtype=torch.int64)
@@ -182,39 +197,71 @@ def kth_magnitude(vector: Tensor, rank: int) -> float:
         >>> kth_magnitude(torch.tensor([3.0, -1.0, 0.5, -4.0]), 3)
         3.0
     """
-    (found,) = search(vector, [rank])
+    (found,) = search(lambda: [vector], vector.numel(), [rank])
     return found.value
 
 
-def search(vector: Tensor, ranks: Sequence[int]) -> list[MagnitudeSelect]:
-    """Find the magnitudes of some ranks, counted from 1; every sixteenth of many gives a guess.
+def search(vector: Vector, count: int, ranks: Sequence[int]) -> list[MagnitudeSelect]:
+    """Find the magnitudes of some ranks, counted from 1; a sample of many values gives a guess.
+
+    It is seen twice, for the sample and to count, as long as the guess is good; half precision once.
+
+    Args:
+        vector: values of one dtype.
+        count: how many there are.
+        ranks: of which magnitudes.
 
     Raises:
         ValueError: there are fewer values than a rank asks for.
 
     Example:
-        >>> [found.value for found in search(torch.tensor([3.0, -1.0, 0.5, -4.0]), [1, 4])]
+        >>> halves = lambda: torch.tensor([3.0, -1.0, 0.5, -4.0]).split(2)
+        >>> [found.value for found in search(halves, 4, [1, 4])]
         [0.5, 4.0]
     """
+    dtype = next(iter(vector())).dtype
     near: list[float | None] = [None] * len(ranks)
-    if vector.numel() >= _LEAST_SAMPLED:
-        sample = vector.reshape(-1)[::_SAMPLED]
-        scaled = [min(rank, max(1, rank // _SAMPLED)) for rank in ranks]
-        near = [found.value for found in _searched(sample, scaled, [None] * len(ranks))]
-    return _searched(vector, ranks, near)
+    if count >= _LEAST_SAMPLED and dtype.itemsize >= torch.float32.itemsize:
+        step = max(_STEP, count // _LEAST_SAMPLED | 1)
+        sample = torch.cat([block.reshape(-1)[::step].clone() for block in vector()])
+        scaled = [min(rank, max(1, rank * len(sample) // count)) for rank in ranks]
+        near = [found.value for found in _searched(lambda: [sample], dtype, scaled, near)]
+    return _searched(vector, dtype, ranks, near)
+
+
+def place_behind(vector: Vector, magnitude: float, number: int) -> int:
+    """Return the place behind the so manyth value of a magnitude, in their order; 0 for number 0.
+
+    Raises:
+        ValueError: there are fewer of it.
+
+    Example:
+        >>> place_behind(lambda: torch.tensor([3.0, 1.0, -3.0, 3.0]).split(2), 3.0, 2)
+        3
+    """
+    if number == 0:
+        return 0
+    seen = passed = 0
+    for block in vector():
+        places = (block.reshape(-1).abs() == magnitude).nonzero()
+        if seen + len(places) >= number:
+            return passed + int(places[number - seen - 1]) + 1
+        seen, passed = seen + len(places), passed + block.numel()
+    raise ValueError(f"{seen} values of magnitude {magnitude:g}, not {number}")
 
 
 def _searched(
-    vector: Tensor, ranks: Sequence[int], near: Sequence[float | None]
+    vector: Vector, dtype: torch.dtype, ranks: Sequence[int], near: Sequence[float | None]
 ) -> list[MagnitudeSelect]:
-    """Carry out searches, pass by pass."""
+    """Carry out searches together, pass by pass."""
     found = [
-        MagnitudeSelect(rank, vector.dtype, near=guess)
-        for rank, guess in zip(ranks, near, strict=True)
+        MagnitudeSelect(rank, dtype, near=guess) for rank, guess in zip(ranks, near, strict=True)
     ]
-    for one in found:
-        while not one.settled:
-            one.add(vector)
+    while looking := [one for one in found if not one.settled]:
+        for block in vector():
+            for one in looking:
+                one.add(block)
+        for one in looking:
             one.end_pass()
     return found
 

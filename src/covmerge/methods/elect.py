@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.masks import drop_below
-from covmerge.linalg.select import kth_magnitude, threshold_rank
+from covmerge.linalg.select import kth_magnitude, search, threshold_rank
 from covmerge.methods.registry import Groups, Parameters, Unit
 
 Density = Annotated[
@@ -72,8 +72,14 @@ class Threshold:
 
 def find_threshold(groups: Groups, shape: Sequence[int], parameters: Parameters) -> Threshold:
     """Find one expert's threshold of a tensor that comes in blocks of rows."""
-    sizes = torch.cat([group.updates[0].abs().reshape(-1) for group in groups()])
-    return Threshold(kth_magnitude(sizes, threshold_rank(parameters["density"], prod(shape))))
+
+    def vector() -> Iterator[Tensor]:
+        for group in groups():
+            yield group.updates[0]
+
+    count = prod(shape)
+    (found,) = search(vector, count, [threshold_rank(parameters["density"], count)])
+    return Threshold(found.value)
 
 
 def merge_agreeing(

@@ -80,9 +80,9 @@ def _in_order(place: int | str | None, seed: int, count: int) -> Numbers | None:
 
 
 def _overview_bytes(parameters: Parameters) -> float:
-    """Magnitudes in order, with their places; or magnitudes, where lengths are asked for; bits of all."""
-    ordered = parameters["sparsify"] in ("magnitude", "band")
-    return 17.0 if ordered else 5.0 if parameters["rescale"] else 1.0
+    """Magnitudes, where lengths are asked for; bits of all that are kept by chance."""
+    by_chance = parameters["sparsify"] in ("bernoulli", "ranked")
+    return 5.0 if parameters["rescale"] else 1.0 if by_chance else 0.0
 
 
 @register(
@@ -159,8 +159,9 @@ def generalized_task_arithmetic(
 
     Bit for bit what mergekit computes under task_arithmetic, ties, dare_linear, dare_ties, della,
     della_linear, breadcrumbs and breadcrumbs_ties, which are settings of it
-    (`covmerge.methods.mergekit.SETTINGS`). covmerge's own `ties`, `dare_ties` and `della` trim by one
-    threshold over the model, divide by probabilities, and elect nobody in a tie.
+    (`covmerge.methods.mergekit.SETTINGS`); of equal magnitudes at a threshold those of a stable sort are
+    kept, where mergekit's choice hangs on the processor. covmerge's own `ties`, `dare_ties` and `della`
+    trim by one threshold over the model, divide by probabilities, and elect nobody in a tie.
 
     Random numbers are drawn for all experts of a density below 1, one for each entry in order.
 

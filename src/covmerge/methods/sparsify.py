@@ -1,9 +1,10 @@
 """What a sparse update keeps of an update, by the rules that mergekit's recipes name.
 
 Each rule is one over a whole tensor, which may come in blocks of rows: first is found what it keeps,
-then that is taken of any rows. What is kept may be brought back to the update's ℓ1 length. Every
-operation rounds to the update's dtype, so that half-precision arithmetic is that of half-precision
-tensors.
+then that is taken of any rows. The largest entries are found without holding the tensor, and of equal
+ones those that come first are kept, so that it is the same however rows are cut and whoever computes.
+What is kept may be brought back to the update's ℓ1 length. Every operation rounds to the update's
+dtype, so that half-precision arithmetic is that of half-precision tensors.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from covmerge.errors import RecipeError
 from covmerge.linalg.bits import pack, unpack
-from covmerge.linalg.masks import drop_below
-from covmerge.linalg.select import search
+from covmerge.linalg.masks import drop_above, drop_below
+from covmerge.linalg.select import Vector, place_behind, search
 
 Sparsify = Literal["none", "magnitude", "bernoulli", "ranked", "band"]
 
@@ -44,26 +45,45 @@ class Rows(NamedTuple):
 Blocks = Callable[[], Iterator[Rows]]  # all rows of an update, each time from the first
 
 
+class Limits(NamedTuple):
+    """Which magnitudes are kept of some entries.
+
+    Attributes:
+        stop: the place behind them, in the order of the rows; they begin where those before them end.
+        least: that is kept, in float32.
+        most: that is kept.
+    """
+
+    stop: float
+    least: float
+    most: float
+
+
 @dataclass(frozen=True)
 class Kept:
     """What a rule keeps of a tensor.
 
     Attributes:
-        limits: the least and the largest magnitude that is kept, in float32.
+        limits: for all places; they differ where some of equal magnitudes are kept.
         mask: where magnitudes do not tell it, a bit for each entry (`covmerge.linalg.bits`).
         factor: what is kept is multiplied by it, a number of `dtype`; None: it stays.
         dtype: that it is multiplied in; None: the update's.
+        width: entries of a row.
     """
 
-    limits: tuple[float, float] = (0.0, inf)
+    limits: tuple[Limits, ...] = (Limits(inf, 0.0, inf),)
     mask: Tensor | None = None
     factor: Tensor | None = None
     dtype: torch.dtype | None = None
+    width: int = 1
 
     def rows(self, rows: range) -> Kept:
         """What is kept of some rows."""
-        mask = self.mask
-        return self if mask is None else replace(self, mask=mask[rows.start : rows.stop])
+        if self.mask is not None:
+            return replace(self, mask=self.mask[rows.start : rows.stop])
+        start = rows.start * self.width
+        limits = (own._replace(stop=own.stop - start) for own in self.limits if own.stop > start)
+        return replace(self, limits=tuple(limits))
 
     def of(self, update: Tensor) -> Tensor:
         """Return what is left of the tensor, or of the rows that this belongs to."""
@@ -72,18 +92,21 @@ class Kept:
         return (left if self.factor is None else left * self.factor).to(update.dtype)
 
     def _left(self, own: Tensor) -> Tensor:
-        low, high = self.limits
         if self.mask is not None:
             kept = unpack(self.mask, own.shape).to(own.device)
-        elif high == inf and (low <= 0 or own.dtype == torch.float32):
-            return drop_below(own, low)
-        else:
-            sizes = own.abs().float()
-            kept = (sizes >= low) & (sizes <= high)
-        return kept.to(own.dtype).mul_(own)
+            return kept.to(own.dtype).mul_(own)
+        count = own.numel()
+        if self.limits[0].stop >= count:
+            return _between(own, self.limits[0])
+        flat, parts, start = own.reshape(-1), list[Tensor](), 0
+        for limits in self.limits:
+            stop = int(min(limits.stop, count))
+            parts.append(_between(flat[start:stop], limits))
+            start = stop
+        return torch.cat(parts).view(own.shape)
 
 
-EVERYTHING, NOTHING = Kept(), Kept(limits=(inf, inf))
+EVERYTHING, NOTHING = Kept(), Kept(limits=(Limits(inf, inf, inf),))
 
 
 def keep(
@@ -101,10 +124,11 @@ def keep(
     A density of 1 or more keeps all of it, and draws no number; of 0 nothing.
 
     `magnitude`: the ⌊density · n⌋ largest entries, one at least. `band`: ⌊density · n⌋ entries below the
-    ⌊γ n⌋ largest; fewer of these are left out where need be. Of equal magnitudes at an edge those are kept
-    that torch's sort of the whole tensor puts first, which is another order on another processor, and is
-    asked only where an edge falls among equals. `bernoulli`: each entry by chance, `ranked`: by a chance
-    from density − ε to density + ε, by the rank of a magnitude in its row.
+    ⌊γ n⌋ largest; fewer of these are left out where need be. Of equal magnitudes at an edge, `magnitude`
+    keeps those that come first; `band` has them in their order, and so keeps the last ones at its lower
+    edge and the first ones at its upper edge: as stable sorts do, a descending and an ascending one.
+    `bernoulli`: each entry by chance, `ranked`: by a chance from density − ε to density + ε, by the rank of
+    a magnitude in its row.
 
     Args:
         blocks: the update, in one piece or in several; `ranked` wants whole rows of two axes or more.
@@ -124,7 +148,7 @@ def keep(
         >>> keep(whole, (4,), "magnitude", density=0.5).of(update).tolist()
         [3.0, 0.0, 0.0, 2.0]
         >>> keep(whole, (4,), "band", density=0.25, gamma=0.25).of(update).tolist()
-        [0.0, 0.0, -0.0, 2.0]
+        [0.0, 0.0, 0.0, 2.0]
     """
     count = prod(shape)
     if how == "none" or density >= 1 or not count:
@@ -133,10 +157,11 @@ def keep(
         return NOTHING
     most = int(density * count)
     if how == "magnitude":
-        kept = _largest(_whole(blocks, count, torch.float32), shape, max(1, most))
+        limits = _largest(_vector(blocks), count, max(1, most))
+        kept = Kept(limits, width=prod(shape[1:]))
     elif how == "band":
         first = max(0, count - most - int(gamma * count))
-        kept = _band(_whole(blocks, count, torch.float32), shape, first, most)
+        kept = Kept(_band(_vector(blocks), count, first, most), width=prod(shape[1:]))
     elif how == "bernoulli":
         kept = _by_chance(blocks, lambda own, dtype: torch.full_like(own, density, dtype=dtype))
     else:
@@ -169,27 +194,52 @@ def keep_probabilities(
     return ((rank - low) / (high - low)).clamp_(0, 1) * 2 * epsilon + (density - epsilon)
 
 
-def _largest(sizes: Tensor, shape: Sequence[int], most: int) -> Kept:
-    (least,) = search(sizes, [len(sizes) - most + 1])
-    if len(sizes) - least.below == most:
-        return Kept(limits=(least.value, inf))
-    return Kept(mask=_bits(sizes.argsort(descending=True)[:most], shape))
+def _vector(blocks: Blocks) -> Vector:
+    """The update as magnitudes are compared: in float32, or in half precision as it is."""
+
+    def vector() -> Iterator[Tensor]:
+        for update, _ in blocks():
+            yield update if update.dtype.itemsize < torch.float32.itemsize else update.float()
+
+    return vector
 
 
-def _band(sizes: Tensor, shape: Sequence[int], first: int, most: int) -> Kept:
+def _largest(vector: Vector, count: int, most: int) -> tuple[Limits, ...]:
+    (least,) = search(vector, count, [count - most + 1])
+    too_many = count - least.below - most
+    if not too_many or not least.value:  # which of the zeros are kept makes no difference
+        return (Limits(inf, least.value, inf),)
+    place = place_behind(vector, least.value, least.up_to - least.below - too_many)
+    return Limits(place, least.value, inf), Limits(inf, least.beside(1), inf)
+
+
+def _band(vector: Vector, count: int, first: int, most: int) -> tuple[Limits, ...]:
     """Keep so many entries in the order of their magnitudes, after the `first` smallest."""
     if not most:
-        return NOTHING
-    low, high = search(sizes, [first + 1, first + most])
-    if high.up_to - low.below == most:
-        return Kept(limits=(low.value, high.value))
-    return Kept(mask=_bits(sizes.argsort()[first : first + most], shape))
+        return NOTHING.limits
+    low, high = search(vector, count, [first + 1, first + most])
+    start, stop = 0, inf  # where the least magnitude begins to be kept, and the largest ends
+    if low.value:
+        start = place_behind(vector, low.value, first - low.below)
+    if high.value and high.up_to > first + most:
+        stop = place_behind(vector, high.value, first + most - high.below)
+    limits: list[Limits] = []
+    begin = 0.0
+    for end in (*sorted({start, stop} - {0, inf}), inf):
+        least = low.value if begin >= start else low.beside(1)
+        limits.append(Limits(end, least, high.value if end <= stop else high.beside(-1)))
+        begin = end
+    return tuple(limits)
 
 
-def _bits(places: Tensor, shape: Sequence[int]) -> Tensor:
-    kept = torch.zeros(prod(shape), dtype=torch.bool, device=places.device)
-    kept[places] = True
-    return pack(kept.view(*shape))
+def _between(values: Tensor, limits: Limits) -> Tensor:
+    """Zeros in place of what is not kept."""
+    if values.dtype == torch.float64:
+        sizes = values.abs().float()
+        kept = (sizes >= limits.least) & (sizes <= limits.most)
+        return kept.to(values.dtype).mul_(values)
+    left = drop_below(values, limits.least)
+    return left if limits.most == inf else drop_above(left, limits.most)
 
 
 def _by_chance(blocks: Blocks, chances: Callable[[Tensor, torch.dtype], Tensor]) -> Kept:

@@ -559,11 +559,12 @@ def _work_item(
     if overview:
         assert method.overview is not None
         look = method.overview
-        looking = look.entry_bytes(tensor.operation.parameters) * numel
+        entry_bytes = look.entry_bytes(tensor.operation.parameters)
         merging = parts_at_once(numel) * (workspace + raw * prod(part) // numel)
         merging += count * numel // 8
-        at_a_time = 1 if look.together else looked_over_at_once(numel, count)
-        workspace = max(int(looking * at_a_time), merging)
+        held = entry_bytes > 0
+        at_a_time = 1 if look.together else looked_over_at_once(numel, count, held=held)
+        workspace = max(int(entry_bytes * numel * at_a_time), merging)
     return WorkItem(
         tensor,
         rows,

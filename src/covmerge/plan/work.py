@@ -104,10 +104,12 @@ def parts_at_once(elements: int) -> int:
     return 1 if elements <= _NARROW_ELEMENTS else _PARTS_AT_ONCE  # a narrow item has one core
 
 
-def looked_over_at_once(elements: int, experts: int) -> int:
-    """How many experts' tensors of so many elements are looked over at once."""
+def looked_over_at_once(elements: int, experts: int, *, held: bool) -> int:
+    """How many experts' tensors of so many elements are looked over at once; `held`: some of each."""
     if elements <= _NARROW_ELEMENTS:
         return 1
+    if not held:
+        return min(experts, _PARTS_AT_ONCE)
     return max(1, min(experts, _LOOKED_OVER_ELEMENTS // elements))
 
 

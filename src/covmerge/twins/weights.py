@@ -161,11 +161,11 @@ def kept_by(
     n, k = tau.numel(), int(p * tau.numel())
     mask = torch.zeros(n, dtype=torch.bool)
     if sparsify == "magnitude":
-        mask[size.float().argsort(descending=True)[: max(1, k)]] = True
+        mask[size.float().argsort(descending=True, stable=True)[: max(1, k)]] = True
         return mask.view_as(tau)
     if sparsify == "band":
         bottom = max(0, n - k - int(gamma * n))
-        mask[size.float().argsort()[bottom : bottom + k]] = True
+        mask[size.float().argsort(stable=True)[bottom : bottom + k]] = True
         return mask.view_as(tau)
     assert numbers is not None
     if sparsify == "bernoulli":
