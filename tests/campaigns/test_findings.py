@@ -282,7 +282,7 @@ def test_a_worker_whose_parent_was_killed_ends_without_a_traceback(tmp_path):
 
     before = signal.getsignal(signal.SIGINT)
     try:
-        _serve(theirs, opener, 1, str(tmp_path / "alone"))
+        _serve(theirs, opener, torch.device("cpu"), 1, str(tmp_path / "alone"))
     finally:
         signal.signal(signal.SIGINT, before)
 
