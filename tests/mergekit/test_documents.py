@@ -199,6 +199,10 @@ class TestReading:
                 (MEAN.replace("name: mean", "name: 3"), LAST),
                 "`name` is 3, and a folder is called so",
             ),
+            (
+                (MEAN.replace("name: mean", f"name: {'n' * 101}"), LAST),
+                r"their.yml:2: `name` is 'nnn.*use up to 100 letters",
+            ),
             ((SOUP.replace("./llama/t2", "mean"), MEAN, LAST), "need each other's output: .*mean"),
             ((LAST, "\n"), "a document is no mapping"),
             ((SOUP, "\nmerge_method: linear\n"), "their.yml:7: exactly one of"),
@@ -232,6 +236,9 @@ class TestReading:
             (named, (out, mid), "none is the output"),
             (last, (None, mid), "which makes the output, and none is given"),
             (alone, (None, mid), "has one recipe, and stages are of several"),
+            (last, (mid / "soup", mid), "the output .*soup and the stage .*soup overlap"),
+            (last, (mid, mid), "the output .*mid and the stage .*soup overlap: choose"),
+            (last, (mid / "mean" / "x", mid), "overlap"),
         ):
             with pytest.raises(RecipeError, match=said):
                 places(file, *given)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,36 @@ def test_the_bound_is_held_and_what_is_used_stays(small: RangeCache, tmp_path: P
         assert size(tmp_path / "ranges") <= bound
     assert size(tmp_path / "ranges") == bound
     assert small.file("0", size=BLOCK * 3).fill(memoryview(bytearray(BLOCK)), BLOCK) != []
+
+
+def test_what_others_put_there_is_neither_removed_nor_believed(
+    small: RangeCache, tmp_path: Path
+) -> None:
+    ranges, elsewhere = tmp_path / "ranges", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    content = memoryview(random.randbytes(4 * BLOCK))
+    small.file("x", size=len(content)).keep(content, 0)
+    for name in ("0" * 64 + "-1", "thesis.txt"):
+        (elsewhere / name).write_bytes(bytes(9 * BLOCK))
+    (ranges / "00" / "thesis.txt").write_bytes(bytes(9 * BLOCK))
+    for number in range(8):
+        small.file(f"{number}", size=len(content)).keep(content, 0)
+    assert (ranges / "00" / "thesis.txt").exists()
+
+    shutil.rmtree(ranges / "01")
+    (ranges / "01").symlink_to(elsewhere)
+    with pytest.warns(
+        UserWarning, match=r"01 is a link. Where .*ranges is not as covmerge made it"
+    ):
+        small.file("y", size=len(content)).keep(content, 0)
+    assert len(list(elsewhere.iterdir())) == 2
+
+    ranges.chmod(0o777)
+    again = RangeCache(ranges, 2**20)
+    target = memoryview(bytearray(len(content)))
+    assert again.file("x", size=len(content)).fill(target, 0) == [range(len(content))]
+    with pytest.warns(UserWarning, match="others may write to .*ranges: remove it, or `chmod 700`"):
+        again.file("x", size=len(content)).keep(content, 0)
 
 
 def test_only_what_is_not_kept_is_missing(small: RangeCache) -> None:

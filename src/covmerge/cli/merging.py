@@ -20,7 +20,7 @@ from covmerge.errors import InputError
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import FILE_NAME, ReportJob, check_packages, write_html
 from covmerge.result import MergeResult
-from covmerge.stores.address import local_path
+from covmerge.stores.address import address_of, local_path
 
 # What the spectra of a report may take of the FLOPs of its merge. A decomposition has five to ten times the
 # seconds of as many FLOPs in products.
@@ -79,7 +79,7 @@ def merge_to(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted; run again with --resume") from None
     if result.verification is None:  # another rank has published it
-        _say_published(result, as_json=as_json)
+        _say_published(result, out, as_json=as_json)
         return
     run = _cost(result, options, wall_seconds=time.perf_counter() - start)
     if not as_json:
@@ -93,12 +93,13 @@ def merge_to(
     _warn_of_memory(run["peak_memory"], options.max_memory)
 
 
-def _say_published(result: MergeResult, *, as_json: bool) -> None:
+def _say_published(result: MergeResult, out: Path, *, as_json: bool) -> None:
     """Say that the output is there, which another process made."""
+    place = str(address_of(out) or out)
     if as_json:
-        print_json({"path": str(result.path), "run": dict(result.run), "notes": list(result.notes)})
+        print_json({"path": place, "run": dict(result.run), "notes": list(result.notes)})
     else:
-        stdout().print(printable(f"{result.path}: {'; '.join(result.notes)}"), soft_wrap=True)
+        stdout().print(printable(f"{place}: {'; '.join(result.notes)}"), soft_wrap=True)
 
 
 def _write_page(result: MergeResult, out: Path, options: RunOptions) -> Path:

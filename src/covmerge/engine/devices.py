@@ -90,4 +90,6 @@ def is_one(device: torch.device) -> bool:
 
 
 def _unusable(name: str, error: Exception) -> InputError:
-    return InputError(f"--device {name} cannot be used here: {str(error).splitlines()[0]}")
+    # torch lists all that it knows of other devices after the first sentence.
+    reason = str(error).splitlines()[0].partition(". ")[0]
+    return InputError(f"--device {name} cannot be used here: {reason}")

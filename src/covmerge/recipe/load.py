@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,6 +81,8 @@ def load_stages(
     stages = in_order([Document(data, origin, told) for data, origin in documents])
     inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
     folders = {own.name: str(inside / own.name) for own in stages if own.name}
+    if stages[-1].name is None:
+        _check_apart(last, folders.values())
     places = Places(Path(path).parent, folders)
     return [
         (
@@ -114,6 +116,18 @@ def _folders(file: str, out: Path | None, folder: Path | None, *, named: bool) -
             "Leave it out, or the `name` of one"
         )
     return out, out
+
+
+def _check_apart(last: Path, folders: Iterable[str]) -> None:
+    """Refuse an output in the folder of a stage, or around it: one would be lost for the other."""
+    out = last.resolve()
+    for folder in folders:
+        stage = Path(folder).resolve()
+        if out == stage or out in stage.parents or stage in out.parents:
+            raise RecipeError(
+                f"the output {last} and the stage {folder} overlap: choose an output elsewhere, or another "
+                "folder by --stages"
+            )
 
 
 def import_recipe(path: str | Path, told: Told) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import stat
 import time
 import warnings
 import zlib
@@ -35,6 +37,7 @@ _LEAST = 10**9  # bytes that may be allowed: three blocks a set
 _SPARED = 2**30  # bytes of the disk that are left to others
 _ABANDONED = 3600  # seconds after which nobody writes on at what is unfinished
 _CHECKSUM = 4  # bytes of the CRC-32 behind a block
+_NAME = re.compile(r"\.?[0-9a-f]{64}-\d+(\.[0-9a-f]+\.unfinished)?")  # of what is ours in a set
 
 
 class RangeCache:
@@ -88,6 +91,8 @@ class RangeCache:
 
     def get(self, part: int, name: str, size: int) -> bytes | None:
         """Return a block of so many bytes; None: it is not kept, or no longer what was put there."""
+        if self._exposed() is not None:
+            return None
         path = self._path(part, name)
         try:
             content = read_regular(path, size + _CHECKSUM)
@@ -115,7 +120,11 @@ class RangeCache:
         try:
             with disk_errors(path.parent):
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                path.parent.mkdir(exist_ok=True)
+                if (problem := self._exposed()) is not None:
+                    raise InputError(problem)
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                if path.parent.is_symlink():
+                    raise InputError(f"{path.parent} is a link")
                 _make_room(path.parent, self._share - len(content))
                 if free_bytes(path.parent) < _SPARED:
                     raise ResourceError(
@@ -128,11 +137,26 @@ class RangeCache:
     def _path(self, part: int, name: str) -> Path:
         return self._folder / f"{part % _SETS:02x}" / name
 
+    def _exposed(self) -> str | None:
+        """Why others could have put blocks into the folder, whose checksums anybody can compute."""
+        try:
+            status = self._folder.lstat()
+        except OSError:  # it is not there; what else there is, reading and writing say
+            return None
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{self._folder} is a link or a file, and no folder"
+        if status.st_uid != os.geteuid():
+            return f"{self._folder} is another user's: set COVMERGE_CACHE to a folder of your own"
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return f"others may write to {self._folder}: remove it, or `chmod 700` it"
+        return None
+
     def _give_up(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
             warnings.warn(
-                f"nothing more of what is read of other machines is kept ({VARIABLE}): {error}",
+                f"nothing more of what is read of other machines is kept ({VARIABLE}): {error}. Where "
+                f"{self._folder} is not as covmerge made it, remove it",
                 stacklevel=2,
             )
 
@@ -198,6 +222,8 @@ def _make_room(folder: Path, left: int) -> None:
     found: list[tuple[float, int, os.DirEntry[str]]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
+            if not _NAME.fullmatch(entry.name):
+                continue
             with suppress(FileNotFoundError):  # another process made room
                 status = entry.stat(follow_symlinks=False)
                 found.append((status.st_mtime, status.st_size, entry))

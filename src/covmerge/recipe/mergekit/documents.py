@@ -10,7 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, NoReturn, cast
 
 from covmerge.errors import RecipeError
-from covmerge.identifiers import EXPERT_NAME
+from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH
 from covmerge.recipe.mergekit.methods import named
 from covmerge.recipe.mergekit.models import Places
 from covmerge.recipe.mergekit.pieces import read_theirs
@@ -48,10 +48,11 @@ class Document:
         if "name" not in data:
             return None
         name = data["name"]
-        if not isinstance(name, str) or not re.fullmatch(EXPERT_NAME, name):
+        named = isinstance(name, str) and re.fullmatch(EXPERT_NAME, name)
+        if not named or len(name) > EXPERT_NAME_LENGTH:
             self.refuse(
-                f"`name` is {shown(name)}, and a folder is called so: use letters, digits, '.', '_' or "
-                "'-', and no '.' at the start",
+                f"`name` is {shown(name)}, and a folder is called so: use up to {EXPERT_NAME_LENGTH} "
+                "letters, digits, '.', '_' or '-', and no '.' at the start",
                 "name",
             )
         return name
