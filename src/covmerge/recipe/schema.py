@@ -451,13 +451,19 @@ class Output(StrictModel):
 def output_as(form: str | None) -> dict[str, str]:
     """Return the keys of an output that one word stands for, as after `--as`.
 
+    Raises:
+        RecipeError: it stands for none.
+
     Example:
         >>> output_as("adapter"), output_as("kohya")
         ({'format': 'adapter'}, {'format': 'adapter', 'names': 'kohya'})
     """
     if form is None:
         return {}
-    return {"format": "adapter", "names": form} if form in get_args(LoraForm) else {"format": form}
+    names = get_args(LoraForm)
+    if form not in (words := ("model", "adapter", *names)):
+        raise RecipeError(f"--as {form!r}: it is one of {', '.join(words)}")
+    return {"format": "adapter", "names": form} if form in names else {"format": form}
 
 
 def _short_expert_form(schema: dict[str, Any]) -> None:
