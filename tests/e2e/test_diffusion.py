@@ -262,7 +262,7 @@ def test_experts_of_two_forms_need_a_word(folder, tmp_path):
     failed = command(
         *("merge", "--base", folder / "unet", *sources, "--as=kohja", tmp_path / "no"), code=2
     )
-    assert "output.format is 'kohja'" in failed.stderr
+    assert "'kohja': it is one of model, adapter, peft, kohya" in failed.stderr
 
 
 def test_a_full_unet_becomes_a_file(folder, tmp_path):
