@@ -287,9 +287,9 @@ def _check(theirs: Theirs, piece: Piece) -> None:
 
 
 def _range(value: object) -> tuple[int, int] | None:
-    if not isinstance(value, list):
+    if not isinstance(value, list) or len(cast("list[object]", value)) != 2:
         return None
-    first, end, *more = [*map(unquoted, cast("list[object]", value)), None, None]
-    if more != [None, None] or isinstance(first, bool) or isinstance(end, bool):
+    first, end = map(unquoted, cast("list[object]", value))
+    if isinstance(first, bool) or isinstance(end, bool):
         return None
     return (first, end) if isinstance(first, int) and isinstance(end, int) else None
