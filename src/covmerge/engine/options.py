@@ -32,7 +32,8 @@ class RunOptions:
     """How a run is done.
 
     Attributes:
-        device: where the mathematics runs; `cuda`: each process takes another GPU of its machine.
+        device: where the mathematics runs; `cuda`: each process takes another GPU of its machine; `auto`:
+            that where this machine has one, else the CPU.
         threads: CPU threads of the mathematics; None: torch's setting.
         workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
             work, the cores and the memory are worth. They import the main

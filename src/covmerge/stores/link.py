@@ -22,9 +22,8 @@ _HELD = 2**26  # bytes of all requests under way
 _LONGEST = 2**23
 _SHORTEST = 2**20  # whole blocks of the cache, and long beside the way there and back
 _WORTH = 1.25  # times the bytes a second that twice as many requests have to bring
-_CALM = (
-    30.0  # seconds for which no more are tried after they did not, and twice as long the next time
-)
+# Seconds for which no more are tried after they did not, and twice as long the next time.
+_CALM = 30.0
 _CALMEST = 960.0
 
 
@@ -77,9 +76,8 @@ class Link:
         try:
             await request()
         except Exception as error:  # each library has its own
-            if (
-                passes(error) and began >= self._changed
-            ):  # else it was one of more than there are now
+            # One that began before the last change was one of more than there are now.
+            if passes(error) and began >= self._changed:
                 self._failed(too_much=is_too_much(error))
             raise
         self._account()

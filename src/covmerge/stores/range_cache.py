@@ -145,6 +145,8 @@ class RangeCache:
             return None
         if not stat.S_ISDIR(status.st_mode):
             return f"{self._folder} is a link or a file, and no folder"
+        if os.name == "nt":  # whose modes say nothing of others
+            return None
         if status.st_uid != os.geteuid():
             return f"{self._folder} is another user's: set COVMERGE_CACHE to a folder of your own"
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -217,9 +217,8 @@ class RemoteDestination:
             claim = None
         own = self._token.read_text() if self._token.exists() else None
         if claim is None or claim.upload != own:
-            if self._shared and not self._has(
-                _CLAIM
-            ):  # who sent it has ended, and removed its token
+            # Who sent it may have ended by now, and removed its token.
+            if self._shared and not self._has(_CLAIM):
                 return None
             raise InputError(
                 f"{file} says that {self} is being written from another machine, or that an upload from "
