@@ -97,9 +97,8 @@ def test_the_sources_of_an_item_are_read_at_once(tmp_path: Path) -> None:
     with serving(narrow.app(files(tmp_path))) as server:
         base, *experts = (f"{server.url}/{name}.safetensors" for name in names)
         merged = covmerge.merge(base, dict(zip(names[1:], experts, strict=True)), "average")
-    assert (
-        narrow.peak > 5
-    )  # eight and more, as the link has it; one after the other they come to five
+    # Eight and more, as the link has it; one source after the other they come to five.
+    assert narrow.peak > 5
     here = (load_file(tmp_path / f"{name}.safetensors")["h.0.w"] for name in names[1:])
     torch.testing.assert_close(merged.tensors["h.0.w"], sum(here) / 3)
 
