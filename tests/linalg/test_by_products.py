@@ -193,6 +193,12 @@ def test_newton_and_schulz_take_all_of_an_interval_to_one(least):
     assert (found - truth(of_spectrum(sigma, 12, 12), 0.0)[0]).norm() < 1e-14 / least + 1e-13
 
 
+def test_the_steps_wait_for_nothing_and_stay_where_they_are():
+    """Tensors of the device `meta` have no values to be read, and meet none of another device."""
+    nowhere = torch.empty(300, 300, dtype=torch.float64, device="meta")
+    assert newton_schulz(nowhere, 1e-3).device.type == "meta"
+
+
 def test_a_root_is_shown_to_have_what_it_needs():
     system = of_spectrum([1.0] * 12, 12, 12)
     gram = system @ torch.diag(steps(1e6)) @ system.mT
@@ -232,7 +238,8 @@ def test_no_eigenvalue_exceeds_the_bound():
 )
 def test_a_projector_is_that_of_the_eigenvectors(values):
     matrix, turn = symmetric(values)
-    found = projector(matrix, low=0.01 * (1 - 1e-6), high=0.01)
+    bound = 1.01 * float(max(values))
+    found = projector(matrix, low=0.01 * (1 - 1e-6), high=0.01, bound=bound)
     kept = turn[:, torch.as_tensor(values) > 0.01]
     assert found.rank == kept.shape[1]
     assert (found.matrix - kept @ kept.mT).norm() < 1e-10
@@ -243,18 +250,32 @@ def test_a_projector_is_that_of_the_eigenvectors(values):
     [
         ([1.0, 0.5, 0.01], 0.01, 0.01),  # at the cut-off
         ([1.0, 0.01 + 1e-11, 0.0], 0.01, 0.01),  # too close for the steps
-        ([1.0, 0.5, 0.011], 0.01, 0.012),  # where the cut-off may be
+        ([1.0, 0.5, 0.0115], 0.01, 0.012),  # where the cut-off may be, on either side of the cut
+        ([1.0, 0.5, 0.0105], 0.01, 0.012),
         ([1.0, 0.5, 1e-8, 0.0], 1e-9, 1e-9),  # one that no cut can be made at
         ([1.0, float("nan")], 0.1, 0.1),
-        ([0.0, 0.0], 0.0, 0.0),
     ],
 )
 def test_a_cut_off_that_products_cannot_tell(values, low, high):
-    assert projector(symmetric(values)[0], low=low, high=high) is None
+    assert projector(symmetric(values)[0], low=low, high=high, bound=1.0) is None
+
+
+def test_nothing_is_kept_of_nothing():
+    found = projector(torch.zeros(2, 2).double(), low=0.1, high=0.1, bound=1.0)
+    assert found.rank == 0 and not found.matrix.round(decimals=9).any()
+    assert kept_projector(torch.zeros(2, 2).double(), rtol=0.1) is None
+
+
+def test_a_smooth_spectrum_is_cut_between_its_values():
+    matrix, turn = symmetric([(1 + i) ** -3.0 for i in range(200)])
+    found = kept_projector(matrix, rtol=4.6e-5)
+    kept = turn[:, : found.rank]
+    assert found.rank == 27
+    assert (found.matrix - kept @ kept.mT).norm() < 1e-9
 
 
 def test_a_cut_off_far_below_what_is_found_is_one_too():
-    found = projector(symmetric([1.0, 0.5, 1e-14])[0], low=1e-12, high=1e-12)
+    found = projector(symmetric([1.0, 0.5, 1e-14])[0], low=1e-12, high=1e-12, bound=1.0)
     assert found.rank == 2
 
 

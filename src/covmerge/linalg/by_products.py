@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from covmerge.linalg.symmetric import gram
 
 # Singular values that a root starts from are shown to be above one of these, or above what is asked for.
 _LEAST = (1e-2, 1e-4)
-# Distance of the nearest eigenvalue to a cut-off, in units of the norm, up to which its side is found.
+# Distance of the nearest eigenvalue to a cut-off, in units of the largest, down to which its side is found.
 NEAREST = 1e-7
 # No cut is made closer to zero than this, in the same units: one far below it is found by what is left out.
 _COARSE = 10.0 * NEAREST
@@ -124,7 +124,7 @@ class Projector:
 
         Example:
             >>> a = torch.diag(torch.tensor([3.0, 0.0])).double()
-            >>> projector(a, low=1.0, high=1.0).filled(a).diagonal().tolist()
+            >>> projector(a, low=1.0, high=1.0, bound=3.0).filled(a).diagonal().tolist()
             [3.0, 3.0]
         """
         found = torch.add(symmetric, self.matrix, alpha=-self.bound)
@@ -132,24 +132,26 @@ class Projector:
         return found
 
 
-def projector(symmetric: Tensor, *, low: float, high: float) -> Projector | None:
+def projector(symmetric: Tensor, *, low: float, high: float, bound: float) -> Projector | None:
     """Return P of a semi-definite matrix `(n, n)` in float64, whose cut-off is between `low` and `high`.
 
-    Eigenvalues above `high` count, those below `low` do not. None where one is too close to say, where a
-    cut-off below 1e-6 of the largest has eigenvalues between them, and where the sign has not converged.
+    Eigenvalues above `high` count, those below `low` do not, and none is above `bound`. None where one is
+    too close to say, where a cut-off below 1e-6 of the largest has eigenvalues between them, and where the
+    sign has not converged.
 
     Example:
-        >>> found = projector(torch.diag(torch.tensor([3.0, 1.0, 0.0])).double(), low=0.4, high=0.5)
+        >>> a = torch.diag(torch.tensor([3.0, 1.0, 0.0])).double()
+        >>> found = projector(a, low=0.4, high=0.5, bound=3.0)
         >>> found.matrix.diagonal().tolist(), found.rank
         ([1.0, 1.0, 0.0], 2)
-        >>> projector(torch.diag(torch.tensor([3.0, 1.0])).double(), low=0.9, high=1.1)
+        >>> projector(a, low=0.9, high=1.1, bound=3.0)
     """
-    bound = largest_bound(symmetric)
     if all_above(symmetric, high):
         n = len(symmetric)
-        return Projector(torch.eye(n).to(symmetric), n, bound)
+        whole = torch.eye(n, dtype=symmetric.dtype, device=symmetric.device)
+        return Projector(whole, n, bound)
     high = max(high, _COARSE * bound)
-    sign = _sign_beyond(symmetric, (max(low, _COARSE * bound) + high) / 2.0)
+    sign = _sign_beyond(symmetric, (max(low, _COARSE * bound) + high) / 2.0, bound)
     if sign is None:
         return None
     matrix = sign.add(sign.mT).div_(4.0)
@@ -162,14 +164,11 @@ def projector(symmetric: Tensor, *, low: float, high: float) -> Projector | None
     return found if all_above(beyond, -low) else None
 
 
-def _sign_beyond(symmetric: Tensor, cut: float) -> Tensor | None:
-    """sign(A − cI); None where its square is not I."""
-    sign = symmetric.clone()
-    sign.diagonal().sub_(cut)
-    largest = largest_bound(sign)
-    if not 0.0 < largest < inf:
-        return None
-    sign = newton_schulz(sign.div_(largest), NEAREST)
+def _sign_beyond(symmetric: Tensor, cut: float, bound: float) -> Tensor | None:
+    """sign(A − cI), of eigenvalues from 0 to the bound, as c; None where its square is not I."""
+    sign = symmetric / bound
+    sign.diagonal().sub_(cut / bound)
+    sign = newton_schulz(sign, NEAREST)
     off = gram(sign)
     off.diagonal().sub_(1.0)
     return sign if norm(off) <= _SIGN else None

@@ -121,8 +121,9 @@ def pinv_by_projector(
     A† = P (A + s(I − P))⁻¹, P onto the eigenvectors that are kept, s as large as any eigenvalue.
 
     Example:
-        >>> pinv_by_projector(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
-        (tensor([[0.5000, 0.0000]]), 1)
+        >>> x, rank = pinv_by_projector(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+        >>> x.round(decimals=6).tolist(), rank
+        ([[0.5, 0.0]], 1)
     """
     exact = system.to(torch.float64)
     kept = kept_projector(exact, rtol=rtol, rounding=rounding, shape=shape)
@@ -150,17 +151,16 @@ def kept_projector(
         return None
     most = least * (1.0 + above)
     low, high, noise = rtol * least * (1.0 - _ABOVE[0]), rtol * most, rounding.edge**2
-    if noise <= low or noise >= most:
-        return projector(system, low=low, high=high)
     if high < noise < least:
-        found = projector(system, low=noise * (1.0 - _ABOVE[0]), high=noise)
+        found = projector(system, low=noise * (1.0 - _ABOVE[0]), high=noise, bound=most)
         if found is None:
             return None
         energy = float(system.diagonal().sum()) - float((system * found.matrix).sum())
         if energy_of_rounding(energy, found.rank, shape, rounding):
             return found
-        return projector(system, low=low, high=high)
-    return None  # which of the two ends is the end, is not known
+    elif low < noise < most:
+        return None  # which of the two ends the rank, is not known
+    return projector(system, low=low, high=high, bound=most)
 
 
 def kept_eigenpairs(
