@@ -224,6 +224,7 @@ def symmetric(values, seed=3):
 def test_no_eigenvalue_exceeds_the_bound():
     matrix, _ = symmetric([3.0, -7.0, 1.0])
     assert 7.0 <= largest_bound(matrix) < 12.0
+    assert largest_bound(torch.eye(9)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -274,8 +275,10 @@ def test_a_smooth_spectrum_is_cut_between_its_values():
     assert (found.matrix - kept @ kept.mT).norm() < 1e-9
 
 
-def test_a_cut_off_far_below_what_is_found_is_one_too():
-    found = projector(symmetric([1.0, 0.5, 1e-14])[0], low=1e-12, high=1e-12, bound=1.0)
+@pytest.mark.parametrize("unit", [1.0, 2.0**20, 2.0**-20])
+def test_a_cut_off_far_below_what_is_found_is_one_too(unit):
+    matrix = unit * symmetric([1.0, 0.5, 1e-14])[0]
+    found = projector(matrix, low=1e-12 * unit, high=1e-12 * unit, bound=unit)
     assert found.rank == 2
 
 
