@@ -256,7 +256,10 @@ class TestParameters:
 
     @pytest.mark.parametrize(
         ("written", "value"),
-        [("1", True), ("yes", True), ("'off'", False), ("[0, 1]", {"by_depth": [False, True]})],
+        [
+            *(("1", True), ("'0'", False), ("1.0", True), ("yes", True), ("' Off '", False)),
+            ("[0, 1]", {"by_depth": [False, True]}),
+        ],
     )
     def test_other_words_for_truth_values(self, written, value):
         ours = compiled(TIES + MODELS + f"parameters: {{weight: 1, rescale: {written}}}")

@@ -4,6 +4,8 @@ Their test_basic_merges.py and test_merge_method_regressions.py. How many models
 parameters are theirs; the models are fine-tunes of one base, which theirs are not.
 """
 
+from itertools import product
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,12 +17,10 @@ from tests.mergekit.outputs import loaded, merged, stored
 # By method: whether there is a base, and the parameters beside the models' weights of 0.6 and 0.4.
 METHODS = [
     ("linear", False, {}),
-    ("nuslerp", False, {"nuslerp_row_wise": False, "nuslerp_flatten": False}),
-    ("nuslerp", False, {"nuslerp_row_wise": True, "nuslerp_flatten": False}),
-    ("nuslerp", False, {"nuslerp_row_wise": True, "nuslerp_flatten": True}),
-    ("nuslerp", True, {"nuslerp_row_wise": False, "nuslerp_flatten": False}),
-    ("nuslerp", True, {"nuslerp_row_wise": True, "nuslerp_flatten": False}),
-    ("nuslerp", True, {"nuslerp_row_wise": False, "nuslerp_flatten": True}),
+    *(
+        ("nuslerp", based, {"nuslerp_row_wise": rows, "nuslerp_flatten": whole})
+        for based, rows, whole in product((False, True), repeat=3)
+    ),
     ("task_arithmetic", True, {}),
     ("breadcrumbs", True, {}),
     ("ties", True, {"density": 0.3}),

@@ -6,7 +6,7 @@ import math
 
 from covmerge.recipe.strict_yaml import unquoted
 
-_TRUE, _FALSE = ("true", "yes", "on", "t", "y", "1"), ("false", "no", "off", "f", "n", "0")
+_TRUE, _FALSE = ("true", "yes", "on", "t", "y"), ("false", "no", "off", "f", "n")
 
 
 def as_number(value: object) -> int | float:
@@ -35,8 +35,11 @@ def as_switch(value: object) -> bool:
         >>> as_switch(True), as_switch("off"), as_switch(1)
         (True, False, True)
     """
-    word = str(value).strip().lower()
-    if isinstance(value, bool | int | str) and word in (*_TRUE, *_FALSE):
+    found = unquoted(value)
+    if isinstance(found, int | float) and found in (0, 1):
+        return bool(found)
+    word = found.strip().lower() if isinstance(found, str) else ""
+    if word in (*_TRUE, *_FALSE):
         return word in _TRUE
     raise ValueError("it is true or false")
 
