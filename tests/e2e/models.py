@@ -30,6 +30,20 @@ BUILDERS = {
             max_position_embeddings=32,
         )
     ),
+    "granite": lambda: transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(
+            **TEXT,
+            num_hidden_layers=2,
+            intermediate_size=24,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+        )
+    ),
+    "phi": lambda: transformers.PhiForCausalLM(
+        transformers.PhiConfig(
+            **TEXT, num_hidden_layers=1, intermediate_size=24, max_position_embeddings=32
+        )
+    ),
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
             **TEXT,
@@ -77,6 +91,22 @@ BUILDERS = {
                 "patch_size": 8,
             },
             projection_dim=8,
+        )
+    ),
+    "llava": lambda: transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(
+                **TEXT, num_hidden_layers=1, intermediate_size=24, max_position_embeddings=32
+            ),
+            vision_config=transformers.CLIPVisionConfig(
+                hidden_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                intermediate_size=24,
+                image_size=16,
+                patch_size=8,
+            ),
+            image_token_index=63,
         )
     ),
 }

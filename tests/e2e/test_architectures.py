@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 
 import covmerge
-from tests.e2e.models import BUILDERS, build, fine_tuned, run, save_family
+from tests.e2e.models import build, fine_tuned, run, save_family
 
 # architecture -> a linear layer of the module tree, how to orient its weight, its parameter name
 LAYERS = {
@@ -23,7 +23,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", LAYERS)
 def test_merge_and_load(name, tmp_path):
     base_path, experts = save_family(name, tmp_path)
     result = covmerge.merge(base_path, experts, method="ace", out=tmp_path / "out", eps=1e-3)

@@ -3,8 +3,9 @@
     python -m tests.mergekit.campaign --mergekit VENV/bin/python --count 300 --seed 0
 
 mergekit runs in a process of its own that is kept. What is not equal bit for bit must be a row of
-docs/mergekit.md; anything else is a fault, and ends with exit code 1. With `--keep` the first recipes of
-each method that are equal become what `test_generated.py` holds covmerge to.
+docs/mergekit.md; anything else is a fault, and ends with exit code 1. `--of tokens` draws recipes with
+tokenizers, `--of modules` such with modules. With `--keep` the first recipes of each method that are equal
+become what `test_generated.py` holds covmerge to.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from safetensors.torch import load_file
-
+from tests.mergekit import generator, models, module_generator, token_generator
 from tests.mergekit.differences import EQUAL, FAULT, Merged, Outcome, compared
-from tests.mergekit.generator import drawn
 from tests.mergekit.kept import Kept
-from tests.mergekit.models import save_models
 from tests.mergekit.ours import merge
 
 HOME = Path(__file__).parent.parent.parent
+# What recipes are drawn of: who saves the models, and who draws.
+KINDS = {
+    "models": (models.save_models, generator.drawn),
+    "tokens": (token_generator.save_models, token_generator.drawn),
+    "modules": (models.save_models, module_generator.drawn),
+}
 
 
 class Theirs:
@@ -57,9 +61,9 @@ class Theirs:
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         error = self._answer()
-        stored = {} if error else load_file(out / "model.safetensors")
+        merged = Merged(error, {}) if error else Merged.read(recipe, out)
         shutil.rmtree(out, ignore_errors=True)
-        return Merged(error, stored)
+        return merged
 
     def end(self) -> None:
         """Let it go."""
@@ -76,7 +80,7 @@ class Theirs:
 
 
 @contextmanager
-def _beside(python: str) -> Iterator[tuple[Theirs, Path]]:
+def _beside(python: str, save_models: Callable[[Path], None]) -> Iterator[tuple[Theirs, Path]]:
     """Both in one folder of models, which is the working directory."""
     before = Path.cwd()
     with TemporaryDirectory() as name:
@@ -91,9 +95,12 @@ def _beside(python: str) -> Iterator[tuple[Theirs, Path]]:
             os.chdir(before)
 
 
-def run(python: str, seeds: Sequence[int]) -> Iterator[tuple[int, dict[str, Any], Merged, Outcome]]:
+def run(
+    python: str, kind: str, seeds: Sequence[int]
+) -> Iterator[tuple[int, dict[str, Any], Merged, Outcome]]:
     """Merge the recipes of some seeds by both: seed, recipe, what mergekit made, and how they compare."""
-    with _beside(python) as (theirs, folder):
+    save_models, drawn = KINDS[kind]
+    with _beside(python, save_models) as (theirs, folder):
         for seed in seeds:
             recipe = drawn(Random(seed))
             wanted = theirs.merge(recipe, folder / "theirs", seed)
@@ -106,14 +113,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--mergekit", required=True, help="a Python that has mergekit")
+    parser.add_argument("--of", choices=KINDS, default="models", help="what recipes are drawn of")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true")
     asked = parser.parse_args()
     counts: Counter[tuple[str, str]] = Counter()
-    kept = Kept()
+    kept = Kept(asked.of)
     seeds = range(asked.seed, asked.seed + asked.count)
-    for seed, recipe, wanted, outcome in run(asked.mergekit, seeds):
+    for seed, recipe, wanted, outcome in run(asked.mergekit, asked.of, seeds):
         counts[outcome.kind, outcome.row] += 1
         if outcome.kind == FAULT:
             print(f"{seed}: {outcome}\n  {json.dumps(recipe)}", flush=True)

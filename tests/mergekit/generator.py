@@ -120,7 +120,7 @@ def drawn(random: Random) -> dict[str, Any]:
         recipe["base_model"] = f"./{folder}/base"
     sliced = "+" not in models[0] and random.random() < 0.35
     if sliced:
-        recipe["slices"] = _slices(random, method, models, recipe.get("base_model"))
+        recipe["slices"] = slices(random, method, models, recipe.get("base_model"))
     else:
         listed = [{"model": model} for model in models]
         if base and random.random() < 0.3:
@@ -135,7 +135,7 @@ def drawn(random: Random) -> dict[str, Any]:
     return recipe
 
 
-def _slices(
+def slices(
     random: Random, method: Drawn, models: Sequence[str], base: str | None
 ) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
@@ -156,28 +156,39 @@ def _slices(
 
 
 def _parameters(random: Random, method: Drawn, recipe: dict[str, Any]) -> None:
-    """Say the parameters at some of the places that they may be said at."""
-    slices: list[dict[str, Any]] = recipe.get("slices", [])
-    sources = [own for piece in slices for own in piece["sources"]] or recipe["models"]
+    pieces: list[dict[str, Any]] = recipe.get("slices", [])
+    sources = [own for piece in pieces for own in piece["sources"]] or recipe["models"]
+    say_parameters(random, method, recipe, pieces, sources)
+
+
+def say_parameters(
+    random: Random,
+    method: Drawn,
+    recipe: dict[str, Any],
+    pieces: Sequence[dict[str, Any]],
+    sources: Sequence[dict[str, Any]],
+    filters: bool = True,
+) -> None:
+    """Say the parameters at some of the places that they may be said at: recipe, pieces and models."""
     for name, draw in {**method.shared, **method.each}.items():
         needed = name in method.needed
         if not needed and random.random() < 0.5:
             continue
         places = [recipe] if random.random() < 0.5 else []
-        places += [piece for piece in slices if random.random() < 0.3]
+        places += [piece for piece in pieces if random.random() < 0.3]
         if name in method.each:
             everywhere = not places and needed
             places += [own for own in sources if everywhere or random.random() < 0.4]
         elif not places and needed:
             places = [recipe]
         for place in places:
-            place.setdefault("parameters", {})[name] = _setting(random, name, draw)
+            place.setdefault("parameters", {})[name] = _setting(random, name, draw, filters)
 
 
-def _setting(random: Random, name: str, draw: Draw) -> Any:
+def _setting(random: Random, name: str, draw: Draw, filters: bool) -> Any:
     if name in _PLAIN or random.random() < 0.6:
         return draw(random)
-    if random.random() < 0.4:
+    if not filters or random.random() < 0.4:
         return _gradient(random, draw)
     conditions: list[dict[str, Any]] = []
     for text in random.sample(FILTERS, random.randint(1, 3)):

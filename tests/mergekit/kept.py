@@ -16,7 +16,12 @@ from torch import Tensor
 
 from tests.mergekit.models import flat
 
-FILE = Path(__file__).parent.parent / "golden" / "mergekit_generated.safetensors"
+GOLDEN = Path(__file__).parent.parent / "golden"
+FILES = {  # by what the recipes are drawn of
+    "models": GOLDEN / "mergekit_generated.safetensors",
+    "tokens": GOLDEN / "mergekit_generated_tokens.safetensors",
+    "modules": GOLDEN / "mergekit_generated_modules.safetensors",
+}
 _OF_EACH = 1  # recipes with models of a method, and with slices
 _STEP = 16  # every so manieth entry is kept beside the hash of all
 
@@ -36,16 +41,21 @@ def sampled(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 class Kept:
-    """What is gathered in a campaign: some recipes of each method, with models and with slices."""
+    """What is gathered in a campaign: some recipes of each method, with models and with slices.
 
-    def __init__(self) -> None:
+    Args:
+        drawn_of: a key of `FILES`.
+    """
+
+    def __init__(self, drawn_of: str) -> None:
+        self._file = FILES[drawn_of]
         self._cases: dict[str, dict[str, Any]] = {}
         self._samples: dict[str, Tensor] = {}
-        self._counts: Counter[tuple[str, bool]] = Counter()
+        self._counts: Counter[tuple[str | bool, ...]] = Counter()
 
     def add(self, seed: int, recipe: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take a recipe, if there are not enough of its kind."""
-        kind = (recipe["merge_method"], "slices" in recipe)
+        kind = (recipe["merge_method"], "slices" in str(recipe), *recipe.get("modules", ()))
         if self._counts[kind] < _OF_EACH:
             self._counts[kind] += 1
             self._cases[str(seed)] = {"recipe": recipe, "sha256": digest(tensors)}
@@ -58,17 +68,17 @@ class Kept:
             "torch": torch.__version__.split("+")[0],
             "cpu": torch.backends.cpu.get_cpu_capability(),
         }
-        save_file(self._samples, FILE, metadata=metadata)
+        save_file(self._samples, self._file, metadata=metadata)
 
 
-def goldens() -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
+def goldens(drawn_of: str = "models") -> Iterator[tuple[int, dict[str, Any], str, Tensor]]:
     """Return what was kept: seed, recipe, hash and some entries."""
-    with safe_open(FILE, "pt") as file:
+    with safe_open(FILES[drawn_of], "pt") as file:
         for seed, case in json.loads(file.metadata()["cases"]).items():
             yield int(seed), case["recipe"], case["sha256"], file.get_tensor(seed)
 
 
-def made_on() -> str:
+def made_on(drawn_of: str = "models") -> str:
     """Return which instructions of the processor they were made with."""
-    with safe_open(FILE, "pt") as file:
+    with safe_open(FILES[drawn_of], "pt") as file:
         return file.metadata()["cpu"]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors.torch import load_file
 from torch import Tensor
 
 from covmerge.api import run_recipe
@@ -27,7 +26,7 @@ def merge(
     out = folder / "ours"
     try:
         run_recipe(_read(recipe, folder, seed), out, options)
-        return Merged(None, load_file(out / "model.safetensors"))
+        return Merged.read(recipe, out)
     except CovmergeError as error:
         return Merged(f"{type(error).__name__}: {error}", {})
     finally:

@@ -233,7 +233,7 @@ class TestParameters:
         [
             ("banana", "`int8_mask` is 'banana'; it is true or false"),
             ("[{filter: mlp, value: 0.5}, {value: true}]", "`int8_mask` is 0.5; it is true or"),
-            ("[true, 0]", "a gradient is a list of numbers"),
+            ("[true, 0.5]", "`int8_mask` is 0.5; it is true or"),
         ],
     )
     def test_int8_mask_is_a_truth_value(self, value, said):
@@ -253,14 +253,40 @@ class TestParameters:
         found = [value_at(value, "n", layer / 4) for layer in range(5)]
         assert found == [True, True, False, False, True]
         assert parse_recipe(ours).parameters["rescale"] == value
-        assert "of numbers, or of truth values" in refused(
-            TIES + MODELS + "parameters: {weight: 1, rescale: [true, 0.5]}"
-        )
 
-    def test_a_gradient_of_words(self):
-        assert "a gradient is a list of numbers" in refused(
-            TIES + "models: [{model: a, parameters: {weight: [a, b]}}]"
-        )
+    @pytest.mark.parametrize(
+        ("written", "value"),
+        [
+            *(("1", True), ("'0'", False), ("1.0", True), ("yes", True), ("' Off '", False)),
+            ("[0, 1]", {"by_depth": [False, True]}),
+        ],
+    )
+    def test_other_words_for_truth_values(self, written, value):
+        ours = compiled(TIES + MODELS + f"parameters: {{weight: 1, rescale: {written}}}")
+        assert ours["parameters"]["rescale"] == value
+
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [
+            ("nan", "'nan'; numbers must be finite"),
+            (".nan", "NaN; numbers must be finite"),
+            ("'-inf'", "'-inf'; numbers must be finite"),
+            ("[0, .inf]", "Infinity; numbers must be finite"),
+            ("[{filter: mlp, value: nan}, {value: 1}]", "'nan'; numbers must be finite"),
+            ("banana", "'banana'; it is a number, such as 0.5"),
+            ("[a, b]", "'a'; it is a number, such as 0.5"),
+            ("true", "true; it is a number, such as 0.5"),
+        ],
+    )
+    def test_what_is_no_number_is_named_with_its_line(self, value, said):
+        models = f"models:\n  - model: a\n    parameters: {{weight: {value}}}"
+        assert refused(TIES + models) == f"their.yml:5: `weight` is {said}"
+
+    def test_what_is_no_number_of_covmerges_own_method(self):
+        text = f"merge_method: ace\nbase_model: b\n{FLOW}\nparameters: {{eps: .nan}}"
+        assert refused(text) == "their.yml:4: `eps` is NaN; numbers must be finite"
+        text = f"merge_method: ace\nbase_model: b\n{FLOW}\nparameters: {{eps: [a, b]}}"
+        assert "a gradient is a list of numbers, or of truth values" in refused(text)
 
     def test_nuslerps_two_switches_are_one_word(self):
         text = (

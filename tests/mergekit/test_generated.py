@@ -13,15 +13,17 @@ from covmerge.errors import CovmergeError
 from covmerge.recipe import load_recipe
 from covmerge.recipe.load import import_recipe
 from covmerge.recipe.mergekit import Told
-from tests.mergekit import differences
+from tests.mergekit import differences, module_generator, token_generator
 from tests.mergekit.generator import drawn
-from tests.mergekit.kept import digest, goldens, made_on, sampled
+from tests.mergekit.kept import FILES, digest, goldens, made_on, sampled
 from tests.mergekit.models import save_models
 from tests.mergekit.ours import merge, merge_in_memory
 
-GOLDENS = list(goldens())
+GOLDENS = [(kind, *golden) for kind in FILES for golden in goldens(kind)]
 DOCS = Path(__file__).parents[2] / "docs" / "mergekit.md"
-recipes = st.randoms(use_true_random=False).map(drawn)
+randoms = st.randoms(use_true_random=False)
+plain = randoms.map(drawn) | randoms.map(module_generator.drawn)
+with_tokens = randoms.map(token_generator.drawn)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,14 +36,28 @@ def here(tmp_path_factory):
         yield folder
 
 
+@pytest.fixture(scope="module")
+def of_tokens(tmp_path_factory):
+    """A folder of models of different vocabularies."""
+    folder = tmp_path_factory.mktemp("tokens")
+    token_generator.save_models(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
-    "golden", GOLDENS, ids=[f"{seed}-{recipe['merge_method']}" for seed, recipe, *_ in GOLDENS]
+    "golden",
+    GOLDENS,
+    ids=[f"{kind}-{seed}-{recipe['merge_method']}" for kind, seed, recipe, *_ in GOLDENS],
 )
-def test_equals_mergekit(golden, here):
+def test_equals_mergekit(golden, here, of_tokens, monkeypatch):
     """Bit for bit where torch adds and sorts as it did for mergekit; else nearly all, to rounding."""
-    seed, recipe, sha256, wanted = golden
-    tensors = merge_in_memory(recipe, here, seed)
-    if torch.backends.cpu.get_cpu_capability() == made_on():
+    kind, seed, recipe, sha256, wanted = golden
+    if kind == "tokens":  # rows are compared by token, and so with the files
+        monkeypatch.chdir(of_tokens)
+        tensors = merge(recipe, of_tokens, seed).tensors
+    else:
+        tensors = merge_in_memory(recipe, here, seed)
+    if torch.backends.cpu.get_cpu_capability() == made_on(kind):
         assert digest(tensors) == sha256
     found = sampled(tensors)
     assert found.dtype == wanted.dtype
@@ -50,13 +66,16 @@ def test_equals_mergekit(golden, here):
 
 
 def test_all_methods_are_among_them():
-    kinds = {(recipe["merge_method"], "slices" in recipe) for _, recipe, *_ in GOLDENS}
+    plain = [recipe for kind, _, recipe, *_ in GOLDENS if kind == "models"]
+    kinds = {(recipe["merge_method"], "slices" in recipe) for recipe in plain}
     assert kinds == {(method, sliced) for method, _ in kinds for sliced in (False, True)}
     assert len(kinds) == 2 * 20
+    for kind in FILES:
+        assert len({recipe["merge_method"] for own, _, recipe, *_ in GOLDENS if own == kind}) == 20
 
 
 @settings(max_examples=40)
-@given(recipe=recipes)
+@given(recipe=plain | with_tokens)
 def test_what_import_prints_is_the_same_recipe(recipe):
     theirs = Path("their.yml")
     theirs.write_text(yaml.safe_dump(recipe, sort_keys=False))
@@ -71,7 +90,7 @@ def test_what_import_prints_is_the_same_recipe(recipe):
 
 
 @settings(max_examples=15)
-@given(recipe=recipes, seed=st.integers(0, 1000))
+@given(recipe=plain, seed=st.integers(0, 1000))
 def test_a_recipe_is_merged_or_refused_by_name(recipe, seed, here):
     try:
         tensors = merge_in_memory(recipe, here, seed)
@@ -85,7 +104,7 @@ def test_processes_make_the_same_bytes(here):
     """Of a stack and of random numbers."""
     seed, recipe = next(
         (seed, recipe)
-        for seed, recipe, *_ in GOLDENS
+        for _, seed, recipe, *_ in GOLDENS
         if recipe["merge_method"] == "dare_ties" and "slices" in recipe
     )
     alone = merge(recipe, here, seed, RunOptions(threads=1))

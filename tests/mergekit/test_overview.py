@@ -5,9 +5,11 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from covmerge.api import plan_recipe
 from covmerge.engine import RunOptions, overview, worker
 from covmerge.errors import NotFiniteError
 from covmerge.plan import build, work
+from covmerge.recipe import parse_recipe
 from tests.mergekit.kept import digest, goldens
 from tests.mergekit.models import save_models
 from tests.mergekit.ours import merge_in_memory
@@ -84,6 +86,47 @@ def test_bytes_are_those_of_the_whole(recipe, folder, looked_over):
     by_rows = merge_in_memory(given, folder, seed, RunOptions(threads=2))
     assert digest(by_rows) == digest(whole)
     assert len(found) > 5
+
+
+READ_AS_SAID = {
+    "ties": {"density": 0.4},
+    "dare_linear": {"density": 0.4},
+    "della": {"density": 0.4, "rescale": False},
+    "breadcrumbs": {"density": 0.4},
+    "slerp": {"t": 0.3},
+    "arcee_fusion": {},
+    "model_stock": {},
+}
+
+
+@pytest.mark.parametrize("method", [*READ_AS_SAID, "own"])
+def test_a_plan_counts_what_a_look_reads(method, folder, looked_over, monkeypatch):
+    """But for a block, whose dtype is asked; of looks at all experts at once it counts the first."""
+    looked_over()
+    alone = method in ("slerp", "arcee_fusion")
+    theirs = {
+        "merge_method": method,
+        "base_model": "./llama/base",
+        "models": [{"model": f"./llama/t{t}"} for t in range(1 if alone else 2)],
+        "parameters": {"weight": 1.0, **READ_AS_SAID.get(method, {})},
+    }
+    given = OWN if method == "own" else theirs
+    plan, _ = plan_recipe(parse_recipe(given))
+    read = []
+    groups = overview._groups
+
+    def noting(*given):
+        for group in groups(*given):
+            base = next(own for own in (group.base, *group.updates) if own is not None)
+            read.append((1 + len(group.models or group.updates)) * base.nbytes)
+            yield group
+
+    monkeypatch.setattr(overview, "_groups", noting)
+    merge_in_memory(given, folder, 0)
+    said = sum(item.looked_at for item in plan.items)
+    assert plan.read_bytes == said + sum(item.read_bytes for item in plan.items)
+    assert said <= sum(read)
+    assert sum(read) < 1.1 * said or method == "model_stock"
 
 
 @pytest.mark.parametrize("method", ["own", "ties", "breadcrumbs"])

@@ -12,20 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.mergekit.models import ADAPTERS
-from tests.mergekit.stable import sort_stably
+from tests.mergekit.stable import name_in_order, sort_stably
 
 
 def runner() -> Callable[[dict[str, Any], Path, int], None]:
     """Return what merges a recipe into a folder, with a seed; adapters are folded before, once.
 
-    Of equal magnitudes at a threshold it keeps those that a stable sort puts first.
+    Of equal magnitudes at a threshold it keeps those that a stable sort puts first, and models are in the
+    recipe's order where it takes them in that of a set.
     """
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
 
     sort_stably()
+    name_in_order()
 
     def run(recipe: dict[str, Any], out: Path, seed: int) -> None:
         options = MergeOptions(
@@ -38,11 +39,12 @@ def runner() -> Callable[[dict[str, Any], Path, int], None]:
         run_merge(MergeConfiguration.model_validate(recipe), str(out), options)
 
     # To fold an adapter draws random numbers, and only where there is no cache of it yet.
-    for number in range(ADAPTERS):
-        model = {"model": f"./gpt2/base+./gpt2/lora{number}"}
-        run(
-            {"merge_method": "passthrough", "models": [model]}, Path("cache") / f"folded{number}", 0
-        )
+    for adapter in sorted(Path("gpt2").glob("lora*")):
+        folding = {
+            "merge_method": "passthrough",
+            "models": [{"model": f"./gpt2/base+./{adapter}"}],
+        }
+        run(folding, Path("cache") / adapter.name, 0)
     return run
 
 

@@ -31,7 +31,7 @@ class Words:
     Attributes:
         order: its tokens but for those that were added.
         added: special tokens that were added, in the order of their numbers.
-        padding: rows of the embedding beyond the tokens.
+        padding: rows of the embedding beyond the tokens; fewer than none: so many tokens have no row.
         eos: tokens that end a text.
         template: of a chat.
     """
@@ -87,8 +87,8 @@ def weights(arch: str, model: str, words: Words, dtype: torch.dtype) -> dict[str
     for name, shape in layout(arch):
         if name in TABLES:
             own = torch.stack([_row(model, name, t, learnt) for t in words.tokens])
-            padding = torch.full((words.padding, shape[1]), 9.0)  # to be seen if it is ever used
-            own = torch.cat([own, padding])
+            padding = torch.full((max(words.padding, 0), shape[1]), 9.0)  # seen if it is ever used
+            own = torch.cat([own[: len(words.tokens) + min(words.padding, 0)], padding])
         else:
             own = torch.randn(shape, generator=drawn(arch, name))
             own += learnt * torch.randn(shape, generator=drawn(arch, model, name))
@@ -101,12 +101,25 @@ def _row(model: str, name: str, token: str, learnt: float) -> Tensor:
     return row + learnt * torch.randn(8, generator=drawn(model, name, token))
 
 
+# By folder: the architecture, and the dtype.
+FOLDERS = {
+    "llama": ("llama", "float32"),
+    "gpt2": ("gpt2", "float32"),
+    "half": ("llama", "bfloat16"),
+}
+
+
 def save_models(folder: Path) -> None:
     """Write llama, gpt2 (tied) and the same llama in bfloat16, each with a base and three experts."""
-    for name, dtype in (("llama", "float32"), ("gpt2", "float32"), ("half", "bfloat16")):
+    for name in FOLDERS:
         for model, words in WORDS.items():
-            arch = "gpt2" if name == "gpt2" else "llama"
-            save_model(folder / name / model, arch, model, words, dtype)
+            save_one(folder, name, model, words)
+
+
+def save_one(folder: Path, name: str, model: str, words: Words) -> None:
+    """Write one model of a folder."""
+    arch, dtype = FOLDERS[name]
+    save_model(folder / name / model, arch, model, words, dtype)
 
 
 def save_model(path: Path, arch: str, model: str, words: Words, dtype: str = "float32") -> None:

@@ -188,7 +188,7 @@ def _links(hardware: Hardware, node: int, total: int) -> dict[str, float]:
 
 
 def _moved(item: WorkItem) -> int:
-    return (1 + item.overview) * item.read_bytes + item.statistics_bytes + item.write_bytes
+    return item.looked_at + item.read_bytes + item.statistics_bytes + item.write_bytes
 
 
 def _compute(item: WorkItem, hardware: Hardware) -> float:

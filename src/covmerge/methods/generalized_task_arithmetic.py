@@ -85,6 +85,16 @@ def _overview_bytes(parameters: Parameters) -> float:
     return 5.0 if parameters["rescale"] else 1.0 if by_chance else 0.0
 
 
+def _looks(parameters: Parameters) -> int:
+    """For a sample and to count, or for random numbers; for lengths two more."""
+    sparsify, density = parameters["sparsify"], _only(parameters["density"])
+    if sparsify == "none" or density >= 1 or (density <= 0 and sparsify in ("magnitude", "ranked")):
+        return 0
+    half = parameters["arithmetic"] in ("float16", "bfloat16")
+    by_chance = sparsify in ("bernoulli", "ranked")
+    return (1 if half or by_chance else 2) + (2 if parameters["rescale"] else 0)
+
+
 @register(
     "generalized_task_arithmetic",
     equation="W̄ = W₀ + λ Σ w_t S(Δ_t) [M_t] / (Σ w_t [M_t] or 1),  M_t = [sgn w_t S(Δ_t) = elected]",
@@ -104,7 +114,7 @@ def _overview_bytes(parameters: Parameters) -> float:
     cost=_cost,
     unit=_unit,
     sees="weights",
-    overview=Overview(_kept, _overview_bytes),
+    overview=Overview(_kept, _overview_bytes, looks=_looks),
 )
 def generalized_task_arithmetic(
     group: LinearGroup,

@@ -84,12 +84,14 @@ class Overview:
         entry_bytes: memory for each entry that this takes at most, with what is kept, from the parameters.
         together: whether it looks at all experts, once; else at each expert by itself.
         applies: whether it tells all that is needed, with these parameters.
+        looks: how often it reads what it looks at, as far as the parameters tell.
     """
 
     of: Callable[[Groups, Sequence[int], Parameters], Known]
     entry_bytes: Callable[[Parameters], float]
     together: bool = False
     applies: Callable[[Parameters], bool] = lambda parameters: True
+    looks: Callable[[Parameters], int] = lambda parameters: 1
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _overview(groups: Groups, shape: Sequence[int], parameters: Parameters) -> S
     ),
     cost=_cost,
     unit="tensor",
-    overview=Overview(_overview, lambda parameters: 0.0),
+    overview=Overview(_overview, lambda parameters: 0.0, looks=lambda parameters: 2),
     sees="weights",
     experts=(1, 1),
 )

@@ -44,7 +44,7 @@ def _replicas(parameters: Parameters, count: int) -> float | None:
     ),
     cost=elect_cost,
     unit=trim_unit,
-    overview=Overview(find_threshold, lambda parameters: 0.0),
+    overview=Overview(find_threshold, lambda parameters: 0.0, looks=lambda parameters: 2),
     survey=Survey(surveyed_density, lambda group, parameters: group.updates),
     published_tuning="λ, on labelled validation data; where there is none it is 1",
 )

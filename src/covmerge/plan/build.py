@@ -575,6 +575,25 @@ def _work_item(
         statistics_bytes=measured * torch.float32.itemsize,
         at_once=at_once,
         overview=overview,
+        looked_at=_looked_at(tensor, stored, models, numel) if overview else 0,
+    )
+
+
+def _looked_at(tensor: TensorPlan, stored: int, models: Mapping[str, Model], numel: int) -> int:
+    """Bytes that an overview reads: of each expert by itself beside the base, or of all together."""
+    assert isinstance(tensor.operation, Merge)
+    method, given = tensor.operation.procedure, tensor.operation.parameters
+    assert method.overview is not None
+    experts = list(tensor.operands)
+    own = {
+        expert: 0 if operand.tensor is None else models[expert].stored_bytes(operand.tensor, numel)
+        for expert, operand in tensor.operands.items()
+    }
+    if method.overview.together:
+        return method.overview.looks(given) * (stored + sum(own.values()))
+    return sum(
+        method.overview.looks(method.for_experts(given, experts, [expert])) * (stored + size)
+        for expert, size in own.items()
     )
 
 

@@ -132,7 +132,7 @@ class Plan:
     def read_bytes(self) -> int:
         """Bytes read from all checkpoints and statistics, passes of surveys and overviews included."""
         merging = sum(
-            (1 + item.overview) * item.read_bytes + item.statistics_bytes for item in self.items
+            item.looked_at + item.read_bytes + item.statistics_bytes for item in self.items
         )
         return merging + sum(
             passes * item.read_bytes

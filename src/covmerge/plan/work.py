@@ -127,6 +127,7 @@ class WorkItem:
             None: all of them.
         overview: a method that must know the whole looks it over first, expert by expert; then rows are
             read again, and merged `at_once`.
+        looked_at: bytes that this reads, as far as it is known before.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.
         thin: nothing of it is ever as large as its rows: factors in, factors out.
@@ -141,6 +142,7 @@ class WorkItem:
     statistics_bytes: int = 0
     at_once: int | None = None
     overview: bool = False
+    looked_at: int = 0
     thin: bool = False
 
     @property
@@ -203,7 +205,7 @@ class WorkItem:
         """Yield the work on so many of its rows after the other."""
         assert self.rows is not None
         for start in range(0, len(self.rows), rows):
-            yield replace(self, rows=self.rows[start : start + rows], overview=False)
+            yield replace(self, rows=self.rows[start : start + rows], overview=False, looked_at=0)
 
     def leading(self, share: float) -> WorkItem:
         """Return the first of its rows, one at least."""

@@ -10,6 +10,7 @@ from covmerge.errors import did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.mergekit import SETTINGS
 from covmerge.recipe.mergekit.reading import Part
+from covmerge.recipe.mergekit.values import as_number, as_switch
 from covmerge.text import shown
 
 DELTA = "generalized_task_arithmetic"
@@ -26,6 +27,14 @@ class Parameter:
 
     ours: str | None
     default: Any
+
+    def read(self, value: object) -> Any:
+        """Return one value of it.
+
+        Raises:
+            ValueError: it is not what the parameter takes, with what that is.
+        """
+        return as_switch(value) if isinstance(self.default, bool) else as_number(value)
 
 
 REQUIRED = object()

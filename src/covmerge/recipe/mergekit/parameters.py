@@ -13,8 +13,7 @@ from covmerge.recipe.mergekit.models import Reference
 from covmerge.recipe.mergekit.pieces import Piece, Theirs
 from covmerge.recipe.mergekit.reading import Part
 from covmerge.recipe.mergekit.settings import filters, setting
-from covmerge.recipe.varied import check_varied
-from covmerge.text import shown
+from covmerge.recipe.mergekit.values import as_number
 
 _OF_A_LAYER = re.compile(r"(^|\.)\d")  # as in "layers.1" and "1.mlp", and not in "ln_1"
 
@@ -31,17 +30,20 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
     _check(theirs, piece, around)
     method = theirs.method
     settings = {
-        name: setting(name, around, own.default, theirs.name) for name, own in method.shared.items()
+        name: setting(name, around, own.default, theirs.name, own.read)
+        for name, own in method.shared.items()
     }
-    for name, value in settings.items():
-        _check_switch(method, name, value, around)
     found = {
         own.ours: settings[name] for name, own in method.shared.items() if own.ours is not None
     }
     for name, own in method.each.items():
         values = {
             theirs.models[source.model]: setting(
-                name, [source.part.part("parameters"), *around], own.default, str(source.model)
+                name,
+                [source.part.part("parameters"), *around],
+                own.default,
+                str(source.model),
+                own.read,
             )
             for source in theirs.merged(piece)
         }
@@ -57,7 +59,7 @@ def own_weight(theirs: Theirs, piece: Piece, model: Reference) -> Any:
     for own in piece.sources:
         parts = [own.part.part("parameters"), *around]
         if own.model == model and any("weight" in part.data for part in parts):
-            return setting("weight", parts, 1.0, str(model))
+            return setting("weight", parts, 1.0, str(model), as_number)
     return None
 
 
@@ -139,19 +141,6 @@ def _check_filters(part: Part, key: str) -> None:
                 "here names are the output's, where that layer has another: write a slice for it",
                 key,
             )
-
-
-def _check_switch(method: TheirMethod, name: str, value: object, around: Sequence[Part]) -> None:
-    """Refuse what is no truth value of a switch that changes nothing; others are checked by the method."""
-    if method.shared[name].ours is not None:
-        return
-
-    def check(one: object) -> None:
-        if not isinstance(one, bool):
-            place = next(part for part in around if name in part.data)
-            place.refuse(f"`{name}` is {shown(one)}; it is true or false", name)
-
-    check_varied(value, check)
 
 
 def _with_words(method: TheirMethod, part: Part, found: dict[str, Any]) -> dict[str, Any]:

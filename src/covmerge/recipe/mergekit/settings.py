@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from covmerge.recipe.mergekit.methods import REQUIRED
 from covmerge.recipe.mergekit.reading import Part
-from covmerge.recipe.strict_yaml import unquoted
+from covmerge.recipe.mergekit.values import as_finite
 from covmerge.recipe.varied import BY_DEPTH, BY_NAME, containing
 from covmerge.text import shown
 
+Read = Callable[[object], Any]
 
-def setting(parameter: str, places: Sequence[Part], default: object, whose: str) -> Any:
+
+def setting(
+    parameter: str,
+    places: Sequence[Part],
+    default: object,
+    whose: str,
+    read: Read = as_finite,
+) -> Any:
     """Return a parameter's value: a plain one, or one by depth or by name.
 
     A filter is for names that contain it, and where none of a place's fits the next place decides.
@@ -22,12 +30,13 @@ def setting(parameter: str, places: Sequence[Part], default: object, whose: str)
         places: the `parameters` of model, slice and recipe, in this order.
         default: what holds where nothing is said; `REQUIRED`: that is an error.
         whose: what it is the parameter of, for errors.
+        read: makes one value of it of what stands in the file; raises ValueError with what it should be.
     """
     entries: list[dict[str, Any]] = []
     for part in places:
         if parameter not in part.data:
             continue
-        for match, value in _conditions(part, parameter):
+        for match, value in _conditions(part, parameter, read):
             if value is None:
                 continue
             if match is None:
@@ -58,12 +67,12 @@ def _by_name(entries: Sequence[dict[str, Any]], otherwise: Any) -> Any:
     return {BY_NAME: [*entries, {"value": otherwise}]} if entries else otherwise
 
 
-def _conditions(part: Part, parameter: str) -> Iterator[tuple[str | None, Any]]:
+def _conditions(part: Part, parameter: str, read: Read) -> Iterator[tuple[str | None, Any]]:
     """Patterns with their values; None: whatever the name."""
     given = part.data[parameter]
     entries = _listed(given)
     if not any(isinstance(entry, Mapping) for entry in entries):
-        yield None, _value(part, parameter, given)
+        yield None, _value(part, parameter, parameter, read)
         return
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping):
@@ -84,22 +93,36 @@ def _conditions(part: Part, parameter: str) -> Iterator[tuple[str | None, Any]]:
         if not (text is None or isinstance(text, str)):
             own.refuse(f"the filter {shown(text)} is not text", "filter")
         match = None if text in (None, "*", "") else containing(str(text))
-        yield match, _value(own, "value", own.data["value"])
+        yield match, _value(own, "value", parameter, read)
 
 
-def _value(part: Part, key: str, value: object) -> Any:
-    """A number, quoted or not, a truth value or a text; a list of numbers or truth values by depth."""
-    if not isinstance(value, list):
-        return unquoted(value)
-    numbers = [unquoted(entry) for entry in cast("list[object]", value)]
+def _value(part: Part, key: str, parameter: str, read: Read) -> Any:
+    """One value, or a list of numbers or truth values by depth; None where nothing is said."""
+    given: object = part.data[key]
+    if given is None:
+        return None
+    if not isinstance(given, list):
+        return _read(part, given, parameter, read, key)
+    numbers = [
+        _read(part, entry, parameter, read, key, place)
+        for place, entry in enumerate(cast("list[object]", given))
+    ]
     if not numbers:
         return None
     switches = [isinstance(n, bool) for n in numbers]
     if not all(isinstance(n, int | float) for n in numbers) or any(switches) != all(switches):
         part.refuse(
-            f"`{key}` is {shown(numbers)}; a gradient is a list of numbers, or of truth values", key
+            f"`{parameter}` is {shown(numbers)}; a gradient is a list of numbers, or of truth values",
+            key,
         )
     return {BY_DEPTH: numbers} if len(numbers) > 1 else numbers[0]
+
+
+def _read(part: Part, value: object, parameter: str, read: Read, *keys: str | int) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        part.refuse(f"`{parameter}` is {shown(value)}; {error}", *keys)
 
 
 def _listed(value: object) -> Sequence[object]:
