@@ -162,7 +162,8 @@ def experts(bench):
 
 
 @pytest.mark.parametrize(
-    "name", ["interference", "heterogeneity", "spectra", "entries", "cost", "ridge", "retention"]
+    "name",
+    ["interference", "heterogeneity", "spectra", "entries", "cost", "ridge", "retention", "steps"],
 )
 def test_every_study_runs_and_is_saved(bench, name, monkeypatch, tmp_path):
     taken = Cost(mathematics=0.5, merge=1.0, process=3.0, memory=2**24, device_memory=None)

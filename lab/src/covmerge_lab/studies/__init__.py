@@ -13,6 +13,7 @@ from covmerge_lab.studies.interference import Interference
 from covmerge_lab.studies.regimes import Regimes
 from covmerge_lab.studies.retention import Retention
 from covmerge_lab.studies.spectra import SpectraBeforeAndAfter
+from covmerge_lab.studies.steps import StepsAroundMethods
 from covmerge_lab.studies.study import Findings, Study, save
 from covmerge_lab.studies.tuned import Tuned
 
@@ -31,6 +32,7 @@ STUDIES: dict[str, type[Study]] = {
         CovarianceReplaced,
         OwnInputs,
         Anchors,
+        StepsAroundMethods,
         Interference,
         Heterogeneity,
         SpectraBeforeAndAfter,
