@@ -18,6 +18,7 @@ from covmerge.engine.lots import lots_of
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.progress import Progress, Silent
 from covmerge.engine.ranks import Rank, find_rank
+from covmerge.engine.staging import pinned_bytes
 from covmerge.engine.threads import Threads
 from covmerge.engine.workers import AUTO, Choice, Workers, choose_workers
 from covmerge.errors import InputError, ResourceError, did_you_mean
@@ -130,14 +131,16 @@ class RunOptions:
             shared=shared,
             lots=lots,
         )
-        check_room(
+        left = check_room(
             zip(*(plan.items for plan in plans), strict=True),
             self.torch_device,  # the GPUs of a machine are taken to be alike
             lots=lots,
             processes=ceil(memory.workers / max(1, gpus_of(self.device))),
             shared=shared,
         )
-        return memory
+        # What is in flight is on the device then, beside what is computed.
+        ahead = memory.workers == 1 and pinned_bytes(self.torch_device) > 0
+        return replace(memory, ahead=ahead and (left is None or memory.in_flight <= left))
 
     def computed(self, memory: MemoryPlan | None = None) -> str:
         """Say how matrices are computed, as far as their rounding hangs on it.
@@ -167,7 +170,9 @@ class RunOptions:
             return Cluster(self.cluster, opener(), self.max_memory)
         if memory.workers > 1:
             return Processes(self._devices(memory.workers), opener())
-        return Threads(in_flight=memory.in_flight, lanes=memory.lanes, lots=memory.lots)
+        return Threads(
+            in_flight=memory.in_flight, lanes=memory.lanes, lots=memory.lots, ahead=memory.ahead
+        )
 
 
 def with_executor(
