@@ -216,5 +216,27 @@ def test_all_ranks_verify(plans):
     assert verifying(adapter, nodes=4).node_bytes == plan.write_bytes
 
 
+def test_an_output_in_a_bucket_is_sent_by_one_node(plans, plain, tmp_path):
+    """Made and verified in a folder first: over the links of a node once more than one that stays there."""
+    plan, sizes = plans["ace"]
+    machines = replace(HERE, nodes=4, nic=1e6)
+    stays, sent = (forecast(plan, machines, sizes, sent=own) for own in (False, True))
+    *before, last = sent.stages
+    assert tuple(before) == stays.stages
+    assert (last.name, last.bound) == ("send", "nic")
+    assert last.node_bytes == last.total_bytes == plan.write_bytes
+    assert last.seconds == plan.write_bytes / 1e6
+    file = tmp_path / "recipe.yml"
+    file.write_text(json.dumps(recipe(plain, "ace")))
+    given = ["--cluster=nodes=4,nic=1MB/s", "--json"]
+    named = {
+        out: [s["stage"] for s in command("plan", file, *out, *given).json["cluster"]["stages"]]
+        for out in ((), (str(tmp_path / "out"),), ("s3://models/merged",))
+    }
+    *others, bucket = named.values()
+    assert others == [["start", "merge", "verify"]] * 2
+    assert bucket == [*others[0], "send"]
+
+
 def with_output(recipe, **changed):
     return recipe.model_copy(update={"output": recipe.output.model_copy(update=changed)})
