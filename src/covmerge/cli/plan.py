@@ -32,7 +32,7 @@ def plan(
         typer.Option(
             metavar="KEY=VALUE,...",
             help="Machines: nodes=16,gpus=8,nic=25GB/s,disk=7GB/s, and cores=, memory=, storage=, flops=, "
-            "stream=, hash=, start= (docs/scale.md). Without it the plan is of this machine, as by "
+            "eigen=, stream=, hash=, start= (docs/scale.md). Without it the plan is of this machine, as by "
             "--dry-run.",
             show_default=False,
         ),

@@ -202,8 +202,10 @@ def _moved(item: WorkItem) -> int:
 
 
 def _compute(item: WorkItem, hardware: Hardware) -> float:
-    """Seconds of its products, and of making numbers of what is stored."""
-    return item.flops / hardware.device_flops + _moved(item) / hardware.device_stream
+    """Seconds of its products and eigenproblems, and of making numbers of what is stored."""
+    products = (item.flops - item.eigen_flops) / hardware.device_flops
+    eigenproblems = item.eigen_flops / hardware.device_eigen
+    return products + eigenproblems + _moved(item) / hardware.device_stream
 
 
 def _alone(item: WorkItem, hardware: Hardware) -> float:

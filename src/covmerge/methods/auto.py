@@ -55,6 +55,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         )
         + 2 * matrix * itemsize
         + d_in * d_in * (8 + itemsize),
+        spectra.eigen,
     )
 
 

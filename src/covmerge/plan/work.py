@@ -129,6 +129,7 @@ class WorkItem:
             read again, and merged `at_once`.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.
+        eigen_flops: of these, those of eigenproblems and singular values.
         thin: nothing of it is ever as large as its rows: factors in, factors out.
     """
 
@@ -138,6 +139,7 @@ class WorkItem:
     write_bytes: int
     workspace: int
     flops: float
+    eigen_flops: float = 0.0
     statistics_bytes: int = 0
     at_once: int | None = None
     overview: bool = False
