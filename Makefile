@@ -10,12 +10,13 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 .PHONY: demo test lint style types boundaries site tests fast slow coverage lock bench clean
 
 # torch first, by its version alone: which build of it fits is the machine's matter, and each has a hash of its
-# own. All else is what the lock says, byte by byte, also what our own packages are built with.
+# own. All else is what the lock says, byte by byte, also what our own packages are built with. Python compiles what
+# is imported when it is; all of it would take a minute, for which most is never asked.
 $(VENV)/.ready: export PIP_DISABLE_PIP_VERSION_CHECK := 1
 $(VENV)/.ready: pyproject.toml lab/pyproject.toml requirements/torch.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements/torch.txt
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --no-deps -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . -e ./lab
 	touch $@
 

@@ -27,8 +27,9 @@ from covmerge.covariance.mixed import solve_mixed
 from covmerge.linalg import auto, spectral
 from covmerge.linalg.cholesky import all_above
 from covmerge.linalg.lapack import norm, svd
-from covmerge.linalg.pinv import pinv_right, solve_full_rank
-from covmerge.linalg.spectral import truncated_svd
+from covmerge.linalg.pinv import pinv_by_projector, pinv_right, solve_full_rank
+from covmerge.linalg.polar import polar_by_products
+from covmerge.linalg.spectral import leading_directions, truncated_svd
 from covmerge.linalg.symmetric import gram
 from covmerge.methods import registry
 from covmerge.methods.closed_form import solve_ridge
@@ -152,6 +153,27 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
                 "eigen64": lambda a=system, b=right: pinv_right(a, b, rtol=1e-6),
             },
         )
+    for d_out, d_in in ((384, 384), (768, 768), (768, 3072)):
+        matrix = noise(d_out, d_in)
+        yield (
+            [d_out, d_in],
+            auto.polar_choice(d_out, d_in, 4),
+            {
+                "gram": lambda a=matrix: leading_directions(a, min(a.shape), rtol=1e-6),
+                "products": lambda a=matrix: _found(polar_by_products(a, rtol=1e-6)),
+            },
+        )
+    for side, count in ((384, 1536), (768, 768)):
+        # Of rank side/2, which the cut-off ends.
+        system, right = gram(noise(side // 2, side)).double(), noise(count, side).double()
+        yield (
+            [side, count],
+            auto.cut_off_choice(side, count),
+            {
+                "eigen64": lambda a=system, b=right: pinv_right(a, b, rtol=1e-6),
+                "projector64": lambda a=system, b=right: _found(pinv_by_projector(a, b, rtol=1e-6)),
+            },
+        )
     ace = registry.get("ace")
     for width, rank, count in ((768, 16, 8), (2048, 16, 4)):
         factors = [LowRank(noise(width, rank), noise(rank, width)) for _ in range(count)]
@@ -176,11 +198,17 @@ def _refined(matrix: Tensor, k: int) -> object:
     """By refinement whatever the shape."""
     found = spectral._refined(
         matrix,
-        spectral.float64_gram(spectral._wide(matrix)),
+        spectral.float64_gram(spectral.wide_of(matrix)),
         spectral._Wanted(k, 1e-6, None, spectral.EXACT, matrix.shape),
     )
     assert found is not None
     return found
+
+
+def _found(answer: object) -> object:
+    """What products gave, who may have none."""
+    assert answer is not None
+    return answer
 
 
 def _checked(equations: normal.NormalEquations) -> Tensor:

@@ -37,9 +37,23 @@ def test_adapters_have_a_question_more():
         (["768"], "must be d_out x d_in"),
         (["0x4"], "must be d_out x d_in"),
         (["4x4", "--dtype", "float16"], "must be float32 or float64"),
+        (["4x4", "--device", "mps"], "must be cpu or cuda"),
         (["4x4", "--method", "acee"], "Did you mean"),
     ],
 )
 def test_bad_input(arguments, said):
     ran = covmerge("explain", *arguments, code=2)
     assert said in words(ran.stderr)
+
+
+def test_a_device_has_its_own_price_of_an_eigenproblem():
+    given = ["explain", "768x3072", "--json"]
+    cpu, cuda = (covmerge(*given, "--device", name).json for name in ("cpu", "cuda"))
+    assert cpu == covmerge(*given).json
+    assert (cpu["eigenproblem"], cuda["eigenproblem"]) == (4.5, 100.0)
+    taken = [{own["question"]: own["taken"] for own in shown["questions"]} for shown in (cpu, cuda)]
+    assert {"UVᵀ": "gram", "B A†, cut off": "eigen64"}.items() <= taken[0].items()
+    assert {"UVᵀ": "products", "B A†, cut off": "projector64"}.items() <= taken[1].items()
+    said = covmerge("explain", "768x3072", "--device", "cuda").stdout
+    assert max(map(len, said.splitlines())) <= 80
+    assert "nobody has measured it here" in said

@@ -1,4 +1,8 @@
-"""What PEFT and vLLM take of an adapter; PEFT is asked itself, here and in test_adapter_output.py."""
+"""What PEFT and vLLM take of an adapter; PEFT is asked itself, here and in test_adapter_output.py.
+
+So is vLLM where it is installed, which fits no torch that everything else here does: its loader alone
+needs no GPU (`pip install --no-deps vllm cbor2 openai_harmony openai` beside the development packages).
+"""
 
 import json
 
@@ -110,3 +114,45 @@ def test_peft_loads_what_vllm_does_not(family, tmp_path, expert, word):
     base = transformers.AutoModelForCausalLM.from_pretrained(family / "base")
     model = peft.PeftModel.from_pretrained(base, out)
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+# What vLLM replaces in a Llama, by the names of the parts that it packs later.
+EXPECTED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def loaded_by_vllm(folder, limit):
+    """What vLLM makes of an adapter: the updates of its layers by their modules."""
+    helpers = pytest.importorskip("vllm.lora.peft_helper", exc_type=ImportError)
+    models = pytest.importorskip("vllm.lora.lora_model")
+    helper = helpers.PEFTHelper.from_local_dir(str(folder), None)
+    helper.validate_legal(helpers.LoRAConfig(max_lora_rank=limit))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "PIN_MEMORY", False)  # which takes a GPU
+        model = models.LoRAModel.from_local_checkpoint(str(folder), EXPECTED, helper, device="cpu")
+    return {name: lora.lora_b @ lora.lora_a * lora.scaling for name, lora in model.loras.items()}
+
+
+def test_vllm_takes_what_it_is_told_and_makes_the_full_merge_of_it(family, tmp_path):
+    given = [*merging(family, "a", "b", out=tmp_path / "adapter"), "--method=task_arithmetic"]
+    command(*given)
+    updates = loaded_by_vllm(tmp_path / "adapter", limit=16)
+    given[given.index("--as=adapter")] = "--as=model"
+    given[given.index(tmp_path / "adapter")] = tmp_path / "full"
+    command(*given)
+    files = (family / "base", tmp_path / "full")
+    base, merged = (load_file(folder / "model.safetensors") for folder in files)
+    for module, update in updates.items():
+        name = f"{module}.weight"
+        torch.testing.assert_close(base[name] + update, merged[name], atol=1e-6, rtol=1e-5)
+    changed = [name for name in merged if not torch.equal(base[name], merged[name])]
+    assert sorted(f"{module}.weight" for module in updates) == sorted(changed)
+
+
+@pytest.mark.parametrize(
+    ("expert", "limit", "said"),
+    [("a", 8, "rank"), ("whole", 16, "modules_to_save"), ("head", 16, "lm_head")],
+)
+def test_vllm_refuses_what_it_is_said_to_refuse(family, tmp_path, expert, limit, said):
+    command(*merging(family, expert, out=tmp_path / "out"))
+    with pytest.raises(ValueError, match=said):
+        loaded_by_vllm(tmp_path / "out", limit)

@@ -24,6 +24,7 @@ def explain(
         typer.Option(min=1, help="The experts are adapters of this rank.", show_default=False),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the mathematics: float32 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where it is done: cpu or cuda.")] = "cpu",
     method: Annotated[
         list[str] | None,
         typer.Option(help="Show these methods; by default all.", show_default=False),
@@ -32,7 +33,7 @@ def explain(
 ) -> None:
     """Show the routes that a layer's shape leads to, with their FLOPs and memory."""
     from covmerge.errors import InputError
-    from covmerge.linalg.auto import routes
+    from covmerge.linalg.auto import EIGENPROBLEM, routes
     from covmerge.methods import registry
 
     sizes = re.fullmatch(r"([1-9]\d{0,8})[x×,]([1-9]\d{0,8})", shape.replace(" ", ""))
@@ -40,9 +41,11 @@ def explain(
         raise InputError(f"SHAPE is {shape!r}; it must be d_out x d_in: 3072x768")
     if dtype not in ("float32", "float64"):
         raise InputError(f"--dtype is {dtype!r}; it must be float32 or float64")
+    if device not in EIGENPROBLEM:
+        raise InputError(f"--device is {device!r}; it must be {' or '.join(EIGENPROBLEM)}")
     d_out, d_in = int(sizes[1]), int(sizes[2])
     itemsize = {"float32": 4, "float64": 8}[dtype]
-    choices = routes(d_out, d_in, experts, itemsize, rank)
+    choices = routes(d_out, d_in, experts, itemsize, rank, device)
     names = [registry.get(name).name for name in method or registry.names()]
     costs = {name: registry.get(name).cost(d_out, d_in, experts, itemsize) for name in names}
     if as_json:
@@ -52,6 +55,8 @@ def explain(
                 "experts": experts,
                 "rank": rank,
                 "dtype": dtype,
+                "device": device,
+                "eigenproblem": EIGENPROBLEM[device],
                 "questions": [_as_json(choice) for choice in choices],
                 "methods": {
                     name: {"flops": cost.flops, "workspace": cost.workspace}
@@ -62,6 +67,11 @@ def explain(
         return
     _show(choices)
     console = stdout()
+    if device != "cpu":
+        console.print(
+            f"An eigenproblem counts as {EIGENPROBLEM[device]:g} products: that is assumed of {device},\n"
+            "and nobody has measured it here. Methods are counted as on a CPU.\n"
+        )
     console.print(
         "A float64 operation counts as two; workspace is beside the experts' updates and\n"
         "the result. Methods as on updates that are not adapters:\n"

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from covmerge.errors import InputError, RecipeError, did_you_mean
+from covmerge.linalg.auto import EIGENPROBLEM
 from covmerge.recipe import parse_size
 
 # Guesses where nothing is said. A core's SHA-256, by the instructions that processors have for it.
 _HASHED = 1.5e9
 # Products in float32. What a GPU has on paper is more.
 _CORE, _GPU = 5e10, 2.5e13
-# Operations in eigenproblems: a share of the rate of products on a CPU (0.7 to 0.9 of 512 rows and more),
-# and a guess on a GPU, where most of one waits for memory.
-_EIGEN, _EIGEN_GPU = 0.8, 1e12
+# Operations in eigenproblems, as a share of the rate of products: on a CPU 0.7 to 0.9 of 512 rows and more,
+# on a GPU what routes are chosen by, which is an assumption.
+_EIGEN, _EIGEN_GPU = 0.8, EIGENPROBLEM["cpu"] / EIGENPROBLEM["cuda"]
 # What a core of a CPU converts to float32, scales and adds up, of bytes as they are stored.
 _STREAMED, _STREAMED_GPU = 1.5e9, 5e11
 # Seconds that a process takes to start, to plan by headers and to publish: of a small merge here.
@@ -73,7 +74,7 @@ class Hardware:
     @property
     def device_eigen(self) -> float:
         """Operations a second of it in eigenproblems."""
-        return self.eigen or (_EIGEN_GPU if self.gpus else _EIGEN * self.device_flops)
+        return self.eigen or self.device_flops * (_EIGEN_GPU if self.gpus else _EIGEN)
 
     @property
     def device_stream(self) -> float:

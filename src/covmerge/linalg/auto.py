@@ -16,8 +16,12 @@ explain` prints all of it.
 |                    |                       | smaller Gram matrix, cheaper, and exact to 1e-8 of σ₁   |
 | `leading_choice`   | svd, gram, refined    | float32, where it is cheaper: the float32 eigenproblem, |
 |                    |                       | of which the leading pairs are refined (see `refined`)  |
+| `polar_choice`     | svd, gram, products   | the cheaper of products and what spectra are found by,  |
+|                    |                       | on that device; where products do not tell, the other   |
 | `inverse_choice`   | cholesky32, cholesky64, | the first that is exact: the data decide (see `pinv`) |
 |                    | eigen64               |                                                         |
+| `cut_off_choice`   | eigen64, projector64  | the cheaper on that device; eigen64 where products do   |
+|                    |                       | not tell (see `by_products`)                            |
 | `factored_choice`  | dense, factored       | factored, where all experts are adapters                |
 """
 
@@ -30,6 +34,15 @@ import torch
 
 # A float64 operation takes the time of two in float32, the unit in which costs are estimated.
 FLOAT64 = 2.0
+# What a symmetric eigenproblem costs, in products of its size and precision, eigenvectors included.
+# LAPACK's takes 5.5 by the clock on a CPU, and has the FLOPs of 4.5. CUDA's is an assumption, which nobody
+# has timed: half of a tridiagonalisation is products with vectors, which wait for memory, and each of its n
+# columns is several small kernels in a row. It is meant of GPUs for data centres, of which alone `FLOAT64`
+# is true. Products pay from about 40 on.
+_LAPACK = 4.5
+EIGENPROBLEM = {"cpu": _LAPACK, "cuda": 100.0}
+# Steps of a polar factor or a projector by products (see `covmerge.linalg.by_products`).
+STEPS = 22
 # What passes over the updates beside take of the time of products, for each entry.
 _PASSES = 1000.0
 # Elements of all updates that are multiplied together, or so many rows where these are long: C is read
@@ -140,35 +153,35 @@ def symmetric_choice(m: int, n: int) -> Choice:
     return Choice("RᵀR", routes, _cheapest(routes), "fewer FLOPs")
 
 
-def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int) -> Choice:
+def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = "cpu") -> Choice:
     """How the k leading singular triplets are found (see `covmerge.linalg.spectral`)."""
     short, long = sorted((d_out, d_in))
     kept = k * (d_out + d_in) * itemsize
     products = FLOAT64 * (symmetric_cost(long, short) + 2.0 * short * long * k)
     blocks = 2 * short * min(long, 1024) * 8
-    svd = FLOAT64 * (6.0 * short * short * long + 20.0 * short**3)
+    svd = FLOAT64 * (6.0 * short * short * long + 20.0 * short**3) * _beside_cpu(device)
     routes = {
         "svd": Cost(svd, (3 * short * long + 6 * short * short) * 8 + kept, svd),
-        "gram": eigh_cost(short) + Cost(products, blocks + kept),
+        "gram": eigh_cost(short, device) + Cost(products, blocks + kept),
     }
     taken = "svd" if itemsize == torch.float64.itemsize else "gram"
     return Choice("k singular triplets", routes, taken, "float64: svd; float32: gram")
 
 
-def leading_choice(d_out: int, d_in: int, k: int, itemsize: int) -> Choice:
+def leading_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = "cpu") -> Choice:
     """How the k leading singular triplets are found where no other values are wanted.
 
     By `refined` (see `covmerge.linalg.refined`), where the spectrum lets it; else as all values are.
     """
-    whole = spectrum_choice(d_out, d_in, k, itemsize)
+    whole = spectrum_choice(d_out, d_in, k, itemsize, device)
     short = min(d_out, d_in)
     b = k + beside(k)
     gram = whole.routes["gram"]
     once = FLOAT64 * (2.0 * short * short * (b + k) + 6.0 * short * b * b + 9.0 * b**3)
     # Two rounds of it, and long thin products run at two thirds of the speed of large ones.
-    eigen = 9.0 * short**3
+    eigen = 9.0 * short**3 * _beside_cpu(device)
     pairs = eigen + 3.0 * (once + 4.0 * short * short * k)
-    flops = gram.flops - eigh_cost(short).flops + pairs
+    flops = gram.flops - eigh_cost(short, device).flops + pairs
     routes = {**whole.routes, "refined": Cost(flops, gram.workspace, eigen)}
     possible = whole.taken == "gram" and b < short and short >= _LEAST_REFINED
     taken = _cheapest({name: routes[name] for name in ("gram", "refined")})
@@ -181,7 +194,19 @@ def beside(k: int) -> int:
     return k // 4 + 8
 
 
-def inverse_choice(side: int, rows: int) -> Choice:
+def polar_choice(d_out: int, d_in: int, itemsize: int, device: str = "cpu") -> Choice:
+    """How a polar factor is found (see `covmerge.linalg.polar`)."""
+    short, long = sorted((d_out, d_in))
+    whole = spectrum_choice(d_out, d_in, short, itemsize, device)
+    flops = FLOAT64 * (2.0 * symmetric_cost(long, short) + 2.0 * short * short * long)
+    # Cholesky factors that show where the spectrum begins, and one more.
+    flops += steps_cost(short) + FLOAT64 * 5.0 * short**3 / 3
+    held = (5 * short * short + 2 * short * min(long, 1024)) * 8 + short * long * itemsize
+    routes = {whole.taken: whole.cost, "products": Cost(flops, held)}
+    return Choice("UVᵀ", routes, _cheapest(routes), f"the cheaper on {device}, if it tells")
+
+
+def inverse_choice(side: int, rows: int, device: str = "cpu") -> Choice:
     """How rows `(rows, side)` are divided by a semi-definite system (see `covmerge.linalg.pinv`).
 
     Each Cholesky route factorises twice: once to see that no eigenvalue is cut off.
@@ -192,10 +217,28 @@ def inverse_choice(side: int, rows: int) -> Choice:
     routes = {
         "cholesky32": Cost(cholesky, held // 2),
         "cholesky64": Cost(FLOAT64 * cholesky, held),
-        "eigen64": eigh_cost(side) + Cost(eigen, 2 * rows * side * 8),
+        "eigen64": eigh_cost(side, device) + Cost(eigen, 2 * rows * side * 8),
     }
     why = "the first that is exact: Cholesky where no eigenvalue is cut off"
     return Choice("B A†", routes, "cholesky32", why)
+
+
+def cut_off_choice(side: int, rows: int, device: str = "cpu") -> Choice:
+    """How rows `(rows, side)` are divided where eigenvalues are cut off (see `covmerge.linalg.pinv`)."""
+    # The sign, of which the square is looked at; five Cholesky factors, four of which only show something.
+    flops = steps_cost(side) + FLOAT64 * (symmetric_cost(side, side) + 5.0 * side**3 / 3)
+    flops += FLOAT64 * 4.0 * rows * side * side
+    routes = {
+        "eigen64": inverse_choice(side, rows, device).routes["eigen64"],
+        "projector64": Cost(flops, (5 * side * side + 2 * rows * side) * 8),
+    }
+    why = f"the cheaper on {device}, if it tells"
+    return Choice("B A†, cut off", routes, _cheapest(routes), why)
+
+
+def steps_cost(side: int) -> float:
+    """FLOPs of the iteration of `covmerge.linalg.by_products` on a matrix `(side, side)` in float64."""
+    return FLOAT64 * STEPS * (symmetric_cost(side, side) + 2.0 * side**3)
 
 
 def factored_choice(d_out: int, d_in: int, ranks: Sequence[int], itemsize: int) -> Choice:
@@ -214,7 +257,12 @@ def factored_choice(d_out: int, d_in: int, ranks: Sequence[int], itemsize: int) 
 
 
 def routes(
-    d_out: int, d_in: int, count: int, itemsize: int, rank: int | None = None
+    d_out: int,
+    d_in: int,
+    count: int,
+    itemsize: int,
+    rank: int | None = None,
+    device: str = "cpu",
 ) -> list[Choice]:
     """Every question that a layer of this shape raises; with `rank`, of adapters of that rank."""
     system = system_choice(d_out, d_in, count, itemsize)
@@ -225,10 +273,11 @@ def routes(
         found += [cube_choice(d_out, d_in, itemsize), symmetric_choice(d_out, d_in)]
     else:
         found += [system, symmetric_choice(d_in, side)]
-    spectrum = spectrum_choice(d_out, d_in, min(d_out, d_in), itemsize)
+    inverse = inverse_choice(side, d_out, device), cut_off_choice(side, d_out, device)
+    spectrum = spectrum_choice(d_out, d_in, min(d_out, d_in), itemsize, device)
     share = max(1, min(d_out, d_in) // count)
-    leading = leading_choice(d_out, d_in, share, itemsize)
-    return [*found, inverse_choice(side, d_out), spectrum, leading]
+    leading = leading_choice(d_out, d_in, share, itemsize, device)
+    return [*found, *inverse, spectrum, leading, polar_choice(d_out, d_in, itemsize, device)]
 
 
 def triangle_block(n: int) -> int:
@@ -270,10 +319,18 @@ def pinv_cost(d_out: int, d_in: int, count: int) -> Cost:
     return Cost(FLOAT64 * sums.flops, sums.workspace) + eigen
 
 
-def eigh_cost(side: int) -> Cost:
-    """Cost of a full symmetric eigenproblem in float64: divide and conquer, LAPACK's workspace."""
-    flops = FLOAT64 * 9.0 * side**3
+def eigh_cost(side: int, device: str = "cpu") -> Cost:
+    """Cost of a full symmetric eigenproblem in float64: divide and conquer, LAPACK's workspace.
+
+    Of a device that is slow at it, what products it could do in that time.
+    """
+    flops = FLOAT64 * 9.0 * side**3 * _beside_cpu(device)
     return Cost(flops, 5 * side * side * 8, flops)
+
+
+def _beside_cpu(device: str) -> float:
+    """How many times as many products an eigenproblem takes there as on a CPU."""
+    return EIGENPROBLEM.get(device, _LAPACK) / _LAPACK
 
 
 def svd_cost(d_out: int, d_in: int, k: int, itemsize: int) -> Cost:

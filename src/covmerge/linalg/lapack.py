@@ -119,6 +119,11 @@ def solve_triangular(lower: Tensor, columns: Tensor) -> Tensor:
     return cast("Tensor", _linalg.solve_triangular(lower, columns, upper=False))
 
 
+def divide_triangular(rows: Tensor, lower: Tensor) -> Tensor:
+    """Return rows · L⁻¹ for a lower triangular L."""
+    return cast("Tensor", _linalg.solve_triangular(lower, rows, upper=False, left=False))
+
+
 def multi_dot(matrices: Sequence[Tensor]) -> Tensor:
     """Return the product of matrices, in the cheapest order."""
     return cast("Tensor", _linalg.multi_dot(matrices))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
+from math import inf, sqrt
 
 import torch
 from torch import Tensor
 
-from covmerge.linalg.cholesky import factorize_above
+from covmerge.linalg.auto import cut_off_choice
+from covmerge.linalg.by_products import Projector, largest_bound, projector
+from covmerge.linalg.cholesky import all_above, factorize_above, lower_factor
 from covmerge.linalg.lapack import eigh, norm
-from covmerge.linalg.spectral import EXACT, numerical_rank
+from covmerge.linalg.spectral import EXACT, energy_of_rounding, numerical_rank
 from covmerge.types import Rounding
 
 # Beyond the cut-off by this much, so that neither the estimate of the largest eigenvalue nor rounding
@@ -20,6 +22,8 @@ _MARGIN = 1.1
 # (tests/linalg/test_routes.py).
 _FLOAT32_RATIO = 1e-3
 LANCZOS_STEPS = 16
+# Where all depends on the largest eigenvalue: so many steps, and how far above what they find it may be.
+_MORE_STEPS, _ABOVE = 64, (1e-8, 1e-4, 1e-1)
 
 
 def solve_full_rank(
@@ -81,6 +85,84 @@ def pinv_right(
     return ((coordinates / values) @ vectors.mT).to(rows.dtype), len(values)
 
 
+def cut_off_right(
+    system: Tensor,
+    rows: Tensor,
+    *,
+    rtol: float,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] = (1, 1),
+) -> tuple[Tensor, int, str]:
+    """Return what `pinv_right` returns, by the cheaper route of the device, and which that was.
+
+    By `projector64`, or where the cut-off is too close to an eigenvalue for that, by `eigen64`.
+
+    Example:
+        >>> cut_off_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+        (tensor([[0.5000, 0.0000]]), 1, 'eigen64')
+    """
+    if cut_off_choice(len(system), len(rows), system.device.type).taken == "projector64":
+        quick = pinv_by_projector(system, rows, rtol=rtol, rounding=rounding, shape=shape)
+        if quick is not None:
+            return *quick, "projector64"
+    return *pinv_right(system, rows, rtol=rtol, rounding=rounding, shape=shape), "eigen64"
+
+
+def pinv_by_projector(
+    system: Tensor,
+    rows: Tensor,
+    *,
+    rtol: float,
+    rounding: Rounding = EXACT,
+    shape: Sequence[int] = (1, 1),
+) -> tuple[Tensor, int] | None:
+    """Return what `pinv_right` returns, by products and Cholesky factors; None where they cannot tell.
+
+    A† = P (A + s(I − P))⁻¹, P onto the eigenvectors that are kept, s as large as any eigenvalue.
+
+    Example:
+        >>> x, rank = pinv_by_projector(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+        >>> x.round(decimals=6).tolist(), rank
+        ([[0.5, 0.0]], 1)
+    """
+    exact = system.to(torch.float64)
+    kept = kept_projector(exact, rtol=rtol, rounding=rounding, shape=shape)
+    lower = None if kept is None else lower_factor(kept.filled(exact))
+    if kept is None or lower is None:
+        return None
+    within = rows.to(torch.float64) @ kept.matrix
+    return torch.cholesky_solve(within.mT, lower).mT.to(rows.dtype), kept.rank
+
+
+def kept_projector(
+    system: Tensor, *, rtol: float, rounding: Rounding = EXACT, shape: Sequence[int] = (1, 1)
+) -> Projector | None:
+    """Return P onto what `kept_eigenpairs` keeps of A in float64; None where products cannot tell.
+
+    Example:
+        >>> kept_projector(torch.diag(torch.tensor([2.0, 0.0])).double(), rtol=1e-6).rank
+        1
+    """
+    if not 0.0 < largest_bound(system) < inf:
+        return None
+    least = largest_eigenvalue(system, _MORE_STEPS)
+    above = next((off for off in _ABOVE if all_above(-system, -least * (1.0 + off))), None)
+    if above is None:
+        return None
+    most = least * (1.0 + above)
+    low, high, noise = rtol * least * (1.0 - _ABOVE[0]), rtol * most, rounding.edge**2
+    if high < noise < least:
+        found = projector(system, low=noise * (1.0 - _ABOVE[0]), high=noise, bound=most)
+        if found is None:
+            return None
+        energy = float(system.diagonal().sum()) - float((system * found.matrix).sum())
+        if energy_of_rounding(energy, found.rank, shape, rounding):
+            return found
+    elif low < noise < most:
+        return None  # which of the two ends the rank, is not known
+    return projector(system, low=low, high=high, bound=most)
+
+
 def kept_eigenpairs(
     system: Tensor, *, rtol: float, rounding: Rounding = EXACT, shape: Sequence[int] = (1, 1)
 ) -> tuple[Tensor, Tensor]:
@@ -98,10 +180,10 @@ def kept_eigenpairs(
     return values[kept], vectors[:, kept]
 
 
-def largest_eigenvalue(symmetric: Tensor) -> float:
+def largest_eigenvalue(symmetric: Tensor, steps: int = LANCZOS_STEPS) -> float:
     """Return the largest eigenvalue of a symmetric matrix `(n, n)` from below, to a few per cent.
 
-    By Lanczos' iteration from a fixed random vector, a few products with a vector.
+    By Lanczos' iteration from a fixed random vector, a few products with a vector, one a step.
 
     Example:
         >>> round(largest_eigenvalue(torch.diag(torch.tensor([3.0, 1.0, 0.0]))), 4)
@@ -112,7 +194,7 @@ def largest_eigenvalue(symmetric: Tensor) -> float:
     previous, beta = torch.zeros_like(vector), 0.0
     diagonal: list[float] = []
     beside: list[float] = []
-    for _ in range(min(n, LANCZOS_STEPS)):
+    for _ in range(min(n, steps)):
         image = torch.mv(symmetric, vector).sub_(previous, alpha=beta)
         diagonal.append(float(torch.dot(image, vector)))
         image.sub_(vector, alpha=diagonal[-1])

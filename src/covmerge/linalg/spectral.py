@@ -192,9 +192,13 @@ def only_rounding(sigma: Tensor, shape: Sequence[int], rounding: Rounding) -> bo
     share (1 − r/d_out)(1 − r/d_in).
     """
     below = sigma[sigma <= rounding.edge]
-    r = len(sigma) - len(below)
-    share = max(0.0, 1.0 - r / shape[0]) * max(0.0, 1.0 - r / shape[1])
-    return float(below.square().sum()) <= _MOSTLY * share * rounding.energy
+    return energy_of_rounding(float(below.square().sum()), len(sigma) - len(below), shape, rounding)
+
+
+def energy_of_rounding(energy: float, rank: int, shape: Sequence[int], rounding: Rounding) -> bool:
+    """Whether so much energy beyond `rank` directions of a matrix is no more than rounding's."""
+    share = max(0.0, 1.0 - rank / shape[0]) * max(0.0, 1.0 - rank / shape[1])
+    return energy <= _MOSTLY * share * rounding.energy
 
 
 @dataclass(frozen=True)
@@ -280,9 +284,10 @@ def leading_svd(
     """
     wanted = _Wanted(k, rtol, scale, rounding, matrix.shape if shape is None else shape)
     d_out, d_in = matrix.shape
-    if leading_choice(d_out, d_in, k, matrix.dtype.itemsize).taken != "refined":
+    choice = leading_choice(d_out, d_in, k, matrix.dtype.itemsize, matrix.device.type)
+    if choice.taken != "refined":
         return _truncated(matrix, wanted)
-    gram = float64_gram(_wide(matrix))
+    gram = float64_gram(wide_of(matrix))
     top = _refined(matrix, gram, wanted)
     return _of_gram(matrix, gram, wanted) if top is None else top
 
@@ -290,7 +295,7 @@ def leading_svd(
 def _truncated(matrix: Tensor, wanted: _Wanted) -> TruncatedSvd:
     d_out, d_in = matrix.shape
     if spectrum_choice(d_out, d_in, wanted.k, matrix.dtype.itemsize).taken != "svd":
-        return _of_gram(matrix, float64_gram(_wide(matrix)), wanted)
+        return _of_gram(matrix, float64_gram(wide_of(matrix)), wanted)
     left, sigma, right = svd(matrix)
     k, rank, end = wanted.of(sigma)
     # Copies, so that the full factors are gone.
@@ -336,17 +341,17 @@ def _refined(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd | No
 
 def _sides(matrix: Tensor, short: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
     """U_k and V_kᵀ = Σ_k⁻¹U_kᵀF, or the other way round, of those of the shorter side in float64."""
-    wide, k = _wide(matrix), short.shape[1]
+    wide, k = wide_of(matrix), short.shape[1]
     whiten = (short / sigma[:k]).mT
     long = matrix.new_empty(k, wide.shape[1])
-    for columns, block in _float64_blocks(wide):
+    for columns, block in float64_blocks(wide):
         long[:, columns] = (whiten @ block).to(matrix.dtype)
     short = short.to(matrix.dtype)
     return (short, long) if wide is matrix else (long.mT, short.mT)
 
 
-def _wide(matrix: Tensor) -> Tensor:
-    """Oriented so that the small side is the rows."""
+def wide_of(matrix: Tensor) -> Tensor:
+    """The matrix or its transpose, oriented so that the small side is the rows."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 
@@ -400,7 +405,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     """
     if matrix.dtype == torch.float64:
         return svdvals(matrix)
-    return eigvalsh(float64_gram(_wide(matrix))).clamp_min(0.0).sqrt()
+    return eigvalsh(float64_gram(wide_of(matrix))).clamp_min(0.0).sqrt()
 
 
 def residual(top: TruncatedSvd) -> float:
@@ -421,12 +426,13 @@ def residual(top: TruncatedSvd) -> float:
 def float64_gram(wide: Tensor) -> Tensor:
     """FFᵀ in float64, without a float64 copy of F."""
     total = wide.new_zeros(len(wide), len(wide), dtype=torch.float64)
-    for _, block in _float64_blocks(wide):
+    for _, block in float64_blocks(wide):
         add_gram_(total, block.mT)
     return mirror_(total)
 
 
-def _float64_blocks(wide: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def float64_blocks(wide: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some columns after the other, in float64, and which they are."""
     for start in range(0, wide.shape[1], _BLOCK):
         columns = slice(start, start + _BLOCK)
         yield columns, wide[:, columns].to(torch.float64)

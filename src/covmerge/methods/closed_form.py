@@ -22,7 +22,7 @@ from covmerge.covariance.estimate import Covariance, gram
 from covmerge.covariance.normal import NormalEquations, normal_equations
 from covmerge.linalg.cholesky import Cholesky, factorize
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.pinv import pinv_right, solve_full_rank
+from covmerge.linalg.pinv import cut_off_right, solve_full_rank
 from covmerge.linalg.rank_one import add_rank_one_
 from covmerge.linalg.spectral import EXACT
 from covmerge.methods.words import UNCHANGED
@@ -143,12 +143,12 @@ def solve_pinv(
     rtol: float,
     rounding: Rounding = EXACT,
     shape: Sequence[int] = (1, 1),
-) -> tuple[Tensor, int]:
-    """(Σ R_tC_t)(Σ C_t)† and the rank of Σ C_t, cut off as in `covmerge.linalg.pinv`."""
-    solved, rank = pinv_right(
+) -> tuple[Tensor, int, str]:
+    """(Σ R_tC_t)(Σ C_t)†, the rank of Σ C_t, cut off as in `covmerge.linalg.pinv`, and the solver."""
+    solved, rank, solver = cut_off_right(
         normal.gram, normal.numerator, rtol=rtol, rounding=rounding, shape=shape
     )
-    return normal.lift(solved), rank
+    return normal.lift(solved), rank, solver
 
 
 def solve_cut_off(
@@ -158,7 +158,7 @@ def solve_cut_off(
 
     Where the cut-off takes nothing off, as on most layers, a Cholesky factorisation is exact; in
     float32 unless Σ C_t is badly conditioned. Otherwise the cut-off decides the answer, and sums and
-    eigenproblem are computed in float64.
+    eigenproblem, or projector, are computed in float64.
     """
     cutoff, rounding = active.cut_off(covariances, rtol)
     normal = normal_equations(covariances)
@@ -172,8 +172,8 @@ def solve_cut_off(
     if solved is None:
         d_out, d_in = covariances[0].update.shape
         shape = (len(covariances) * d_out, d_in)
-        lifted, rank = solve_pinv(normal, rtol=cutoff, rounding=rounding, shape=shape)
-        return lifted, replace(noticed, rank=rank, solver="eigen64")
+        lifted, rank, solver = solve_pinv(normal, rtol=cutoff, rounding=rounding, shape=shape)
+        return lifted, replace(noticed, rank=rank, solver=solver)
     bits = torch.finfo(solved.dtype).bits
     return normal.lift(solved), replace(noticed, rank=len(normal.gram), solver=f"cholesky{bits}")
 

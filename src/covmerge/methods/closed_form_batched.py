@@ -14,6 +14,7 @@ import torch
 
 from covmerge.covariance.batched import BatchedEquations, batched_equations
 from covmerge.covariance.estimate import Covariance
+from covmerge.linalg.auto import cut_off_choice
 from covmerge.linalg.batched import (
     all_finite,
     factorize_all,
@@ -87,10 +88,16 @@ def cut_off_batched(
                 found[layer.place] = _of(merged, groups)
         layers = [layers[member] for member in left]
         normal = normal.only(left)
-    if normal is not None and len(layers) > 1:
+    if normal is not None and len(layers) > 1 and not _projected(normal):
         for layer, merged in zip(layers, _by_eigenpairs(normal, layers), strict=True):
             found[layer.place] = None if merged is None else _of(merged, groups)
     return found
+
+
+def _projected(normal: BatchedEquations) -> bool:
+    """Whether each is solved faster by itself, without an eigenproblem (`cut_off_right`)."""
+    rows, side = normal.numerator.shape[1:]
+    return cut_off_choice(side, rows, normal.gram.device.type).taken == "projector64"
 
 
 def _of(merged: Merged, groups: Sequence[LinearGroup]) -> Merged:

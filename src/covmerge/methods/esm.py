@@ -13,8 +13,8 @@ from torch import Tensor
 from covmerge.covariance.measured import measured_values
 from covmerge.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.linalg.lapack import eigh, norm
-from covmerge.linalg.polar import CERTAIN, polar
-from covmerge.linalg.spectral import LeadingDirections, truncated_svd, with_equals
+from covmerge.linalg.polar import CERTAIN, Polar, polar
+from covmerge.linalg.spectral import truncated_svd, with_equals
 from covmerge.methods.iso import RankRtol
 from covmerge.methods.registry import Laws, Parameters, Reference, Sides, register
 from covmerge.methods.resolution import resolution
@@ -255,6 +255,6 @@ def _over_mean(values: Tensor) -> Tensor:
     return values / values.mean()
 
 
-def _mean_of(found: LeadingDirections, matrix: Tensor) -> float:
+def _mean_of(found: Polar, matrix: Tensor) -> float:
     """The mean singular value of a matrix, where those beyond its numerical rank are zero."""
-    return float(found.kept.sum()) / min(matrix.shape)
+    return found.nuclear / min(matrix.shape)

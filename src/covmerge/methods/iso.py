@@ -14,7 +14,7 @@ from covmerge.linalg.auto import Cost, leading_cost, polar_cost, svd_cost
 from covmerge.linalg.batched import all_finite, flags, per_member
 from covmerge.linalg.batched_spectra import spectra
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.polar import orthogonalized
+from covmerge.linalg.polar import Polar, goes_by_products, orthogonalized, polar_by_products
 from covmerge.linalg.spectral import TruncatedSvd, leading_svd, numerical_rank, truncated_svd
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
@@ -135,8 +135,10 @@ def _iso_c_batched(
     groups: Sequence[LinearGroup], *, scale: float, rank_rtol: float | None
 ) -> list[Merged | None]:
     found: list[Merged | None] = [None] * len(groups)
-    known = [resolution(group, rank_rtol) for group in groups]
     first = groups[0].updates[0]
+    if goes_by_products(first):
+        return found
+    known = [resolution(group, rank_rtol) for group in groups]
     total = first.new_zeros(len(groups), *first.shape)
     for t in range(len(groups[0].updates)):
         updates = torch.stack([group.updates[t] for group in groups])
@@ -196,8 +198,21 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
         >>> iso_c(LinearGroup((d,), weights=(1.0,))).delta.diagonal().tolist()
         [2.0, 2.0, 0.0]
     """
-    whole = _svd_of_sum(group, resolution(group, rank_rtol))
+    known = resolution(group, rank_rtol)
+    quick = _polar_of_sum(group, known)
+    if quick is not None:
+        mean = quick.nuclear / quick.k
+        return Merged(quick.isometry.mul_(mean).mul_(scale), Flattened(quick.k, mean))
+    whole = _svd_of_sum(group, known)
     return Merged(flattened(whole).mul_(scale), Flattened(whole.rank, _mean(whole)))
+
+
+def _polar_of_sum(group: LinearGroup, known: Resolution) -> Polar | None:
+    """U Vᵀ of Σ w_tΔ_t within its numerical rank by products, where these are cheaper and tell."""
+    if not goes_by_products(group.updates[0]):
+        return None
+    total = stack_weighted(group.updates, group.weights)
+    return polar_by_products(total, rtol=known.rtol, rounding=known.of_sum(group.weights))
 
 
 def flattened(whole: TruncatedSvd) -> Tensor:

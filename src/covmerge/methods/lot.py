@@ -91,5 +91,5 @@ def lot(
     grams = measured_values(group, "gram", method="lot")
     normal = measured_equations(group.updates, grams, group.weights, dtype=torch.float64)
     cutoff = default_cut_off(len(grams[0])) if rtol is None else rtol
-    merged, rank = solve_pinv(normal, rtol=cutoff)
+    merged, rank, _ = solve_pinv(normal, rtol=cutoff)
     return Merged(merged.to(group.updates[0].dtype), {"rank": rank, "rtol": cutoff})
