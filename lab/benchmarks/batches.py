@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 EXPERTS, SPREAD = 4, 30.0
 # (d_out, d_in), and how many of them are merged.
 SHAPES = (((64, 64), 48), ((256, 256), 12), ((768, 768), 4), ((768, 3072), 2))
-METHODS = ("ace", "actmat", "wudi", "iso_c")
+METHODS = ("ace", "actmat", "auto", "wudi", "iso_c")
 CLOSED_FORM = ("actmat", "wudi")
 LARGE = 1024  # inputs
 

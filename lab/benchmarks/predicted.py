@@ -37,6 +37,8 @@ from benchmarks.nodes import nodes_of_ray
 from benchmarks.throttled import Disk
 from covmerge.api import forecast_recipe
 from covmerge.engine import Forecast, Hardware
+from covmerge.linalg.auto import eigh_cost
+from covmerge.linalg.lapack import eigh
 from covmerge.recipe import parse_recipe
 
 OUT = Path(__file__).parent / "results" / "predicted.json"
@@ -163,6 +165,7 @@ def rates_of(file: Path) -> dict[str, float]:
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     weights, base, total = (torch.randn(2**20) for _ in range(3))
     data = bytes(2**25)
+    gram = (a @ a.mT).double()
 
     def read() -> None:
         with file.open("rb", buffering=0) as opened:
@@ -170,6 +173,7 @@ def rates_of(file: Path) -> dict[str, float]:
 
     return {
         "flops": 2 * 1024**3 / best(lambda: a @ b),
+        "eigen": eigh_cost(1024).flops / best(lambda: eigh(gram)),
         "stream": weights.nbytes / best(lambda: total.add_(weights - base, alpha=0.25)),
         "hash": len(data) / best(lambda: hashlib.sha256(data)),
         "disk": file.stat().st_size / best(read),

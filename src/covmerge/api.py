@@ -557,18 +557,27 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
         return plan, options.memory([plan])
 
 
-def forecast_recipe(recipe: Recipe, hardware: Hardware) -> tuple[Plan, Forecast]:
+def forecast_recipe(
+    recipe: Recipe, hardware: Hardware, out: Path | None = None
+) -> tuple[Plan, Forecast]:
     """Plan a recipe by headers, and predict what it takes on machines that are not here.
 
+    Args:
+        recipe: of the merge.
+        hardware: the machines.
+        out: where the output would be; None: in a folder that they share.
+
     Raises:
-        InputError: everything that would stop the merge before its first tensor.
+        InputError: everything that would stop the merge before its first tensor, or what no output can be.
         ResourceError: an item fits no process of a node.
     """
+    sent = out is not None and destination_of(out).output.folder is None
     with open_recipe(recipe) as checkpoints:
         settled = checkpoints.settled([recipe], RunOptions())
         (plan,), _ = checkpoints.plans(settled.recipes)
         sizes = [[one.size for one in own] for own in checkpoints.contents().values()]
-        return replace(plan, notes=(*plan.notes, *settled.notes)), forecast(plan, hardware, sizes)
+        predicted = forecast(plan, hardware, sizes, sent=sent)
+        return replace(plan, notes=(*plan.notes, *settled.notes)), predicted
 
 
 def run_comparison(job: CompareJob) -> Comparison:

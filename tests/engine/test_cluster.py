@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine import Context, NoOutput, Sources, Task
+from covmerge.engine import Context, NoOutput, RunOptions, Sources, Task, with_executor
 from covmerge.engine.cluster import cluster_address, executor
 from covmerge.engine.cluster.executor import _loads, needs_of
 from covmerge.errors import InputError, ResourceError, TensorError
@@ -187,6 +187,14 @@ def test_the_device_is_that_of_the_node(cluster, plain, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     on = {"executor": "ray", "address": cluster.address, "device": "cuda"}
+
+    def automatic():
+        on_cluster = {"address": cluster.address, "patience": 1.0}
+        return with_executor(RunOptions(device="auto"), "ray", **on_cluster).torch_device.type
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)  # of the process that merges
+        assert automatic() == "cpu"
     with pytest.raises(
         ResourceError, match=r"device cuda, and no node .* has a GPU that Ray knows"
     ):
@@ -196,6 +204,7 @@ def test_the_device_is_that_of_the_node(cluster, plain, tmp_path):
         here = rf"node {re.escape(socket.gethostname())} \([0-9.]+\) of the cluster"
         with pytest.raises(InputError, match=f"{here}: device cuda cannot be used here: "):
             covmerge.merge(*plain, "ace", tmp_path / "out", **on)
+        assert automatic() == "cuda" and not ray.is_initialized()
     finally:
         cluster.remove_node(node)
     assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import pytest
 
 from covmerge.engine import Hardware, forecast, parse_hardware
 from covmerge.errors import InputError, ResourceError
+from covmerge.linalg.auto import eigh_cost
 from covmerge.plan import build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.sources import open_checkpoints
@@ -106,8 +107,26 @@ def test_what_is_waited_for_is_named(plans):
     assert bottleneck(disk=10.0) == "disk"
     assert bottleneck(disk=100.0, nic=10.0) == "nic"
     assert bottleneck(storage=10.0) == "storage"
-    assert bottleneck(flops=10.0) == "compute"
+    assert bottleneck(flops=10.0) == bottleneck(eigen=10.0) == "compute"
     assert bottleneck() == "processes"  # they start
+
+
+def test_eigenproblems_have_a_rate_of_their_own(plans):
+    plan, sizes = plans["ace"]
+    item = plan.peak_item
+    side = min(item.shape)
+    assert item.eigen_flops == eigh_cost(side).flops < item.flops
+
+    def computing(**rates):
+        machines = replace(HERE, stream=1e30, **rates)
+        return stages(forecast(plan, machines, sizes))["merge"].times["compute"]
+
+    eigen = sum(item.eigen_flops for item in plan.items)
+    products = sum(item.flops for item in plan.items) - eigen
+    assert computing(flops=1e6, eigen=1e5) == pytest.approx(products / 1e6 + eigen / 1e5)
+    assert computing(flops=1e6) == pytest.approx(products / 1e6 + eigen / 8e5)
+    # What adds up entry by entry has none.
+    assert not any(item.eigen_flops for item in plans["average"][0].items)
 
 
 def test_what_a_process_takes_to_start_is_added(plans):
@@ -127,7 +146,7 @@ def test_a_node_that_is_too_small_is_refused(plans):
 
 def test_machines_as_they_are_written():
     given = (
-        "nodes=16, gpus=8,nic=25GB/s,disk=7GB/s,memory=2TB,flops=60TFLOPS,stream=1TB/s,hash=2GB/s,"
+        "nodes=16, gpus=8,nic=25GB/s,disk=7GB/s,memory=2TB,flops=60TFLOPS,eigen=2T,stream=1TB/s,hash=2GB/s,"
         "start=2.5s"
     )
     assert parse_hardware(given) == Hardware(
@@ -137,6 +156,7 @@ def test_machines_as_they_are_written():
         disk=7e9,
         memory=2 * 10**12,
         flops=6e13,
+        eigen=2e12,
         stream=1e12,
         hash=2e9,
         start=2.5,
@@ -214,6 +234,28 @@ def test_all_ranks_verify(plans):
     )
     adapter = replace(plan, recipe=with_output(plan.recipe, format="adapter"))
     assert verifying(adapter, nodes=4).node_bytes == plan.write_bytes
+
+
+def test_an_output_in_a_bucket_is_sent_by_one_node(plans, plain, tmp_path):
+    """Made and verified in a folder first: over the links of a node once more than one that stays there."""
+    plan, sizes = plans["ace"]
+    machines = replace(HERE, nodes=4, nic=1e6)
+    stays, sent = (forecast(plan, machines, sizes, sent=own) for own in (False, True))
+    *before, last = sent.stages
+    assert tuple(before) == stays.stages
+    assert (last.name, last.bound) == ("send", "nic")
+    assert last.node_bytes == last.total_bytes == plan.write_bytes
+    assert last.seconds == plan.write_bytes / 1e6
+    file = tmp_path / "recipe.yml"
+    file.write_text(json.dumps(recipe(plain, "ace")))
+    given = ["--cluster=nodes=4,nic=1MB/s", "--json"]
+    named = {
+        out: [s["stage"] for s in command("plan", file, *out, *given).json["cluster"]["stages"]]
+        for out in ((), (str(tmp_path / "out"),), ("s3://models/merged",))
+    }
+    *others, bucket = named.values()
+    assert others == [["start", "merge", "verify"]] * 2
+    assert bucket == [*others[0], "send"]
 
 
 def with_output(recipe, **changed):

@@ -454,6 +454,9 @@ def test_a_late_rank_finds_the_work_done(plain, tmp_path):
     merge_rank(plain, "ace", tmp_path / "out", 0, 2)
     late = merge_rank(plain, "ace", tmp_path / "out", 1, 2)
     assert late.run["own_items"] == 0
+    # What is there might be what another rank is about to replace: it waits whether one leads.
+    late = merge_rank(plain, "ace", tmp_path / "out", 1, 2, overwrite=True, patience=0.5)
+    assert late.run["own_items"] == 0 and "another rank has published" in late.notes[0]
     with pytest.raises(InputError, match="is of another recipe"):
         merge_rank(plain, "ties", tmp_path / "out", 1, 2)
     with pytest.raises(InputError, match="--overwrite to replace it"):

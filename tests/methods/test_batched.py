@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge.errors import TensorError
+from covmerge.linalg.auto import precision_choice
 from covmerge.linalg.lapack import LinAlgError
 from covmerge.methods import registry
 from covmerge.methods.factored import merge_factors
@@ -61,6 +62,8 @@ def same_facts(batched, alone, *, loose=()):
     for key, fact in batched.items():
         if isinstance(fact, float) and isfinite(fact) and alone[key] is not None:
             assert fact == pytest.approx(alone[key], rel=0.05, abs=1e-12), key
+        elif isinstance(fact, tuple):
+            assert fact == pytest.approx(alone[key], rel=1e-5), key
         elif key not in loose:
             assert fact == alone[key], key
 
@@ -83,7 +86,7 @@ def held_to_the_kernel(name, params, groups, *, loose=()):
 
 
 def test_who_declares_a_batch():
-    assert set(BATCHED) == {"ace", "actmat", "wudi", "iso_c"}
+    assert set(BATCHED) == {"ace", "actmat", "auto", "wudi", "iso_c"}
 
 
 @pytest.mark.parametrize(("name", "params"), BATCHED_VARIANTS, ids=str)
@@ -191,6 +194,10 @@ def test_a_system_that_wants_jitter_or_float64_is_the_kernels():
 def test_eigenvalues_are_masked_not_left_out():
     """Members of other ranks than their neighbours', each cut off where its own spectrum ends."""
     for dtype in (torch.float64, torch.float32):
+        updates = [random_updates(20, 16, 2, rank, 2.0, rank, dtype) for rank in (1, 3, 5, 16)]
+        groups = [group_of(registry.get("auto"), own) for own in updates]
+        assert all(held_to_the_kernel("auto", {}, groups))
+    for dtype in (torch.float64, torch.float32):
         method = registry.get("actmat")
         groups = [
             group_of(method, random_updates(20, 16, 2, rank, 2.0, rank, dtype))
@@ -232,7 +239,7 @@ def test_what_rounding_made_is_refined_in_no_batch(dtype):
 
 
 def test_rounding_of_stored_weights_ends_a_rank_in_a_batch_too():
-    for name in ("actmat", "wudi", "iso_c", "ace"):
+    for name in ("actmat", "auto", "wudi", "iso_c", "ace"):
         groups = []
         for seed in range(3):
             updates = random_updates(24, 16, 2, 3, 2.0, seed, torch.float32)
@@ -242,6 +249,29 @@ def test_rounding_of_stored_weights_ends_a_rank_in_a_batch_too():
             group = group_of(registry.get(name), noisy)
             groups.append(replace(group, rounding=(error, error)))
         assert any(held_to_the_kernel(name, {}, groups, loose=("rank",))), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(24, 16), (3, 20)], ids=str)
+def test_auto_by_what_was_measured_of_the_base(shape, dtype):
+    """‖W₀‖ of some layers, and C₀ of others: each has its own, and one C₀ has no Cholesky factor."""
+    groups = [layer("usual", "auto", shape, 3, seed, dtype) for seed in range(7)]
+    norms = [None, 1.0, 100.0, None, 1e-3, None, None]
+    rows = [0, 0, 0, 64, 64, 64, 2]  # of inputs
+    for place, (base_norm, count) in enumerate(zip(norms, rows, strict=True)):
+        draw = torch.Generator().manual_seed(place)
+        seen = torch.randn(count, shape[1], generator=draw, dtype=torch.float64).to(dtype)
+        inputs = seen.mT @ seen if count else None
+        groups[place] = replace(groups[place], base_norm=base_norm, inputs=inputs)
+    assert held_to_the_kernel("auto", {}, groups) == [True] * 6 + [False]
+
+
+def test_auto_of_a_shape_that_float32_solves():
+    """Least squares layer by layer, as the kernel has it, and the rest of it in one batch."""
+    shape, count = (320, 256), 3
+    assert precision_choice(*shape, count, 4).taken == "mixed"
+    groups = [layer("usual", "auto", shape, count, seed, torch.float32) for seed in range(2)]
+    assert held_to_the_kernel("auto", {}, groups) == [True, True]
 
 
 def test_a_group_in_other_coordinates_is_the_kernels():

@@ -50,6 +50,28 @@ def allocated(run):
     return peak
 
 
+def test_eigenproblems_are_told_apart_from_products():
+    """What works by spectra says how much of its work that is, and what does not has none."""
+    for method in registry:
+        cost = method.cost(256, 256, 4, 4)
+        assert 0.0 <= cost.eigen <= cost.flops, method.name
+    shares = {
+        name: registry.get(name).cost(256, 256, 4, 4).eigen > 0.0
+        for name in (
+            "average",
+            "ties",
+            "regmean",
+            "auto",
+            "ace",
+            "actmat",
+            "iso_cts",
+            "tsv_m",
+            "cart",
+        )
+    }
+    assert [name for name, own in shares.items() if not own] == ["average", "ties", "regmean"]
+
+
 def within(method, parameters, shape, count, dtype):
     group = group_of(method, random_updates(*shape, count, min(shape), 3.0, 1, dtype))
     method(group, **parameters)  # what is loaded once

@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 
 def plan(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yml", help="Recipe file.")],
+    out: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OUT",
+            help="Where the output would be: there has to be room for it, and what goes to a bucket is "
+            "sent when it is made.",
+            show_default=False,
+        ),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="KEY=VALUE,...",
             help="Machines: nodes=16,gpus=8,nic=25GB/s,disk=7GB/s, and cores=, memory=, storage=, flops=, "
-            "stream=, hash=, start= (docs/scale.md). Without it the plan is of this machine, as by "
+            "eigen=, stream=, hash=, start= (docs/scale.md). Without it the plan is of this machine, as by "
             "--dry-run.",
             show_default=False,
         ),
@@ -40,11 +49,11 @@ def plan(
 
     if cluster is None:
         read = flags.read_recipe(recipe, flags.RecipeFlags())
-        merging.dry_run(read, None, RunOptions(), as_json=as_json)
+        merging.dry_run(read, out, RunOptions(), as_json=as_json)
         return
     hardware = parse_hardware(cluster)
     planned, predicted = api.forecast_recipe(
-        flags.read_recipe(recipe, flags.RecipeFlags()), hardware
+        flags.read_recipe(recipe, flags.RecipeFlags()), hardware, out
     )
     if as_json:
         print_json({**planned.summary(), "cluster": _as_json(predicted)})

@@ -27,6 +27,7 @@ budget     bytes that may be alive at once
 progress   what is called as a run advances: an object, a function, a class of bars
 devices    which device a process computes on: of several of a machine a GPU each
 device_room  whether what is computed at once has room on a GPU
+staging    two pinned buffers through which what was read goes to a GPU while another item is computed
 options    how a run is done: device, threads, memory, resume, progress
 hardware   machines as somebody describes them
 forecast   what a merge would take on them

@@ -12,6 +12,7 @@ import torch
 from covmerge.engine.executor import held_together
 from covmerge.engine.lots import Lot
 from covmerge.engine.selection import counters_of
+from covmerge.engine.staging import pinned_bytes
 from covmerge.errors import ResourceError
 from covmerge.memory import allowance
 from covmerge.plan import Plan
@@ -81,6 +82,7 @@ class MemoryPlan:
         workers: processes that share the work, each with an item at a time; 1: none but this.
         why: so many, where that was not said.
         lots: items that are merged in one batch.
+        ahead: what is read goes to the device before it is computed.
     """
 
     resident: int
@@ -90,6 +92,7 @@ class MemoryPlan:
     workers: int = 1
     why: str = ""
     lots: Sequence[Lot] = ()
+    ahead: bool = False
 
     @property
     def peak(self) -> int:
@@ -129,8 +132,8 @@ def plan_memory(
     Raises:
         ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
     """
-    counters = counters_of(plans)
-    resident = psutil.Process().memory_info().rss + _OVERHEAD + held + counters
+    counters, pinned = counters_of(plans), pinned_bytes(device) if workers == 1 else 0
+    resident = psutil.Process().memory_info().rss + _OVERHEAD + held + counters + pinned
     together = list(zip(*(plan.items for plan in plans), strict=True))
     moved = [held_together(items) + sum(item.write_bytes for item in items) for items in together]
     spaces = [
@@ -146,12 +149,13 @@ def plan_memory(
     ahead = max((size for size, own in zip(moved, narrow, strict=True) if own), default=0)
     allowed = allowance(max_memory, processes)
     # What the process has counts against what it may have in all, and not against what is free beside it.
-    own = 0 if allowed.in_all else resident - held - counters
+    own = 0 if allowed.in_all else resident - held - counters - pinned
     limit = allowed.size + own
     if resident + workspace + largest > limit:
         beside, more = " beside what the process has", "Free"
         taken = f"{format_size(held)} for the output, " if held else ""
         taken += f"{format_size(counters)} to count for thresholds, " if counters else ""
+        taken += f"{format_size(pinned)} for buffers to {device.type}, " if pinned else ""
         if allowed.in_all:
             beside, more, taken = "", "Allow", f"{format_size(resident)} for the process, "
         raise ResourceError(

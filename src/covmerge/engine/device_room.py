@@ -30,7 +30,7 @@ def check_room(
     processes: int = 1,
     shared: int = 0,
     free: int | None = None,
-) -> None:
+) -> int | None:
     """Refuse what has no room on a device; the memory of the machine is the plan's matter (`plan_memory`).
 
     Nothing is computed elsewhere in its place: the bytes of the output would hang on what is free.
@@ -43,12 +43,15 @@ def check_room(
         shared: copies of a layer's updates that methods running together may keep.
         free: bytes; None: what the device says.
 
+    Returns:
+        Bytes that are left beside the largest of it; None: the device has no memory of its own.
+
     Raises:
         ResourceError: something takes more than a process may.
     """
     free = _free_on(device) if free is None else free
     if free is None:
-        return
+        return None
     given = list(batches)
     together = [*([batch] for batch in given), *([given[place] for place in lot] for lot in lots)]
     sizes = [sum(_size(batch, shared) for batch in own) for own in together]
@@ -66,6 +69,7 @@ def check_room(
             )
             + _WAYS_OUT
         )
+    return room - needed
 
 
 @contextmanager

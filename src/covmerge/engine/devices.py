@@ -6,7 +6,7 @@ import torch
 
 from covmerge.errors import InputError
 
-_AUTO = "auto"
+AUTO_DEVICE = "auto"
 _TYPES = ("cpu", "cuda", "mps")
 
 
@@ -18,7 +18,7 @@ def named_device(name: str) -> torch.device:
     Raises:
         InputError: it means none.
     """
-    if name == _AUTO:
+    if name == AUTO_DEVICE:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.partition(":")[0] not in _TYPES:
         raise InputError(

@@ -67,7 +67,9 @@ class Forecast:
         return max(waits, key=lambda bound: waits[bound])
 
 
-def forecast(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -> Forecast:
+def forecast(
+    plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]], *, sent: bool = False
+) -> Forecast:
     """Predict a merge by ranks, one for each GPU or each node; of one alone, by threads.
 
     A rank reads, computes and writes at once, so a stage takes as long as the busiest of its resources:
@@ -79,6 +81,7 @@ def forecast(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -
         plan: of the merge.
         hardware: what it runs on.
         sources: bytes of what is hashed of each source, file by file, which one core does at a time.
+        sent: the output goes to a bucket when it is made.
 
     Raises:
         ResourceError: the largest item fits no worker of a node.
@@ -96,6 +99,7 @@ def forecast(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -
         _surveying(plan, hardware),
         _merging(plan, hardware, sources),
         _verifying(plan, hardware),
+        *([_sending(plan, hardware)] if sent else []),
     ]
     start = Stage("start", hardware.start, "processes", {"processes": hardware.start}, 0, 0)
     return Forecast(
@@ -175,6 +179,12 @@ def _verifying(plan: Plan, hardware: Hardware) -> Stage:
     return _stage("verify", busy, node, size)
 
 
+def _sending(plan: Plan, hardware: Hardware) -> Stage:
+    """The finished output, once more from where it was made, by whoever leads."""
+    size = plan.write_bytes
+    return _stage("send", _links(hardware, size, size), size, size)
+
+
 def _stage(name: str, busy: Mapping[str, float], node: int, total: int) -> Stage:
     bound = max(busy, key=lambda key: busy[key])
     return Stage(name, busy[bound], bound, busy, node, total)
@@ -192,8 +202,10 @@ def _moved(item: WorkItem) -> int:
 
 
 def _compute(item: WorkItem, hardware: Hardware) -> float:
-    """Seconds of its products, and of making numbers of what is stored."""
-    return item.flops / hardware.device_flops + _moved(item) / hardware.device_stream
+    """Seconds of its products and eigenproblems, and of making numbers of what is stored."""
+    products = (item.flops - item.eigen_flops) / hardware.device_flops
+    eigenproblems = item.eigen_flops / hardware.device_eigen
+    return products + eigenproblems + _moved(item) / hardware.device_stream
 
 
 def _alone(item: WorkItem, hardware: Hardware) -> float:

@@ -97,7 +97,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Stored rows of one work item.
+    """Stored rows of one work item, on the CPU, or on the device already (`covmerge.engine.staging`).
 
     The computation empties `experts` as it goes, so that stored rows and their updates are not all
     alive together.

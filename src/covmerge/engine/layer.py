@@ -319,6 +319,8 @@ class Layer:
         base = self._inputs.base
         if base.is_meta:
             return [None] * count
+        # On the device, whether it was sent there ahead or not: the norm is rounded in one way.
+        base = base.to(self._context.device)
         whole = [base] if layout is None else matrices(base, layout)
         return [base_norm_for(method, tensor, own) for own in whole]
 

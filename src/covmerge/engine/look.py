@@ -168,7 +168,7 @@ def look_cost(
         return elementwise
     one = svd_cost(d_out, d_in, leading(min(d_out, d_in)), itemsize)
     kept = leading(min(d_out, d_in)) * d_in * itemsize
-    return elementwise + Cost(count * one.flops, one.workspace + count * kept)
+    return elementwise + Cost(count * one.flops, one.workspace + count * kept, count * one.eigen)
 
 
 def _ranked(spectrum: Spectrum, base: Tensor, error: Rounding) -> dict[str, Json]:

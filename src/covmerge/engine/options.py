@@ -10,14 +10,22 @@ import psutil
 import torch
 
 from covmerge.engine.budget import MemoryPlan, plan_memory
-from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address
+from covmerge.engine.cluster import CLIENT_HOLDS, Cluster, cluster_address, has_gpus
 from covmerge.engine.device_room import check_room
-from covmerge.engine.devices import gpus_of, is_one, named_device, own_device, usable_device
+from covmerge.engine.devices import (
+    AUTO_DEVICE,
+    gpus_of,
+    is_one,
+    named_device,
+    own_device,
+    usable_device,
+)
 from covmerge.engine.executor import Executor
 from covmerge.engine.lots import lots_of
 from covmerge.engine.processes import Opener, Processes
 from covmerge.engine.progress import Progress, Silent
 from covmerge.engine.ranks import Rank, find_rank
+from covmerge.engine.staging import pinned_bytes
 from covmerge.engine.threads import Threads
 from covmerge.engine.workers import AUTO, Choice, Workers, choose_workers
 from covmerge.errors import InputError, ResourceError, did_you_mean
@@ -33,13 +41,14 @@ class RunOptions:
 
     Attributes:
         device: where the mathematics runs; `cuda`: each process takes another GPU of its machine; `auto`:
-            that where this machine has one, else the CPU.
+            that where this machine has one, else the CPU; of a cluster, where a node has one.
         threads: CPU threads of the mathematics; None: torch's setting.
         workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
             work, the cores and the memory are worth. They import the main
             script anew, which must merge under `if __name__ == "__main__":` then.
         rank: which of several processes this is that were all started to do this merge; None: the only.
         cluster: the address of the Ray cluster that does the work; None: none does.
+        nodes_device: where the nodes of the cluster compute, if that is another name than `device`.
         patience: seconds for which a rank that is not heard of is taken to be there.
         max_memory: bytes that the process may take; None: what the machine has free.
         resume: go on with an interrupted run.
@@ -56,6 +65,7 @@ class RunOptions:
     workers: Workers = 1
     rank: Rank | None = None
     cluster: str | None = None
+    nodes_device: str | None = None
     patience: float = 120.0
     max_memory: int | None = None
     resume: bool = False
@@ -71,7 +81,9 @@ class RunOptions:
     @property
     def torch_device(self) -> torch.device:
         """Where items are computed. What a cluster computes on its nodes have, and check it there."""
-        return self.device_here if self.cluster is None else named_device(self.device)
+        if self.cluster is None:
+            return self.device_here
+        return named_device(self.nodes_device or self.device)
 
     @property
     def device_here(self) -> torch.device:
@@ -130,14 +142,16 @@ class RunOptions:
             shared=shared,
             lots=lots,
         )
-        check_room(
+        left = check_room(
             zip(*(plan.items for plan in plans), strict=True),
             self.torch_device,  # the GPUs of a machine are taken to be alike
             lots=lots,
             processes=ceil(memory.workers / max(1, gpus_of(self.device))),
             shared=shared,
         )
-        return memory
+        # What is in flight is on the device then, beside what is computed.
+        ahead = memory.workers == 1 and pinned_bytes(self.torch_device) > 0
+        return replace(memory, ahead=ahead and (left is None or memory.in_flight <= left))
 
     def computed(self, memory: MemoryPlan | None = None) -> str:
         """Say how matrices are computed, as far as their rounding hangs on it.
@@ -167,7 +181,9 @@ class RunOptions:
             return Cluster(self.cluster, opener(), self.max_memory)
         if memory.workers > 1:
             return Processes(self._devices(memory.workers), opener())
-        return Threads(in_flight=memory.in_flight, lanes=memory.lanes, lots=memory.lots)
+        return Threads(
+            in_flight=memory.in_flight, lanes=memory.lanes, lots=memory.lots, ahead=memory.ahead
+        )
 
 
 def with_executor(
@@ -176,7 +192,8 @@ def with_executor(
     """Return options with the executor of a name; None: threads, or processes where there are workers.
 
     Raises:
-        InputError: there is none of this name, or it does not go with the other options.
+        InputError: there is none of this name, it does not go with the other options, or there is no
+            cluster whose nodes could be asked for their devices.
     """
     if name is not None and name not in EXECUTORS:
         raise InputError(f"there is no executor '{name}'.{did_you_mean(name, EXECUTORS)}")
@@ -195,9 +212,14 @@ def with_executor(
         )
     if name != "ray" and address is not None:
         raise InputError(f"--address {address} is that of a Ray cluster: give --executor ray too")
+    cluster = cluster_address(address) if name == "ray" else None
+    nodes_device = None
+    if cluster is not None and options.device == AUTO_DEVICE:  # not as this machine has it
+        nodes_device = "cuda" if has_gpus(cluster) else "cpu"
     return replace(
         options,
         rank=find_rank() if name == "ranks" else None,
-        cluster=cluster_address(address) if name == "ray" else None,
+        cluster=cluster,
+        nodes_device=nodes_device,
         patience=patience,
     )

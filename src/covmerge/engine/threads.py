@@ -14,12 +14,14 @@ import torch
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.engine.budget import Budget
+from covmerge.engine.device_room import naming_where_full
 from covmerge.engine.encode import Result
 from covmerge.engine.executor import Batch, Done, Span, Task, held_together
 from covmerge.engine.hashing import Contents, Hashing, InStep
 from covmerge.engine.inputs import Inputs, read_inputs
 from covmerge.engine.lots import Lot, gathered
 from covmerge.engine.reading import FileLook, read_files
+from covmerge.engine.staging import Arrival, Staging, goes_ahead
 from covmerge.engine.thread_count import use_threads
 from covmerge.engine.worker import work, work_together
 from covmerge.types import Json
@@ -33,12 +35,16 @@ class Threads:
             item (see `plan_memory`).
         lanes: small items that are computed at once, a core each.
         lots: items that are merged in one batch (`covmerge.engine.lots`).
+        ahead: what is read goes to the device while another item is computed (`covmerge.engine.staging`).
     """
 
-    def __init__(self, *, in_flight: int, lanes: int, lots: Sequence[Lot] = ()) -> None:
+    def __init__(
+        self, *, in_flight: int, lanes: int, lots: Sequence[Lot] = (), ahead: bool = False
+    ) -> None:
         self._in_flight = in_flight
         self._lanes = lanes
         self._lots = lots
+        self._ahead = ahead
 
     @property
     def lots(self) -> Sequence[Lot]:
@@ -47,7 +53,8 @@ class Threads:
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`."""
-        yield from _Pipeline(batches, task, self._in_flight, self._lanes).run()
+        staging = Staging(task.context.device) if self._ahead else None
+        yield from _Pipeline(batches, task, self._in_flight, self._lanes, staging).run()
 
     def hashing(self, contents: Contents) -> Hashing:
         """See `Executor.hashing`: here, in step with the reader."""
@@ -65,21 +72,28 @@ class Threads:
 
 @dataclass(frozen=True)
 class _Read:
-    """A batch whose inputs have been read."""
+    """A batch whose inputs have been read, and when they are on the device if they were sent there."""
 
     index: int
     batch: Batch
     inputs: Inputs
     span: Span
+    arrival: Arrival | None = None
 
 
 class _Pipeline:
     """Threads that read, compute and write, and the queues between them."""
 
     def __init__(
-        self, batches: Iterable[tuple[int, Batch]], task: Task, in_flight: int, lanes: int
+        self,
+        batches: Iterable[tuple[int, Batch]],
+        task: Task,
+        in_flight: int,
+        lanes: int,
+        staging: Staging | None = None,
     ) -> None:
         self._batches = batches
+        self._staging = staging
         self._task = task
         self._lanes = lanes
         self._threads = torch.get_num_threads()
@@ -132,9 +146,13 @@ class _Pipeline:
         self._to_compute.put(None)
 
     def _read_one(self, index: int, batch: Batch) -> _Read:
+        arrival: Arrival | None = None
         with _span("read") as taken:
             inputs = read_inputs(batch, self._task.sources)
-        return _Read(index, batch, inputs, taken[0])
+            if self._staging is not None and goes_ahead(batch):
+                with naming_where_full(batch[0], self._task.context.device):
+                    inputs, arrival = self._staging.send(inputs)
+        return _Read(index, batch, inputs, taken[0], arrival)
 
     def _compute_all(self) -> None:
         use_threads(self._threads)
@@ -180,6 +198,9 @@ class _Pipeline:
             for read in lot
             for number in range(len(read.batch))
         ]
+        for read in lot:
+            if read.arrival is not None:
+                read.arrival.synchronize()
         inputs = [read.inputs for read in lot]
         first = lot[0].batch
         lot.clear()  # the pool holds it until it has another task, and with it the inputs

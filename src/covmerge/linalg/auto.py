@@ -56,13 +56,25 @@ _LEAST_REFINED = 256
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one layer: floating-point operations, and bytes beside its inputs and its result."""
+    """Work of one layer.
+
+    Attributes:
+        flops: floating-point operations.
+        workspace: bytes beside its inputs and its result.
+        eigen: of `flops`, those of eigenproblems and singular values, which no device does at the rate of
+            products.
+    """
 
     flops: float
     workspace: int
+    eigen: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.workspace + other.workspace)
+        return Cost(
+            self.flops + other.flops,
+            self.workspace + other.workspace,
+            self.eigen + other.eigen,
+        )
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,7 @@ def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = 
     blocks = 2 * short * min(long, 1024) * 8
     svd = FLOAT64 * (6.0 * short * short * long + 20.0 * short**3) * _beside_cpu(device)
     routes = {
-        "svd": Cost(svd, (3 * short * long + 6 * short * short) * 8 + kept),
+        "svd": Cost(svd, (3 * short * long + 6 * short * short) * 8 + kept, svd),
         "gram": eigh_cost(short, device) + Cost(products, blocks + kept),
     }
     taken = "svd" if itemsize == torch.float64.itemsize else "gram"
@@ -167,9 +179,10 @@ def leading_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = "
     gram = whole.routes["gram"]
     once = FLOAT64 * (2.0 * short * short * (b + k) + 6.0 * short * b * b + 9.0 * b**3)
     # Two rounds of it, and long thin products run at two thirds of the speed of large ones.
-    pairs = 9.0 * short**3 * _beside_cpu(device) + 3.0 * (once + 4.0 * short * short * k)
+    eigen = 9.0 * short**3 * _beside_cpu(device)
+    pairs = eigen + 3.0 * (once + 4.0 * short * short * k)
     flops = gram.flops - eigh_cost(short, device).flops + pairs
-    routes = {**whole.routes, "refined": Cost(flops, gram.workspace)}
+    routes = {**whole.routes, "refined": Cost(flops, gram.workspace, eigen)}
     possible = whole.taken == "gram" and b < short and short >= _LEAST_REFINED
     taken = _cheapest({name: routes[name] for name in ("gram", "refined")})
     why = "float64: svd; float32: the fewer FLOPs, gram where the spectrum wants it"
@@ -311,7 +324,8 @@ def eigh_cost(side: int, device: str = "cpu") -> Cost:
 
     Of a device that is slow at it, what products it could do in that time.
     """
-    return Cost(FLOAT64 * 9.0 * side**3 * _beside_cpu(device), 5 * side * side * 8)
+    flops = FLOAT64 * 9.0 * side**3 * _beside_cpu(device)
+    return Cost(flops, 5 * side * side * 8, flops)
 
 
 def _beside_cpu(device: str) -> float:
@@ -339,12 +353,14 @@ def metric_cost(d_out: int, d_in: int, itemsize: int) -> Cost:
     if d_out <= d_in and itemsize != torch.float64.itemsize:
         products = 1.0 * matrix * d_in + FLOAT64 * symmetric_cost(d_in, d_out)
         spectrum = eigh_cost(d_out) + Cost(products, 2 * matrix * 8)
-        return Cost(root + 2 * spectrum.flops, spectrum.workspace + inputs * (8 + itemsize))
+        held = inputs * (8 + itemsize)
+        return Cost(root + 2 * spectrum.flops, spectrum.workspace + held, 2 * spectrum.eigen)
     spectrum = svd_cost(d_out, d_in, min(d_out, d_in), itemsize)
     return Cost(
         root + 2 * (spectrum.flops + 1.0 * matrix * d_in),
         max(eigh_cost(d_in).workspace, spectrum.workspace + matrix * itemsize)
         + inputs * (8 + itemsize),
+        2 * spectrum.eigen,
     )
 
 
@@ -359,8 +375,9 @@ def joint_cost(d: int, columns: int, count: int, itemsize: int) -> Cost:
     """Cost of U and σ of `count` matrices `(d, columns)` side by side (see `covmerge.linalg.joint`)."""
     wide = count * columns
     if itemsize == torch.float64.itemsize:
-        flops = FLOAT64 * (2.0 * d * d * wide + 20.0 * d**3)
-        return Cost(flops, (2 * d * wide + 6 * d * d) * 8)
+        eigen = FLOAT64 * 20.0 * d**3
+        products = FLOAT64 * 2.0 * d * d * wide
+        return Cost(products + eigen, (2 * d * wide + 6 * d * d) * 8, eigen)
     gram = Cost(FLOAT64 * symmetric_cost(wide, d), d * columns * 8)
     return gram + eigh_cost(d)
 
@@ -377,7 +394,11 @@ def polar_cost(d_out: int, d_in: int, k: int, itemsize: int, *, apart: int = 0) 
     products += 2.0 * k * d_in * (min(d_in, k) + d_out)
     # The vectors, their stack, and its polar factor, of which the solver has one more.
     held = 4 * k * (d_out + d_in) * itemsize
-    return Cost(left.flops + right.flops + products, max(left.workspace, right.workspace) + held)
+    return Cost(
+        left.flops + right.flops + products,
+        max(left.workspace, right.workspace) + held,
+        left.eigen + right.eigen,
+    )
 
 
 def _cheapest(routes: Mapping[str, Cost]) -> str:

@@ -7,14 +7,17 @@ each system stays a tensor `(n,)` on their device: each that is read on the host
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan, sqrt
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from covmerge.linalg.condition import STEPS
-from covmerge.linalg.lapack import eigvalsh
+from covmerge.linalg.lapack import eigh, eigvalsh
 from covmerge.linalg.pinv import LANCZOS_STEPS, start_vector
+from covmerge.linalg.spectral import numerical_rank
+from covmerge.types import Rounding
 
 _linalg: Any = torch.linalg
 
@@ -85,6 +88,54 @@ def solve_right_all(factors: Tensor, rows: Tensor) -> Tensor:
         [[0.25, 0.25]]
     """
     return torch.cholesky_solve(rows.mT, factors).mT
+
+
+def log_dets(systems: Tensor) -> Tensor:
+    """Return log det A `(n,)`, float64, of systems as `covmerge.linalg.cholesky.log_det` takes one.
+
+    NaN where one has no Cholesky factor in float64 either.
+
+    Example:
+        >>> log_dets(torch.stack([torch.eye(2), -torch.eye(2)])).tolist()
+        [0.0, nan]
+    """
+    found = systems.new_full((len(systems),), nan, dtype=torch.float64)
+    for dtype in dict.fromkeys((systems.dtype, torch.float64)):
+        left = [member for member, own in enumerate(flags(found.isnan())) if own]
+        if left:
+            factors, solvable = factorize_all(systems[left].to(dtype), found.new_zeros(len(left)))
+            logs = factors.diagonal(dim1=1, dim2=2).to(torch.float64).log().sum(1)
+            found[left] = torch.where(solvable, 2.0 * logs, nan)
+    return found
+
+
+def kept_eigenpairs_all(
+    systems: Tensor, *, rtols: Sequence[float], roundings: Sequence[Rounding], shape: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues `(n, m)`, ascending, vectors `(n, m, m)`, and which count; see `pinv.kept_eigenpairs`.
+
+    Args:
+        systems: finite, float64.
+        rtols: where the spectrum of each ends,
+        roundings: and this of each.
+        shape: of D, where they are DᵀD.
+
+    Example:
+        >>> systems = torch.diag_embed(torch.tensor([[2.0, 0.0], [2.0, 1.0]]).double())
+        >>> exact = [Rounding()] * 2
+        >>> kept_eigenpairs_all(systems, rtols=[1e-6] * 2, roundings=exact, shape=(2, 2))[2].tolist()
+        [[False, True], [True, True]]
+    """
+    values, vectors = eigh(systems)
+    each = zip(values.cpu(), rtols, roundings, strict=True)
+    ends = [
+        numerical_rank(
+            own.clamp_min(0.0).sqrt().flip(0), shape, rtol=sqrt(rtol), rounding=rounding
+        )[1]
+        for own, rtol, rounding in each
+    ]
+    floors = torch.tensor([end**2 for end in ends], dtype=values.dtype, device=values.device)
+    return values, vectors, values > floors.unsqueeze(1)
 
 
 def largest_eigenvalues(symmetric: Tensor) -> Tensor:

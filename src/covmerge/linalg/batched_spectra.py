@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covmerge.linalg.auto import spectrum_choice
-from covmerge.linalg.lapack import eigh, svd
+from covmerge.linalg.lapack import eigh, eigvalsh, svd, svdvals
 
 _BLOCK = 1024  # columns that are alive in float64 at once
 
@@ -48,19 +48,39 @@ class Spectra:
             >>> found.isometries([2, 1])[0].tolist()
             [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]]
         """
-        most, dtype = max(counts), self.wide.dtype
-        ks = torch.tensor(counts, device=self.wide.device)
-        kept = torch.arange(most, device=self.wide.device) < ks.unsqueeze(1)
-        short = self.short[:, :, :most] * kept.unsqueeze(1)
-        if self.long is None:
-            whiten = torch.where(kept, 1.0 / self.sigma[:, :most], 0.0).unsqueeze(1)
-            long = self._following((short * whiten).mT)
-        else:
-            long = self.long[:, :most] * kept.unsqueeze(2)
+        kept, dtype = self._kept(counts), self.wide.dtype
+        short, long = self._short_of(kept), self._long_of(kept)
         off = long @ long.mT
         off.diagonal(dim1=-2, dim2=-1).sub_(kept.to(dtype))
         found = short.to(dtype) @ long
         return found.mT if self.transposed else found, off.abs().flatten(1).amax(1)
+
+    def left(self, counts: Sequence[int]) -> Tensor:
+        """Return U_k `(n, d_out, k)` of each with its own k, of F's dtype: beyond it there are zeros.
+
+        Example:
+            >>> found = spectra(torch.diag_embed(torch.tensor([[3.0, 2.0], [1.0, 0.0]])))
+            >>> found.left([2, 1]).abs().tolist()
+            [[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 0.0]]]
+        """
+        kept = self._kept(counts)
+        return (
+            self._long_of(kept).mT if self.transposed else self._short_of(kept).to(self.wide.dtype)
+        )
+
+    def _kept(self, counts: Sequence[int]) -> Tensor:
+        ks = torch.tensor(counts, device=self.wide.device)
+        return torch.arange(max(counts), device=self.wide.device) < ks.unsqueeze(1)
+
+    def _short_of(self, kept: Tensor) -> Tensor:
+        return self.short[:, :, : kept.shape[1]] * kept.unsqueeze(1)
+
+    def _long_of(self, kept: Tensor) -> Tensor:
+        most = kept.shape[1]
+        if self.long is not None:
+            return self.long[:, :most] * kept.unsqueeze(2)
+        whiten = torch.where(kept, 1.0 / self.sigma[:, :most], 0.0).unsqueeze(1)
+        return self._following((self._short_of(kept) * whiten).mT)
 
     def _following(self, whitened: Tensor) -> Tensor:
         """Σ_k⁻¹U_kᵀF `(n, k, _)`, with some columns of F in float64 at a time."""
@@ -89,9 +109,30 @@ def spectra(matrices: Tensor) -> Spectra:
     if spectrum_choice(d_out, d_in, side, matrices.dtype.itemsize).taken == "svd":
         short, sigma, long = svd(wide)
         return Spectra(sigma, wide, short, long, transposed)
-    gram = wide.new_zeros(len(wide), side, side, dtype=torch.float64)
+    values, vectors = eigh(_gram(wide))
+    return Spectra(values.clamp_min(0.0).sqrt().flip(1), wide, vectors.flip(2), None, transposed)
+
+
+def nuclear_norms(matrices: Tensor) -> Tensor:
+    """The sums `(n,)` of the singular values of matrices `(n, d_out, d_in)`, float64; they must be finite.
+
+    Raises:
+        LinAlgError: as `spectra`.
+
+    Example:
+        >>> nuclear_norms(torch.diag_embed(torch.tensor([[3.0, 2.0], [1.0, 4.0]]))).tolist()
+        [5.0, 5.0]
+    """
+    if matrices.dtype == torch.float64:
+        return svdvals(matrices).sum(1)
+    wide = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
+    return eigvalsh(_gram(wide)).clamp_min(0.0).sqrt().sum(1)
+
+
+def _gram(wide: Tensor) -> Tensor:
+    """FFᵀ `(n, s, s)` in float64, without a float64 copy of F."""
+    total = wide.new_zeros(len(wide), wide.shape[1], wide.shape[1], dtype=torch.float64)
     for start in range(0, wide.shape[2], _BLOCK):
         block = wide[:, :, start : start + _BLOCK].to(torch.float64)
-        gram.baddbmm_(block, block.mT)
-    values, vectors = eigh(gram)
-    return Spectra(values.clamp_min(0.0).sqrt().flip(1), wide, vectors.flip(2), None, transposed)
+        total.baddbmm_(block, block.mT)
+    return total

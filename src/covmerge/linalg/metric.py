@@ -90,7 +90,7 @@ class Metric:
         count = len(updates)
         total = torch.zeros(count, count, dtype=torch.float64, device=updates[0].device)
         lower = half(self.covariance.to(updates[0].dtype))
-        for rows in _blocks(updates):
+        for rows in row_blocks(updates):
             block = torch.cat([update[rows] for update in updates])
             seen = times_lower(block, lower)
             total += seen.reshape(count, -1) @ block.reshape(count, -1).mT
@@ -136,7 +136,8 @@ class Metric:
         return times_lower(update, self.factor.to(update.dtype))
 
 
-def _blocks(updates: Sequence[Tensor]) -> Iterator[slice]:
+def row_blocks(updates: Sequence[Tensor]) -> Iterator[slice]:
+    """Rows of all updates of a layer that are multiplied together."""
     d_out, d_in = updates[0].shape
     step = max(1, max(DOTS_BLOCK // d_in, DOTS_ROWS) // len(updates))
     for start in range(0, d_out, step):

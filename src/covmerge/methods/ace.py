@@ -61,6 +61,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
             3 * d_out * d_in * 8 + exact[0].workspace + exact[1].workspace,
             4 * matrix + spectrum.workspace,
         ),
+        spectrum.eigen,
     )
 
 

@@ -63,7 +63,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     solve, matrix = pinv_cost(d_out, d_in, count), d_out * d_in * 8
     # All updates once for the sums and once for Θ₀, unless they are of float64 as they come.
     copies = 0 if itemsize == 8 else 2 * count
-    return Cost(solve.flops, solve.workspace + (2 + copies) * matrix)
+    return Cost(solve.flops, solve.workspace + (2 + copies) * matrix, solve.eigen)
 
 
 def _replicas(parameters: Parameters, count: int) -> float:

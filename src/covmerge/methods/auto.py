@@ -8,14 +8,10 @@ their updates use few of a layer's directions. `docs/auto.md` derives it.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import sqrt
 
 import torch
 from torch import Tensor
 
-from covmerge.covariance.estimate import Covariance
-from covmerge.covariance.mixed import solve_mixed
-from covmerge.covariance.normal import normal_equations
 from covmerge.covariance.told import share_told
 from covmerge.linalg.auto import (
     Cost,
@@ -27,21 +23,16 @@ from covmerge.linalg.auto import (
     symmetric_cost,
     system_choice,
 )
-from covmerge.linalg.cholesky import all_above
 from covmerge.linalg.metric import Metric
-from covmerge.linalg.pinv import kept_eigenpairs, largest_eigenvalue
-from covmerge.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.linalg.spectral import rank_tolerance
 from covmerge.linalg.symmetric import add_gram_, mirror_
+from covmerge.methods.auto_batched import auto_batched
+from covmerge.methods.auto_least_squares import least_squares, roots_of_told
 from covmerge.methods.auto_noticed import Equalised
-from covmerge.methods.closed_form import Active, solve_ridge
+from covmerge.methods.closed_form import Active
 from covmerge.methods.equalise import Counted, equalise
 from covmerge.methods.registry import Laws, register
-from covmerge.types import LinearGroup, Merged, Rounding
-
-# What no update tells of the inputs' covariance, as a share of its mean eigenvalue.
-_UNSEEN = 0.1
-# An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
-_CLEARLY = 1.1
+from covmerge.types import LinearGroup, Merged
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -64,6 +55,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         )
         + 2 * matrix * itemsize
         + d_in * d_in * (8 + itemsize),
+        spectra.eigen,
     )
 
 
@@ -81,6 +73,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     ),
     cost=_cost,
     factored="both",
+    batched=auto_batched,
     noticed=Equalised,
     base_inputs=True,
     base_norm=True,
@@ -141,7 +134,7 @@ def auto(group: LinearGroup) -> Merged:
     if measured is None:
         measured, told = _told(counted.active, counted.shares)
     rtol = rank_tolerance(group.shape, first.dtype, None)
-    fused = _least_squares(counted, rtol).to(first.dtype)
+    fused = least_squares(counted, rtol).to(first.dtype)
     seen = Metric.of(measured)
     noticed = Equalised(counted.active.unchanged, inputs_known=known, inputs_told=told)
     found = equalise(counted, fused, seen, noticed, rtol=rtol)
@@ -152,53 +145,9 @@ def auto(group: LinearGroup) -> Merged:
 def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:
     """ψĜ + (1 − ψ)I, of the updates' dtype, and ψ."""
     first = active.updates[0]
-    counts = [weight * float(s) for weight, s in zip(active.weights, shares, strict=True)]
     gram = first.new_zeros(first.shape[1], first.shape[1])
-    to_mean_one = active.d_in / sum(counts)
-    for update, size, count in zip(active.updates, active.norms, counts, strict=True):
-        add_gram_(gram, update * (sqrt(count * to_mean_one) / size))
+    for update, times in zip(active.updates, roots_of_told(active, shares), strict=True):
+        add_gram_(gram, update * times)
     told = share_told(mirror_(gram), active.d_in)
     gram.mul_(told).diagonal().add_(1.0 - told)
     return gram, told
-
-
-def _least_squares(counted: Counted, rtol: float) -> Tensor:
-    """(Σ b_tΔ_tC_t)(ΣC_t)⁻¹ `(d_out, d_in)`, float64, on the inputs that the updates together use.
-
-    Outside them is nothing but rounding, which the ridge would let grow a hundredfold, and the spectrum's
-    lift once more.
-    """
-    active = counted.active
-    ridge = _UNSEEN / active.d_in
-    each = zip(active.updates, active.norms, counted.bounds, strict=True)
-    counts = zip(active.weights, counted.shares, strict=True)
-    covariances = [
-        Covariance(update, scale=1.0 / size**2, ridge=ridge, length=own).times(weight * float(s))
-        for (update, size, own), (weight, s) in zip(each, counts, strict=True)
-    ]
-    rounding = Rounding.together(
-        error.times(sqrt(own.scale))
-        for error, own in zip(active.rounding, covariances, strict=True)
-    )
-    energy = sum(own.scale * size**2 for own, size in zip(covariances, active.norms, strict=True))
-    floor = _CLEARLY * max(rtol**2 * energy, rounding.edge**2)
-    solved = solve_mixed(covariances, energy=energy, floor=floor)
-    if solved is not None:
-        return solved
-    normal = normal_equations([replace(own, exact=True) for own in covariances])
-    floor = max(rtol**2 * largest_eigenvalue(normal.gram), rounding.edge**2)
-    if all_above(normal.gram, _CLEARLY * floor):
-        return solve_ridge(normal)[0]
-    d_out, d_in = active.updates[0].shape
-    stacked = (len(covariances) * d_out, d_in)
-    if normal.basis is not None and active.updates[0].dtype == torch.float64:
-        # DDᵀ has directions of 1e-8 and less of the longest for rounding, and loses what it takes for zero
-        # with the weight that opposite updates have there.
-        top = truncated_svd(normal.basis, min(stacked), rtol=rtol, rounding=rounding)
-        values, vectors = top.kept.square(), top.left
-    else:
-        values, vectors = kept_eigenpairs(
-            normal.gram, rtol=rtol**2, rounding=rounding, shape=stacked
-        )
-    coordinates = (normal.numerator @ vectors) / (values + normal.ridge)
-    return normal.lift(coordinates @ vectors.mT)

@@ -46,6 +46,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
             + d_in * d_in * (8 + itemsize)
             + max(spectra.workspace + d_out * d_in * itemsize, dots.workspace),
         ),
+        spectra.eigen,
     )
 
 

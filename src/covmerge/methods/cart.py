@@ -20,7 +20,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, rank_ratio: float
     flops = each.flops + 2.0 * matrix * k
     # Average, residual, and U_k scaled; of equal singular values, all of them.
     held = (2 * matrix + (2 * d_out + d_in) * side) * itemsize
-    return Cost(count * flops + 2.0 * count * matrix, each.workspace + held)
+    flops = count * flops + 2.0 * count * matrix
+    return Cost(flops, each.workspace + held, count * each.eigen)
 
 
 @register(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
+from math import isfinite
 
 import torch
 
@@ -19,13 +19,12 @@ from covmerge.linalg.batched import (
     all_finite,
     factorize_all,
     flags,
+    kept_eigenpairs_all,
     largest_eigenvalues,
     numbers,
     solve_right_all,
 )
-from covmerge.linalg.lapack import eigh
 from covmerge.linalg.pinv import least_of_full_rank
-from covmerge.linalg.spectral import numerical_rank
 from covmerge.methods.batched import all_active
 from covmerge.methods.closed_form import Active, CutOff
 from covmerge.types import LinearGroup, Merged, Rounding
@@ -135,18 +134,12 @@ def _by_eigenpairs(normal: BatchedEquations, layers: Sequence[_Layer]) -> list[M
     shape = (len(layers[0].covariances) * d_out, d_in)
     if not bool(torch.isfinite(normal.gram).all()):
         return [None] * len(layers)
-    values, vectors = eigh(normal.gram)
-    ends = [
-        numerical_rank(
-            own.clamp_min(0.0).sqrt().flip(0),
-            shape,
-            rtol=sqrt(layer.cutoff),
-            rounding=layer.rounding,
-        )[1]
-        for own, layer in zip(values.cpu(), layers, strict=True)
-    ]
-    floors = torch.tensor([end**2 for end in ends], dtype=values.dtype, device=values.device)
-    kept = values > floors.unsqueeze(1)
+    values, vectors, kept = kept_eigenpairs_all(
+        normal.gram,
+        rtols=[layer.cutoff for layer in layers],
+        roundings=[layer.rounding for layer in layers],
+        shape=shape,
+    )
     ranks = [int(rank) for rank in numbers(kept.sum(1))]
     inverse = torch.where(kept, 1.0 / values, 0.0).unsqueeze(1)
     solved = normal.lift((normal.numerator @ vectors * inverse) @ vectors.mT)

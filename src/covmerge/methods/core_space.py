@@ -49,6 +49,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, inner: str = "tsv
             factors + bases + max(left.workspace, right.workspace),
             bases + cores + inside.workspace,
         ),
+        count * each.eigen + left.eigen + right.eigen + inside.eigen,
     )
 
 

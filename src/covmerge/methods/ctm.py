@@ -64,6 +64,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
             right.workspace,
             (updates + 5 * d_out * d_in) * 8 + max(each.workspace for each in bases),
         ),
+        left.eigen + right.eigen + _ROUNDS * sum(each.eigen for each in bases),
     )
 
 

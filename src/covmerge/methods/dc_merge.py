@@ -58,7 +58,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     products = 2.0 * kept * kept * (2 * (d_out + d_in) + kept)
     # A core and its temporaries; the blocks of all experts, which are as many entries, and theirs.
     cores = 5 * kept * kept * itemsize
-    return Cost(triplets.flops + products, triplets.workspace + cores)
+    return Cost(triplets.flops + products, triplets.workspace + cores, triplets.eigen)
 
 
 @register(

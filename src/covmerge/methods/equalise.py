@@ -54,8 +54,11 @@ class Counted:
     def of(cls, group: LinearGroup) -> Counted | None:
         """How the experts of a group count; None where none changed the layer."""
         active = active_experts(group)
-        if not active.updates:
-            return None
+        return cls.of_active(group, active) if active.updates else None
+
+    @classmethod
+    def of_active(cls, group: LinearGroup, active: Active) -> Counted:
+        """The same where those that changed the layer are known; there is one at least."""
         bounds = _bounds(active)
         sizes = [size * own for size, own in zip(active.norms, bounds, strict=True)]
         return cls(group, active, bounds, _shares(sizes))
@@ -72,10 +75,118 @@ class Counted:
         pairs = zip(self.weights, self.bounds, strict=True)
         return [float(weight) * own for weight, own in pairs]
 
+    @property
+    def beside_base(self) -> float | None:
+        """Return a = ρ⁴/(ρ⁴ + ⅓⁴), ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖²; None where ‖W₀‖ is not known."""
+        base_norm = self.group.base_norm
+        if base_norm is None:
+            return None
+        sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
+        energies = torch.tensor(sizes, dtype=torch.float64).square()
+        long = sqrt(float((self.shares * self.weights * energies).sum()))
+        return 1.0 / (1.0 + min(_FAR, _BESIDE_BASE * base_norm / long) ** 4)
+
+    def in_average(self, times: float) -> list[float]:
+        """What an update is multiplied by in a multiple of the average, Σ s_tw_tb_tΔ_t / Σ s_tw_t."""
+        own = self.shares / self.shares.sum()
+        pairs = zip(self.in_sum, own, strict=True)
+        return [times * weight * float(share) for weight, share in pairs]
+
+    def rounding_of_sum(self) -> Rounding:
+        """What rounding of the stored weights gives to Σ w_tb_tΔ_t."""
+        pairs = zip(self.active.rounding, self.in_sum, strict=True)
+        return Rounding.together(error.times(weight) for error, weight in pairs)
+
     def of_all(self, values: Sequence[float]) -> tuple[float, ...]:
         """A number of every expert, 0 of those that left the sums."""
         of_active = dict(zip(map(id, self.active.updates), values, strict=True))
         return tuple(of_active.get(id(update), 0.0) for update in self.group.updates)
+
+    def noticed(self, before: Equalised, alike: Likeness) -> Equalised:
+        """What there is to say of how they count."""
+        return replace(
+            before,
+            shares=self.of_all([float(own) for own in self.shares]),
+            bounds=self.of_all(self.bounds),
+            unlike_experts=alike.experts,
+        )
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How alike the experts' updates are, as the inputs see them.
+
+    Attributes:
+        lengths: ‖Δ_tC₀^½‖ `(T,)`, float64.
+        experts: N, as how many of no common direction they count.
+        agreement: Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), 1 at most.
+    """
+
+    lengths: Tensor
+    experts: float
+    agreement: float
+
+    @classmethod
+    def of(cls, dots: Tensor, shares: Tensor) -> Likeness:
+        """By ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64; two updates without outputs have nothing in common."""
+        squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
+        lengths = squares.sqrt()  # the product of two, as that of two squares may be 0
+        cosines = (dots / torch.outer(lengths, lengths)).square()
+        cosines = cosines.clamp_max(1.0).fill_diagonal_(1.0)
+        alike = float((shares * (cosines @ shares)).sum())
+        return cls(
+            lengths,
+            max(1.0, float(shares.sum()) ** 2 / alike),
+            min(1.0, float(shares.square().sum()) / alike),
+        )
+
+
+@dataclass(frozen=True)
+class Flattening:
+    """What λ (K + τ²I)^(−q/2) makes of the directions of the outputs.
+
+    Attributes:
+        lift: of those of R `(k,)`, without λ.
+        scale: λ.
+        unseen: of what C₀ does not see, with λ; 0 where it is rounding.
+        noticed: and what there is to say of it.
+    """
+
+    lift: Tensor
+    scale: float
+    unseen: float
+    noticed: Equalised
+
+
+def flattening(
+    counted: Counted, alike: Likeness, sigma: Tensor, whole: float, noticed: Equalised
+) -> Flattening:
+    """How far the spectrum of RC₀^½ is brought to flat, and how long it becomes.
+
+    Args:
+        counted: the experts.
+        alike: how alike they are.
+        sigma: the singular values of RC₀^½ within the numerical rank `(k,)`, float64, k > 0.
+        whole: Σσ of (Σ w_tb_tΔ_t) C₀^½.
+        noticed: what is known before.
+    """
+    known = noticed.inputs_known
+    faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
+    in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
+    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0)
+    lift = (sigma.square() + faint) ** (-exponent / 2.0)
+    scale = alike.agreement * whole / float((sigma * lift).sum())
+    lifted = sigma * lift * scale
+    together = float((alike.lengths * counted.weights).sum())
+    noticed = replace(
+        noticed,
+        directions_in_use=in_use,
+        flattening=exponent,
+        lengthening=float(lifted.sum() / sigma.sum()),
+        outputs_length=norm(lifted) / together,
+    )
+    unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
+    return Flattening(lift, scale, unseen, noticed)
 
 
 def equalise(
@@ -101,60 +212,27 @@ def equalise(
     Returns:
         None where nothing of R is seen, though inputs are known.
     """
-    group, active, shares = counted.group, counted.active, counted.shares
-    squares, seen_lengths = _squared_cosines(active, seen)
-    alike = float((shares * (squares @ shares)).sum())
-    experts = max(1.0, float(shares.sum()) ** 2 / alike)
-    agreement = min(1.0, float(shares.square().sum()) / alike)
-    known = noticed.inputs_known
-    rounding = EXACT if known else _rounding_of_sum(active, counted.in_sum)
+    active, known = counted.active, noticed.inputs_known
+    alike = Likeness.of(seen.dots(active.updates), counted.shares)
+    rounding = EXACT if known else counted.rounding_of_sum()
     spectrum = seen.spectrum(fused, rtol=rtol, rounding=rounding)
-    sigma = spectrum.sigma
-    noticed = replace(
-        noticed,
-        shares=counted.of_all([float(own) for own in shares]),
-        bounds=counted.of_all(counted.bounds),
-        unlike_experts=experts,
-    )
-    if not len(sigma):
+    noticed = counted.noticed(noticed, alike)
+    if not len(spectrum.sigma):
         return None if known else Merged(torch.zeros_like(fused), noticed)
-    faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
-    in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(group.shape)
-    exponent = (0.75 - in_use / 4.0) * (1.0 - experts**-2.0)
-    lift = (sigma.square() + faint) ** (-exponent / 2.0)
     whole = seen.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
-    scale = agreement * whole / float((sigma * lift).sum())
-    unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
-    merged = spectrum.lifted(lift * scale, unseen)
-    lifted = sigma * lift * scale
-    together = float((seen_lengths * counted.weights).sum())
-    if group.base_norm is not None:
-        beside = _beside_base(counted, group.base_norm)
+    found = flattening(counted, alike, spectrum.sigma, whole, noticed)
+    merged, noticed = spectrum.lifted(found.lift * found.scale, found.unseen), found.noticed
+    beside = counted.beside_base
+    if beside is not None:
         merged = merged.mul_(1.0 - beside)
         if safest is None:
-            own = shares / shares.sum()
-            for update, weight, share in zip(active.updates, counted.in_sum, own, strict=True):
-                merged.add_(update, alpha=beside * weight * float(share))
+            each = zip(active.updates, counted.in_average(beside), strict=True)
+            for update, times in each:
+                merged.add_(update, alpha=times)
         else:
             merged.add_(safest, alpha=beside)
         noticed = noticed.going(beside)
-    noticed = replace(
-        noticed,
-        directions_in_use=in_use,
-        flattening=exponent,
-        lengthening=float(lifted.sum() / sigma.sum()),
-        outputs_length=norm(lifted) / together,
-    )
     return Merged(merged, noticed)
-
-
-def _beside_base(counted: Counted, base_norm: float) -> float:
-    """Return a = ρ⁴/(ρ⁴ + ⅓⁴), ρ² = Σ s_tw_t‖b_tΔ_t‖² / ‖W₀‖²."""
-    norms, bounds = counted.active.norms, counted.bounds
-    sizes = [size * own for size, own in zip(norms, bounds, strict=True)]
-    energies = torch.tensor(sizes, dtype=torch.float64).square()
-    long = sqrt(float((counted.shares * counted.weights * energies).sum()))
-    return 1.0 / (1.0 + min(_FAR, _BESIDE_BASE * base_norm / long) ** 4)
 
 
 def _shares(norms: Sequence[float]) -> Tensor:
@@ -177,21 +255,3 @@ def _bounds(active: Active) -> list[float]:
     usual = float((counts * logs).sum() / counts.sum())
     times = (logs - usual).exp() / _LONG
     return [float(own) for own in ((1.0 + _LONG**-4.0) / (1.0 + times**4.0)) ** 0.25]
-
-
-def _squared_cosines(active: Active, seen: Metric) -> tuple[Tensor, Tensor]:
-    """cos²(Δ_tC₀^½, Δ_uC₀^½) `(T, T)` and ‖Δ_tC₀^½‖ `(T,)`, float64.
-
-    Two updates without outputs have nothing in common.
-    """
-    dots = seen.dots(active.updates)
-    squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
-    lengths = squares.sqrt()  # the product of two, as that of two squares may be 0
-    found = (dots / torch.outer(lengths, lengths)).square()
-    return found.clamp_max(1.0).fill_diagonal_(1.0), lengths
-
-
-def _rounding_of_sum(active: Active, weights: Sequence[float]) -> Rounding:
-    """What rounding of the stored weights gives to a weighted sum of the updates."""
-    pairs = zip(active.rounding, weights, strict=True)
-    return Rounding.together(error.times(weight) for error, weight in pairs)

@@ -84,7 +84,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     own = (d_in * d_in + 2 * side * (d_out + 2 * d_in)) * 8 + eigh_cost(side).workspace
     held = 4 * kept * (d_out + d_in) * 8
     last = max(own.workspace for own in sides) + d_out * d_in * 8
-    return Cost(flops, held + max(each.workspace, own, last))
+    eigen = count * (each.eigen + eigh_cost(side).eigen) + sum(own.eigen for own in sides)
+    return Cost(flops, held + max(each.workspace, own, last), eigen)
 
 
 @register(

@@ -103,7 +103,8 @@ def _cost_of_sum(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     side = min(d_out, d_in)
     spectrum = svd_cost(d_out, d_in, side, itemsize)
     products = 2.0 * d_out * d_in * (count + side)
-    return Cost(spectrum.flops + products, spectrum.workspace + d_out * d_in * itemsize)
+    workspace = spectrum.workspace + d_out * d_in * itemsize
+    return Cost(spectrum.flops + products, workspace, spectrum.eigen)
 
 
 def _cost_with_tasks(
@@ -116,8 +117,9 @@ def _cost_with_tasks(
     each = leading_cost(d_out, d_in, s, itemsize)
     project = 4.0 * d_out * d_in * c
     if d_out <= d_in:  # in the few directions that are not common, unless the sum has a lower rank
-        flops = leading_cost(d_out - c, d_in, s, itemsize).flops
-        each, project = replace(each, flops=flops), 2.0 * d_out * (d_out - c) * d_in
+        rest = leading_cost(d_out - c, d_in, s, itemsize)
+        each = replace(each, flops=rest.flops, eigen=rest.eigen)
+        project = 2.0 * d_out * (d_out - c) * d_in
     together = polar_cost(d_out, d_in, kept, itemsize, apart=c)
     # The vectors of the sum live throughout, those of the tasks from one to the next.
     whole = side * (d_out + d_in) * itemsize
@@ -125,6 +127,7 @@ def _cost_with_tasks(
     return Cost(
         common.flops + count * (project + each.flops) + together.flops,
         max(common.workspace, whole + max(task, together.workspace)),
+        common.eigen + count * each.eigen + together.eigen,
     )
 
 

@@ -60,6 +60,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     return Cost(
         basis.flops + products + within.flops,
         max(basis.workspace, held + max(own, within.workspace)),
+        basis.eigen,
     )
 
 

@@ -145,7 +145,7 @@ def generous_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     short, long = sorted((d_out, d_in))
     flops = 2.0 * count * (6.0 * short * short * long + 20.0 * short**3)
     copies = 2 * (count + 2) * d_out * d_in
-    return Cost(flops, 8 * (copies + 2 * (d_out * d_out + d_in * d_in)))
+    return Cost(flops, 8 * (copies + 2 * (d_out * d_out + d_in * d_in)), flops)
 
 
 def generous_elementwise_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

@@ -62,7 +62,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, head_rank: int = 
     heads = count * k * (d_out + d_in) * itemsize
     flops = count * (each.flops + 2.0 * matrix * (2 * FLOAT64 * k + k + count + 2))
     # The residuals, the last in float64; later the heads, multiplied out, and both sums.
-    return Cost(flops, heads + max(each.workspace, (count * itemsize + 3 * 8) * matrix))
+    residuals = (count * itemsize + 3 * 8) * matrix
+    return Cost(flops, heads + max(each.workspace, residuals), count * each.eigen)
 
 
 @register(

@@ -59,6 +59,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
             4 * square + 3 * rows,
             2 * square + rows + eigh_cost(d_in).workspace,
         ),
+        count * each.eigen + eigh_cost(d_in).eigen,
     )
 
 

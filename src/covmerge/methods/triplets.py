@@ -87,4 +87,8 @@ def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, kept: int) -
     each = leading_cost(d_out, d_in, max(1, kept // count), itemsize)
     together = polar_cost(d_out, d_in, kept, itemsize)
     held = kept * (d_out + d_in) * itemsize
-    return Cost(count * each.flops + together.flops, max(each.workspace + held, together.workspace))
+    return Cost(
+        count * each.flops + together.flops,
+        max(each.workspace + held, together.workspace),
+        count * each.eigen + together.eigen,
+    )

@@ -572,6 +572,7 @@ def _work_item(
         write_bytes=write,
         workspace=workspace + _packing_space(tensor, numel, itemsize),
         flops=sum(cost.flops for cost in costs) * (numel / max(1, prod(part))),
+        eigen_flops=sum(cost.eigen for cost in costs) * (numel / max(1, prod(part))),
         statistics_bytes=measured * torch.float32.itemsize,
         at_once=at_once,
         overview=overview,
@@ -632,6 +633,7 @@ def _thin_item(
         write_bytes=write,
         workspace=4 * factors * itemsize + cost.workspace + svd_cost(*core, rank, 8).workspace,
         flops=6.0 * factors * rank + cost.flops,
+        eigen_flops=cost.eigen,
         thin=True,
     )
 

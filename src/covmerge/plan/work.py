@@ -130,6 +130,7 @@ class WorkItem:
         looked_at: bytes that this reads, as far as it is known before.
         workspace: bytes that computing it takes beside its inputs and its result.
         flops: floating-point operations.
+        eigen_flops: of these, those of eigenproblems and singular values.
         thin: nothing of it is ever as large as its rows: factors in, factors out.
     """
 
@@ -139,6 +140,7 @@ class WorkItem:
     write_bytes: int
     workspace: int
     flops: float
+    eigen_flops: float = 0.0
     statistics_bytes: int = 0
     at_once: int | None = None
     overview: bool = False

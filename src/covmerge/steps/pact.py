@@ -38,7 +38,8 @@ def _cost(
     products = FLOAT64 * 4.0 * m * m * side + 2.0 * m * d_in * m + 4.0 * d_out * d_in * m
     flops = (count + 1) * each.flops + frame + count * (solve.flops + products)
     held = (3 * d_in * n + m * n + (count + 4) * m * m) * 8
-    return Cost(flops, each.workspace + solve.workspace + held)
+    eigen = (count + 1) * each.eigen + count * solve.eigen
+    return Cost(flops, each.workspace + solve.workspace + held, eigen)
 
 
 @register_step(

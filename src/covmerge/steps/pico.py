@@ -26,7 +26,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     solve = d_out**3 / 3.0 + 2.0 * count * d_out * d_out * d_in
     held = d_out * d_out * (8 + 2 * itemsize)
     factors = side * (d_out + d_in) * itemsize + 2 * side * d_out * 8
-    return Cost(count * each.flops + sums + solve, held + each.workspace + factors)
+    flops = count * each.flops + sums + solve
+    return Cost(flops, held + each.workspace + factors, count * each.eigen)
 
 
 @register_step(

@@ -8,7 +8,7 @@ reading     the finished output, a file a piece
 executor    the executor: items as tasks
 """
 
-from covmerge.engine.cluster.connection import cluster_address
+from covmerge.engine.cluster.connection import cluster_address, has_gpus
 from covmerge.engine.cluster.executor import CLIENT_HOLDS, Cluster
 
-__all__ = ["CLIENT_HOLDS", "Cluster", "cluster_address"]
+__all__ = ["CLIENT_HOLDS", "Cluster", "cluster_address", "has_gpus"]

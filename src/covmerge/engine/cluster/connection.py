@@ -64,6 +64,20 @@ def connect(address: str) -> tuple[Any, bool]:
     return ray, True
 
 
+def has_gpus(address: str) -> bool:
+    """Whether Ray takes a node of the cluster to have a GPU.
+
+    Raises:
+        InputError: Ray is not installed, or there is no cluster.
+    """
+    ray, joined = connect(address)
+    try:
+        return any(node["Alive"] and node["Resources"].get("GPU", 0) >= 1 for node in ray.nodes())
+    finally:
+        if joined:
+            ray.shutdown()
+
+
 def _check_answers(address: str) -> None:
     """Raise OSError where nobody listens; Ray itself would try for several minutes."""
     host, _, port = address.rpartition(":")

@@ -1,0 +1,151 @@
+"""`auto` for layers of one shape at once; see `covmerge.methods.auto`.
+
+Norms of all updates are read together, and what follows of them are numbers of the host, by the kernel's
+own functions (`Counted`, `Likeness`, `flattening`). What is of matrices goes along a leading axis: least
+squares, what the updates tell of the inputs, and the spectra of the outputs, which are most of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from covmerge.covariance.told import shares_told
+from covmerge.linalg.batched import flags, numbers, per_member
+from covmerge.linalg.batched_metric import Metrics, lifted
+from covmerge.linalg.batched_spectra import nuclear_norms, spectra
+from covmerge.linalg.spectral import EXACT, numerical_rank, rank_tolerance
+from covmerge.methods.auto_least_squares import least_squares_all, roots_of_told
+from covmerge.methods.auto_noticed import Equalised
+from covmerge.methods.batched import all_active
+from covmerge.methods.equalise import Counted, Flattening, Likeness, flattening
+from covmerge.types import LinearGroup, Merged
+
+
+def auto_batched(groups: Sequence[LinearGroup]) -> list[Merged | None]:
+    """Merge layers `(d_out, d_in)` as `covmerge.methods.auto.auto` merges each; None: it is to do that one.
+
+    Layers whose C₀ was measured are one stack, and the others another. Left to the kernel are an expert
+    that did not change a layer, a C₀ without a Cholesky factor, and a layer of which nothing is seen.
+
+    Raises:
+        LinAlgError: LAPACK ends over one of the eigenproblems; nothing is returned then.
+
+    Example:
+        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        >>> groups = [LinearGroup((d, s * d), weights=(1.0, 1.0)) for s in (1.0, 2.0, 0.0)]
+        >>> found = auto_batched(groups)
+        >>> [None if own is None else torch.allclose(own.delta, d, atol=1e-5) for own in found[::2]]
+        [True, None]
+    """
+    found: list[Merged | None] = [None] * len(groups)
+    counted = {
+        place: Counted.of_active(group, active)
+        for place, (group, active) in enumerate(zip(groups, all_active(groups), strict=True))
+        if active is not None
+    }
+    for known in (False, True):
+        own = {
+            p: layer for p, layer in counted.items() if (layer.group.inputs is not None) == known
+        }
+        if len(own) > 1:
+            for place, merged in zip(own, _merged([*own.values()], known=known), strict=True):
+                found[place] = merged
+    return found
+
+
+def _merged(layers: Sequence[Counted], *, known: bool) -> list[Merged | None]:
+    """Merge layers of all of which C₀ was measured, or of none."""
+    first = layers[0].active.updates[0]
+    rtol = rank_tolerance(layers[0].group.shape, first.dtype, None)
+    fused, solved = least_squares_all(layers, rtol)
+    inputs, told = _measured(layers) if known else _told(layers)
+    seen = Metrics.of(inputs)
+    del inputs
+    pairs = zip(solved, flags(seen.definite), strict=True)
+    kept = [member for member, (own, definite) in enumerate(pairs) if own and definite]
+    merged: list[Merged | None] = [None] * len(layers)
+    if kept:
+        noticed = [Equalised(inputs_known=known, inputs_told=told[member]) for member in kept]
+        own = [layers[member] for member in kept]
+        found = _equalised(own, fused[kept], seen.only(kept), noticed, rtol)
+        for member, one in zip(kept, found, strict=True):
+            merged[member] = one
+    return merged
+
+
+def _measured(layers: Sequence[Counted]) -> tuple[Tensor, list[float | None]]:
+    """C₀ as it was measured, `(n, d_in, d_in)`; what the updates tell is not asked."""
+    inputs = [layer.group.inputs for layer in layers]
+    return torch.stack([own for own in inputs if own is not None]), [None] * len(layers)
+
+
+def _told(layers: Sequence[Counted]) -> tuple[Tensor, list[float]]:
+    """ψĜ + (1 − ψ)I of the updates' dtype, `(n, d_in, d_in)`, and ψ; of one without, NaN."""
+    first = layers[0].active.updates[0]
+    d_in = layers[0].active.d_in
+    grams = first.new_zeros(len(layers), d_in, d_in)
+    factors = [roots_of_told(layer.active, layer.shares) for layer in layers]
+    for updates, times in _by_expert(layers, factors):
+        root = updates.mul_(per_member(times, updates))
+        grams.baddbmm_(root.mT, root)
+    told = shares_told(grams, d_in)
+    grams.mul_(per_member(told, grams))
+    grams.diagonal(dim1=1, dim2=2).add_(per_member([1.0 - own for own in told], grams, axes=1))
+    return grams, told
+
+
+def _equalised(
+    layers: Sequence[Counted],
+    fused: Tensor,
+    seen: Metrics,
+    noticed: Sequence[Equalised],
+    rtol: float,
+) -> Iterator[Merged | None]:
+    """Bring the spectra of R `(n, d_out, d_in)` nearer to flat, as `covmerge.methods.equalise.equalise`."""
+    dots = seen.dots([layer.active.updates for layer in layers])
+    alike = [Likeness.of(own, layer.shares) for own, layer in zip(dots, layers, strict=True)]
+    found = spectra(seen.seen(fused))
+    counts: list[int] = []
+    for own, layer, said in zip(found.sigma.cpu(), layers, noticed, strict=True):
+        rounding = EXACT if said.inputs_known else layer.rounding_of_sum()
+        counts.append(numerical_rank(own, fused.shape[1:], rtol=rtol, rounding=rounding)[0])
+    whole = numbers(nuclear_norms(seen.seen(_weighted(layers, [own.in_sum for own in layers]))))
+    flat: list[Flattening | None] = []
+    each = zip(layers, alike, found.sigma.cpu(), counts, whole, noticed, strict=True)
+    for layer, own, sigma, count, length, said in each:
+        said = layer.noticed(said, own)
+        flat.append(flattening(layer, own, sigma[:count], length, said) if count else None)
+    lifts = [torch.zeros(1) if own is None else own.lift * own.scale for own in flat]
+    unseen = [0.0 if own is None else own.unseen for own in flat]
+    merged = lifted(found, fused, counts, lifts, unseen)
+    away = [layer.beside_base for layer in layers]
+    if any(away):
+        merged.mul_(per_member([1.0 - (own or 0.0) for own in away], merged))
+        pairs = zip(layers, away, strict=True)
+        merged.add_(_weighted(layers, [layer.in_average(own or 0.0) for layer, own in pairs]))
+    for delta, own, beside in zip(merged, flat, away, strict=True):
+        if own is None:
+            yield None
+        else:
+            yield Merged(delta, own.noticed if beside is None else own.noticed.going(beside))
+
+
+def _weighted(layers: Sequence[Counted], weights: Sequence[Sequence[float]]) -> Tensor:
+    """Σ_t of multiples of the updates, `(n, d_out, d_in)`."""
+    first = layers[0].active.updates[0]
+    total = first.new_zeros(len(layers), *first.shape)
+    for updates, own in _by_expert(layers, weights):
+        total.addcmul_(updates, per_member(own, total))
+    return total
+
+
+def _by_expert(
+    layers: Sequence[Counted], values: Sequence[Sequence[float]]
+) -> Iterator[tuple[Tensor, list[float]]]:
+    """Of one expert after another its updates in all layers, a copy, and its number in each."""
+    for t in range(len(values[0])):
+        updates = torch.stack([layer.active.updates[t] for layer in layers])
+        yield updates, [own[t] for own in values]
