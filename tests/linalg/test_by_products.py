@@ -13,7 +13,7 @@ from covmerge.linalg import polar as polar_rules
 from covmerge.linalg.by_products import inverse_root, largest_bound, newton_schulz, projector
 from covmerge.linalg.pinv import cut_off_right, kept_eigenpairs, kept_projector
 from covmerge.linalg.polar import goes_by_products, polar, polar_by_products
-from covmerge.linalg.spectral import leading_directions, rank_tolerance
+from covmerge.linalg.spectral import EXACT, leading_directions, rank_tolerance
 from covmerge.methods import iso, registry
 from covmerge.types import LinearGroup, Rounding
 from tests.methods.groups import group_of, random_updates, relative
@@ -310,6 +310,30 @@ def test_the_solver_is_told(slow_eigenproblems):
         expected = rows.double() @ vectors / values @ vectors.mT
         assert rank == len(values) and solved.dtype == rows.dtype
         assert torch.allclose(solved.double(), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_what_a_projector_lacks_of_one_is_nothing_beside_the_smallest_kept(slow_eigenproblems):
+    """An eigenvalue that is hardly far enough from the cut-off, and a millionth of the largest."""
+    rows = torch.randn(3, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    taken = set()
+    for above in torch.linspace(6e-8, 1.2e-7, 60).tolist():
+        matrix, _ = symmetric([1.0] + [0.5] * 5 + [1e-6 + above] + [0.0] * 5)
+        solved, rank, solver = cut_off_right(matrix, rows, rtol=1e-6)
+        values, vectors = kept_eigenpairs(matrix, rtol=1e-6)
+        assert rank == len(values) == 7
+        assert relative(solved, rows @ vectors / values @ vectors.mT) < 1e-6
+        taken.add(solver)
+    assert taken == {"projector64", "eigen64"}
+
+
+@pytest.mark.parametrize("tail", [1e-9, 1e-10, 1e-12])
+def test_rounding_of_a_gram_matrix_decides_no_rank(tail):
+    for seed in range(20):
+        sigma = torch.linspace(1.0, 0.5, 8, dtype=torch.float64)
+        sigma[-1] = tail
+        matrix = (basis(8, 8, seed) * sigma) @ basis(8, 8, seed + 100)
+        found = polar_by_products(matrix, rtol=default(matrix), rounding=EXACT)
+        assert found is None or found.k == 8
 
 
 ASKING = ("tsv_m", "dc_merge", "iso_c", "iso_cts", "esm", "actmat", "wudi", "lot")

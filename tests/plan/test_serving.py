@@ -1,7 +1,8 @@
 """What PEFT and vLLM take of an adapter; PEFT is asked itself, here and in test_adapter_output.py.
 
 So is vLLM where it is installed, which fits no torch that everything else here does: its loader alone
-needs no GPU (`pip install --no-deps vllm cbor2 openai_harmony openai` beside the development packages).
+needs no GPU (`pip install --no-deps vllm` beside the development packages, and so each package that an
+import of `vllm.lora.lora_model` then lacks: some fifteen small ones).
 """
 
 import json
@@ -123,7 +124,7 @@ EXPECTED = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 def loaded_by_vllm(folder, limit):
     """What vLLM makes of an adapter: the updates of its layers by their modules."""
     helpers = pytest.importorskip("vllm.lora.peft_helper", exc_type=ImportError)
-    models = pytest.importorskip("vllm.lora.lora_model")
+    models = pytest.importorskip("vllm.lora.lora_model", exc_type=ImportError)
     helper = helpers.PEFTHelper.from_local_dir(str(folder), None)
     helper.validate_legal(helpers.LoRAConfig(max_lora_rank=limit))
     with pytest.MonkeyPatch.context() as patch:

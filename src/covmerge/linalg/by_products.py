@@ -136,8 +136,8 @@ def projector(symmetric: Tensor, *, low: float, high: float, bound: float) -> Pr
     """Return P of a semi-definite matrix `(n, n)` in float64, whose cut-off is between `low` and `high`.
 
     Eigenvalues above `high` count, those below `low` do not, and none is above `bound`. None where one is
-    too close to say, where a cut-off below 1e-6 of the largest has eigenvalues between them, and where the
-    sign has not converged.
+    too close to say, where a cut-off below 1e-6 of the largest has eigenvalues between them, where `low` is
+    so small that rounding decides on which side of it one is, and where the sign has not converged.
 
     Example:
         >>> a = torch.diag(torch.tensor([3.0, 1.0, 0.0])).double()
@@ -150,6 +150,8 @@ def projector(symmetric: Tensor, *, low: float, high: float, bound: float) -> Pr
         n = len(symmetric)
         whole = torch.eye(n, dtype=symmetric.dtype, device=symmetric.device)
         return Projector(whole, n, bound)
+    if low < len(symmetric) * torch.finfo(symmetric.dtype).eps * bound:
+        return None
     high = max(high, _COARSE * bound)
     sign = _sign_beyond(symmetric, (max(low, _COARSE * bound) + high) / 2.0, bound)
     if sign is None:
@@ -171,4 +173,10 @@ def _sign_beyond(symmetric: Tensor, cut: float, bound: float) -> Tensor | None:
     sign = newton_schulz(sign, NEAREST)
     off = gram(sign)
     off.diagonal().sub_(1.0)
-    return sign if norm(off) <= _SIGN else None
+    if not norm(off) <= _SIGN:
+        return None
+    # One step more: what an eigenvalue of P lacks of 1 is filled up by as much of the largest of A, which
+    # is to be nothing beside the smallest that is kept.
+    step = off.mul_(-0.5)
+    step.diagonal().add_(1.0)
+    return sign @ step
