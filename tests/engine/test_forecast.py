@@ -9,7 +9,7 @@ from covmerge.engine import Hardware, forecast, parse_hardware
 from covmerge.errors import InputError, ResourceError
 from covmerge.linalg.auto import eigh_cost
 from covmerge.plan import build_plan
-from covmerge.recipe import parse_recipe
+from covmerge.recipe import format_size, parse_recipe
 from covmerge.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
@@ -52,7 +52,7 @@ def test_one_node_moves_what_its_plan_says_and_reads_the_output_once_more(plans,
     plan, sizes = plans[method]
     found = forecast(plan, HERE, sizes)
     assert sum(s.total_bytes for s in found.stages) == plan.read_bytes + 2 * plan.write_bytes
-    assert sum(s.node_bytes for s in found.stages) == plan.read_bytes + 2 * plan.write_bytes
+    assert sum(s.link_bytes["disk"] for s in found.stages) == plan.read_bytes + 2 * plan.write_bytes
     assert found.seconds == sum(stage.seconds for stage in found.stages)
     assert all(stage.seconds == max(stage.times.values()) for stage in found.stages)
 
@@ -66,7 +66,7 @@ def test_sources_are_hashed_by_all_and_the_one_that_leads_reads_back_what_others
     moved = sum(item.read_bytes + item.write_bytes for item in plan.items)
     read_back = plan.write_bytes - plan.write_bytes // 4
     assert merging.total_bytes == moved + sum(map(sum, sizes)) + read_back
-    assert merging.node_bytes == max(read_back, merging.total_bytes // 4)
+    assert merging.link_bytes["disk"] == max(read_back, merging.total_bytes // 4)
 
 
 def test_a_file_is_hashed_by_one_core_and_the_files_by_all(plans):
@@ -107,8 +107,28 @@ def test_what_is_waited_for_is_named(plans):
     assert bottleneck(disk=10.0) == "disk"
     assert bottleneck(disk=100.0, nic=10.0) == "nic"
     assert bottleneck(storage=10.0) == "storage"
-    assert bottleneck(flops=10.0) == bottleneck(eigen=10.0) == "compute"
+    assert bottleneck(flops=10.0, eigen=1e12) == "products"
+    assert bottleneck(eigen=10.0) == "eigenproblems"
+    assert bottleneck(stream=10.0) == "sums"
     assert bottleneck() == "processes"  # they start
+
+
+def test_bytes_of_each_link_that_there_is(plans):
+    """A node's disk and network carry its own, one behind the other; the storage what all ask for."""
+    plan, sizes = plans["ties"]
+
+    def carried(**links):
+        return [
+            (s.total_bytes, dict(s.link_bytes))
+            for s in forecast(plan, replace(HERE, nodes=2, **links), sizes).stages
+        ]
+
+    near = carried()
+    assert near[0] == (0, {"disk": 0})
+    assert all(0 < own["disk"] <= total for total, own in near[1:])
+    assert carried(nic=1e9, storage=1e9) == [
+        (total, {**own, "nic": own["disk"], "storage": total}) for total, own in near
+    ]
 
 
 def test_eigenproblems_have_a_rate_of_their_own(plans):
@@ -121,6 +141,9 @@ def test_eigenproblems_have_a_rate_of_their_own(plans):
         machines = replace(HERE, stream=1e30, **rates)
         return stages(forecast(plan, machines, sizes))["merge"].times["compute"]
 
+    kinds = stages(forecast(plan, replace(HERE, nodes=2), sizes))["merge"]
+    assert list(kinds.computing) == ["products", "eigenproblems", "sums"]
+    assert sum(kinds.computing.values()) == kinds.times["compute"]
     eigen = sum(item.eigen_flops for item in plan.items)
     products = sum(item.flops for item in plan.items) - eigen
     assert computing(flops=1e6, eigen=1e5) == pytest.approx(products / 1e6 + eigen / 1e5)
@@ -205,6 +228,17 @@ def test_the_command(plain, tmp_path):
     ]
     assert found["nodes"] == 16 and found["workers"] == 8
     assert f"bottleneck {found['bottleneck']}" in shown
+    assert "stage time disk nic all nodes waits for" in shown
+    assert "links disk and nic of the busiest node bottleneck" in shown
+    for stage in found["stages"]:
+        over = stage["link_bytes"]
+        assert list(over) == ["disk", "nic"]
+        moved = [format_size(size) for size in (*over.values(), stage["total_bytes"])]
+        assert " ".join([*moved, stage["bound"]]) in shown
+    shared = words(command("plan", file, "--cluster", f"{cluster},storage=40GB/s").stdout)
+    assert "stage time disk nic storage all nodes waits for" in shared
+    assert "disk and nic of the busiest node, storage of all together" in shared
+    assert "nic 25.0 GB/s, storage 40.0 GB/s" in shared
     assert "16 nodes, 8 processes each. Nothing is written." in shown
     here = words(command("plan", file).stdout)
     assert "a rough estimate from a short test" in here
@@ -221,8 +255,8 @@ def test_all_ranks_verify(plans):
         return last
 
     one, four = verifying(), verifying(nodes=4)
-    assert one.node_bytes == one.total_bytes == four.total_bytes == plan.write_bytes
-    assert four.node_bytes <= plan.write_bytes // 4 + 8
+    assert one.link_bytes["disk"] == one.total_bytes == four.total_bytes == plan.write_bytes
+    assert four.link_bytes["disk"] <= plan.write_bytes // 4 + 8
     cores = verifying(cores=1).times["hashing the output"]
     assert cores == pytest.approx(plan.write_bytes / HERE.hash)
     assert verifying(cores=8).times["hashing the output"] == pytest.approx(cores / 2)
@@ -233,7 +267,7 @@ def test_all_ranks_verify(plans):
         cores / 8, rel=0.01
     )
     adapter = replace(plan, recipe=with_output(plan.recipe, format="adapter"))
-    assert verifying(adapter, nodes=4).node_bytes == plan.write_bytes
+    assert verifying(adapter, nodes=4).link_bytes["disk"] == plan.write_bytes
 
 
 def test_an_output_in_a_bucket_is_sent_by_one_node(plans, plain, tmp_path):
@@ -244,7 +278,8 @@ def test_an_output_in_a_bucket_is_sent_by_one_node(plans, plain, tmp_path):
     *before, last = sent.stages
     assert tuple(before) == stays.stages
     assert (last.name, last.bound) == ("send", "nic")
-    assert last.node_bytes == last.total_bytes == plan.write_bytes
+    assert last.link_bytes == dict.fromkeys(("disk", "nic"), plan.write_bytes)
+    assert last.total_bytes == plan.write_bytes
     assert last.seconds == plan.write_bytes / 1e6
     file = tmp_path / "recipe.yml"
     file.write_text(json.dumps(recipe(plain, "ace")))

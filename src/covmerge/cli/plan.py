@@ -74,7 +74,8 @@ def _as_json(predicted: Forecast) -> dict[str, Any]:
                 "seconds": stage.seconds,
                 "bound": stage.bound,
                 "busy": dict(stage.times),
-                "node_bytes": stage.node_bytes,
+                "computing": dict(stage.computing),
+                "link_bytes": dict(stage.link_bytes),
                 "total_bytes": stage.total_bytes,
             }
             for stage in predicted.stages
@@ -97,23 +98,24 @@ def _show(planned: Plan, predicted: Forecast) -> None:
         ),
         soft_wrap=True,
     )
-    right = ("time", "busiest node", "all nodes")
+    right = ("time", *hardware.rates, "all nodes")
     rows = table("stage", *right, "waits for", right=right)
     for stage in predicted.stages:
         rows.add_row(
             stage.name,
             format_seconds(stage.seconds),
-            format_size(stage.node_bytes),
+            *map(format_size, stage.link_bytes.values()),
             format_size(stage.total_bytes),
             stage.bound,
         )
     console.print(rows)
-    links = hardware.links.items()
-    rates = ", ".join(f"{name} {format_size(int(rate))}/s" for name, rate in links)
+    shared = "" if hardware.storage is None else ", storage of all together"
+    rates = ", ".join(f"{name} {format_size(int(rate))}/s" for name, rate in hardware.rates.items())
     console.print(
         facts(
             [
                 ("time", f"about {format_seconds(predicted.seconds)}, by the rates given: {rates}"),
+                ("links", f"{' and '.join(hardware.links)} of the busiest node{shared}"),
                 ("bottleneck", predicted.bottleneck),
                 (
                     "memory",

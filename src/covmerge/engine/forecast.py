@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from covmerge.engine.budget import PROCESS_HOLDS
 from covmerge.engine.hardware import Hardware
@@ -23,9 +24,10 @@ class Stage:
     Attributes:
         name: what is done.
         seconds: that it takes.
-        bound: what it waits for.
+        bound: what it waits for; where it computes, the kind of work that takes longest.
         times: seconds that each of its resources is busy; the longest is the stage's.
-        node_bytes: over the busiest node's links.
+        computing: of these, seconds of each kind of work in `compute`.
+        link_bytes: over each link of the busiest node, and over the storage that all share.
         total_bytes: over the links of all nodes.
     """
 
@@ -33,7 +35,8 @@ class Stage:
     seconds: float
     bound: str
     times: Mapping[str, float]
-    node_bytes: int
+    computing: Mapping[str, float]
+    link_bytes: Mapping[str, int]
     total_bytes: int
 
 
@@ -64,7 +67,7 @@ class Forecast:
         waits: defaultdict[str, float] = defaultdict(float)
         for stage in self.stages:
             waits[stage.bound] += stage.seconds
-        return max(waits, key=lambda bound: waits[bound])
+        return _longest(waits)
 
 
 def forecast(
@@ -73,7 +76,7 @@ def forecast(
     """Predict a merge by ranks, one for each GPU or each node; of one alone, by threads.
 
     A rank reads, computes and writes at once, so a stage takes as long as the busiest of its resources:
-    the links of a node, the storage that all share, the products of a device, the largest item alone.
+    the links of a node, the storage that all share, what a device computes, the largest item alone.
     All sources are hashed beside, a share of the files by each rank, as the output's are at the end. The
     rank that leads does more: it reads back what others have written.
 
@@ -101,7 +104,8 @@ def forecast(
         _verifying(plan, hardware),
         *([_sending(plan, hardware)] if sent else []),
     ]
-    start = Stage("start", hardware.start, "processes", {"processes": hardware.start}, 0, 0)
+    starting = {"processes": hardware.start}
+    start = Stage("start", hardware.start, "processes", starting, {}, _carried(hardware, 0, 0), 0)
     return Forecast(
         hardware, (start, *(s for s in stages if s.total_bytes)), memory, largest.tensor.name
     )
@@ -111,11 +115,8 @@ def _surveying(plan: Plan, hardware: Hardware) -> Stage:
     """Passes before the merge, of which every node has its part."""
     size = survey_bytes([plan])
     own = size // hardware.nodes
-    busy = {
-        **_links(hardware, own, size),
-        "compute": own / hardware.workers / hardware.device_stream,
-    }
-    return _stage("look over", busy, own, size)
+    computing = {"sums": own / hardware.workers / hardware.device_stream}
+    return _stage("look over", hardware, own, size, computing=computing)
 
 
 def _merging(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -> Stage:
@@ -127,7 +128,10 @@ def _merging(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -
         sum(sizes[place] for own in given[first : first + hardware.workers] for place in own)
         for first in range(0, count, hardware.workers)
     ]
-    computing = max(sum(_compute(plan.items[place], hardware) for place in own) for own in given)
+    computing = max(
+        (_computing([plan.items[place] for place in own], hardware) for own in given),
+        key=lambda kinds: sum(kinds.values()),
+    )
     # Nothing of the first item is computed while it is read, and nothing is read while the last is written.
     alone = max(_alone(item, hardware) for item in plan.items)
     moved = sum(sizes)
@@ -138,13 +142,8 @@ def _merging(plan: Plan, hardware: Hardware, sources: Sequence[Sequence[int]]) -
         beside = led + hashed
     # While one leads, and has more to read, the others come to what is left of its share.
     busiest = max(*per_node, led, (moved + beside) // hardware.nodes)
-    busy = {
-        **_links(hardware, busiest, moved + beside),
-        "compute": computing,
-        "the largest item": alone,
-        "hashing the sources": _hashing(hardware, sources),
-    }
-    return _stage("merge", busy, busiest, moved + beside)
+    busy = {"the largest item": alone, "hashing the sources": _hashing(hardware, sources)}
+    return _stage("merge", hardware, busiest, moved + beside, busy, computing)
 
 
 def _hashing(hardware: Hardware, sources: Sequence[Sequence[int]]) -> float:
@@ -175,38 +174,57 @@ def _verifying(plan: Plan, hardware: Hardware) -> Stage:
     )
     at_once = 1 if alone else files_at_once(len(files), hardware.workers, hardware.cores)
     hashed = max(max(files, default=0), max(given) / at_once)
-    busy = {**_links(hardware, node, size), "hashing the output": hashed / hardware.hash}
-    return _stage("verify", busy, node, size)
+    return _stage("verify", hardware, node, size, {"hashing the output": hashed / hardware.hash})
 
 
 def _sending(plan: Plan, hardware: Hardware) -> Stage:
     """The finished output, once more from where it was made, by whoever leads."""
     size = plan.write_bytes
-    return _stage("send", _links(hardware, size, size), size, size)
+    return _stage("send", hardware, size, size)
 
 
-def _stage(name: str, busy: Mapping[str, float], node: int, total: int) -> Stage:
-    bound = max(busy, key=lambda key: busy[key])
-    return Stage(name, busy[bound], bound, busy, node, total)
+def _stage(
+    name: str,
+    hardware: Hardware,
+    node: int,
+    total: int,
+    busy: Mapping[str, float] = MappingProxyType({}),
+    computing: Mapping[str, float] = MappingProxyType({}),
+) -> Stage:
+    """A stage in which so many bytes go over the links of the busiest node, and of all."""
+    carried = _carried(hardware, node, total)
+    times = {link: carried[link] / rate for link, rate in hardware.rates.items()}
+    if computing:
+        times["compute"] = sum(computing.values())
+    times |= busy
+    resource = _longest(times)
+    bound = _longest(computing) if resource == "compute" else resource
+    return Stage(name, times[resource], bound, times, computing, carried, total)
 
 
-def _links(hardware: Hardware, node: int, total: int) -> dict[str, float]:
-    busy = {name: node / rate for name, rate in hardware.links.items()}
-    if hardware.storage is not None:
-        busy["storage"] = total / hardware.storage
-    return busy
+def _longest(seconds: Mapping[str, float]) -> str:
+    return max(seconds, key=lambda key: seconds[key])
+
+
+def _carried(hardware: Hardware, node: int, total: int) -> dict[str, int]:
+    """Bytes over each link: the busiest node's over its own, one behind the other; all over the storage."""
+    return {link: node if link in hardware.links else total for link in hardware.rates}
 
 
 def _moved(item: WorkItem) -> int:
     return item.looked_at + item.read_bytes + item.statistics_bytes + item.write_bytes
 
 
-def _compute(item: WorkItem, hardware: Hardware) -> float:
-    """Seconds of its products and eigenproblems, and of making numbers of what is stored."""
-    products = (item.flops - item.eigen_flops) / hardware.device_flops
-    eigenproblems = item.eigen_flops / hardware.device_eigen
-    return products + eigenproblems + _moved(item) / hardware.device_stream
+def _computing(items: Sequence[WorkItem], hardware: Hardware) -> dict[str, float]:
+    """Seconds of a device in each kind of work; `sums`: what is stored is made numbers and added up."""
+    products = sum(item.flops - item.eigen_flops for item in items)
+    return {
+        "products": products / hardware.device_flops,
+        "eigenproblems": sum(item.eigen_flops for item in items) / hardware.device_eigen,
+        "sums": sum(map(_moved, items)) / hardware.device_stream,
+    }
 
 
 def _alone(item: WorkItem, hardware: Hardware) -> float:
-    return _moved(item) / min(hardware.links.values()) + _compute(item, hardware)
+    computing = sum(_computing([item], hardware).values())
+    return _moved(item) / min(hardware.links.values()) + computing

@@ -86,6 +86,11 @@ class Hardware:
         """What lies between a node and the files: bytes a second of each."""
         return {"disk": self.disk, **({} if self.nic is None else {"nic": self.nic})}
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """The same of these links, and of the storage that all nodes share."""
+        return {**self.links, **({} if self.storage is None else {"storage": self.storage})}
+
 
 def parse_hardware(text: str) -> Hardware:
     """Read `nodes=16,gpus=8,nic=25GB/s,disk=7GB/s,flops=60TFLOPS,memory=2TB`.
