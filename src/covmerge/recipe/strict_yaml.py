@@ -39,6 +39,7 @@ _MAX_VALUES = 10_000  # PyYAML reads some thousand a second
 # alone: under YAML 1.1 an expert named `no` or `on` would silently change its name.
 _NULL = re.compile(r"|~|null|Null|NULL")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_OCTAL_ONCE = re.compile(r"[-+]?0[0-9]+", re.ASCII)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -209,6 +210,9 @@ class _Builder:
             self._refuse(event, f"the tag {event.tag!r} is refused; write a plain value")
         text = str(event.value)
         plain: bool = event.implicit[0]
+        if plain and _OCTAL_ONCE.fullmatch(text):
+            # 10 to YAML 1.1, which mergekit reads, and 12 to YAML 1.2.
+            self._refuse(event, f"the number {text} is octal in YAML 1.1: write it without the zero")
         try:
             return _core_schema(text) if plain else _join_surrogates(text)
         except ValueError as error:
