@@ -99,11 +99,18 @@ def beside(recipe: Path, given: argparse.Namespace) -> dict[str, Any]:
         "covmerge": [sys.executable, "-m", "covmerge", "merge", str(recipe), str(ours), *own],
     }
     runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in tools}
+
+    def run(tool: str) -> dict[str, float]:
+        shutil.rmtree(theirs if tool == "mergekit" else ours, ignore_errors=True)
+        if not given.warm:
+            shutil.rmtree("lora_cache", ignore_errors=True)
+        return measured(tools[tool], Path(f"out/{tool}.log"), env)
+
+    if given.warm:
+        run("mergekit")  # folds the adapters
     for _ in range(given.rounds):
-        for tool, argv in tools.items():
-            for left in (theirs if tool == "mergekit" else ours, Path("lora_cache")):
-                shutil.rmtree(left, ignore_errors=True)
-            runs[tool].append(measured(argv, Path(f"out/{tool}.log"), env))
+        for tool in tools:
+            runs[tool].append(run(tool))
     result = compare(theirs, ours)
     return {**{tool: spread(own) for tool, own in runs.items()}, **result}
 
@@ -116,6 +123,9 @@ def main() -> None:
     options.add_argument("--models", type=Path, required=True)
     options.add_argument("--as", dest="name", required=True, help="what the models are called")
     options.add_argument("--only", default="", help="a part of the recipes' names")
+    options.add_argument(
+        "--warm", action="store_true", help="mergekit finds its folded adapters there"
+    )
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = options.parse_args()
@@ -128,9 +138,10 @@ def main() -> None:
         found = beside(recipe, given)
         kept = json.loads(RESULTS.read_text("utf-8")) if RESULTS.is_file() else {}
         kept["machine"] = {**machine(), "threads": given.threads, "rounds": given.rounds}
-        kept.setdefault("models", {}).setdefault(given.name, {})[recipe.stem] = found
+        name = recipe.stem + (", folded before" if given.warm else "")
+        kept.setdefault("models", {}).setdefault(given.name, {})[name] = found
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
-        print(recipe.stem, json.dumps(found), flush=True)
+        print(name, json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
