@@ -119,7 +119,8 @@ def karcher(
         base_place: where the base stands among the models; sums are in this order.
         arithmetic: dtype that the inputs are cast to, and that vectors round to.
 
-    Departs from the paper: it stops as mergekit does, of which it is the result bit for bit on a like processor.
+    Departs from the paper: it stops as mergekit does, of which it is the result, bit for bit on a processor
+    of the same kind.
 
     Example:
         >>> import torch
