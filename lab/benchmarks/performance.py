@@ -27,6 +27,9 @@ COLOURS = {
     "actmat": "#d62728",
     "iso_c": "#2ca02c",
     "tsv_m": "#9467bd",
+    "iso_cts": "#8c564b",
+    "wudi": "#e377c2",
+    "auto": "#17becf",
 }
 STAGES = {"survey": "#bcbd22", "read": "#7f7f7f", "compute": "#1f77b4", "write": "#2ca02c"}
 
@@ -240,7 +243,7 @@ def roofline(results: Mapping[str, Any]) -> None:
     axes.plot(intensities, [min(flops, i * stream) / 1e9 for i in intensities], "k-", lw=1)
     axes.annotate("matrix products", (3000, flops / 1e9), ha="right", va="bottom")
     axes.annotate("memory", (0.12, 0.12 * stream / 1e9), ha="left", va="bottom", rotation=35)
-    for method in ("average", "ace", "actmat"):
+    for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method]
         x = [row["least FLOPs"] / row["least bytes"] for row in own]
         y = [row["least FLOPs"] / row["covmerge"]["seconds"]["median"] / 1e9 for row in own]
@@ -249,9 +252,8 @@ def roofline(results: Mapping[str, Any]) -> None:
         if theirs:
             x = [row["least FLOPs"] / row["least bytes"] for row in theirs]
             y = [row["least FLOPs"] / row["published"]["seconds"]["median"] / 1e9 for row in theirs]
-            axes.scatter(
-                x, y, s=18, marker="x", color=COLOURS[method], label=f"{method}, published"
-            )
+            axes.scatter(x, y, s=18, marker="x", color=COLOURS[method])
+    axes.scatter([], [], s=18, marker="x", color="black", label="published")
     axes.set(xscale="log", yscale="log", xlabel="least FLOPs per least byte")
     axes.set_ylabel("least GFLOPs a second")
     axes.legend(frameon=False, loc="lower right")
