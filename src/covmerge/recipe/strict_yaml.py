@@ -212,7 +212,9 @@ class _Builder:
         plain: bool = event.implicit[0]
         if plain and _OCTAL_ONCE.fullmatch(text):
             # 10 to YAML 1.1, which mergekit reads, and 12 to YAML 1.2.
-            self._refuse(event, f"the number {text} is octal in YAML 1.1: write it without the zero")
+            self._refuse(
+                event, f"the number {text} is octal in YAML 1.1: write it without the zero"
+            )
         try:
             return _core_schema(text) if plain else _join_surrogates(text)
         except ValueError as error:

@@ -137,7 +137,13 @@ def in_a_batch(subject: Subject, case: Case) -> None:
 
 def _told(facts: Mapping[str, Json]) -> dict[str, Json]:
     """Facts that rounding does not change, and which of the others there are."""
-    return {name: None if isinstance(fact, float) else fact for name, fact in facts.items()}
+    return {name: _but_floats(fact) for name, fact in facts.items()}
+
+
+def _but_floats(fact: Json) -> Json:
+    if isinstance(fact, list | tuple):
+        return [_but_floats(own) for own in fact]
+    return None if isinstance(fact, float) else fact
 
 
 FORMS: Mapping[str, Law] = {
