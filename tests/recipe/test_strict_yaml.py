@@ -127,7 +127,11 @@ def test_an_empty_document_is_none(text: str) -> None:
         ("a: b: c", "r.yml:1: not valid YAML: mapping values are not allowed here"),
         ("a: [1, 2", "r.yml:1: not valid YAML"),
         ("a:\n\t- b", "r.yml:2: not valid YAML: found character '\\t'"),
-        ("a: 1\nb: 012", "r.yml:2: the number 012 is octal in YAML 1.1: write it without the zero"),
+        (
+            "a: 1\nb: 012",
+            "r.yml:2: 012 is another number in YAML 1.1 than in 1.2: write it without",
+        ),
+        ("007: a", "r.yml:1: 007 is another number in YAML 1.1 than in 1.2"),
         ("a: 1e999", "r.yml:1: the number 1e999 is too large"),
         ("a: " + "9" * 5000, "r.yml:1: the number 99999"),
         (r'a: "\ud83d"', "r.yml:1: the text holds half of a surrogate pair"),

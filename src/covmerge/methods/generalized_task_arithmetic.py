@@ -88,7 +88,7 @@ def _overview_bytes(parameters: Parameters) -> float:
 def _looks(parameters: Parameters) -> int:
     """For a sample and to count, or for random numbers; for lengths two more."""
     sparsify, density = parameters["sparsify"], _only(parameters["density"])
-    if sparsify == "none" or density >= 1 or (density <= 0 and sparsify in ("magnitude", "ranked")):
+    if sparsify == "none" or density >= 1 or (density <= 0 and sparsify != "bernoulli"):
         return 0
     half = parameters["arithmetic"] in ("float16", "bfloat16")
     by_chance = sparsify in ("bernoulli", "ranked")

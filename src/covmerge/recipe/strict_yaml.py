@@ -2,7 +2,8 @@
 
 PyYAML parses the syntax and this file gives it meaning, because PyYAML's own constructor follows
 YAML 1.1: `1e-5` is text there, `on` is true, `1:30` is 90, `012` is 10, and the second of two equal
-keys wins. Tags are refused, and anchors are limited so that a small file stays a small value.
+keys wins. A number with a leading zero is refused, so that nobody's `012` is another one here. Tags are
+refused too, and anchors are limited so that a small file stays a small value.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _MAX_VALUES = 10_000  # PyYAML reads some thousand a second
 # alone: under YAML 1.1 an expert named `no` or `on` would silently change its name.
 _NULL = re.compile(r"|~|null|Null|NULL")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
-_OCTAL_ONCE = re.compile(r"[-+]?0[0-9]+", re.ASCII)
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9]+", re.ASCII)
 _INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -210,10 +211,12 @@ class _Builder:
             self._refuse(event, f"the tag {event.tag!r} is refused; write a plain value")
         text = str(event.value)
         plain: bool = event.implicit[0]
-        if plain and _OCTAL_ONCE.fullmatch(text):
-            # 10 to YAML 1.1, which mergekit reads, and 12 to YAML 1.2.
+        if plain and _LEADING_ZERO.fullmatch(text):
+            # 012 is 10 to YAML 1.1, which mergekit reads, and 12 to YAML 1.2.
             self._refuse(
-                event, f"the number {text} is octal in YAML 1.1: write it without the zero"
+                event,
+                f"{text} is another number in YAML 1.1 than in 1.2: write it without the zero, or quote "
+                "it if it is text",
             )
         try:
             return _core_schema(text) if plain else _join_surrogates(text)
