@@ -1,5 +1,6 @@
 """What memory there is for a process: the machine's, a container's, a Slurm job's."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from covmerge.memory import MACHINE, all_memory, free_memory
+from covmerge import memory
+from covmerge.memory import MACHINE, Kept, all_memory, free_memory
+from tests.forked import printed
 
 GIB = 2**30
 NOTHING = {}
@@ -188,3 +191,36 @@ def test_a_real_group(tmp_path):
     assert GIB // 2 < int(free) < GIB
     assert int(there) == GIB
     assert str(folder) in whose
+
+
+HOLES = """
+import psutil
+from covmerge.memory import Kept
+
+def held():
+    return psutil.Process().memory_info().rss
+
+blocks = [bytearray(b"x") * 100_000 for _ in range(3000)]
+found = [held()]
+del blocks[:-1]  # the last one keeps the heap's end where it is
+for most in (None, 2 * found[0], found[0] // 4):
+    Kept(most).look()
+    found.append(held())
+print(found)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what glibc keeps")
+def test_malloc_gives_back_what_it_keeps_once_a_process_holds_more_than_it_should():
+    full, any_number, less_than_the_most, more = json.loads(printed(HOLES))
+    assert full - more > 200e6
+    assert min(any_number, less_than_the_most) - more > 200e6
+
+
+def test_what_cannot_be_given_back_is_not_tried_at_every_look(monkeypatch):
+    tried = []
+    monkeypatch.setattr(memory, "give_back", lambda: tried.append(1))
+    kept = Kept(1)
+    for _ in range(5):
+        kept.look()
+    assert len(tried) == 1

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -21,6 +22,7 @@ _V1 = (
     ("total_inactive_file", "total_active_file"),
 )
 _MIB = 2**20  # Slurm's unit
+_MORE = 16 * _MIB  # held beyond what could not be given back before it is tried again
 _MOST_READ, _MOST_DIGITS = 2**16, 19
 
 
@@ -57,8 +59,31 @@ def give_back() -> None:
 
     Large tensors that come and go leave holes in its heaps, which add up over a model's blocks.
     """
-    if platform.libc_ver()[0] == "glibc":
+    if _has_glibc():
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@cache
+def _has_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"  # which reads Python's own file
+
+
+class Kept:
+    """Has malloc give back what it keeps, whenever this process holds more than it should.
+
+    Args:
+        most: bytes that it should hold; None: any number.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._process = psutil.Process()
+
+    def look(self) -> None:
+        """Give back what can be; where that was too little, look again once more is held."""
+        if self._most is not None and self._process.memory_info().rss > self._most:
+            give_back()
+            self._most = max(self._most, self._process.memory_info().rss + _MORE)
 
 
 def allowance(max_memory: int | None, processes: int = 1) -> Allowance:

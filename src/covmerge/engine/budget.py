@@ -23,8 +23,10 @@ from covmerge.recipe import format_size
 PROCESS_HOLDS = 512 * 2**20
 
 # What the process holds beside tensors of the plan: BLAS packing buffers, blocks that malloc keeps
-# for each thread. Three times the most that was found: 51 MiB, of `ace` let no more than its largest item.
+# for each thread. The most that was found is 51 MiB, of `ace` let no more than its largest item. Where one
+# thread frees what another took, malloc kept up to 230 MiB (`dare_ties`): above this much, it gives back.
 _OVERHEAD = 160 * 2**20
+_KEPT = 40 * 2**20
 # What malloc keeps of the blocks that one more thread has freed: glibc returns those above 32 MiB at
 # once, and gives each thread a heap of its own. Two 768 x 3072 experts by `ace`
 # on several threads went up to 67 MiB over the plan without it.
@@ -98,6 +100,12 @@ class MemoryPlan:
     def peak(self) -> int:
         """Expected peak of the process."""
         return self.resident + self.workspace + self.in_flight
+
+    @property
+    def kept_above(self) -> int:
+        """What each process that computes may hold before malloc has to give back what it keeps."""
+        own = self.peak if self.workers == 1 else self.workspace // self.workers
+        return own - _OVERHEAD + _KEPT
 
 
 def plan_memory(

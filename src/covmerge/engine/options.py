@@ -180,9 +180,13 @@ class RunOptions:
         if self.cluster is not None:
             return Cluster(self.cluster, opener(), self.max_memory)
         if memory.workers > 1:
-            return Processes(self._devices(memory.workers), opener())
+            return Processes(self._devices(memory.workers), opener(), kept_above=memory.kept_above)
         return Threads(
-            in_flight=memory.in_flight, lanes=memory.lanes, lots=memory.lots, ahead=memory.ahead
+            in_flight=memory.in_flight,
+            lanes=memory.lanes,
+            lots=memory.lots,
+            ahead=memory.ahead,
+            kept_above=memory.kept_above,
         )
 
 

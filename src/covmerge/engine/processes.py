@@ -29,6 +29,7 @@ from covmerge.engine.portable import portable
 from covmerge.engine.reading import FileLook, read_files
 from covmerge.engine.serving import serve
 from covmerge.errors import InputError, ResourceError
+from covmerge.memory import Kept
 from covmerge.types import Json
 
 # What opens the sources of a run in another process.
@@ -50,13 +51,17 @@ class Processes:
     Args:
         devices: where each of them computes; as many as there are to be.
         opener: opens the sources; it is pickled.
+        kept_above: bytes that each may hold before malloc has to give back what it keeps.
     """
 
     lots: Sequence[Lot] = ()  # see `Executor.lots`: every batch goes by itself
 
-    def __init__(self, devices: Sequence[torch.device], opener: Opener) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], opener: Opener, *, kept_above: int | None = None
+    ) -> None:
         self._devices = devices
         self._opener = opener
+        self._kept_above = kept_above
         self._threads = 1
         self._workers: list[_Worker] = []
         self._folder = TemporaryDirectory(prefix="covmerge-")
@@ -178,7 +183,14 @@ class Processes:
         ours, theirs = _SPAWN.Pipe()
         process = _SPAWN.Process(
             target=_serve,
-            args=(theirs, self._opener, device, self._threads, str(self._alone)),
+            args=(
+                theirs,
+                self._opener,
+                device,
+                self._threads,
+                str(self._alone),
+                self._kept_above,
+            ),
             daemon=True,
         )
         process.start()
@@ -279,8 +291,10 @@ def _serve(
     device: torch.device,
     threads: int,
     alone: str,
+    kept_above: int | None,
 ) -> None:
     """What a worker process does until the run is over, or its parent is gone."""
+    kept = Kept(kept_above)
     lock = FileLock(alone)  # of the system: it ends with a process that is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is ended by its parent
     task: Task | None = None
@@ -300,6 +314,7 @@ def _serve(
                     continue
                 index, batch = cast("tuple[int, Batch]", message)
                 connection.send(list(serve(index, batch, task, threads, lock)))
+                kept.look()
     except EOFError:
         return
     except BaseException as error:

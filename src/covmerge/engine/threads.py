@@ -24,6 +24,7 @@ from covmerge.engine.reading import FileLook, read_files
 from covmerge.engine.staging import Arrival, Staging, goes_ahead
 from covmerge.engine.thread_count import use_threads
 from covmerge.engine.worker import work, work_together
+from covmerge.memory import Kept, give_back
 from covmerge.types import Json
 
 
@@ -36,15 +37,23 @@ class Threads:
         lanes: small items that are computed at once, a core each.
         lots: items that are merged in one batch (`covmerge.engine.lots`).
         ahead: what is read goes to the device while another item is computed (`covmerge.engine.staging`).
+        kept_above: bytes that the process may hold before malloc has to give back what it keeps; None: any.
     """
 
     def __init__(
-        self, *, in_flight: int, lanes: int, lots: Sequence[Lot] = (), ahead: bool = False
+        self,
+        *,
+        in_flight: int,
+        lanes: int,
+        lots: Sequence[Lot] = (),
+        ahead: bool = False,
+        kept_above: int | None = None,
     ) -> None:
         self._in_flight = in_flight
         self._lanes = lanes
         self._lots = lots
         self._ahead = ahead
+        self._kept_above = kept_above
 
     @property
     def lots(self) -> Sequence[Lot]:
@@ -54,7 +63,10 @@ class Threads:
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`."""
         staging = Staging(task.context.device) if self._ahead else None
-        yield from _Pipeline(batches, task, self._in_flight, self._lanes, staging).run()
+        pipeline = _Pipeline(
+            batches, task, self._in_flight, self._lanes, staging, Kept(self._kept_above)
+        )
+        yield from pipeline.run()
 
     def hashing(self, contents: Contents) -> Hashing:
         """See `Executor.hashing`: here, in step with the reader."""
@@ -90,10 +102,12 @@ class _Pipeline:
         task: Task,
         in_flight: int,
         lanes: int,
-        staging: Staging | None = None,
+        staging: Staging | None,
+        kept: Kept,
     ) -> None:
         self._batches = batches
         self._staging = staging
+        self._kept = kept
         self._task = task
         self._lanes = lanes
         self._threads = torch.get_num_threads()
@@ -105,6 +119,7 @@ class _Pipeline:
 
     def run(self) -> Generator[Done]:
         """Start a thread for each stage, and hand on what they have done."""
+        give_back()  # threads that have ended leave heaps that these do not use
         with ThreadPoolExecutor(3, thread_name_prefix="covmerge") as pool:
             try:
                 # Within the `try`: Ctrl-C may come while the threads start, and a thread that is
@@ -188,6 +203,7 @@ class _Pipeline:
         narrow.submit(on_one_core)
 
     def _finish(self, batches: Sequence[Batch], cores: int) -> None:
+        self._kept.look()  # before there is room for more
         self._budget.release(_held(batches))
         self._free.release(cores)
 

@@ -117,7 +117,9 @@ class InspectJob:
                     [(plan, NoOutput())],
                     sources,
                     Context(plan.compute_dtype, options.torch_device),
-                    executor=Threads(in_flight=memory.in_flight, lanes=memory.lanes),
+                    executor=Threads(
+                        in_flight=memory.in_flight, lanes=memory.lanes, kept_above=memory.kept_above
+                    ),
                     progress=options.shown_progress,
                 )
             as_stored = [name for name in fitting if not _is_packed(base, models[name])]
