@@ -410,3 +410,33 @@ parameters: {{weight: {recipe}}}
         file.write_text("merge_method: linear\n---\nmerge_method: ties\n")
         with pytest.raises(RecipeError, match="a second document starts here"):
             load_recipe(file)
+
+
+class TestRanges:
+    @pytest.mark.parametrize(
+        ("method", "written", "why"),
+        [
+            (
+                "ties",
+                "density: [0.5, -1]",
+                "`density` is -1; input should be greater than or equal to 0",
+            ),
+            (
+                "ties",
+                "density: [{filter: w, value: -0.5}]",
+                "`density` is -0.5; input should be",
+            ),
+            ("karcher", "max_iter: 10.5", "`max_iter` is 10.5; it is a whole number"),
+            ("karcher", "max_iter: -1", "`max_iter` is -1; input should be greater"),
+        ],
+    )
+    def test_a_value_out_of_range_is_refused_where_it_stands(self, method, written, why):
+        head = TIES if method == "ties" else f"merge_method: {method}\ndtype: float32\n"
+        weight = "weight: 1" if method == "ties" else "tol: 0.1"
+        said = refused(f"{head}{FLOW}\nparameters:\n  {weight}\n  {written}\n")
+        assert said.startswith("their.yml:6: ")
+        assert why in said
+
+    def test_a_whole_number_may_have_a_point(self):
+        ours = compiled(f"merge_method: karcher\n{FLOW}\nparameters: {{max_iter: 10.0}}\n")
+        assert ours["parameters"]["max_iter"] == 10

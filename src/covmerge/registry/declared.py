@@ -183,11 +183,39 @@ class Declared:
         try:
             return self._model(**given).model_dump()
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc']))} = {shown(e['input'])}: {e['msg'].lower()}"
-                for e in error.errors()
-            )
+            problems = "; ".join(f"{where}: {what}" for _, where, what in _told(error, given))
             raise RecipeError(f"{self.kind} '{self.name}': {problems}") from error
+
+    def check(self, parameter: str, value: object) -> None:
+        """Refuse a value that one of the parameters cannot have.
+
+        Raises:
+            ValueError: it cannot; the message says why, without the parameter's name.
+
+        Example:
+            >>> from covmerge.methods import get
+            >>> get("ties").check("density", 0.2)
+        """
+        try:
+            self._model(**{parameter: value})
+        except ValidationError as error:
+            for name, _, what in _told(error, {parameter: value}):
+                if name == parameter:
+                    raise ValueError(what) from error
+
+
+def _told(error: ValidationError, given: Parameters) -> list[tuple[str, str, str]]:
+    """The parameters in which something is wrong, each with where and what."""
+    found: dict[bool, list[tuple[str, str, str]]] = {True: [], False: []}
+    for problem in error.errors():
+        name, *below = map(str, problem["loc"])
+        # Of a parameter that may be one value or a list there is a problem as either.
+        fits = True
+        if below and not below[0].isdigit():
+            fits = below.pop(0).startswith("list[") == isinstance(given.get(name), list)
+        where = ".".join((name, *below))
+        found[fits].append((name, f"{where} = {shown(problem['input'])}", problem["msg"].lower()))
+    return found[True] or found[False]
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from covmerge.errors import did_you_mean
 from covmerge.methods import registry
 from covmerge.methods.mergekit import SETTINGS
 from covmerge.recipe.mergekit.reading import Part
-from covmerge.recipe.mergekit.values import as_number, as_switch
+from covmerge.recipe.mergekit.values import as_number, as_switch, as_whole
 from covmerge.text import shown
 
 DELTA = "generalized_task_arithmetic"
@@ -34,7 +34,9 @@ class Parameter:
         Raises:
             ValueError: it is not what the parameter takes, with what that is.
         """
-        return as_switch(value) if isinstance(self.default, bool) else as_number(value)
+        if isinstance(self.default, bool):
+            return as_switch(value)
+        return as_whole(value) if isinstance(self.default, int) else as_number(value)
 
 
 REQUIRED = object()

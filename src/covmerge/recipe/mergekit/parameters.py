@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from covmerge.errors import did_you_mean
 from covmerge.methods import registry
-from covmerge.recipe.mergekit.methods import METHODS, TheirMethod
+from covmerge.recipe.mergekit.methods import METHODS, Parameter, TheirMethod
 from covmerge.recipe.mergekit.models import Reference
 from covmerge.recipe.mergekit.pieces import Piece, Theirs
 from covmerge.recipe.mergekit.reading import Part
@@ -30,7 +31,7 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
     _check(theirs, piece, around)
     method = theirs.method
     settings = {
-        name: setting(name, around, own.default, theirs.name, own.read)
+        name: setting(name, around, own.default, theirs.name, partial(_one, method, own))
         for name, own in method.shared.items()
     }
     found = {
@@ -43,12 +44,25 @@ def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
                 [source.part.part("parameters"), *around],
                 own.default,
                 str(source.model),
-                own.read,
+                partial(_one, method, own),
             )
             for source in theirs.merged(piece)
         }
         found[str(own.ours)] = _for_each(theirs, values)
     return _with_words(method, theirs.part, found)
+
+
+def _one(method: TheirMethod, parameter: Parameter, value: object) -> Any:
+    """Return one value of a parameter, if it is one that our method can have.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = parameter.read(value)
+    ours = registry.get(method.ours)
+    if parameter.ours is not None and ours.has(parameter.ours):  # NuSLERP's are one word here
+        ours.check(parameter.ours, found)
+    return found
 
 
 def own_weight(theirs: Theirs, piece: Piece, model: Reference) -> Any:

@@ -25,6 +25,22 @@ def as_number(value: object) -> int | float:
     return found
 
 
+def as_whole(value: object) -> int:
+    """Return a whole number; one with a point too, if there is nothing behind it.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> as_whole(10.0), as_whole("3")
+        (10, 3)
+    """
+    found = as_number(value)
+    if found != int(found):
+        raise ValueError("it is a whole number, such as 10")
+    return int(found)
+
+
 def as_switch(value: object) -> bool:
     """Return a truth value: true or false, or one of the words and numbers that mergekit takes for it.
 
