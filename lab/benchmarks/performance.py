@@ -48,6 +48,7 @@ def written(text: str) -> str:
         ("kernels", kernels(_read("kernels"))),
         ("spectra", spectra(_read("spectra"))),
         ("published", published(_read("kernels-spectra"))),
+        ("no slower", no_slower(_read("no_slower"))),
         ("checkpoints", checkpoints(_read("checkpoints-gpt2"), _read("checkpoints-llama"))),
         ("mergekit", mergekit(_read("mergekit"))),
         ("memory", memory(_read("streaming"), _read("streaming-tenfold"))),
@@ -141,6 +142,22 @@ def published(results: Mapping[str, Any]) -> str:
         for total in results["blocks"]
     ]
     return _table(["block", "CPU seconds", "published", "ratio"], rows)
+
+
+def no_slower(results: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            total["method"],
+            f"{total['before']:.2f}",
+            f"{total['after']:.2f}",
+            f"**{total['before / after']:.2f}**",
+            f"{total['least of a layer']:.2f} ({total['which']})",
+            f"{total['largest difference']:.0e}" if total["largest difference"] else "0",
+        ]
+        for total in results["methods"]
+    ]
+    head = ["method", "CPU seconds before", "after", "ratio", "least of a layer"]
+    return _table([*head, "largest difference"], rows)
 
 
 def checkpoints(*results: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@
 mergekit runs in a process of its own that is kept. What is not equal bit for bit must be a row of
 docs/mergekit.md; anything else is a fault, and ends with exit code 1. `--of tokens` draws recipes with
 tokenizers, `--of modules` such with modules. With `--keep` the first recipes of each method that are equal
-become what `test_generated.py` holds covmerge to.
+become what `test_generated.py` holds covmerge to; with `--out` the table is in a file of JSON too.
 """
 
 from __future__ import annotations
@@ -107,6 +107,20 @@ def run(
             yield seed, recipe, wanted, compared(recipe, wanted, merge(recipe, folder, seed))
 
 
+def _note(out: Path, asked: argparse.Namespace, counts: Counter[tuple[str, str]]) -> None:
+    """Put a table into the file, beside those of other kinds."""
+    found: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.is_file() else {}
+    command = f"--of {asked.of} --count {asked.count} --seed {asked.seed}"
+    found[asked.of] = {
+        "command": f"python -m tests.mergekit.campaign {command}",
+        "recipes": [
+            {"outcome": kind, "row": row, "count": number}
+            for (kind, row), number in sorted(counts.items())
+        ],
+    }
+    out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
 def main() -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -117,6 +131,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--out", type=Path, help="a JSON file that keeps a table of each kind")
     asked = parser.parse_args()
     counts: Counter[tuple[str, str]] = Counter()
     kept = Kept(asked.of)
@@ -130,6 +145,8 @@ def main() -> int:
     print("| outcome | row of docs/mergekit.md | recipes |\n|---|---|---|")
     for (kind, row), number in sorted(counts.items()):
         print(f"| {kind} | {row} | {number} |")
+    if asked.out is not None:
+        _note(asked.out, asked, counts)
     if asked.keep:
         kept.save()
     return 1 if any(kind == FAULT for kind, _ in counts) else 0
