@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.checkpoints import Journal, find_unfinished, open_checkpoint
 from covmerge.checkpoints.manifest import read_manifest
+from covmerge.engine import Threads
 from covmerge.engine.processes import _serve
 from covmerge.errors import CheckpointError, InputError, RecipeError
 from covmerge.export.companions import copy_companions
@@ -282,7 +283,8 @@ def test_a_worker_whose_parent_was_killed_ends_without_a_traceback(tmp_path):
 
     before = signal.getsignal(signal.SIGINT)
     try:
-        _serve(theirs, opener, torch.device("cpu"), 1, str(tmp_path / "alone"))
+        inner = Threads(in_flight=2**20, lanes=1)
+        _serve(theirs, opener, torch.device("cpu"), 1, str(tmp_path / "alone"), inner)
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -139,6 +139,20 @@ def test_max_memory_is_of_all_workers_together(tmp_path):
 
 
 @pytest.mark.slow
+def test_what_two_items_in_hand_take_is_expected(tmp_path):
+    """As workers on GPUs have them: over the tree of processes, and where there is room for one alone."""
+    sources = save_layers(tmp_path, 3, HEAVY)
+    how = {"method": "actmat", "threads": 1, "workers": 2}
+    two = "from covmerge.engine import budget; budget._hands = lambda device: 2\n" + MERGE
+    (peak,), report = watched(together, Forked(two, given(*sources, tmp_path / "two", **how)))
+    assert peak <= report["expected_peak_memory"]
+    # Half of what a second item takes that is read (three tensors) and written, of each.
+    how["max_memory"] = allowed = report["expected_peak_memory"] - 2 * 2 * 2 * math.prod(HEAVY)
+    (peak,), report = watched(together, Forked(two, given(*sources, tmp_path / "one", **how)))
+    assert peak <= allowed and report["workers"] == 2
+
+
+@pytest.mark.slow
 def test_max_memory_is_of_each_rank(tmp_path):
     """Each of two ranks computes one item at a time where four at once would take too much."""
     sources = save_layers(tmp_path, 12, HEAVY_NARROW)

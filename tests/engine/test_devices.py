@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import Context, NoOutput, Processes, RunOptions, Task, find_rank, usable_device
+from covmerge.engine import (
+    Context,
+    NoOutput,
+    Processes,
+    RunOptions,
+    Task,
+    Threads,
+    find_rank,
+    usable_device,
+)
 from covmerge.engine import options as of_runs
 from covmerge.engine import workers as choosing
 from covmerge.engine.device_room import _BESIDE, check_room
@@ -112,9 +121,10 @@ def test_a_worker_computes_on_its_own_device(plain):
     with open_checkpoints(base, experts, {}) as opened:
         there = Context(torch.float32, torch.device("cuda"), ({},))
         task = Task(opened.sources(), there, (NoOutput(),))
-        with closing(Processes([torch.device("cpu")], opened.opener())) as executor:
+        inner = Threads(in_flight=2**20, lanes=1)
+        with closing(Processes([torch.device("cpu")], opened.opener(), inner)) as executor:
             assert len(list(executor.run(batches, task))) == len(batches)
-        executor = Processes([torch.device("cuda", 1)], opened.opener())
+        executor = Processes([torch.device("cuda", 1)], opened.opener(), inner)
         with pytest.raises(InputError, match="--device cuda:1 cannot be used here: "):
             list(executor.run(batches, task))
     assert executor._workers == []  # it is closed
@@ -170,9 +180,11 @@ def test_a_run_asks_the_device_for_its_room(plain, monkeypatch):
     lots = lots_of(plan, torch.device("cuda"))
     held = max(sum(plan.items[place].device_memory for place in lot) for lot in lots)
     free["cuda:0"] = held + _BESIDE - 1
-    with pytest.raises(ResourceError, match="of the memory of cuda:0"):
-        options.memory([plan])
-    # Workers compute item by item; of three one GPU has two.
+    for workers in (1, 2):
+        with pytest.raises(ResourceError, match="of the memory of cuda:0"):
+            RunOptions(device="cuda", threads=1, workers=workers).memory([plan])
+    free["cuda:0"] += 1
+    # Of three workers one GPU has two.
     assert RunOptions(device="cuda", threads=1, workers=2).memory([plan]).workers == 2
     with pytest.raises(ResourceError, match="in each of 2 processes"):
         RunOptions(device="cuda", threads=1, workers=3).memory([plan])

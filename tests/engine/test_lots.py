@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import covmerge
-from covmerge.engine import RunOptions, lots, plan_memory
+from covmerge.engine import RunOptions, find_rank, lots, plan_memory
 from covmerge.engine.lots import lots_of
 from covmerge.errors import InputError, TensorError
 from covmerge.methods.registry import Method
@@ -164,10 +164,13 @@ def test_the_memory_plan_holds_a_lot():
     assert held.in_flight >= moved and held.lots == found
 
 
-def test_only_threads_have_lots(batches):
+def test_who_has_lots(batches):
+    """Who does all of one plan: ranks claim items, and several plans run on each."""
     made = plan(*models())
-    assert len(RunOptions().memory([made]).lots) == 2
-    assert RunOptions(workers=2).memory([made]).lots == ()
+    for workers in (1, 2):
+        assert len(RunOptions(workers=workers).memory([made]).lots) == 2
+    rank = find_rank({"RANK": "0", "WORLD_SIZE": "1"})
+    assert RunOptions(rank=rank).memory([made]).lots == ()
     assert RunOptions().memory([made, made]).lots == ()
 
 
@@ -231,13 +234,16 @@ def test_a_lot_with_damaged_rows_is_done_again_as_a_whole(batches, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_computed_otherwise_is_not_gone_on_with(batches, tmp_path):
+def test_what_was_computed_otherwise_is_not_gone_on_with(batches, tmp_path, monkeypatch):
     """Item by item a matrix is rounded otherwise than in a batch: no output has some of each."""
     base, experts = saved(tmp_path, *models())
     interrupt_after(tmp_path, base, experts, items=6, method="ace")
     otherwise = "computed was 'on cpu, in batches' and is now 'on cpu'"
-    with pytest.raises(InputError, match=otherwise):
-        covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True, workers=2)
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InputError, match=otherwise):
+        for name, value in alone.items():
+            patch.setenv(name, value)
+        covmerge.merge(base, experts, "ace", tmp_path / "out", resume=True, executor="ranks")
     covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True)
     shutil.rmtree(tmp_path / "out")
     with pytest.MonkeyPatch.context() as patch:
@@ -245,7 +251,9 @@ def test_what_was_computed_otherwise_is_not_gone_on_with(batches, tmp_path):
         interrupt_after(tmp_path, base, experts, items=6, method="ace")
     with pytest.raises(InputError, match="computed was 'on cpu' and is now 'on cpu, in batches'"):
         covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True)
-    covmerge.merge(base, experts, "ace", out=tmp_path / "out", resume=True, workers=2)
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    covmerge.merge(base, experts, "ace", tmp_path / "out", resume=True, executor="ranks")
 
 
 def test_members_that_a_batch_refuses_are_merged_and_told(batches):

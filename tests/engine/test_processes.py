@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from covmerge.engine import Processes, plan_memory
+from covmerge.engine import Processes, budget, plan_memory
 from covmerge.errors import InputError, ResourceError, TensorError
 from covmerge.plan import build_plan
 from covmerge.recipe import parse_recipe
@@ -71,9 +71,11 @@ class Order:
 
 
 @pytest.mark.slow
-def test_the_largest_items_are_begun_first(tmp_path, monkeypatch):
+@pytest.mark.parametrize("hands", [1, 2])
+def test_the_largest_items_are_begun_first(hands, tmp_path, monkeypatch):
     """So no small one is done before a large one, as each of two workers begins with one."""
     fork_workers(monkeypatch)
+    monkeypatch.setattr(budget, "_hands", lambda device: hands)
     base = {f"layers.{n}.proj.weight": torch.randn(16, 16) for n in range(20)}
     large = [f"layers.{n}.proj.weight" for n in (20, 21)]
     base |= {name: torch.randn(512, 512) for name in large}
@@ -89,10 +91,11 @@ def test_the_largest_items_are_begun_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ace", "ties"])
-def test_workers_that_are_killed_at_random(plain, tmp_path, monkeypatch, method):
-    """Ten times each: with two methods, twenty kills of which every one must do no harm."""
+@pytest.mark.parametrize("method, hands", [("ace", 1), ("ties", 1), ("ties", 2)])
+def test_workers_that_are_killed_at_random(plain, tmp_path, monkeypatch, method, hands):
+    """Ten times each: thirty kills of which every one must do no harm, whatever each had in hand."""
     fork_workers(monkeypatch)
+    monkeypatch.setattr(budget, "_hands", lambda device: hands)
     _, base, experts = plain
     covmerge.merge(base, experts, method, tmp_path / "whole")
     rng = random.Random(0)

@@ -1,7 +1,5 @@
 """Rows that go to a device through two buffers, on the CPU: the same bytes, whenever copies are done."""
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -19,43 +17,9 @@ from tests.e2e.test_adapters import pytestmark as of_adapters
 from tests.e2e.test_adapters import save_adapter
 from tests.e2e.test_resume import digests
 from tests.engine.test_lots import models, plan, saved
+from tests.engine.watched import SMALL, Late
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
-SMALL = 1000  # bytes of a buffer: a matrix takes some, and the last piece does not fill one
-
-
-class Mark:
-    """When all that a late stream was given before is done."""
-
-    task = None
-
-    def synchronize(self):
-        if self.task is not None:
-            self.task.result()
-
-
-class Late(Staging):
-    """As a GPU has it: copies are done in order, by another thread, some time after they were begun."""
-
-    def __init__(self, device, size=SMALL):
-        self.stream = ThreadPoolExecutor(1)
-        self.pieces = 0
-        super().__init__(device, size)
-
-    def _arrival(self):
-        return Mark()
-
-    def _begin(self, target, host):
-        def copy():
-            time.sleep(1e-3)
-            target.copy_(host)
-
-        self.pieces += 1
-        self.stream.submit(copy)
-
-    def _recorded(self, arrival):
-        arrival.task = self.stream.submit(int)
-        return arrival
 
 
 @contextmanager
@@ -176,9 +140,6 @@ def test_rows_are_sent_ahead_where_there_is_room(monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, free))
         memory = RunOptions(device="cuda:1").memory([made])
         assert memory.ahead == ahead
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
-    # Processes compute one item after another.
-    assert not RunOptions(device="cuda:1", workers=2).memory([made]).ahead
 
 
 def test_the_buffers_are_in_the_memory_plan():

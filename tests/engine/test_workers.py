@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import covmerge
-from covmerge.engine import Context, NoOutput, RunOptions, Task
+from covmerge.engine import Context, NoOutput, RunOptions, Task, Threads
 from covmerge.engine import workers as choosing
-from covmerge.engine.serving import serve
 from covmerge.engine.thread_count import usable_cores
 from covmerge.engine.workers import choose_workers
 from covmerge.errors import InputError
@@ -118,9 +117,13 @@ def test_what_takes_all_cores_is_computed_alone(plain, plan, monkeypatch):
     before = torch.get_num_threads()
     with open_checkpoints(base, experts, {}) as opened:
         task = Task(opened.sources(), Context(torch.float32, CPU, ({},)), (NoOutput(),))
-        list(serve(0, (plan.items[0],), task, 2, Alone()))
+        torch.set_num_threads(2)
+        inner, batches = Threads(in_flight=2**20, lanes=1), [(0, (plan.items[0],))]
+        with inner.running(batches, task, Alone()) as finished:
+            assert len(list(finished)) == 1
         assert entered == []
         monkeypatch.setattr(WorkItem, "is_narrow", lambda self, device: False)
-        list(serve(0, (plan.items[0],), task, 2, Alone()))
+        with inner.running(batches, task, Alone()) as finished:
+            assert len(list(finished)) == 1
     torch.set_num_threads(before)
     assert entered == [2]

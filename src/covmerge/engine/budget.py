@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -79,9 +79,10 @@ class MemoryPlan:
     Attributes:
         resident: what the process holds before the run, BLAS buffers and allocator slack included.
         workspace: the most that computing an item takes beside its inputs and result.
-        in_flight: inputs read ahead plus results not yet written, at most.
+        in_flight: inputs read ahead plus results not yet written, at most, of all that compute.
         lanes: items that are computed at once, where they are small.
-        workers: processes that share the work, each with an item at a time; 1: none but this.
+        workers: processes that share the work; 1: none but this.
+        hands: items, or lots of them, that each of these has at once.
         why: so many, where that was not said.
         lots: items that are merged in one batch.
         ahead: what is read goes to the device before it is computed.
@@ -92,6 +93,7 @@ class MemoryPlan:
     in_flight: int
     lanes: int
     workers: int = 1
+    hands: int = 1
     why: str = ""
     lots: Sequence[Lot] = ()
     ahead: bool = False
@@ -102,9 +104,15 @@ class MemoryPlan:
         return self.resident + self.workspace + self.in_flight
 
     @property
+    def own_in_flight(self) -> int:
+        """What of `in_flight` each process that computes may take."""
+        return self.in_flight // self.workers
+
+    @property
     def kept_above(self) -> int:
         """What each process that computes may hold before malloc has to give back what it keeps."""
-        own = self.peak if self.workers == 1 else self.workspace // self.workers
+        workers = self.workspace + self.in_flight
+        own = self.peak if self.workers == 1 else workers // self.workers
         return own - _OVERHEAD + _KEPT
 
 
@@ -140,7 +148,7 @@ def plan_memory(
     Raises:
         ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
     """
-    counters, pinned = counters_of(plans), pinned_bytes(device) if workers == 1 else 0
+    counters, pinned = counters_of(plans), pinned_bytes(device)
     resident = psutil.Process().memory_info().rss + _OVERHEAD + held + counters + pinned
     together = list(zip(*(plan.items for plan in plans), strict=True))
     moved = [held_together(items) + sum(item.write_bytes for item in items) for items in together]
@@ -174,7 +182,8 @@ def plan_memory(
             "a rule."
         )
     if workers > 1:
-        return _among(workers, resident, workspace + largest, limit)
+        memory = _among(workers, _hands(device), resident, workspace, largest, limit)
+        return replace(memory, lots=lots)
     room = min(max(workspace, _LANES_WORKSPACE), limit - resident - largest)
     heap = min(beside, _LANE_HEAP)
     lanes = max(1, min(threads or torch.get_num_threads(), (room + heap) // max(1, beside + heap)))
@@ -184,18 +193,33 @@ def plan_memory(
     return MemoryPlan(resident, workspace, in_flight, lanes, lots=lots)
 
 
-def _among(workers: int, resident: int, largest: int, limit: int) -> MemoryPlan:
-    """Divide the memory among processes: each holds what this one does, and an item at a time.
+def _hands(device: torch.device) -> int:
+    """How many items a worker process has: what its device computes, and what it reads meanwhile.
+
+    On a CPU, which reading keeps busy too, it has one: a second would wait there while another process has
+    nothing to do.
+    """
+    return 1 if device.type == "cpu" else 2
+
+
+def _among(
+    workers: int, hands: int, resident: int, workspace: int, largest: int, limit: int
+) -> MemoryPlan:
+    """Divide the memory among processes: each holds what this one does, and has an item at least.
 
     Raises:
         ResourceError: two of them do not fit.
     """
-    fitting = min(workers, (limit - resident) // (resident + largest))
+    own = resident + workspace
+    fitting = min(workers, (limit - resident) // (own + largest))
     if fitting < 2:
         raise ResourceError(
             f"{workers} workers do not fit: this process and two of them take "
-            f"{format_size(3 * resident + 2 * largest)}, and {format_size(limit)} may be taken: leave "
-            "out --workers"
+            f"{format_size(resident + 2 * (own + largest))}, and {format_size(limit)} may be taken: "
+            "leave out --workers"
         )
-    # What the workers hold of the run is workspace to this process.
-    return MemoryPlan(resident, fitting * (resident + largest), 0, lanes=1, workers=fitting)
+    in_flight = min(hands * largest, (limit - resident) // fitting - own)
+    # What the workers hold beside is workspace to this process.
+    return MemoryPlan(
+        resident, fitting * own, fitting * in_flight, lanes=1, workers=fitting, hands=hands
+    )

@@ -129,8 +129,9 @@ class RunOptions:
         return replace(self._memory_of(1, plans, held, shared), why=chosen.why)
 
     def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
-        alone = workers == 1 and self.rank is None and len(plans) == 1
-        lots = lots_of(plans[0], self.torch_device) if alone else ()
+        # Ranks claim item by item.
+        whole = self.rank is None and len(plans) == 1
+        lots = lots_of(plans[0], self.torch_device) if whole else ()
         memory = plan_memory(
             plans,
             self.max_memory,
@@ -150,8 +151,8 @@ class RunOptions:
             shared=shared,
         )
         # What is in flight is on the device then, beside what is computed.
-        ahead = memory.workers == 1 and pinned_bytes(self.torch_device) > 0
-        return replace(memory, ahead=ahead and (left is None or memory.in_flight <= left))
+        ahead = pinned_bytes(self.torch_device) > 0
+        return replace(memory, ahead=ahead and (left is None or memory.own_in_flight <= left))
 
     def computed(self, memory: MemoryPlan | None = None) -> str:
         """Say how matrices are computed, as far as their rounding hangs on it.
@@ -179,15 +180,16 @@ class RunOptions:
         """Return what carries the work out; `opener` says how other processes open the sources."""
         if self.cluster is not None:
             return Cluster(self.cluster, opener(), self.max_memory)
-        if memory.workers > 1:
-            return Processes(self._devices(memory.workers), opener(), kept_above=memory.kept_above)
-        return Threads(
-            in_flight=memory.in_flight,
+        threads = Threads(
+            in_flight=memory.own_in_flight,
             lanes=memory.lanes,
             lots=memory.lots,
             ahead=memory.ahead,
             kept_above=memory.kept_above,
         )
+        if memory.workers == 1:
+            return threads
+        return Processes(self._devices(memory.workers), opener(), threads, hands=memory.hands)
 
 
 def with_executor(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 from covmerge.engine.executor import Batch, Done, Span, Task
 from covmerge.engine.inputs import read_inputs
@@ -15,13 +14,7 @@ from covmerge.errors import CheckpointError
 _LOOKS = 25  # how often bytes that another machine wrote are looked for
 
 
-def serve(
-    index: int,
-    batch: Batch,
-    task: Task,
-    threads: int,
-    alone: AbstractContextManager[object] | None = None,
-) -> Iterator[Done]:
+def serve(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
     """Read the operands of a batch, do its work, and write what becomes of them.
 
     It computes with the number of threads that the executor of threads gives it, so that the bytes are
@@ -32,22 +25,18 @@ def serve(
         batch: its items.
         task: what they need.
         threads: of an item that takes all cores.
-        alone: entered while such an item is computed, as other processes would take the same cores.
 
     Raises:
         CovmergeError: as the stages raise.
     """
-    cores = cores_of(batch, task, threads)
-    use_threads(cores)
-    computing = nullcontext() if cores == 1 or alone is None else alone
+    use_threads(cores_of(batch, task, threads))
     start = time.perf_counter()
     inputs = read_inputs(batch, task.sources)
     spans = [("read", start, time.perf_counter())]
     results = work(batch, inputs, task.context, task.selections)
     for number, item in enumerate(batch):
-        with computing:
-            start = time.perf_counter()
-            result = next(results)
+        start = time.perf_counter()
+        result = next(results)
         spans.append(("compute", start, time.perf_counter()))
         checksum = ""
         if task.outputs:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import Queue
 
@@ -62,11 +62,37 @@ class Threads:
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """See `Executor.run`."""
-        staging = Staging(task.context.device) if self._ahead else None
+        with self.running(batches, task) as finished:
+            yield from finished
+
+    @contextmanager
+    def running(
+        self,
+        batches: Iterable[tuple[int, Batch]],
+        task: Task,
+        alone: AbstractContextManager[object] | None = None,
+    ) -> Generator[Iterator[Done]]:
+        """Yield an iterator of what `run` yields, within a block whose end waits for the threads.
+
+        An error comes of the iterator, and so before that: who reads may be waiting for a batch.
+
+        Args:
+            batches: see `run`.
+            task: see `run`.
+            alone: entered while an item that takes all cores is computed, as other processes would take
+                the same; by one thread alone.
+        """
         pipeline = _Pipeline(
-            batches, task, self._in_flight, self._lanes, staging, Kept(self._kept_above)
+            batches,
+            task,
+            self._in_flight,
+            self._lanes,
+            Staging(task.context.device) if self._ahead else None,
+            Kept(self._kept_above),
+            alone or nullcontext(),
         )
-        yield from pipeline.run()
+        with pipeline.running() as finished:
+            yield finished
 
     def hashing(self, contents: Contents) -> Hashing:
         """See `Executor.hashing`: here, in step with the reader."""
@@ -104,10 +130,12 @@ class _Pipeline:
         lanes: int,
         staging: Staging | None,
         kept: Kept,
+        alone: AbstractContextManager[object],
     ) -> None:
         self._batches = batches
         self._staging = staging
         self._kept = kept
+        self._alone = alone
         self._task = task
         self._lanes = lanes
         self._threads = torch.get_num_threads()
@@ -117,8 +145,9 @@ class _Pipeline:
         self._done: Queue[Done | None] = Queue()
         self._errors: list[BaseException] = []
 
-    def run(self) -> Generator[Done]:
-        """Start a thread for each stage, and hand on what they have done."""
+    @contextmanager
+    def running(self) -> Generator[Iterator[Done]]:
+        """Start a thread for each stage, and yield what they have done; at the end they have ended."""
         give_back()  # threads that have ended leave heaps that these do not use
         with ThreadPoolExecutor(3, thread_name_prefix="covmerge") as pool:
             try:
@@ -126,10 +155,13 @@ class _Pipeline:
                 # still in torch when Python exits aborts the process.
                 for stage in (self._read, self._compute_all, self._write):
                     pool.submit(self._guarded, stage)
-                while (done := self._done.get()) is not None:
-                    yield done
+                yield self._finished()
             finally:
                 self._stop()
+
+    def _finished(self) -> Iterator[Done]:
+        while (done := self._done.get()) is not None:
+            yield done
         if self._errors:
             raise self._errors[0]
 
@@ -187,7 +219,8 @@ class _Pipeline:
         if not self._free.acquire(cores):
             return
         if not one_core:
-            self._compute(lot)
+            with self._alone:
+                self._compute(lot)
             self._finish(batches, cores)
             return
 
