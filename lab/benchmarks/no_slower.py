@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from benchmarks.kernels import KINDS, RESULTS
 from benchmarks.measure import machine
-from benchmarks.spectra import OWN, Tree
+from benchmarks.spectra import OWN, Tree, check, commit
 from covmerge.methods import registry
 
 SHAPES = ((384, 384), (1536, 384), (384, 1536))
@@ -35,17 +36,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS / "no_slower.json")
     arguments = parser.parse_args()
+    check(parser, arguments)
     trees = {"before": Tree(arguments.before), "after": Tree(OWN)}
     rows: list[dict[str, Any]] = []
-    for kind in arguments.kinds:
-        for shape in SHAPES:
-            for method in arguments.methods:
-                row = {"kind": kind, "shape": shape, "method": method}
-                rows.append(row | least(trees, [kind, shape, EXPERTS, method], arguments.rounds))
-                print(rows[-1], flush=True)
+    for kind, shape, method in product(arguments.kinds, SHAPES, arguments.methods):
+        found = least(trees, [kind, shape, EXPERTS, method], arguments.rounds)
+        rows.append({"kind": kind, "shape": shape, "method": method} | found)
+        print(rows[-1], flush=True)
     result = {
-        "command": "python -m benchmarks.no_slower --before DIR/src",
-        "before": arguments.before.resolve().parent.name,
+        "command": f"python -m benchmarks.no_slower --before DIR/src --rounds {arguments.rounds}",
+        "before": commit(arguments.before),
         "machine": machine() | {"threads": 1},
         "experts": EXPERTS,
         "methods": totals(rows),

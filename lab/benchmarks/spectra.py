@@ -51,6 +51,7 @@ def main() -> None:
         return
     if arguments.before is None:
         parser.error("--before is missing: the `src` of another checkout")
+    check(parser, arguments)
     count, shapes = BLOCKS[BLOCK]
     trees = {"before": Tree(arguments.before), "after": Tree(OWN)}
     rows = []
@@ -63,6 +64,7 @@ def main() -> None:
                 print(row, flush=True)
     result = {
         "command": "python -m benchmarks.spectra --before DIR/src",
+        "before": commit(arguments.before),
         "machine": machine() | {"threads": 1},
         "experts": count,
         "blocks": totals(rows),
@@ -71,6 +73,24 @@ def main() -> None:
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     for total in result["blocks"]:
         print(total)
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse, before minutes of measuring, what would come to nothing or measure one tree twice."""
+    if not (arguments.before / "covmerge").is_dir():
+        parser.error(
+            f"--before {arguments.before} has no folder covmerge: name the `src` of a checkout"
+        )
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: at least 1")
+    if not arguments.out.parent.is_dir():
+        parser.error(f"--out {arguments.out}: there is no folder {arguments.out.parent}")
+
+
+def commit(source: Path) -> str:
+    """The commit that a source tree is of."""
+    told = ["git", "-C", str(source), "describe", "--always", "--dirty"]
+    return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
 
 
 class Tree:

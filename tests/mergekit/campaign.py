@@ -133,6 +133,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, help="a JSON file that keeps a table of each kind")
     asked = parser.parse_args()
+    if asked.out is not None and not asked.out.parent.is_dir():
+        parser.error(f"--out {asked.out}: there is no folder {asked.out.parent}")
     counts: Counter[tuple[str, str]] = Counter()
     kept = Kept(asked.of)
     seeds = range(asked.seed, asked.seed + asked.count)
