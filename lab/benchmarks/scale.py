@@ -3,7 +3,7 @@
 Threads and Ray also merge from a bucket into one, of a server of S3 on this machine. Such an output says
 elsewhere where its sources lie, so there is a hash of the weights alone too.
 
-    python -m benchmarks.scale [--layers 12] [--width 512] [--methods average,ties,ace] [--items 1000]
+    python -m benchmarks.scale [--layers 12] [--width 512] [--methods average,ties,ace,auto] [--items 1000]
 
 CPU seconds are of all processes of a merge, those of Ray's nodes aside, which no merge starts. Wall
 seconds say something on a machine that does nothing else.
@@ -143,7 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--methods", default="average,ties,ace")
+    parser.add_argument("--methods", default="average,ties,ace,auto")
     parser.add_argument("--items", type=int, default=1000)
     parser.add_argument("--no-ray", action="store_true")
     parser.add_argument("--out", type=Path, default=OUT)

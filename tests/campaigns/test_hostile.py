@@ -30,7 +30,7 @@ def test_readers_keep_their_promise():
 
 @pytest.mark.slow
 def test_readers_that_take_longer_keep_it_too():
-    campaign(SLOW, 15)
+    campaign(SLOW, 8)
 
 
 @pytest.mark.slow
