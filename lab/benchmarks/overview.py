@@ -1,9 +1,9 @@
 """All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
-table lacks are of one training that was run on its own: `text/full-measured`, with `auto` and
-`auto_measured` as they are now, before `text/full-first`. Experts that were trained once have no other
-table.
+table lacks are of one training that was run on its own: `text/full-auto`, with `auto` as it is now, before
+`text/full-measured`, with `auto_measured`, and that before `text/full-first`. Experts that were trained
+once have no other table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covmerge_lab.models import Section
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
-ALONE = ("-measured", "-auto", "-first")  # of folders: one training
+ALONE = ("-auto", "-measured", "-first")  # of folders: one training
 ONCE, OTHER = "¹", "²"
 _EXPERTS = "experts, each on its task"
 SUITES = ("text", "vision", "llm")

@@ -62,7 +62,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 @register(
     "auto",
     equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
-    "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  a = ρ⁴/(ρ⁴ + ⅓⁴),  "
+    "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  a = ρ⁴/(ρ⁴ + k⁴),  "
     "ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²",
     laws=Laws(
         order_invariant=True,
@@ -91,7 +91,8 @@ def auto(group: LinearGroup) -> Merged:
     q = (¾ − φ/4)(1 − N⁻²),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
     λ such that the outputs' singular values add up to those of (Σ w_tb_tΔ_t) C₀^½, times
     Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
-    Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  a = ρ⁴ / (ρ⁴ + ⅓⁴),  ρ² = Σ s_tw_t ‖b_tΔ_t‖² / ‖W₀‖².
+    Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  a = ρ⁴ / (ρ⁴ + k⁴),  ρ² = Σ s_tw_t ‖b_tΔ_t‖² / ‖W₀‖²,
+    k = ½ with the base's inputs, ⅓ without.
 
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
@@ -106,9 +107,9 @@ def auto(group: LinearGroup) -> Merged:
     about twice their length, b_t; lengths that differ by less stay nearly what they are. All this holds
     while what others bring is small beside what the base's weights give. Where updates together are
     as long as W₀, ρ = 1, the layers behind get something else than they know, and nothing is as safe as the
-    average Δ̄: a says how far the merge goes there. Usually ρ is a tenth or two, and a a few per
-    cent at most. ρ is not known, and a = 0, where the base's weights are not read, and outside the row
-    of blocks.
+    average Δ̄: a says how far the merge goes there, less far where the base's inputs are known. Usually ρ
+    is a tenth or two, and a a few per cent at most. ρ is not known, and a = 0, where the base's weights
+    are not read, and outside the row of blocks.
 
     Args:
         group: updates `(d_out, d_in)`, and C₀ `(d_in, d_in)` of any scale as `inputs`; a weight

@@ -29,8 +29,9 @@ _SMALL = 0.01
 _LONG = 2.0
 # A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
 _FAINT = 0.01
-# Updates that are together so many times as long as the base's weights are half way to their average.
-_BESIDE_BASE = 1.0 / 3.0
+# Updates that are together so many times as long as the base's weights are half way to what is safest:
+# later where it is the average and the base's inputs say what is equalised.
+_BESIDE_BASE, _INPUTS_SEEN = 1.0 / 3.0, 1.0 / 2.0
 _FAR = 1e60  # times as long: there is no difference any more
 
 
@@ -75,16 +76,20 @@ class Counted:
         pairs = zip(self.weights, self.bounds, strict=True)
         return [float(weight) * own for weight, own in pairs]
 
-    @property
-    def beside_base(self) -> float | None:
-        """Return a = ρ⁴/(ρ⁴ + ⅓⁴), ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖²; None where ‖W₀‖ is not known."""
+    def beside_base(self, *, inputs_seen: bool) -> float | None:
+        """Return a = ρ⁴/(ρ⁴ + k⁴), ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖²; None where ‖W₀‖ is not known.
+
+        Args:
+            inputs_seen: k is ½ and not ⅓.
+        """
         base_norm = self.group.base_norm
         if base_norm is None:
             return None
         sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
         energies = torch.tensor(sizes, dtype=torch.float64).square()
         long = sqrt(float((self.shares * self.weights * energies).sum()))
-        return 1.0 / (1.0 + min(_FAR, _BESIDE_BASE * base_norm / long) ** 4)
+        half_way = _INPUTS_SEEN if inputs_seen else _BESIDE_BASE
+        return 1.0 / (1.0 + min(_FAR, half_way * base_norm / long) ** 4)
 
     def in_average(self, times: float) -> list[float]:
         """What an update is multiplied by in a multiple of the average, Σ s_tw_tb_tΔ_t / Σ s_tw_t."""
@@ -222,7 +227,7 @@ def equalise(
     whole = seen.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
     found = flattening(counted, alike, spectrum.sigma, whole, noticed)
     merged, noticed = spectrum.lifted(found.lift * found.scale, found.unseen), found.noticed
-    beside = counted.beside_base
+    beside = counted.beside_base(inputs_seen=known and safest is None)
     if beside is not None:
         merged = merged.mul_(1.0 - beside)
         if safest is None:

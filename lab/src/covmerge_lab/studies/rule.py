@@ -42,7 +42,7 @@ def auto_with(
     length: Literal["agreement", "sum", "start"] = "agreement",
     unused: float = 1e-4,
     told: float | None = None,
-    beside: float | None = 1.0 / 3.0,
+    beside: float | Literal["auto"] | None = "auto",
 ) -> Tensor:
     """W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄ of docs/auto.md, naive and in float64.
 
@@ -62,8 +62,8 @@ def auto_with(
             of an input in use.
         told: without `inputs`, how much of C₀ is what the updates tell, the rest I; None: as much as they
             use the inputs.
-        beside: times ‖W₀‖ that updates are together where the result is half way to their average; None:
-            it does not go there.
+        beside: times ‖W₀‖ that updates are together where the result is half way to their average; "auto":
+            ½ with `inputs`, ⅓ without; None: it does not go there.
     """
     updates = [update.double() for update in group.updates if float(update.abs().max()) > 0]
     first = group.updates[0]
@@ -116,6 +116,8 @@ def auto_with(
         wanted = wanted * agreement
     merged = (left * lift) @ (left.mT @ fused) * (wanted / (sigma * lift).sum())
     if beside is not None and group.base_norm is not None:
+        if beside == "auto":
+            beside = 1.0 / 3.0 if group.inputs is None else 0.5
         together = float((shares * energies).sum()) ** 2
         away = together / (together + (beside * group.base_norm) ** 4)
         parts = [own * update for own, update in zip(shares, updates, strict=True)]
