@@ -1,8 +1,8 @@
 """All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
-table lacks are of one training that was run on its own: `text/full-auto`, with `auto` as it is now, before
-`text/full-measured`, with `auto_measured`, and that before `text/full-first`. Experts that were trained
+table lacks are of one training that was run on its own: `text/lora-auto`, with `auto` as it is now, before
+`text/lora-measured`, with `auto_measured`, and that before `text/lora-first`. Experts that were trained
 once have no other table.
 """
 

@@ -63,7 +63,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     "auto",
     equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
     "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  a = ρ⁴/(ρ⁴ + k⁴),  "
-    "ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²",
+    "ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²,  k = ½ with the base's inputs, ⅓ without",
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
