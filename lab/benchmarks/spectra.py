@@ -81,6 +81,12 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error(
             f"--before {arguments.before} has no folder covmerge: name the `src` of a checkout"
         )
+    try:
+        commit(arguments.before)
+    except subprocess.CalledProcessError as error:
+        parser.error(
+            f"--before {arguments.before}: git names no commit of it: {error.stderr.strip()}"
+        )
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds}: at least 1")
     if not arguments.out.parent.is_dir():
