@@ -104,10 +104,9 @@ class MagnitudeSelect:
             if bits.dtype == torch.int16:  # no index to torch
                 bits = bits.int()
             below, inside = _split(bits.sub_(self._low), width)
-            ranges = inside.bitwise_right_shift_(self._shift).add_(1).cpu()
-            ones = torch.ones(len(ranges), dtype=torch.int64)
+            counted = _counted(inside.bitwise_right_shift_(self._shift), len(self._counts) - 2)
             with self._adding:
-                self._counts.index_add_(0, ranges, ones)
+                self._counts[1:-1] += counted
                 self._counts[0] += below
                 self._counts[-1] += len(bits) - below - len(inside)
 
@@ -269,7 +268,8 @@ def _searched(
 def _split(numbers: Tensor, width: int) -> tuple[int, Tensor]:
     """How many are negative, and those from 0 to below `width`."""
     if numbers.device.type != "cpu":
-        return int((numbers < 0).sum()), numbers[(numbers >= 0) & (numbers < width)]
+        # The width itself may be the first number that the integers of this size have not.
+        return int((numbers < 0).sum()), numbers[(numbers >= 0) & (numbers <= width - 1)]
     # NumPy is several times as fast as torch over booleans.
     unsigned = torch.uint32 if numbers.dtype == torch.int32 else torch.uint64
     array: NDArray[Any] = np.asarray(numbers)
@@ -277,6 +277,15 @@ def _split(numbers: Tensor, width: int) -> tuple[int, Tensor]:
     if inside.all():
         return 0, numbers
     return int(np.count_nonzero(array < 0)), torch.as_tensor(array[np.flatnonzero(inside)])
+
+
+def _counted(numbers: Tensor, most: int) -> Tensor:
+    """How many there are of each number from 0 to below `most`, on the CPU."""
+    if numbers.device.type != "cpu":
+        return torch.bincount(numbers, minlength=most).cpu()
+    return torch.zeros(most, dtype=torch.int64).index_add_(
+        0, numbers, torch.ones_like(numbers, dtype=torch.int64)
+    )
 
 
 def _rounded_down(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:

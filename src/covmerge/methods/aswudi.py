@@ -130,7 +130,7 @@ def aswudi(
     def keep_most(values: Tensor) -> tuple[int, Tensor]:
         count = ceil(float(values.sqrt().sum()) ** 2 / float(values.sum()) - _WHOLE)
         k = with_equals(values.sqrt(), min(count, len(values)))
-        return k, torch.ones(k, dtype=values.dtype)
+        return k, torch.ones_like(values[:k])
 
     return _filtered(group, keep_most, start=start, scale=scale, rtol=rtol)
 

@@ -1,0 +1,1 @@
+"""What a GPU does, on one: skipped where there is none."""

@@ -1,0 +1,168 @@
+"""Layers on a GPU: every method, its batches, its factored form and its memory, held to the CPU."""
+
+import pytest
+import torch
+
+from covmerge.linalg.pinv import cut_off_right
+from covmerge.linalg.polar import polar, polar_by_products
+from covmerge.linalg.spectral import leading_directions
+from covmerge.methods import registry
+from covmerge.methods.factored import merge_factors
+from covmerge.methods.registry import cost_with
+from covmerge.types import LowRank
+from tests.linalg.test_by_products import SPECTRA, default, of_spectrum, truth
+from tests.methods.groups import group_of, random_updates, relative
+from tests.methods.test_batched import BATCHED, SOLVED
+from tests.methods.test_factored import VARIANTS as OF_FACTORS
+from tests.methods.test_factored import adapters
+from tests.methods.test_twins import of_so_many
+from tests.methods.variants import VARIANTS
+
+if not torch.cuda.is_available():
+    pytest.skip("this machine has no GPU", allow_module_level=True)
+
+GPU = torch.device("cuda")
+DTYPES = [torch.float64, torch.float32]
+# What float64 and float32 may be off by at least, of the result's norm: a GPU sums in another order.
+LEAST = {torch.float64: 1e-8, torch.float32: 1e-4}
+FACTORED = [own for own in OF_FACTORS if registry.get(own[0]).data == "none"]
+# A block of cuBLAS's or cuSOLVER's own, which torch's counter has too.
+LIBRARIES = 64 * 2**20
+
+
+def merged(name, params, updates):
+    method = registry.get(name)
+    return method(group_of(method, updates), **method.resolve(params)).delta
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(48, 40), (24, 96), (96, 24)], ids=str)
+@pytest.mark.parametrize(("name", "params"), VARIANTS, ids=str)
+def test_a_method_gives_what_it_gives_on_a_cpu(name, params, shape, dtype):
+    drawn = random_updates(*shape, of_so_many(name, 4), min(shape), 5.0, seed=3)
+    updates = [update.to(dtype) for update in drawn]
+    exact = merged(name, params, [update.double() for update in updates])
+    here = merged(name, params, updates)
+    there = merged(name, params, [update.to(GPU) for update in updates])
+    assert there.device.type == "cuda" and there.dtype == dtype
+    # Recipes of mergekit are computed in a precision of their own, which is float32.
+    least = LEAST[torch.float32 if registry.get(name).sees == "weights" else dtype]
+    assert relative(there.cpu(), exact) <= max(10 * relative(here, exact), least)
+
+
+@pytest.mark.parametrize("name", ["ace", "auto", "actmat", "tsv_m", "iso_c", "iso_cts", "wudi"])
+def test_layers_of_a_models_size(name):
+    """The routes that are taken there, which small shapes do not reach."""
+    updates = random_updates(512, 640, 4, 512, 30.0, seed=1, dtype=torch.float32)
+    exact = merged(name, {}, [update.double() for update in updates])
+    here = relative(merged(name, {}, updates), exact)
+    there = relative(merged(name, {}, [update.to(GPU) for update in updates]).cpu(), exact)
+    assert there <= max(10 * here, LEAST[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "params"), FACTORED, ids=str)
+def test_adapters_are_merged_by_their_factors(name, params, dtype):
+    method = registry.get(name)
+    updates = adapters(60, 40, [4, 3, 4][: of_so_many(name, 3)], 5.0, seed=2, dtype=dtype)
+    given, weights = method.resolve(params), [1.0] * len(updates)
+    here = merge_factors(method, updates, weights, given).delta
+    there = merge_factors(
+        method, [LowRank(u.left.to(GPU), u.right.to(GPU)) for u in updates], weights, given
+    ).delta
+    assert there.left.device.type == "cuda"
+    assert relative(there.dense().cpu(), here.dense().double()) <= LEAST[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(24, 24), (64, 128), (128, 64), (300, 320)], ids=str)
+@pytest.mark.parametrize(("name", "params"), SOLVED, ids=str)
+def test_a_batch_is_the_loop(name, params, shape, dtype):
+    method = registry.get(name)
+    groups = [
+        group_of(
+            method,
+            [u.to(GPU) for u in random_updates(*shape, 3, min(shape), spread, seed, dtype)],
+        )
+        for seed, spread in enumerate((2.0, 30.0, 30.0, 100.0))
+    ]
+    found = method.at_once(groups, **method.resolve(params))
+    taken = [(own, group) for own, group in zip(found, groups, strict=True) if own is not None]
+    for own, group in taken:
+        alone = method(group, **method.resolve(params)).delta
+        assert own.delta.device.type == "cuda"
+        assert relative(own.delta, alone.double()) <= 20 * LEAST[dtype]
+    assert len(taken) >= 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(12, 12), (12, 40), (40, 12)], ids=str)
+@pytest.mark.parametrize("name", SPECTRA)
+def test_polar_factors(name, shape, dtype):
+    matrix = of_spectrum(SPECTRA[name], *shape, dtype)
+    expected, k, nuclear = truth(matrix, default(matrix))
+    tolerance = 3e-6 if dtype == torch.float32 else 1e-10
+    found = [polar(matrix.to(GPU), rtol=default(matrix))]
+    products = polar_by_products(matrix.to(GPU), rtol=default(matrix))
+    assert products is not None or dtype == torch.float64
+    for own in [*found, *([] if products is None else [products])]:
+        assert own.k == k and own.nuclear == pytest.approx(nuclear, rel=1e-6)
+        assert (own.isometry.cpu().double() - expected).norm() < tolerance
+    whole = leading_directions(matrix.to(GPU), min(shape), rtol=default(matrix))
+    assert whole.k == k and (whole.isometry.cpu().double() - expected).norm() < tolerance
+
+
+@pytest.mark.parametrize("rank", [40, 96])
+def test_inverses_that_are_cut_off(rank):
+    root = random_updates(96, 96, 1, rank, 1.0, seed=1)[0]
+    system, right = root.mT @ root, random_updates(30, 96, 1, 30, 1.0, seed=2)[0]
+    here, kept, _ = cut_off_right(system, right, rtol=1e-10)
+    there, there_kept, _ = cut_off_right(system.to(GPU), right.to(GPU), rtol=1e-10)
+    assert there_kept == kept and relative(there.cpu(), here) < 1e-6
+
+
+def within(method, params, updates, shape):
+    """The most that a method has on the GPU beside its updates, and what it declares."""
+    given = method.resolve(params)
+    group = group_of(method, [update.to(GPU) for update in updates])
+    method(group, **given)  # handles of the libraries
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    method(group, **given)
+    torch.cuda.synchronize()
+    itemsize = updates[0].dtype.itemsize
+    cost = cost_with(method.cost, given)(*shape, len(updates), itemsize)
+    return torch.cuda.max_memory_allocated() - before, cost.workspace + itemsize * shape[0] * shape[
+        1
+    ]
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_no_method_takes_more_memory_than_it_declares(name):
+    shape = (768, 1024)
+    method = registry.get(name)
+    updates = random_updates(*shape, of_so_many(name, 4), 768, 3.0, seed=1, dtype=torch.float32)
+    peak, declared = within(method, {}, updates, shape)
+    assert peak <= declared + LIBRARIES, f"{peak / 2**20:.0f} of {declared / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_no_batch_takes_more_memory_than_it_declares(name):
+    method, shape, members = registry.get(name), (512, 512), 4
+    groups = [
+        group_of(
+            method,
+            [u.to(GPU) for u in random_updates(*shape, 4, 512, 30.0, seed, torch.float32)],
+        )
+        for seed in range(members)
+    ]
+    given = method.resolve({})
+    method.at_once(groups, **given)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = method.at_once(groups, **given)
+    torch.cuda.synchronize()
+    peak, cost = torch.cuda.max_memory_allocated() - before, method.cost(*shape, 4, 4)
+    assert len(found) == members
+    assert peak <= members * (cost.workspace + 2 * shape[0] * shape[1] * 4) + LIBRARIES

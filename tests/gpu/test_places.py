@@ -1,0 +1,92 @@
+"""Nothing of a layer is on the CPU where its updates are on a GPU, which is pretended here."""
+
+import pytest
+import torch
+
+from covmerge.linalg import auto
+from covmerge.methods import registry
+from covmerge.methods.factored import merge_factors
+from covmerge.steps import registry as steps
+from covmerge.steps import resolve_steps, with_steps
+from covmerge.types import LowRank
+from tests.gpu.pretended import Pretended, fetched, pretended_gpu
+from tests.methods.groups import group_of, random_updates, relative
+from tests.methods.test_batched import SOLVED
+from tests.methods.test_factored import VARIANTS as OF_FACTORS
+from tests.methods.test_factored import adapters
+from tests.methods.test_twins import of_so_many
+from tests.methods.variants import VARIANTS
+
+FACTORED = [own for own in OF_FACTORS if registry.get(own[0]).data == "none"]
+DTYPES = [torch.float64, torch.float32]
+LEAST = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+
+def agrees(method, given, updates):
+    """The same routes and numbers there, where a GPU is not told to be slow at eigenproblems."""
+    here = method(group_of(method, updates), **given).delta
+    with pretended_gpu() as gpu:
+        there = method(group_of(method, [update.to(gpu) for update in updates]), **given).delta
+    assert isinstance(there, Pretended)
+    assert relative(fetched(there), here.double()) <= LEAST[here.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(14, 12), (6, 24)], ids=str)
+@pytest.mark.parametrize(("name", "params"), VARIANTS, ids=str)
+def test_a_method(name, params, shape, dtype):
+    """Old: `ties` looked for its threshold for ever, and `aswudi` made its filter on the CPU."""
+    method = registry.get(name)
+    updates = random_updates(*shape, of_so_many(name, 4), min(shape), 5.0, 3, dtype)
+    agrees(method, method.resolve(params), updates)
+
+
+@pytest.mark.parametrize("step", [step.name for step in steps])
+def test_a_step(step):
+    when = next(own.when for own in steps if own.name == step)
+    around = {"before": (), "after": (), when: resolve_steps([step], when)}
+    method = with_steps(registry.get("task_arithmetic"), around["before"], around["after"])
+    updates = random_updates(14, 12, 4, 12, 5.0, 3)
+    agrees(method, registry.get("task_arithmetic").resolve({}), updates)
+
+
+@pytest.mark.parametrize("name", ["auto", "ace", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi"])
+def test_large_enough_for_products_and_mixed_precision(name, monkeypatch):
+    for price in (1e6, 1.0):
+        monkeypatch.setitem(auto.EIGENPROBLEM, "cuda", price)
+        method = registry.get(name)
+        agrees(method, method.resolve({}), random_updates(96, 300, 2, 96, 30.0, 1, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "params"), FACTORED, ids=str)
+def test_adapters(name, params, dtype):
+    method = registry.get(name)
+    updates = adapters(12, 14, [3, 2, 3][: of_so_many(name, 3)], 5.0, seed=2, dtype=dtype)
+    given, weights = method.resolve(params), [1.0] * len(updates)
+    here = merge_factors(method, updates, weights, given).delta.dense()
+    with pretended_gpu() as gpu:
+        factors = [LowRank(own.left.to(gpu), own.right.to(gpu)) for own in updates]
+        there = merge_factors(method, factors, weights, given).delta.dense()
+    assert relative(fetched(there), here.double()) <= LEAST[dtype]
+
+
+@pytest.mark.parametrize("price", [4.5, 1e6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(14, 12), (3, 20)], ids=str)
+@pytest.mark.parametrize(("name", "params"), SOLVED, ids=str)
+def test_a_batch(name, params, shape, dtype, price, monkeypatch):
+    monkeypatch.setitem(auto.EIGENPROBLEM, "cuda", price)
+    method = registry.get(name)
+    given = method.resolve(params)
+    layers = [
+        random_updates(*shape, 3, min(shape), spread, seed, dtype)
+        for seed, spread in enumerate((2.0, 30.0, 30.0, 100.0))
+    ]
+    here = method.at_once([group_of(method, own) for own in layers], **given)
+    with pretended_gpu() as gpu:
+        groups = [group_of(method, [u.to(gpu) for u in own]) for own in layers]
+        there = method.at_once(groups, **given)
+    for one, other in zip(here, there, strict=True):
+        if one is not None and other is not None:
+            assert relative(fetched(other.delta), one.delta.double()) <= 10 * LEAST[dtype]
