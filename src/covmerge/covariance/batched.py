@@ -82,7 +82,9 @@ def _primal(layers: Layers) -> BatchedEquations:
     d_out, d_in = first.update.shape
     gram = first.update.new_zeros(len(layers), d_in, d_in, dtype=first.dtype)
     numerator = gram.new_zeros(len(layers), d_out, d_in)
-    outer = cube_choice(d_out, d_in, first.dtype.itemsize).taken == "outer"
+    outer = (
+        cube_choice(d_out, d_in, first.dtype.itemsize, first.update.device.type).taken == "outer"
+    )
     for expert in range(len(layers[0])):
         root = roots(layers, expert)
         scaled = root * per_member([layer[expert].scale for layer in layers], root)

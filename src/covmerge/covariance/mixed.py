@@ -118,7 +118,9 @@ def solve_mixed(covariances: Sequence[Covariance], *, energy: float, floor: floa
     """
     first = covariances[0].update
     d_out, d_in = first.shape
-    choice = precision_choice(d_out, d_in, len(covariances), first.dtype.itemsize)
+    choice = precision_choice(
+        d_out, d_in, len(covariances), first.dtype.itemsize, first.device.type
+    )
     mean = energy / d_in
     possible = isfinite(mean) and mean > 0.0
     # What cannot be a factor in float32 has squares that leave it.

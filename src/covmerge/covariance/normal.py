@@ -103,7 +103,7 @@ def add_own_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covaria
     """
     scale, length = covariance.scale, covariance.length
     d_out, d_in = root.shape
-    if cube_choice(d_out, d_in, root.dtype.itemsize).taken == "outer":
+    if cube_choice(d_out, d_in, root.dtype.itemsize, root.device.type).taken == "outer":
         add_gram_(lower, root, scale)
         numerator.addmm_(gram(root.mT), root, alpha=scale * length)
     else:

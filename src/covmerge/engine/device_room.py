@@ -14,7 +14,7 @@ from covmerge.plan import Copy, WorkItem
 from covmerge.recipe import format_size
 
 # What a process takes of a GPU beside tensors of the plan: its context, what cuBLAS and cuSOLVER keep. A
-# guess, as nothing was measured on a GPU.
+# guess.
 _BESIDE = 512 * 2**20
 
 _WAYS_OUT = (

@@ -15,7 +15,7 @@ _HASHED = 1.5e9
 # Products in float32. What a GPU has on paper is more.
 _CORE, _GPU = 5e10, 2.5e13
 # Operations in eigenproblems, as a share of the rate of products: on a CPU 0.7 to 0.9 of 512 rows and more,
-# on a GPU what routes are chosen by, which is an assumption.
+# on a GPU what routes of large matrices are chosen by.
 _EIGEN, _EIGEN_GPU = 0.8, EIGENPROBLEM["cpu"] / EIGENPROBLEM["cuda"]
 # What a core of a CPU converts to float32, scales and adds up, of bytes as they are stored.
 _STREAMED, _STREAMED_GPU = 1.5e9, 5e11

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,9 @@ _T = TypeVar("_T")
 _LOOPED = ("cpu", "mps")
 # The items of a lot are among so many of the plan, so that files are read in about their order.
 _NEAR = 64
+# Entries of a matrix above which one is enough for a GPU: on an H100 a batch takes 0.13 to 1.03 of the
+# time of the loop up to 768 × 768, and of 768 × 3072 up to 3.8 times as long.
+_LARGE = 2**20
 # A lot takes no more memory than the largest item does by itself, or than this.
 _ROOM = 64 * 2**20
 
@@ -86,7 +90,7 @@ def _kind(item: WorkItem) -> Any:
     merge = item.tensor.operation
     if not isinstance(merge, Merge) or merge.procedure.batched is None:
         return None
-    if item.overview or item.thin or item.at_once is not None or not item.is_small:
+    if item.overview or item.thin or item.at_once is not None or prod(item.shape) > _LARGE:
         return None
     operands = item.tensor.operands.items()
     experts = tuple((name, own.weight, own.tensor is None) for name, own in operands)

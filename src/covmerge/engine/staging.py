@@ -1,9 +1,8 @@
 """Two pinned buffers through which stored rows go to a GPU, while another item is computed there.
 
 The reader fills one buffer while the device reads the other, on a stream of its own. Large tensors go in
-pieces, so the buffers are as small for a large item as for a small one. It has never run on a GPU; on
-the CPU, where it is for tests alone, the same calls do the same copies at once, through memory that is
-not pinned.
+pieces, so the buffers are as small for a large item as for a small one. On the CPU, where it is for tests
+alone, the same calls do the same copies at once, through memory that is not pinned.
 """
 
 from __future__ import annotations

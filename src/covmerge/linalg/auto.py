@@ -8,14 +8,14 @@ explain` prints all of it.
 |--------------------|-----------------------|--------------------------------------------------------|
 | `system_choice`    | primal, dual          | the fewer FLOPs; dual only while T·d_out < d_in: beyond |
 |                    |                       | that only the ridge gives its Gram matrix full rank     |
-| `precision_choice` | mixed, float64        | float32, primal: mixed, where cheaper; float64 where    |
-|                    |                       | the data want it (see `covariance.mixed`)               |
+| `precision_choice` | mixed, float64        | float32, primal: mixed, where cheaper on that device;   |
+|                    |                       | float64 where the data want it (see `covariance.mixed`) |
 | `cube_choice`      | inner, outer          | the fewer FLOPs                                         |
-| `symmetric_choice` | whole, strips         | strips, unless the matrix is one strip                  |
+| `symmetric_choice` | whole, strips         | strips on a CPU, unless the matrix is one strip         |
 | `spectrum_choice`  | svd, gram             | float64: SVD; float32: the float64 eigenproblem of the  |
 |                    |                       | smaller Gram matrix, cheaper, and exact to 1e-8 of σ₁   |
-| `leading_choice`   | svd, gram, refined    | float32, where it is cheaper: the float32 eigenproblem, |
-|                    |                       | of which the leading pairs are refined (see `refined`)  |
+| `leading_choice`   | svd, gram, refined    | float32, where it is cheaper there: the float32         |
+|                    |                       | eigenproblem, whose leading pairs are refined           |
 | `polar_choice`     | svd, gram, products   | the cheaper of products and what spectra are found by,  |
 |                    |                       | on that device; where products do not tell, the other   |
 | `inverse_choice`   | cholesky32, cholesky64, | the first that is exact: the data decide (see `pinv`) |
@@ -32,15 +32,20 @@ from dataclasses import dataclass
 
 import torch
 
-# A float64 operation takes the time of two in float32, the unit in which costs are estimated.
+# A float64 operation takes the time of two in float32, the unit in which costs are estimated, on a CPU, of
+# which the declared costs of methods are. GPUs for data centres, of which alone the table is meant, do as
+# many in float64 as in float32.
 FLOAT64 = 2.0
+_FLOAT64 = {"cpu": FLOAT64, "cuda": 1.0}
 # What a symmetric eigenproblem costs, in products of its size and precision, eigenvectors included.
-# LAPACK's takes 5.5 by the clock on a CPU, and has the FLOPs of 4.5. CUDA's is an assumption, which nobody
-# has timed: half of a tridiagonalisation is products with vectors, which wait for memory, and each of its n
-# columns is several small kernels in a row. It is meant of GPUs for data centres, of which alone `FLOAT64`
-# is true. Products pay from about 40 on.
+# LAPACK's takes 5.5 by the clock on a CPU, and has the FLOPs of 4.5. On an H100 cuSOLVER's takes as long as
+# 38, and 9.5 µs for each column, since these follow one after the other: 2.1 ms of 256 columns, 8.0 of
+# 768, 28 of 2048 and 126 of 4096, where a product takes 0.03, 0.04, 0.3 and 2.3.
 _LAPACK = 4.5
-EIGENPROBLEM = {"cpu": _LAPACK, "cuda": 100.0}
+EIGENPROBLEM = {"cpu": _LAPACK, "cuda": 38.0}
+# What products could do there in a column's time; and while an iteration by products begins its kernels,
+# one after the other, and waits for what Cholesky factors say.
+_COLUMN, _BEGUN = {"cuda": 5.6e8}, {"cuda": 1.8e11}
 # Steps of a polar factor or a projector by products (see `covmerge.linalg.by_products`).
 STEPS = 22
 # What passes over the updates beside take of the time of products, for each entry.
@@ -115,7 +120,9 @@ def system_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
     )
 
 
-def precision_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
+def precision_choice(
+    d_out: int, d_in: int, count: int, itemsize: int, device: str = "cpu"
+) -> Choice:
     """How the closed form is solved to float64's digits (see `covmerge.covariance.mixed`)."""
     route = system_choice(d_out, d_in, count, itemsize).taken
     sums, solve = (cost(route, d_out, d_in, count, 4) for cost in (sums_cost, solve_cost))
@@ -127,29 +134,29 @@ def precision_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice
             sums.workspace + solve.workspace + 3 * matrix * 8,
         ),
         "float64": Cost(
-            FLOAT64 * (sums.flops + solve.flops + d_in**3 / 3),
+            _float64(device) * (sums.flops + solve.flops + d_in**3 / 3),
             2 * (sums.workspace + solve.workspace),
         ),
     }
     possible = route == "primal" and itemsize != torch.float64.itemsize
     taken = _cheapest(routes) if possible else "float64"
-    why = "float32, primal: the fewer FLOPs; float64 where the data want it"
+    why = f"float32, primal: the cheaper on {device}; float64 where the data want it"
     return Choice("(ΣRC)(ΣC)⁻¹ in float64", routes, taken, why)
 
 
-def cube_choice(n: int, d_in: int, itemsize: int) -> Choice:
+def cube_choice(n: int, d_in: int, itemsize: int, device: str = "cpu") -> Choice:
     """The order of products in RᵀR and R(RᵀR), R `(n, d_in)`; both are wanted."""
-    own = symmetric_cost(n, d_in)
+    own = symmetric_cost(n, d_in, device)
     routes = {
         "inner": Cost(own + 2.0 * n * d_in * d_in, d_in * d_in * itemsize),
-        "outer": Cost(own + symmetric_cost(d_in, n) + 2.0 * n * n * d_in, n * n * itemsize),
+        "outer": Cost(own + symmetric_cost(d_in, n, device) + 2.0 * n * n * d_in, n * n * itemsize),
     }
     return Choice("RᵀR and R(RᵀR)", routes, _cheapest(routes), "fewer FLOPs")
 
 
-def symmetric_choice(m: int, n: int) -> Choice:
+def symmetric_choice(m: int, n: int, device: str = "cpu") -> Choice:
     """How RᵀR, R `(m, n)`, is multiplied (see `covmerge.linalg.symmetric`)."""
-    routes = {"whole": Cost(2.0 * m * n * n, 0), "strips": Cost(symmetric_cost(m, n), 0)}
+    routes = {"whole": Cost(2.0 * m * n * n, 0), "strips": Cost(symmetric_cost(m, n, device), 0)}
     return Choice("RᵀR", routes, _cheapest(routes), "fewer FLOPs")
 
 
@@ -157,9 +164,10 @@ def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = 
     """How the k leading singular triplets are found (see `covmerge.linalg.spectral`)."""
     short, long = sorted((d_out, d_in))
     kept = k * (d_out + d_in) * itemsize
-    products = FLOAT64 * (symmetric_cost(long, short) + 2.0 * short * long * k)
+    float64 = _float64(device)
+    products = float64 * (symmetric_cost(long, short, device) + 2.0 * short * long * k)
     blocks = 2 * short * min(long, 1024) * 8
-    svd = FLOAT64 * (6.0 * short * short * long + 20.0 * short**3) * _beside_cpu(device)
+    svd = float64 * (6.0 * short * short * long + 20.0 * short**3) * _beside_cpu(device)
     routes = {
         "svd": Cost(svd, (3 * short * long + 6 * short * short) * 8 + kept, svd),
         "gram": eigh_cost(short, device) + Cost(products, blocks + kept),
@@ -177,15 +185,15 @@ def leading_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = "
     short = min(d_out, d_in)
     b = k + beside(k)
     gram = whole.routes["gram"]
-    once = FLOAT64 * (2.0 * short * short * (b + k) + 6.0 * short * b * b + 9.0 * b**3)
+    once = _float64(device) * (2.0 * short * short * (b + k) + 6.0 * short * b * b + 9.0 * b**3)
     # Two rounds of it, and long thin products run at two thirds of the speed of large ones.
-    eigen = 9.0 * short**3 * _beside_cpu(device)
+    eigen = _eigenproblem(short, device)
     pairs = eigen + 3.0 * (once + 4.0 * short * short * k)
     flops = gram.flops - eigh_cost(short, device).flops + pairs
     routes = {**whole.routes, "refined": Cost(flops, gram.workspace, eigen)}
     possible = whole.taken == "gram" and b < short and short >= _LEAST_REFINED
     taken = _cheapest({name: routes[name] for name in ("gram", "refined")})
-    why = "float64: svd; float32: the fewer FLOPs, gram where the spectrum wants it"
+    why = f"float64: svd; float32: the cheaper on {device}, gram where the spectrum wants it"
     return Choice("k leading triplets", routes, taken if possible else whole.taken, why)
 
 
@@ -198,9 +206,10 @@ def polar_choice(d_out: int, d_in: int, itemsize: int, device: str = "cpu") -> C
     """How a polar factor is found (see `covmerge.linalg.polar`)."""
     short, long = sorted((d_out, d_in))
     whole = spectrum_choice(d_out, d_in, short, itemsize, device)
-    flops = FLOAT64 * (2.0 * symmetric_cost(long, short) + 2.0 * short * short * long)
+    symmetric = symmetric_cost(long, short, device)
+    flops = _float64(device) * (2.0 * symmetric + 2.0 * short * short * long)
     # Cholesky factors that show where the spectrum begins, and one more.
-    flops += steps_cost(short) + FLOAT64 * 5.0 * short**3 / 3
+    flops += steps_cost(short, device) + _float64(device) * 5.0 * short**3 / 3
     held = (5 * short * short + 2 * short * min(long, 1024)) * 8 + short * long * itemsize
     routes = {whole.taken: whole.cost, "products": Cost(flops, held)}
     return Choice("UVᵀ", routes, _cheapest(routes), f"the cheaper on {device}, if it tells")
@@ -213,10 +222,10 @@ def inverse_choice(side: int, rows: int, device: str = "cpu") -> Choice:
     """
     cholesky = 2.0 * side**3 / 3 + 2.0 * rows * side * side
     held = (side * side + 2 * rows * side) * 8
-    eigen = FLOAT64 * 4.0 * rows * side * side
+    eigen = _float64(device) * 4.0 * rows * side * side
     routes = {
         "cholesky32": Cost(cholesky, held // 2),
-        "cholesky64": Cost(FLOAT64 * cholesky, held),
+        "cholesky64": Cost(_float64(device) * cholesky, held),
         "eigen64": eigh_cost(side, device) + Cost(eigen, 2 * rows * side * 8),
     }
     why = "the first that is exact: Cholesky where no eigenvalue is cut off"
@@ -226,8 +235,8 @@ def inverse_choice(side: int, rows: int, device: str = "cpu") -> Choice:
 def cut_off_choice(side: int, rows: int, device: str = "cpu") -> Choice:
     """How rows `(rows, side)` are divided where eigenvalues are cut off (see `covmerge.linalg.pinv`)."""
     # The sign, of which the square is looked at; five Cholesky factors, four of which only show something.
-    flops = steps_cost(side) + FLOAT64 * (symmetric_cost(side, side) + 5.0 * side**3 / 3)
-    flops += FLOAT64 * 4.0 * rows * side * side
+    beside = symmetric_cost(side, side, device) + 5.0 * side**3 / 3 + 4.0 * rows * side * side
+    flops = steps_cost(side, device) + _float64(device) * beside
     routes = {
         "eigen64": inverse_choice(side, rows, device).routes["eigen64"],
         "projector64": Cost(flops, (5 * side * side + 2 * rows * side) * 8),
@@ -236,9 +245,10 @@ def cut_off_choice(side: int, rows: int, device: str = "cpu") -> Choice:
     return Choice("B A†, cut off", routes, _cheapest(routes), why)
 
 
-def steps_cost(side: int) -> float:
+def steps_cost(side: int, device: str = "cpu") -> float:
     """FLOPs of the iteration of `covmerge.linalg.by_products` on a matrix `(side, side)` in float64."""
-    return FLOAT64 * STEPS * (symmetric_cost(side, side) + 2.0 * side**3)
+    step = symmetric_cost(side, side, device) + 2.0 * side**3
+    return _float64(device) * STEPS * step + _BEGUN.get(device, 0.0)
 
 
 def factored_choice(d_out: int, d_in: int, ranks: Sequence[int], itemsize: int) -> Choice:
@@ -269,10 +279,11 @@ def routes(
     side = count * d_out if system.taken == "dual" else d_in
     found = [] if rank is None else [factored_choice(d_out, d_in, [rank] * count, itemsize)]
     if system.taken == "primal":
-        found += [system, precision_choice(d_out, d_in, count, itemsize)]
-        found += [cube_choice(d_out, d_in, itemsize), symmetric_choice(d_out, d_in)]
+        found += [system, precision_choice(d_out, d_in, count, itemsize, device)]
+        found += [cube_choice(d_out, d_in, itemsize, device)]
+        found += [symmetric_choice(d_out, d_in, device)]
     else:
-        found += [system, symmetric_choice(d_in, side)]
+        found += [system, symmetric_choice(d_in, side, device)]
     inverse = inverse_choice(side, d_out, device), cut_off_choice(side, d_out, device)
     spectrum = spectrum_choice(d_out, d_in, min(d_out, d_in), itemsize, device)
     share = max(1, min(d_out, d_in) // count)
@@ -280,14 +291,16 @@ def routes(
     return [*found, *inverse, spectrum, leading, polar_choice(d_out, d_in, itemsize, device)]
 
 
-def triangle_block(n: int) -> int:
-    """Rows of a strip of a symmetric product `(n, n)`."""
+def triangle_block(n: int, device: str = "cpu") -> int:
+    """Rows of a strip of a symmetric product `(n, n)`: all where launches cost more than strips save."""
+    if device != "cpu":
+        return n
     return min(n, max(_LEAST_STRIP, min(_LARGEST_STRIP, n // _STRIPS)))
 
 
-def symmetric_cost(m: int, n: int) -> float:
+def symmetric_cost(m: int, n: int, device: str = "cpu") -> float:
     """FLOPs of RᵀR by strips, R `(m, n)`."""
-    return 1.0 * m * n * (n + triangle_block(n))
+    return 1.0 * m * n * (n + triangle_block(n, device))
 
 
 def sums_cost(route: str, d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -324,12 +337,22 @@ def eigh_cost(side: int, device: str = "cpu") -> Cost:
 
     Of a device that is slow at it, what products it could do in that time.
     """
-    flops = FLOAT64 * 9.0 * side**3 * _beside_cpu(device)
+    flops = _float64(device) * _eigenproblem(side, device)
     return Cost(flops, 5 * side * side * 8, flops)
 
 
+def _float64(device: str) -> float:
+    """What an operation of float64 takes there, in those of float32."""
+    return _FLOAT64.get(device, FLOAT64)
+
+
+def _eigenproblem(side: int, device: str) -> float:
+    """FLOPs that its products could do in the time of one, in its own precision."""
+    return 9.0 * side**3 * _beside_cpu(device) + _COLUMN.get(device, 0.0) * side
+
+
 def _beside_cpu(device: str) -> float:
-    """How many times as many products an eigenproblem takes there as on a CPU."""
+    """How many times as many products a large eigenproblem takes there as on a CPU."""
     return EIGENPROBLEM.get(device, _LAPACK) / _LAPACK
 
 

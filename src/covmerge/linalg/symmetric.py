@@ -72,6 +72,6 @@ def times_lower(rows: Tensor, lower: Tensor) -> Tensor:
 
 def _strips(matrix: Tensor) -> Iterator[slice]:
     n = len(matrix)
-    step = triangle_block(n)
+    step = triangle_block(n, matrix.device.type)
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))

@@ -87,7 +87,8 @@ def least_squares_all(layers: Sequence[Counted], rtol: float) -> tuple[Tensor, l
     first = layers[0].active.updates[0]
     d_out, d_in = first.shape
     count = len(layers[0].active.updates)
-    if precision_choice(d_out, d_in, count, first.dtype.itemsize).taken == "mixed":
+    choice = precision_choice(d_out, d_in, count, first.dtype.itemsize, first.device.type)
+    if choice.taken == "mixed":
         solved = torch.stack([least_squares(own, rtol).to(first.dtype) for own in layers])
         return solved, flags(all_finite(solved))
     covariances = [[replace(c, exact=True) for c in _covariances(own)] for own in layers]
