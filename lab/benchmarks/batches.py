@@ -1,12 +1,12 @@
-"""Do matrices of one shape gain by going through a method in one batch? On one core of a CPU.
+"""Do matrices of one shape gain by going through a method in one batch? On one core of a CPU, or a GPU.
 
-    python -m benchmarks.batches [--rounds 5] [--out FILE.json]
+    python -m benchmarks.batches [--device cuda] [--rounds 5] [--out FILE.json]
 
 Random updates of four experts in float32, of norms a factor of 30 apart, so that ACE's gate fires. The loop
 calls the method for one matrix after another, the batch (`Method.at_once`) for all of them; both in turns
-in one process, and of each the least CPU seconds of the rounds. `gain` is the loop's seconds over the
-batch's: below 1 the batch lost. `off` is how far its results are from the loop's at most, of their norm;
-`left` counts the matrices that it leaves to the kernel, whose seconds are in the batch's.
+in one process, and of each the least CPU seconds of the rounds, on a GPU seconds. `gain` is the loop's
+seconds over the batch's: below 1 the batch lost. `off` is how far its results are from the loop's at most,
+of their norm; `left` counts the matrices that it leaves to the kernel, whose seconds are in the batch's.
 
 The closed form is left out where it comes to an eigenproblem of 3072 inputs: two matrices by `actmat` took
 22 s by the loop and 29 s by the batch, once.
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import machine
+from benchmarks.measure import clock, machine
 from covmerge.methods import Method, registry
 from covmerge.testing.groups import group_of, random_updates, relative
 from covmerge.types import LinearGroup, Merged
@@ -38,14 +38,24 @@ LARGE = 1024  # inputs
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS / "batches.json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    device = arguments.device
+    out = arguments.out or RESULTS / (
+        "batches.json" if device == "cpu" else f"batches-{device}.json"
+    )
     torch.set_num_threads(1)
     rows = []
     for shape, members in SHAPES:
         updates = [
-            random_updates(*shape, EXPERTS, min(shape), SPREAD, seed, torch.float32)
+            [
+                update.to(device)
+                for update in random_updates(
+                    *shape, EXPERTS, min(shape), SPREAD, seed, torch.float32
+                )
+            ]
             for seed in range(members)
         ]
         large = max(shape) > LARGE
@@ -59,24 +69,32 @@ def main() -> None:
                 "shape": shape,
                 "matrices": members,
                 "method": name,
-                **measured(method, groups, method.resolve({}), rounds),
+                **measured(method, groups, method.resolve({}), rounds, device),
             }
             rows.append(row)
             print(row, flush=True)
     result = {
-        "command": "python -m benchmarks.batches",
-        "machine": machine(),
+        "command": "python -m benchmarks.batches"
+        + ("" if device == "cpu" else f" --device {device}"),
+        "machine": machine(device),
         "the batch gained": f"{sum(row['gain'] > 1.0 for row in rows)} of {len(rows)}",
         "rows": rows,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measured(
-    method: Method, groups: Sequence[LinearGroup], parameters: dict[str, object], rounds: int
+    method: Method,
+    groups: Sequence[LinearGroup],
+    parameters: dict[str, object],
+    rounds: int,
+    device: str,
 ) -> dict[str, object]:
-    """CPU seconds of the loop and of the batch, and how far apart their results are."""
+    """Seconds of the loop and of the batch, and how far apart their results are."""
+    kind, seconds_of = (
+        ("cpu_seconds", cpu_seconds) if device == "cpu" else ("seconds", wall_seconds)
+    )
 
     def loop() -> list[Merged]:
         return [method(group, **parameters) for group in groups]
@@ -91,11 +109,11 @@ def measured(
     left = method.at_once(groups, **parameters).count(None)
     seconds: dict[str, list[float]] = {"loop": [], "batch": []}
     for _ in range(rounds):
-        seconds["loop"].append(cpu_seconds(loop))
-        seconds["batch"].append(cpu_seconds(batch))
+        seconds["loop"].append(seconds_of(loop))
+        seconds["batch"].append(seconds_of(batch))
     least = {name: min(own) for name, own in seconds.items()}
     return {
-        "cpu_seconds": {name: float(f"{value:.3g}") for name, value in least.items()},
+        kind: {name: float(f"{value:.3g}") for name, value in least.items()},
         "gain": round(least["loop"] / least["batch"], 2),
         "off": float(f"{off:.1e}"),
         "left": left,
@@ -107,6 +125,13 @@ def cpu_seconds(run: Callable[[], object]) -> float:
     begun = time.process_time()
     run()
     return time.process_time() - begun
+
+
+def wall_seconds(run: Callable[[], object]) -> float:
+    """Until a GPU has done what it was given."""
+    begun = clock("cuda")
+    run()
+    return clock("cuda") - begun
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Layer by layer: ACE, ACTMat, TSV-M, Iso-C, Iso-CTS and WUDI beside the authors' own code, and `auto`.
 
-    python -m benchmarks.kernels [--peers DIR] [--rounds 2] [--out FILE.json]
+    python -m benchmarks.kernels [--peers DIR] [--device cuda] [--rounds 2] [--out FILE.json]
 
 The four matrices of a ViT-B/16 block with 8 experts, and of a GPT-2 block with 7 (as Conv1D stores
-them, which is how the published code merges them), in float32. Three kinds of updates, because they
+them, which is how the published code merges them), in float32; `--blocks vit-l14` are those of ACE's
+Table 6, of which a model has 24 (GPT-2 has 12). Three kinds of updates, because they
 decide which routes are taken:
 
 homogeneous    rank 16 and noise in equal parts, every norm 0.35
@@ -14,7 +15,8 @@ The authors' functions are taken by name from their files, so that nothing else 
 repositories need be installed; `DIR` holds checkouts named as on GitHub: unravel-xu/ACE-Merging,
 marawangamal/actmat, AntoAndGar/task_singular_vectors, danielm1405/iso-merging,
 nathanielyvo/WUDI-Merging. WUDI's 300 equal iterations are timed by a few of them; its call of
-`.cuda()` does nothing here.
+`.cuda()` does nothing on a CPU. On a GPU the updates are there before, by the clock, and `peak_bytes` is
+what is allocated beside them.
 
 Every layer is merged by both in turn, round by round, in one process; wall-clock and CPU time of
 all threads. The efficiency is the work of the layer, over the time times the machine's own rate of
@@ -48,7 +50,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import machine, spread
+from benchmarks.measure import clock, machine, spread
 from covmerge import merge_layer
 from covmerge.linalg.auto import FLOAT64, dots_cost, eigh_cost
 from covmerge.methods import registry
@@ -62,6 +64,15 @@ BLOCKS: Mapping[str, tuple[int, Mapping[str, tuple[int, int]]]] = {
             "attn.out_proj": (768, 768),
             "mlp.c_fc": (3072, 768),
             "mlp.c_proj": (768, 3072),
+        },
+    ),
+    "vit-l14": (
+        8,
+        {
+            "attn.in_proj": (3072, 1024),
+            "attn.out_proj": (1024, 1024),
+            "mlp.c_fc": (4096, 1024),
+            "mlp.c_proj": (1024, 4096),
         },
     ),
     "gpt2": (
@@ -84,19 +95,24 @@ Merge = Callable[[Sequence[Tensor]], Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path)
-    parser.add_argument("--blocks", nargs="+", default=list(BLOCKS), choices=BLOCKS)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--blocks", nargs="+", default=["vit-b16", "gpt2"], choices=BLOCKS)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "kernels.json")
     arguments = parser.parse_args()
-    theirs = {} if arguments.peers is None else published(arguments.peers, arguments.methods)
+    device = arguments.device
+    theirs = {}
+    if arguments.peers is not None:
+        theirs = published(arguments.peers, arguments.methods, device)
+    begin(device)
     rows = []
     for block in arguments.blocks:
         count, shapes = BLOCKS[block]
         for kind in arguments.kinds:
             for layer, shape in shapes.items():
-                updates = experts(kind, shape, count)
+                updates = [update.to(device) for update in experts(kind, shape, count)]
                 for method in arguments.methods:
                     row = {"block": block, "kind": kind, "layer": layer, "shape": shape}
                     row |= {"experts": count, "method": method}
@@ -105,7 +121,7 @@ def main() -> None:
                     print(line(row), flush=True)
     result = {
         "command": command(sys.argv[1:]),
-        "machine": machine(),
+        "machine": machine(device),
         "blocks": totals(rows),
         "layers": rows,
     }
@@ -152,7 +168,19 @@ def experts(kind: str, shape: tuple[int, int], count: int) -> list[Tensor]:
     return found
 
 
-def published(folder: Path, methods: Sequence[str]) -> dict[str, Merge]:
+def begin(device: str) -> None:
+    """Let a GPU's libraries be loaded before anything is timed."""
+    if device == "cpu":
+        torch.Tensor.cuda = lambda tensor: tensor  # pyright: ignore - there is none; WUDI asks for it
+        return
+    for dtype in (torch.float32, torch.float64):
+        small = torch.eye(64, dtype=dtype, device=device)
+        for function in ("svd", "eigh", "cholesky", "inv", "pinv"):
+            getattr(torch.linalg, function)(small)
+        small @ small
+
+
+def published(folder: Path, methods: Sequence[str], device: str) -> dict[str, Merge]:
     """The authors' functions, each as one from a layer's updates to the merged update."""
 
     def as_dicts(updates: Sequence[Tensor]) -> tuple[list[Any], Any]:
@@ -160,7 +188,7 @@ def published(folder: Path, methods: Sequence[str]) -> dict[str, Merge]:
             SimpleNamespace(vector={"w": u}, task_vector_param_dict={"w": u}) for u in updates
         ]
         config = SimpleNamespace(
-            device="cpu",
+            device=device,
             DATASETS=list(range(len(updates))),
             method=SimpleNamespace(common_space_fraction=0.8),
         )
@@ -171,7 +199,7 @@ def published(folder: Path, methods: Sequence[str]) -> dict[str, Merge]:
 
     def ace() -> Merge:
         own = source(folder / "ACE-Merging/src/merge/strategy.py", "MergeStrategy")["MergeStrategy"]
-        return lambda updates: own(["w"], as_dicts(updates)[0], "cpu").ace_merging(eps=EPS)["w"]
+        return lambda updates: own(["w"], as_dicts(updates)[0], device).ace_merging(eps=EPS)["w"]
 
     def actmat() -> Merge:
         own = source(folder / "actmat/src/merging.py", "merge_actmat")
@@ -228,18 +256,21 @@ def compared(
     others: list[dict[str, float]] = []
     rates: list[float] = []
     streams: list[float] = []
-    torch.Tensor.cuda = lambda tensor: tensor  # pyright: ignore - there is none; WUDI asks for it
+    device = str(updates[0].device)
     merged = published_result = None
+    if device != "cpu":
+        merge_layer(updates, method, **parameters)  # kernels are loaded when they are first called
     for _ in range(rounds):
-        rates.append(product_rate())
-        streams.append(stream_rate())
-        merged, timing = timed(lambda: merge_layer(updates, method, **parameters))
+        rates.append(product_rate(device))
+        streams.append(stream_rate(device))
+        merged, timing = timed(lambda: merge_layer(updates, method, **parameters), device)
         ours.append(timing)
         if theirs is not None:
-            published_result, timing = timed(lambda: theirs(updates))
+            published_result, timing = timed(lambda: theirs(updates), device)
             if method == "wudi":
-                timing = {
-                    key: value * WUDI_ITERATIONS / WUDI_TIMED for key, value in timing.items()
+                timing |= {
+                    key: timing[key] * WUDI_ITERATIONS / WUDI_TIMED
+                    for key in ("seconds", "cpu_seconds")
                 }
             others.append(timing)
     row: dict[str, Any] = {"covmerge": spread(ours)}
@@ -256,39 +287,45 @@ def compared(
         row["efficiency"] = row["least FLOPs"] / median(rates) / seconds
     if theirs is not None:
         row["published"] = spread(others)
-        row["cpu_seconds, published / covmerge"] = (
-            row["published"]["cpu_seconds"]["median"] / row["covmerge"]["cpu_seconds"]["median"]
+        own = "cpu_seconds" if device == "cpu" else "seconds"
+        row[f"{own}, published / covmerge"] = (
+            row["published"][own]["median"] / row["covmerge"][own]["median"]
         )
         if method != "wudi":
             row["difference"] = float((merged - published_result).norm() / published_result.norm())
     return row
 
 
-def timed(work: Callable[[], Tensor]) -> tuple[Tensor, dict[str, float]]:
-    cpu, wall = time.process_time(), time.perf_counter()
+def timed(work: Callable[[], Tensor], device: str) -> tuple[Tensor, dict[str, float]]:
+    on_gpu = device != "cpu"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device) if on_gpu else 0
+    cpu, wall = time.process_time(), clock(device)
     result = work()
-    return result, {
-        "seconds": time.perf_counter() - wall,
-        "cpu_seconds": time.process_time() - cpu,
-    }
+    wall = clock(device) - wall
+    found = {"seconds": wall, "cpu_seconds": time.process_time() - cpu}
+    if on_gpu:
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(device) - held
+    return result, found
 
 
-def product_rate() -> float:
+def product_rate(device: str) -> float:
     """FLOPs a second of a large float32 product: the machine's own limit, now."""
-    side = 2048
-    left, right = torch.randn(side, side), torch.randn(side, side)
-    out = torch.empty(side, side)
+    side = 2048 if device == "cpu" else 8192
+    left, right = (torch.randn(side, side, device=device) for _ in range(2))
+    out = torch.empty_like(left)
     return max(
-        2.0 * side**3 / timed(lambda: torch.mm(left, right, out=out))[1]["seconds"]
+        2.0 * side**3 / timed(lambda: torch.mm(left, right, out=out), device)[1]["seconds"]
         for _ in range(3)
     )
 
 
-def stream_rate() -> float:
+def stream_rate(device: str) -> float:
     """Bytes a second, read and written, of a sum that no cache holds."""
-    values = torch.ones(2**25)
+    values = torch.ones(2**25 if device == "cpu" else 2**28, device=device)
     out = torch.empty_like(values)
-    runs = [timed(lambda: torch.add(values, values, out=out))[1] for _ in range(3)]
+    runs = [timed(lambda: torch.add(values, values, out=out), device)[1] for _ in range(3)]
     return max(2.0 * values.nbytes / run["seconds"] for run in runs)
 
 
@@ -350,6 +387,8 @@ def total(
     tools = ["covmerge", "published"] if "published" in layers[0] else ["covmerge"]
     for tool in tools:
         row[tool] = {key: round(summed(tool, key), 3) for key in ("seconds", "cpu_seconds")}
+        if "peak_bytes" in layers[0][tool]:
+            row[tool]["peak_bytes"] = max(layer[tool]["peak_bytes"]["median"] for layer in layers)
     if "published" in row:
         for key in ("seconds", "cpu_seconds"):
             row[f"{key}, published / covmerge"] = round(
@@ -364,7 +403,8 @@ def line(row: Mapping[str, Any]) -> str:
             if tool in row:
                 wall, cpu = row[tool]["seconds"]["median"], row[tool]["cpu_seconds"]["median"]
                 yield f"{tool} {wall:.3f} s, cpu {cpu:.3f} s"
-        for key in ("efficiency", "cpu_seconds, published / covmerge", "difference"):
+        ratios = [key for key in row if key.endswith("published / covmerge")]
+        for key in ("efficiency", *ratios, "difference"):
             if key in row and not math.isnan(row[key]):
                 yield f"{key} {row[key]:.3g}"
 

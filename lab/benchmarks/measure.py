@@ -18,15 +18,24 @@ import torch
 import covmerge
 
 
-def machine() -> dict[str, object]:
-    """The machine and the versions that decide speed."""
+def machine(device: str = "cpu") -> dict[str, object]:
+    """The machine and the versions that decide speed; of a GPU its name."""
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {}
     return {
         "processor": _processor(),
+        **gpu,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def clock(device: str = "cpu") -> float:
+    """Seconds, when all that a GPU was given before is done."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _processor() -> str:

@@ -31,6 +31,8 @@ COLOURS = {
     "wudi": "#e377c2",
     "auto": "#17becf",
 }
+# Of a block its name in full, and how many a model has.
+MODELS = {"vit-l14": ("ViT-L/14 × 8", 24), "gpt2": ("GPT-2 × 7", 12)}
 STAGES = {"survey": "#bcbd22", "read": "#7f7f7f", "compute": "#1f77b4", "write": "#2ca02c"}
 
 
@@ -46,6 +48,8 @@ def written(text: str) -> str:
     """The page with its tables made anew."""
     for name, table in (
         ("kernels", kernels(_read("kernels"))),
+        ("gpu", gpu(_read("kernels-cuda"))),
+        ("gpu routes", gpu_routes(_read("routes-cuda"))),
         ("spectra", spectra(_read("spectra"))),
         ("published", published(_read("kernels-spectra"))),
         ("no slower", no_slower(_read("no_slower"))),
@@ -102,6 +106,48 @@ def kernels(results: Mapping[str, Any]) -> str:
         )
     head = ["block", "seconds", "CPU seconds", "published, seconds", "CPU seconds", "ratio"]
     return _table([*head, "efficiency"], rows)
+
+
+def gpu(results: Mapping[str, Any]) -> str:
+    """Of whole models, as ACE's Table 6 has them."""
+    rows = []
+    for total in results["blocks"]:
+        name, blocks = MODELS[total["block"]]
+        own, theirs = total["covmerge"], total.get("published")
+        # 3 iterations of its first layer loaded what the others found.
+        loaded = total["method"] == "wudi"
+        rows.append(
+            [
+                f"{name}, {total['method']}",
+                f"{blocks * own['seconds']:.2f}",
+                "" if theirs is None or loaded else f"{blocks * theirs['seconds']:.1f}",
+                _of_wudi(results["layers"], total) if loaded else _ratio(total),
+                f"{own['peak_bytes'] / 1e6:.0f}",
+                "" if theirs is None else f"{theirs['peak_bytes'] / 1e6:.0f}",
+            ]
+        )
+    head = ["model, method", "seconds", "published, seconds", "ratio", "MB beside the updates"]
+    return _table([*head, "published"], sorted(rows, key=lambda row: str(row[0]).split(",")[0]))
+
+
+def _ratio(total: Mapping[str, Any]) -> str:
+    ratio = total.get("seconds, published / covmerge")
+    return "" if ratio is None else f"**{ratio:.1f}**"
+
+
+def _of_wudi(layers: Sequence[Mapping[str, Any]], total: Mapping[str, Any]) -> str:
+    keys = ("block", "kind", "method")
+    own = [row for row in layers if all(row[key] == total[key] for key in keys)][1:]
+    ratios = [row["seconds, published / covmerge"] for row in own]
+    return f"**{min(ratios):.0f} to {max(ratios):.0f}**"
+
+
+def gpu_routes(results: Mapping[str, Any]) -> str:
+    rows = []
+    for rate in results["rates"]:
+        took = rate["milliseconds"]
+        rows.append([rate["side"], *(f"{took[name]:.2f}" for name in took)])
+    return _table(["side", *results["rates"][0]["milliseconds"]], rows)
 
 
 def _efficiency(layers: Sequence[Mapping[str, Any]], total: Mapping[str, Any]) -> str:

@@ -1,32 +1,36 @@
 """Is the route that the dispatch table chooses the faster one?
 
-    python -m benchmarks.routes [--rounds 2] [--out FILE.json]
+    python -m benchmarks.routes [--device cuda] [--rounds 2] [--out FILE.json]
 
 Every question of `covmerge explain` on a range of shapes: all routes are run, interleaved, and the
-least time of each is kept. `regret` is the time of the chosen route over the fastest one's. Routes
+least time of each is kept, none of a route that found no answer. `regret` is the time of the chosen
+route over the fastest one's. Routes
 that the data decide between (`inverse_choice`) are timed on a system where all of them are exact.
+
+`rates` is what the table's constants rest on: seconds of a product, of a Cholesky factor and of an
+eigenproblem of one size, in both precisions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.measure import machine
+from benchmarks.measure import clock, machine
 from covmerge.covariance import normal
 from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.estimate import gram as gram_of
 from covmerge.covariance.mixed import solve_mixed
 from covmerge.linalg import auto, spectral
 from covmerge.linalg.cholesky import all_above
-from covmerge.linalg.lapack import norm, svd
+from covmerge.linalg.lapack import cholesky, eigh, norm, svd
 from covmerge.linalg.pinv import pinv_by_projector, pinv_right, solve_full_rank
 from covmerge.linalg.polar import polar_by_products
 from covmerge.linalg.spectral import leading_directions, truncated_svd
@@ -38,16 +42,23 @@ from covmerge.types import LinearGroup, LowRank
 
 RESULTS = Path(__file__).parent / "results"
 Routes = Mapping[str, Callable[[], object]]
+SIDES = (256, 768, 2048)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS / "routes.json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    device = arguments.device
+    out = arguments.out or RESULTS / ("routes.json" if device == "cpu" else f"routes-{device}.json")
+    found = rates(device, arguments.rounds)
+    for row in found:
+        print(row, flush=True)
     rows = []
-    for shape, choice, routes in questions():
-        seconds = timed(routes, arguments.rounds)
+    for shape, choice, routes in questions(device):
+        seconds = timed(routes, arguments.rounds, device)
         fastest = min(seconds, key=seconds.__getitem__)
         row = {
             "question": choice.question,
@@ -55,7 +66,7 @@ def main() -> None:
             "taken": choice.taken,
             "fastest": fastest,
             "regret": round(seconds[choice.taken] / seconds[fastest], 2),
-            "seconds": {name: round(value, 5) for name, value in seconds.items()},
+            "seconds": {name: round(value, 5) for name, value in seconds.items() if value < inf},
             "flops": {name: choice.routes[name].flops for name in seconds},
         }
         rows.append(row)
@@ -65,22 +76,46 @@ def main() -> None:
         )
     agreed = sum(row["taken"] == row["fastest"] for row in rows)
     result = {
-        "command": "python -m benchmarks.routes",
-        "machine": machine(),
+        "command": "python -m benchmarks.routes"
+        + ("" if device == "cpu" else f" --device {device}"),
+        "machine": machine(device),
         "the choice was the fastest": f"{agreed} of {len(rows)}",
         "largest regret": max(row["regret"] for row in rows),
+        "rates": found,
         "rows": rows,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
+def rates(device: str, rounds: int) -> list[dict[str, object]]:
+    """Seconds of what the table reckons in products of the same size and precision."""
+    rows: list[dict[str, object]] = []
+    for side in SIDES:
+        root = torch.randn(2 * side, side, generator=torch.Generator().manual_seed(0))
+        for dtype in (torch.float32, torch.float64):
+            system = gram(root.to(device, dtype))
+            work: Routes = {
+                "product": lambda a=system: a @ a,
+                "cholesky": lambda a=system: cholesky(a),
+                "eigenproblem": lambda a=system: eigh(a),
+            }
+            seconds = timed(work, rounds, device)
+            row: dict[str, object] = {"side": side, "dtype": str(dtype).removeprefix("torch.")}
+            row["seconds"] = {name: round(value, 6) for name, value in seconds.items()}
+            row["products in an eigenproblem"] = round(
+                seconds["eigenproblem"] / seconds["product"], 1
+            )
+            rows.append(row)
+    return rows
+
+
+def questions(device: str) -> Iterator[tuple[list[int], auto.Choice, Routes]]:
     """Shapes with the choice that is made for them, and all of its routes, ready to run."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).to(device)
 
     for count, d_out, d_in in ((2, 128, 1024), (3, 512, 2048), (4, 384, 1536), (8, 768, 768)):
         covariances = [gram_of(noise(d_out, d_in)) for _ in range(count)]
@@ -98,7 +133,7 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
         exact = [replace(covariance, exact=True) for covariance in unit]
         yield (
             [count, d_out, d_in],
-            auto.precision_choice(d_out, d_in, count, 4),
+            auto.precision_choice(d_out, d_in, count, 4, device),
             {
                 "mixed": lambda c=unit: solve_mixed(c, energy=len(c), floor=1e-12),
                 "float64": lambda c=exact: _checked(normal.normal_equations(c)),
@@ -108,7 +143,7 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
         root = noise(n, d_in)
         yield (
             [n, d_in],
-            auto.cube_choice(n, d_in, 4),
+            auto.cube_choice(n, d_in, 4, device),
             {
                 "inner": lambda r=root: r @ gram(r),
                 "outer": lambda r=root: (gram(r), gram(r.mT) @ r),
@@ -118,12 +153,12 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
         rows = noise(m, n)
         routes: dict[str, Callable[[], object]] = {"whole": lambda r=rows: r.mT @ r}
         routes["strips"] = lambda r=rows: gram(r)
-        yield [m, n], auto.symmetric_choice(m, n), routes
+        yield [m, n], auto.symmetric_choice(m, n, device), routes
     for d_out, d_in, k in ((768, 768, 96), (384, 1536, 384), (2304, 768, 96), (768, 3072, 768)):
         matrix = noise(d_out, d_in)
         yield (
             [d_out, d_in, k],
-            auto.spectrum_choice(d_out, d_in, k, 4),
+            auto.spectrum_choice(d_out, d_in, k, 4, device),
             {
                 # As exact as the other: in float64.
                 "svd": lambda a=matrix: svd(a.double()),
@@ -134,7 +169,7 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
         matrix = noise(d_out, d_in)
         yield (
             [d_out, d_in, k],
-            auto.leading_choice(d_out, d_in, k, 4),
+            auto.leading_choice(d_out, d_in, k, 4, device),
             {
                 "gram": lambda a=matrix, k=k: truncated_svd(a, k, rtol=1e-6),
                 "refined": lambda a=matrix, k=k: _refined(a, k),
@@ -146,7 +181,7 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
         exact = system.double(), right.double()
         yield (
             [side, count],
-            auto.inverse_choice(side, count),
+            auto.inverse_choice(side, count, device),
             {
                 "cholesky32": lambda a=system, b=right: solve_full_rank(a, b, rtol=1e-6),
                 "cholesky64": lambda ab=exact: solve_full_rank(*ab, rtol=1e-6),
@@ -157,7 +192,7 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
         matrix = noise(d_out, d_in)
         yield (
             [d_out, d_in],
-            auto.polar_choice(d_out, d_in, 4),
+            auto.polar_choice(d_out, d_in, 4, device),
             {
                 "gram": lambda a=matrix: leading_directions(a, min(a.shape), rtol=1e-6),
                 "products": lambda a=matrix: _found(polar_by_products(a, rtol=1e-6)),
@@ -168,7 +203,7 @@ def questions() -> Iterator[tuple[list[int], auto.Choice, Routes]]:
         system, right = gram(noise(side // 2, side)).double(), noise(count, side).double()
         yield (
             [side, count],
-            auto.cut_off_choice(side, count),
+            auto.cut_off_choice(side, count, device),
             {
                 "eigen64": lambda a=system, b=right: pinv_right(a, b, rtol=1e-6),
                 "projector64": lambda a=system, b=right: _found(pinv_by_projector(a, b, rtol=1e-6)),
@@ -205,9 +240,14 @@ def _refined(matrix: Tensor, k: int) -> object:
     return found
 
 
+class _NoAnswerError(Exception):
+    """Products could not tell."""
+
+
 def _found(answer: object) -> object:
     """What products gave, who may have none."""
-    assert answer is not None
+    if answer is None:
+        raise _NoAnswerError
     return answer
 
 
@@ -216,13 +256,16 @@ def _checked(equations: normal.NormalEquations) -> Tensor:
     return solve_ridge(equations)[0]
 
 
-def timed(routes: Routes, rounds: int) -> dict[str, float]:
-    least = dict.fromkeys(routes, float("inf"))
+def timed(routes: Routes, rounds: int, device: str) -> dict[str, float]:
+    least = dict.fromkeys(routes, inf)
     for _ in range(rounds + 1):  # the first starts threads and fills caches
         for name, run in routes.items():
-            start = time.perf_counter()
-            run()
-            least[name] = min(least[name], time.perf_counter() - start)
+            start = clock(device)
+            try:
+                run()
+            except _NoAnswerError:
+                continue
+            least[name] = min(least[name], clock(device) - start)
     return least
 
 
