@@ -104,9 +104,9 @@ class MagnitudeSelect:
             if bits.dtype == torch.int16:  # no index to torch
                 bits = bits.int()
             below, inside = _split(bits.sub_(self._low), width)
-            counted = _counted(inside.bitwise_right_shift_(self._shift), len(self._counts) - 2)
+            ranges = inside.bitwise_right_shift_(self._shift)
             with self._adding:
-                self._counts[1:-1] += counted
+                _count_(self._counts[1:-1], ranges)
                 self._counts[0] += below
                 self._counts[-1] += len(bits) - below - len(inside)
 
@@ -279,13 +279,12 @@ def _split(numbers: Tensor, width: int) -> tuple[int, Tensor]:
     return int(np.count_nonzero(array < 0)), torch.as_tensor(array[np.flatnonzero(inside)])
 
 
-def _counted(numbers: Tensor, most: int) -> Tensor:
-    """How many there are of each number from 0 to below `most`, on the CPU."""
-    if numbers.device.type != "cpu":
-        return torch.bincount(numbers, minlength=most).cpu()
-    return torch.zeros(most, dtype=torch.int64).index_add_(
-        0, numbers, torch.ones_like(numbers, dtype=torch.int64)
-    )
+def _count_(counts: Tensor, numbers: Tensor) -> None:
+    """Add how many there are of each number from 0 on, which a GPU counts for itself."""
+    if numbers.device.type == "cpu":
+        counts.index_add_(0, numbers, torch.ones(len(numbers), dtype=counts.dtype))
+    else:
+        counts.add_(torch.bincount(numbers, minlength=len(counts)).cpu())
 
 
 def _rounded_down(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
