@@ -61,16 +61,21 @@ def _file(headers: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> Pat
     """The file of a skeleton; None where transformers is not there, or between two releases."""
     if importlib.util.find_spec("transformers") is None:
         return None
-    try:
-        release = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if "dev" in release:
+    release = _release()
+    if release is None or "dev" in release:
         return None
     shapes = sorted((name, header.shape) for name, header in headers.items())
     known = [_own_code(), release, torch.__version__, config, shapes]
     key = hashlib.sha256(json.dumps(known, sort_keys=True, default=repr).encode())
     return user_cache() / "skeletons" / f"{key.hexdigest()}.json"
+
+
+@cache
+def _release() -> str | None:
+    """Transformers' release, once a process: to look it up takes as long as to read a small model."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("transformers")
+    return None
 
 
 @cache
