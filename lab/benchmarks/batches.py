@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import clock, machine
+from benchmarks.measure import clock, machine, on
 from covmerge.methods import Method, registry
 from covmerge.testing.groups import group_of, random_updates, relative
 from covmerge.types import LinearGroup, Merged
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    device = arguments.device
+    device = on(arguments.device)
     out = arguments.out or RESULTS / (
         "batches.json" if device == "cpu" else f"batches-{device}.json"
     )
@@ -92,9 +92,10 @@ def measured(
     device: str,
 ) -> dict[str, object]:
     """Seconds of the loop and of the batch, and how far apart their results are."""
-    kind, seconds_of = (
-        ("cpu_seconds", cpu_seconds) if device == "cpu" else ("seconds", wall_seconds)
-    )
+    kind = "cpu_seconds" if device == "cpu" else "seconds"
+
+    def seconds_of(run: Callable[[], object]) -> float:
+        return cpu_seconds(run) if device == "cpu" else wall_seconds(run, device)
 
     def loop() -> list[Merged]:
         return [method(group, **parameters) for group in groups]
@@ -127,11 +128,11 @@ def cpu_seconds(run: Callable[[], object]) -> float:
     return time.process_time() - begun
 
 
-def wall_seconds(run: Callable[[], object]) -> float:
+def wall_seconds(run: Callable[[], object], device: str) -> float:
     """Until a GPU has done what it was given."""
-    begun = clock("cuda")
+    begun = clock(device)
     run()
-    return clock("cuda") - begun
+    return clock(device) - begun
 
 
 if __name__ == "__main__":

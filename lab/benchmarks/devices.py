@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from benchmarks.measure import clock, machine, spread
+from benchmarks.measure import clock, machine, on, spread
 from covmerge.engine import lots, options
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,7 +53,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "devices.json")
     given = parser.parse_args()
-    rows = []
+    on("cuda")
+    rows: list[dict[str, object]] = []
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         base, experts = saved(Path(name), given.layers, given.width)
@@ -63,16 +64,16 @@ def main() -> None:
                 for way in WAYS if number == 0 else list(WAYS)[1:-1]:
                     runs[way].append(timed(way, base, experts, method, Path(name) / "out"))
             for way, own in runs.items():
-                rows.append({"method": method, "way": way, **spread(own)})
-                peak = rows[-1].get("peak_bytes", {"max": 0})["max"] / 2**30
+                took = spread(own)
+                rows.append({"method": method, "way": way, **took})
+                peak = took["peak_bytes"]["max"] / 2**30 if "peak_bytes" in took else 0.0
                 print(
-                    f"{method:10}{way:16}{rows[-1]['seconds']['min']:8.2f} s  {peak:.2f} GiB",
+                    f"{method:10}{way:16}{took['seconds']['min']:8.2f} s  {peak:.2f} GiB",
                     flush=True,
                 )
-    record = {"machine": machine("cuda"), "layers": given.layers, "width": given.width}
-    given.out.write_text(
-        json.dumps({**record, "rounds": given.rounds, "rows": rows}, indent=1) + "\n"
-    )
+            record = {"machine": machine("cuda"), "layers": given.layers, "width": given.width}
+            record |= {"rounds": given.rounds, "rows": rows}
+            given.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def saved(folder: Path, layers: int, width: int) -> tuple[Path, dict[str, Path]]:

@@ -50,7 +50,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import clock, machine, spread
+from benchmarks.measure import clock, machine, on, spread
 from covmerge import merge_layer
 from covmerge.linalg.auto import FLOAT64, dots_cost, eigh_cost
 from covmerge.methods import registry
@@ -100,9 +100,12 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS / "kernels.json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    device = arguments.device
+    device = on(arguments.device)
+    out = arguments.out or RESULTS / (
+        "kernels.json" if device == "cpu" else f"kernels-{device}.json"
+    )
     theirs = {}
     if arguments.peers is not None:
         theirs = published(arguments.peers, arguments.methods, device)
@@ -125,8 +128,8 @@ def main() -> None:
         "blocks": totals(rows),
         "layers": rows,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
     for total in result["blocks"]:
         print(total)
 

@@ -16,6 +16,8 @@ from statistics import median
 import torch
 
 import covmerge
+from covmerge.engine import usable_device
+from covmerge.errors import InputError
 
 
 def machine(device: str = "cpu") -> dict[str, object]:
@@ -29,6 +31,14 @@ def machine(device: str = "cpu") -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def on(device: str) -> str:
+    """The device that was asked for, if there is one."""
+    try:
+        return str(usable_device(device))
+    except InputError as error:
+        raise SystemExit(str(error)) from error
 
 
 def clock(device: str = "cpu") -> float:

@@ -112,6 +112,8 @@ def gpu(results: Mapping[str, Any]) -> str:
     """Of whole models, as ACE's Table 6 has them."""
     rows = []
     for total in results["blocks"]:
+        if total["block"] not in MODELS:
+            continue
         name, blocks = MODELS[total["block"]]
         own, theirs = total["covmerge"], total.get("published")
         # 3 iterations of its first layer loaded what the others found.

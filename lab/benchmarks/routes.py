@@ -7,8 +7,8 @@ least time of each is kept, none of a route that found no answer. `regret` is th
 route over the fastest one's. Routes
 that the data decide between (`inverse_choice`) are timed on a system where all of them are exact.
 
-`rates` is what the table's constants rest on: seconds of a product, of a Cholesky factor and of an
-eigenproblem of one size, in both precisions.
+`rates` is what the table's constants rest on: milliseconds of a product, of a Cholesky factor, of an
+eigenproblem and of a polar factor, of square matrices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.measure import clock, machine
+from benchmarks.measure import clock, machine, on
 from covmerge.covariance import normal
 from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.estimate import gram as gram_of
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    device = arguments.device
+    device = on(arguments.device)
     out = arguments.out or RESULTS / ("routes.json" if device == "cpu" else f"routes-{device}.json")
     found = rates(device, arguments.rounds)
     for row in found:
@@ -65,7 +65,10 @@ def main() -> None:
             "shape": shape,
             "taken": choice.taken,
             "fastest": fastest,
-            "regret": round(seconds[choice.taken] / seconds[fastest], 2),
+            # None where the route that is taken could not tell.
+            "regret": round(seconds[choice.taken] / seconds[fastest], 2)
+            if seconds[choice.taken] < inf
+            else None,
             "seconds": {name: round(value, 5) for name, value in seconds.items() if value < inf},
             "flops": {name: choice.routes[name].flops for name in seconds},
         }
@@ -80,7 +83,7 @@ def main() -> None:
         + ("" if device == "cpu" else f" --device {device}"),
         "machine": machine(device),
         "the choice was the fastest": f"{agreed} of {len(rows)}",
-        "largest regret": max(row["regret"] for row in rows),
+        "largest regret": max(row["regret"] or 0.0 for row in rows),
         "rates": found,
         "rows": rows,
     }
@@ -89,24 +92,24 @@ def main() -> None:
 
 
 def rates(device: str, rounds: int) -> list[dict[str, object]]:
-    """Seconds of what the table reckons in products of the same size and precision."""
+    """Milliseconds of what the table reckons in products of the same size and precision."""
     rows: list[dict[str, object]] = []
     for side in SIDES:
         root = torch.randn(2 * side, side, generator=torch.Generator().manual_seed(0))
-        for dtype in (torch.float32, torch.float64):
-            system = gram(root.to(device, dtype))
-            work: Routes = {
-                "product": lambda a=system: a @ a,
-                "cholesky": lambda a=system: cholesky(a),
-                "eigenproblem": lambda a=system: eigh(a),
-            }
-            seconds = timed(work, rounds, device)
-            row: dict[str, object] = {"side": side, "dtype": str(dtype).removeprefix("torch.")}
-            row["seconds"] = {name: round(value, 6) for name, value in seconds.items()}
-            row["products in an eigenproblem"] = round(
-                seconds["eigenproblem"] / seconds["product"], 1
-            )
-            rows.append(row)
+        work: dict[str, Callable[[], object]] = {}
+        for dtype in ("float32", "float64"):
+            system = gram(root.to(device, getattr(torch, dtype)))
+            work[f"product, {dtype}"] = lambda a=system: a @ a
+            work[f"cholesky, {dtype}"] = lambda a=system: cholesky(a)
+            work[f"eigenproblem, {dtype}"] = lambda a=system: eigh(a)
+        square = root[:side].to(device)
+        work["polar factor by an eigenproblem"] = lambda a=square: leading_directions(
+            a, len(a), rtol=1e-6
+        )
+        work["polar factor by products"] = lambda a=square: _found(polar_by_products(a, rtol=1e-6))
+        seconds = timed(work, rounds, device)
+        found = {name: round(1e3 * value, 3) for name, value in seconds.items() if value < inf}
+        rows.append({"side": side, "milliseconds": found})
     return rows
 
 

@@ -95,6 +95,9 @@ def _run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = function._schema.name
     if there and name not in _BOTH:
         _one_place(name, args, kwargs)
+    generator = kwargs.get("generator")
+    if on_gpu and generator is not None and generator.device.type == "cpu":
+        raise RuntimeError(f"Expected a 'cuda' device type for generator: {name}")
     if device is not None:
         kwargs = {**kwargs, "device": CPU}
     plain = fetched((args, kwargs))

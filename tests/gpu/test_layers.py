@@ -112,12 +112,14 @@ def test_polar_factors(name, shape, dtype):
     assert whole.k == k and (whole.isometry.cpu().double() - expected).norm() < tolerance
 
 
-@pytest.mark.parametrize("rank", [40, 96])
-def test_inverses_that_are_cut_off(rank):
-    root = random_updates(96, 96, 1, rank, 1.0, seed=1)[0]
-    system, right = root.mT @ root, random_updates(30, 96, 1, 30, 1.0, seed=2)[0]
+@pytest.mark.parametrize(("side", "rank"), [(96, 40), (96, 96), (768, 300)])
+def test_inverses_that_are_cut_off(side, rank):
+    """The largest by a projector, the others by an eigenproblem."""
+    root = random_updates(side, side, 1, rank, 1.0, seed=1)[0]
+    system, right = root.mT @ root, random_updates(30, side, 1, 30, 1.0, seed=2)[0]
     here, kept, _ = cut_off_right(system, right, rtol=1e-10)
-    there, there_kept, _ = cut_off_right(system.to(GPU), right.to(GPU), rtol=1e-10)
+    there, there_kept, solver = cut_off_right(system.to(GPU), right.to(GPU), rtol=1e-10)
+    assert solver == ("projector64" if side > 96 else "eigen64")
     assert there_kept == kept and relative(there.cpu(), here) < 1e-6
 
 

@@ -116,7 +116,8 @@ def test_a_comparison(tmp_path):
     names = ["average", "ace", "auto", "tsv_m"]
     here = covmerge.compare(*sources, names)
     there = covmerge.compare(*sources, names, device="cuda")
-    assert str(here)[:40] == str(there)[:40]
+    for one, other in zip(here.rows, there.rows, strict=True):
+        assert other.retention == pytest.approx(one.retention, abs=1e-3)
 
 
 def test_the_command(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from covmerge.linalg import auto
+from covmerge.linalg import auto, select
 from covmerge.methods import registry
 from covmerge.methods.factored import merge_factors
 from covmerge.steps import registry as steps
@@ -51,9 +51,10 @@ def test_a_step(step):
 
 
 @pytest.mark.parametrize("name", ["auto", "ace", "tsv_m", "iso_c", "iso_cts", "actmat", "wudi"])
-def test_large_enough_for_products_and_mixed_precision(name, monkeypatch):
+def test_by_products_and_not(name, monkeypatch):
     for price in (1e6, 1.0):
         monkeypatch.setitem(auto.EIGENPROBLEM, "cuda", price)
+        assert (auto.cut_off_choice(300, 96, "cuda").taken == "projector64") == (price > 1.0)
         method = registry.get(name)
         agrees(method, method.resolve({}), random_updates(96, 300, 2, 96, 30.0, 1, torch.float32))
 
@@ -71,12 +72,17 @@ def test_adapters(name, params, dtype):
     assert relative(fetched(there), here.double()) <= LEAST[dtype]
 
 
-@pytest.mark.parametrize("price", [4.5, 1e6])
+@pytest.mark.parametrize(
+    ("shape", "price"), [((14, 12), 4.5), ((3, 20), 4.5), ((14, 12), 1e6)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(14, 12), (3, 20)], ids=str)
 @pytest.mark.parametrize(("name", "params"), SOLVED, ids=str)
 def test_a_batch(name, params, shape, dtype, price, monkeypatch):
     monkeypatch.setitem(auto.EIGENPROBLEM, "cuda", price)
+    for of_small in (auto._BEGUN, auto._COLUMN):  # which would decide here
+        monkeypatch.setitem(of_small, "cuda", 0.0)
+    products = price > 100.0
+    assert (auto.cut_off_choice(*shape, "cuda").taken == "projector64") == products
     method = registry.get(name)
     given = method.resolve(params)
     layers = [
@@ -87,6 +93,32 @@ def test_a_batch(name, params, shape, dtype, price, monkeypatch):
     with pretended_gpu() as gpu:
         groups = [group_of(method, [u.to(gpu) for u in own]) for own in layers]
         there = method.at_once(groups, **given)
-    for one, other in zip(here, there, strict=True):
-        if one is not None and other is not None:
-            assert relative(fetched(other.delta), one.delta.double()) <= 10 * LEAST[dtype]
+        alone = [method(group, **given) for group in groups]
+    pairs = [pair for pair in zip(here, there, strict=True) if None not in pair]
+    assert pairs or products  # which are the kernel's
+    for one, other in [*pairs, *zip(there, alone, strict=True)]:
+        if one is not None:
+            exact = fetched(one.delta).double()
+            assert relative(fetched(other.delta), exact) <= 10 * LEAST[dtype]
+
+
+def test_the_first_number_that_integers_have_not():
+    """Old: compared with it, on a GPU alone, nothing was below, and `ties` looked for ever."""
+    numbers = torch.tensor([-1, 0, 7, 2**31 - 1], dtype=torch.int32)
+    with pretended_gpu() as gpu:
+        below, inside = select._split(numbers.to(gpu), 2**31)
+    assert below == 1 and fetched(inside).tolist() == [0, 7, 2**31 - 1]
+
+
+def test_what_a_gpu_refuses():
+    with pretended_gpu() as gpu:
+        there, here = torch.ones(3).to(gpu), torch.ones(3)
+        for work in (
+            lambda: there + here,
+            lambda: there.addcmul_(there, here),
+            lambda: there.numpy(),
+            lambda: torch.rand(3, device=gpu, generator=torch.Generator()),
+        ):
+            with pytest.raises((RuntimeError, TypeError), match=r"device|numpy"):
+                work()
+        assert fetched(there + 1.0).tolist() == [2.0, 2.0, 2.0] and (there.cpu() + here).sum() == 6

@@ -416,6 +416,9 @@ def test_the_routes_of_a_device(shape, many):
     assert auto.polar_choice(*shape, 4).taken == "gram"
     assert (auto.polar_choice(*shape, 4, "cuda").taken == "products") == many
     assert auto.polar_choice(*shape, 4, "mps").taken == "gram"
+    # In float64 by an SVD, which takes many times as long as an eigenproblem there.
+    assert auto.polar_choice(*shape, 8).taken == "svd"
+    assert (auto.polar_choice(*shape, 8, "cuda").taken == "products") == many
     assert auto.cut_off_choice(*shape).taken == "eigen64"
     assert (auto.cut_off_choice(*shape, "cuda").taken == "projector64") == many
     assert not goes_by_products(torch.zeros(shape))

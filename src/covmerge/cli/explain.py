@@ -71,11 +71,10 @@ def explain(
         console.print(
             f"Of {device} the table is that of an H100: an eigenproblem takes as long as\n"
             f"{EIGENPROBLEM[device]:g} products and some time for each column, and float64 no longer than\n"
-            "float32. "
-            "Methods are counted as on a CPU.\n"
+            "float32. Systems, adapters and methods are counted as on a CPU.\n"
         )
     console.print(
-        "A float64 operation counts as two; workspace is beside the experts' updates and\n"
+        "A float64 operation counts as two on a CPU; workspace is beside the updates and\n"
         "the result. Methods as on updates that are not adapters:\n"
     )
     _show_methods(costs)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from covmerge.errors import InputError, RecipeError, did_you_mean
-from covmerge.linalg.auto import EIGENPROBLEM
+from covmerge.linalg.auto import eigen_share
 from covmerge.recipe import parse_size
 
 # Guesses where nothing is said. A core's SHA-256, by the instructions that processors have for it.
@@ -15,8 +15,8 @@ _HASHED = 1.5e9
 # Products in float32. What a GPU has on paper is more.
 _CORE, _GPU = 5e10, 2.5e13
 # Operations in eigenproblems, as a share of the rate of products: on a CPU 0.7 to 0.9 of 512 rows and more,
-# on a GPU what routes of large matrices are chosen by.
-_EIGEN, _EIGEN_GPU = 0.8, EIGENPROBLEM["cpu"] / EIGENPROBLEM["cuda"]
+# on a GPU what an H100 does of large matrices: of 768 rows it takes six times as long.
+_EIGEN, _EIGEN_GPU = 0.8, eigen_share("cuda")
 # What a core of a CPU converts to float32, scales and adds up, of bytes as they are stored.
 _STREAMED, _STREAMED_GPU = 1.5e9, 5e11
 # Seconds that a process takes to start, to plan by headers and to publish: of a small merge here.

@@ -45,7 +45,9 @@ _LAPACK = 4.5
 EIGENPROBLEM = {"cpu": _LAPACK, "cuda": 38.0}
 # What products could do there in a column's time; and while an iteration by products begins its kernels,
 # one after the other, and waits for what Cholesky factors say.
-_COLUMN, _BEGUN = {"cuda": 5.6e8}, {"cuda": 1.8e11}
+_COLUMN, _BEGUN = {"cuda": 5.6e8}, {"cuda": 2.4e11}
+# Columns of an eigenproblem whose time one of a singular value decomposition takes there: 2 to 10, by size.
+_OF_SVD = 6.0
 # Steps of a polar factor or a projector by products (see `covmerge.linalg.by_products`).
 STEPS = 22
 # What passes over the updates beside take of the time of products, for each entry.
@@ -167,7 +169,8 @@ def spectrum_choice(d_out: int, d_in: int, k: int, itemsize: int, device: str = 
     float64 = _float64(device)
     products = float64 * (symmetric_cost(long, short, device) + 2.0 * short * long * k)
     blocks = 2 * short * min(long, 1024) * 8
-    svd = float64 * (6.0 * short * short * long + 20.0 * short**3) * _beside_cpu(device)
+    svd = (6.0 * short * short * long + 20.0 * short**3) * _beside_cpu(device)
+    svd = float64 * (svd + _OF_SVD * _COLUMN.get(device, 0.0) * short)
     routes = {
         "svd": Cost(svd, (3 * short * long + 6 * short * short) * 8 + kept, svd),
         "gram": eigh_cost(short, device) + Cost(products, blocks + kept),
@@ -339,6 +342,11 @@ def eigh_cost(side: int, device: str = "cpu") -> Cost:
     """
     flops = _float64(device) * _eigenproblem(side, device)
     return Cost(flops, 5 * side * side * 8, flops)
+
+
+def eigen_share(device: str) -> float:
+    """Rate of what methods declare as eigenproblems, in that of products, of large matrices."""
+    return FLOAT64 / (_float64(device) * _beside_cpu(device))
 
 
 def _float64(device: str) -> float:

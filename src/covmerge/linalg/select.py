@@ -157,6 +157,8 @@ class MagnitudeSelect:
             return
         found = int(torch.searchsorted(below, self._rank))
         if found in (0, len(below) - 1):  # the guess was wrong
+            if self._low == 0 and (len(below) - 2) << self._shift >= self._every:
+                raise ValueError(f"rank {self._rank} is at none of all magnitudes of {self._float}")
             self._look_beside(above=found > 0)
             return
         self.below, self.up_to = int(below[found - 1]), int(below[found])
@@ -175,7 +177,9 @@ class MagnitudeSelect:
         self._look(max(0, self._low + (2**width if above else -(2**width))), width, digit)
 
     def _look_everywhere(self) -> None:
-        self._look(0, torch.finfo(self._float).bits - 1)  # the sign bit is dropped
+        width = torch.finfo(self._float).bits - 1  # the sign bit is dropped
+        self._every = 2**width
+        self._look(0, width)
 
     def _look(self, low: int, width: int, digit: int = _DIGIT) -> None:
         """Count 2^width bit patterns from `low` on next, in 2^digit ranges of equal size."""
