@@ -229,8 +229,8 @@ def test_updates_that_are_long_beside_the_base_are_averaged(c0):
     sizes = [10.0**power for power in range(-3, 3)]
     far = [relative(beside(updates, size, c0), alone) for size in sizes]
     assert all(later < earlier for earlier, later in pairwise(far))
-    # At ρ = ⅓ it is half way, with the base's inputs at ½.
-    times = 3.0 if c0 is None else 2.0
+    # At ρ = ⅓ it is half way, with the base's inputs at ⅖.
+    times = 3.0 if c0 is None else 2.5
     long = times * sum(float(u.square().sum()) for u in updates) ** 0.5
     assert relative(beside(updates, long, c0), (alone + mean) / 2) < 1e-2
 

@@ -63,7 +63,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     "auto",
     equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
     "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  a = ρ⁴/(ρ⁴ + k⁴),  "
-    "ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²,  k = ½ with the base's inputs, ⅓ without",
+    "ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²,  k = ⅖ with the base's inputs, ⅓ without",
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
@@ -92,7 +92,7 @@ def auto(group: LinearGroup) -> Merged:
     λ such that the outputs' singular values add up to those of (Σ w_tb_tΔ_t) C₀^½, times
     Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
     Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  a = ρ⁴ / (ρ⁴ + k⁴),  ρ² = Σ s_tw_t ‖b_tΔ_t‖² / ‖W₀‖²,
-    k = ½ with the base's inputs, ⅓ without.
+    k = ⅖ with the base's inputs, ⅓ without.
 
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.

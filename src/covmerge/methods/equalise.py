@@ -31,7 +31,7 @@ _LONG = 2.0
 _FAINT = 0.01
 # Updates that are together so many times as long as the base's weights are half way to what is safest:
 # later where it is the average and the base's inputs say what is equalised.
-_BESIDE_BASE, _INPUTS_SEEN = 1.0 / 3.0, 1.0 / 2.0
+_BESIDE_BASE, _INPUTS_SEEN = 1.0 / 3.0, 2.0 / 5.0
 _FAR = 1e60  # times as long: there is no difference any more
 
 
@@ -80,7 +80,7 @@ class Counted:
         """Return a = ρ⁴/(ρ⁴ + k⁴), ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖²; None where ‖W₀‖ is not known.
 
         Args:
-            inputs_seen: k is ½ and not ⅓.
+            inputs_seen: k is ⅖ and not ⅓.
         """
         base_norm = self.group.base_norm
         if base_norm is None:

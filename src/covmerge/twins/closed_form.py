@@ -203,7 +203,7 @@ def equalised(
     if group.base_norm is None:
         return equal
     counts = [own * x for own, x in zip(s, w, strict=True)]
-    k = 1 / 2 if end is None and safest is None else 1 / 3
+    k = 2 / 5 if end is None and safest is None else 1 / 3
     if safest is None:
         safest = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
     squares = [c * length(d) ** 2 for c, (d, _) in zip(counts, changed, strict=True)]

@@ -63,7 +63,7 @@ def auto_with(
         told: without `inputs`, how much of C₀ is what the updates tell, the rest I; None: as much as they
             use the inputs.
         beside: times ‖W₀‖ that updates are together where the result is half way to their average; "auto":
-            ½ with `inputs`, ⅓ without; None: it does not go there.
+            ⅖ with `inputs`, ⅓ without; None: it does not go there.
     """
     updates = [update.double() for update in group.updates if float(update.abs().max()) > 0]
     first = group.updates[0]
@@ -117,7 +117,7 @@ def auto_with(
     merged = (left * lift) @ (left.mT @ fused) * (wanted / (sigma * lift).sum())
     if beside is not None and group.base_norm is not None:
         if beside == "auto":
-            beside = 1.0 / 3.0 if group.inputs is None else 0.5
+            beside = 1.0 / 3.0 if group.inputs is None else 2.0 / 5.0
         together = float((shares * energies).sum()) ** 2
         away = together / (together + (beside * group.base_norm) ** 4)
         parts = [own * update for own, update in zip(shares, updates, strict=True)]
