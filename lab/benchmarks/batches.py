@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import clock, machine, on
+from benchmarks.measure import clock, machine, usable
 from covmerge.methods import Method, registry
 from covmerge.testing.groups import group_of, random_updates, relative
 from covmerge.types import LinearGroup, Merged
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    device = on(arguments.device)
+    device = usable(arguments.device)
     out = arguments.out or RESULTS / (
         "batches.json" if device == "cpu" else f"batches-{device}.json"
     )

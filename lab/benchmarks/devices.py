@@ -30,7 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 import covmerge
-from benchmarks.measure import clock, machine, on, spread
+from benchmarks.measure import clock, machine, spread, usable
 from covmerge.engine import lots, options
 
 RESULTS = Path(__file__).parent / "results"
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS / "devices.json")
     given = parser.parse_args()
-    on("cuda")
+    usable("cuda")
     rows: list[dict[str, object]] = []
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:

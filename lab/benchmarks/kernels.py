@@ -50,7 +50,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import clock, machine, on, spread
+from benchmarks.measure import clock, machine, spread, usable
 from covmerge import merge_layer
 from covmerge.linalg.auto import FLOAT64, dots_cost, eigh_cost
 from covmerge.methods import registry
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    device = on(arguments.device)
+    device = usable(arguments.device)
     out = arguments.out or RESULTS / (
         "kernels.json" if device == "cpu" else f"kernels-{device}.json"
     )

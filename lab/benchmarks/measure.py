@@ -33,7 +33,7 @@ def machine(device: str = "cpu") -> dict[str, object]:
     }
 
 
-def on(device: str) -> str:
+def usable(device: str) -> str:
     """The device that was asked for, if there is one."""
     try:
         return str(usable_device(device))

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.measure import clock, machine, on
+from benchmarks.measure import clock, machine, usable
 from covmerge.covariance import normal
 from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.estimate import gram as gram_of
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    device = on(arguments.device)
+    device = usable(arguments.device)
     out = arguments.out or RESULTS / ("routes.json" if device == "cpu" else f"routes-{device}.json")
     found = rates(device, arguments.rounds)
     for row in found:

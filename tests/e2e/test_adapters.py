@@ -42,6 +42,15 @@ def save_adapter(base, folder, *, seed, targets, scale=0.05, move=False, **optio
     model.merge_and_unload().save_pretrained(folder / "full")
 
 
+def save_two_adapters(folder):
+    """A tiny Llama and two adapters of its attention: the base, and the experts by name."""
+    base = build("llama")
+    base.save_pretrained(folder / "base")
+    for seed in (1, 2):
+        save_adapter(base, folder / f"e{seed}", seed=seed, targets=["q_proj", "o_proj"])
+    return folder / "base", {f"e{seed}": folder / f"e{seed}" / "adapter" for seed in (1, 2)}
+
+
 @pytest.fixture(scope="module", params=TARGETS)
 def saved_family(request, tmp_path_factory):
     """A base, three adapters of it, and the full models that they become."""

@@ -17,9 +17,9 @@ from covmerge.methods.registry import Method
 from covmerge.plan import build_plan
 from covmerge.recipe import parse_recipe
 from covmerge.sources import open_checkpoints
-from tests.e2e.models import build, save_family
+from tests.e2e.models import save_family
 from tests.e2e.test_adapters import pytestmark as of_adapters
-from tests.e2e.test_adapters import save_adapter
+from tests.e2e.test_adapters import save_two_adapters
 from tests.e2e.test_resume import PARTIAL, digests, interrupt_after
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -308,16 +308,12 @@ def test_matrices_of_every_form(family, batches, tmp_path):
 @of_adapters
 def test_adapters_in_a_lot_are_merged_on_their_factors(batches, tmp_path):
     """What the plan counts on is shapes: a lot whose updates come by their factors goes item by item."""
-    base = build("llama")
-    base.save_pretrained(tmp_path / "base")
-    for seed in (1, 2):
-        save_adapter(base, tmp_path / f"e{seed}", seed=seed, targets=["q_proj", "o_proj"])
-    experts = {f"e{seed}": tmp_path / f"e{seed}" / "adapter" for seed in (1, 2)}
-    merged = covmerge.merge(tmp_path / "base", experts, "ace", threads=1)
+    sources = save_two_adapters(tmp_path)
+    merged = covmerge.merge(*sources, "ace", threads=1)
     assert batches == []  # none had two groups to run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lots, "_LOOPED", ("cpu",))
-        loop = covmerge.merge(tmp_path / "base", experts, "ace", threads=1)
+        loop = covmerge.merge(*sources, "ace", threads=1)
     for name, tensor in loop.tensors.items():
         assert torch.equal(merged.tensors[name], tensor)
 

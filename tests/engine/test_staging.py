@@ -12,9 +12,8 @@ from covmerge.engine.inputs import Inputs
 from covmerge.engine.staging import Staging, pinned_bytes
 from covmerge.errors import TensorError
 from covmerge.types import LowRank, Measured
-from tests.e2e.models import build
 from tests.e2e.test_adapters import pytestmark as of_adapters
-from tests.e2e.test_adapters import save_adapter
+from tests.e2e.test_adapters import save_two_adapters
 from tests.e2e.test_resume import digests
 from tests.engine.test_lots import models, plan, saved
 from tests.engine.watched import SMALL, Late
@@ -108,11 +107,7 @@ def test_a_merge_whose_rows_are_sent_ahead_has_the_same_bytes(
 
 @of_adapters
 def test_factors_of_adapters_are_sent_ahead(tmp_path):
-    build("llama").save_pretrained(tmp_path / "base")
-    for seed in (1, 2):
-        own = tmp_path / f"e{seed}"
-        save_adapter(build("llama"), own, seed=seed, targets=["q_proj", "o_proj"])
-    given = tmp_path / "base", {f"e{seed}": tmp_path / f"e{seed}" / "adapter" for seed in (1, 2)}
+    given = save_two_adapters(tmp_path)
     plain = covmerge.merge(*given, "ace", threads=1)
     with sent_by(Late):
         sent = covmerge.merge(*given, "ace", threads=1)

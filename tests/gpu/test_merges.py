@@ -16,9 +16,9 @@ from covmerge.engine.lots import lots_of
 from covmerge.engine.staging import Staging, pinned_bytes
 from covmerge.errors import ResourceError
 from tests.cli.runs import covmerge as command
-from tests.e2e.models import build, save_family
+from tests.e2e.models import save_family
 from tests.e2e.test_adapters import pytestmark as of_adapters
-from tests.e2e.test_adapters import save_adapter
+from tests.e2e.test_adapters import save_two_adapters
 from tests.e2e.test_resume import digests, interrupt_after
 from tests.engine.test_lots import models, near, plan, saved
 
@@ -47,8 +47,7 @@ def alike(one, other, base):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_merge_is_what_it_is_on_the_cpu_and_always_the_same(method, dtype, tmp_path):
-    count = 2 if method in ("slerp", "nuslerp") else 3
-    sources = saved(tmp_path / "models", *models(experts=count, dtype=dtype))
+    sources = saved(tmp_path / "models", *models(dtype=dtype))
     covmerge.merge(*sources, method, tmp_path / "cpu", threads=1)
     for name, threads in (("gpu", 1), ("again", 3)):
         result = covmerge.merge(*sources, method, tmp_path / name, device="cuda", threads=threads)
@@ -100,13 +99,9 @@ def test_models_of_every_form(family, method, tmp_path):
 @of_adapters
 @pytest.mark.parametrize("method", ["ace", "auto", "knots", "tsv_m"])
 def test_adapters(method, tmp_path):
-    base = build("llama")
-    base.save_pretrained(tmp_path / "base")
-    for seed in (1, 2):
-        save_adapter(base, tmp_path / f"e{seed}", seed=seed, targets=["q_proj", "o_proj"])
-    experts = {f"e{seed}": tmp_path / f"e{seed}" / "adapter" for seed in (1, 2)}
-    here = covmerge.merge(tmp_path / "base", experts, method, threads=1)
-    there = covmerge.merge(tmp_path / "base", experts, method, device="cuda")
+    sources = save_two_adapters(tmp_path)
+    here = covmerge.merge(*sources, method, threads=1)
+    there = covmerge.merge(*sources, method, device="cuda")
     for name, tensor in here.tensors.items():
         assert (there.tensors[name].cpu() - tensor).norm() <= 1e-4 * (1 + tensor.norm())
 

@@ -36,6 +36,13 @@ def test_kth_magnitude_is_that_of_sorting(dtype, values, data):
     assert kth_magnitude(vector, rank) == sorted_magnitude(vector, rank)
 
 
+def test_a_search_that_finds_nothing_anywhere_ends(monkeypatch):
+    """Old: on GPUs, where nothing was ever counted inside, it went on for ever."""
+    monkeypatch.setattr(select, "_split", lambda numbers, width: (0, numbers[:0]))
+    with pytest.raises(ValueError, match="rank 2 is at none of all magnitudes"):
+        kth_magnitude(torch.tensor([1.0, 2.0, 3.0]), 2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", [1, 2, 400, 2999, 3000])
 def test_equal_magnitudes_count_one_by_one(dtype, rank):

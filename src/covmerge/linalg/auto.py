@@ -46,7 +46,7 @@ EIGENPROBLEM = {"cpu": _LAPACK, "cuda": 38.0}
 # What products could do there in a column's time; and while an iteration by products begins its kernels,
 # one after the other, and waits for what Cholesky factors say.
 _COLUMN, _BEGUN = {"cuda": 5.6e8}, {"cuda": 2.4e11}
-# Columns of an eigenproblem whose time one of a singular value decomposition takes there: 2 to 10, by size.
+# Columns of an eigenproblem whose time one of a singular value decomposition takes there: 1.5 to 10.
 _OF_SVD = 6.0
 # Steps of a polar factor or a projector by products (see `covmerge.linalg.by_products`).
 STEPS = 22
