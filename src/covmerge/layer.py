@@ -15,6 +15,7 @@ from covmerge.errors import RecipeError, TensorError
 from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
+from covmerge.linalg.metric import norm_beside
 from covmerge.linalg.random import Stream
 from covmerge.measures.length import times_as_long
 from covmerge.measures.rounding import rounding_of
@@ -139,7 +140,7 @@ def merge_layer(
             parameters,
             measured=measured,
             inputs=seen,
-            base_norm=_size(chosen, base),
+            base_norm=_size(chosen, base, seen),
         )
         delta = found.delta
         norms = [sqrt(update.square_norm()) for update in factors]
@@ -147,6 +148,7 @@ def merge_layer(
         return _stored(delta, stored)
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
     start = None if base is None else base.to(dense[0].device, dtype)
+    inputs = None if base_inputs is None else base_inputs.to(dense[0].device, dtype)
     seen_models = () if start is None or chosen.sees == "updates" else [start + u for u in dense]
     group = LinearGroup(
         () if seen_models else dense,
@@ -157,8 +159,8 @@ def merge_layer(
         measured=_measured(data or (), dense[0]),
         factors=tuple(factors),
         base=start if chosen.needs_base else None,
-        base_norm=_size(chosen, base),
-        inputs=None if base_inputs is None else base_inputs.to(dense[0].device, dtype),
+        base_norm=_size(chosen, base, inputs),
+        inputs=inputs,
     )
     merged = chosen(group, **parameters)
     norms = [norm(update) for update in dense]
@@ -166,8 +168,8 @@ def merge_layer(
     return _stored(merged.delta, stored)
 
 
-def _size(method: Method, base: Tensor | None) -> float | None:
-    return None if base is None or not method.base_norm else norm(base.cpu().double())
+def _size(method: Method, base: Tensor | None, inputs: Tensor | None) -> float | None:
+    return norm_beside(base, inputs) if base is not None and method.base_norm else None
 
 
 def _measured(data: Sequence[Tensor], like: Tensor) -> tuple[Measured, ...]:

@@ -225,8 +225,9 @@ class LinearGroup:
         inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
             device, for whom is registered with `base_inputs`, where somebody has measured it; None:
             nobody has.
-        base_norm: ‖W_0‖_F, for whom is registered with `base_norm`, of a layer that stands in a row of
-            blocks; None: it stands in none, or its weights were not read.
+        base_norm: ‖W_0C^½‖, C the `inputs` in their units, and where there are none ‖W_0‖_F, for whom is
+            registered with `base_norm`, of a layer that stands in a row of blocks; None: it stands in
+            none, or its weights were not read.
     """
 
     updates: tuple[Tensor, ...]

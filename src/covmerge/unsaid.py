@@ -107,7 +107,7 @@ def why_not(
     if recipe.output.format == "adapter" and all_adapters:
         return (
             "an adapter of adapters needs nothing of its base (--base-stats random runs it), so that "
-            "nothing goes to the average either, where updates are as long as the base's weights"
+            "nothing goes to the average either, where updates are long beside the base's weights"
         )
     described = describe_checkpoint(base)
     if described.source != "skeleton":

@@ -229,10 +229,19 @@ def test_updates_that_are_long_beside_the_base_are_averaged(c0):
     sizes = [10.0**power for power in range(-3, 3)]
     far = [relative(beside(updates, size, c0), alone) for size in sizes]
     assert all(later < earlier for earlier, later in pairwise(far))
-    # At ρ = ⅓ it is half way, with the base's inputs at ⅖.
-    times = 3.0 if c0 is None else 2.5
-    long = times * sum(float(u.square().sum()) for u in updates) ** 0.5
-    assert relative(beside(updates, long, c0), (alone + mean) / 2) < 1e-2
+    if c0 is None:  # at ρ = ⅓ it is half way
+        long = 3.0 * sum(float(u.square().sum()) for u in updates) ** 0.5
+        assert relative(beside(updates, long), (alone + mean) / 2) < 1e-2
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0, 8.0])
+def test_what_is_added_is_held_to_a_share_of_what_the_base_gives(times):
+    updates, c0 = random_updates(24, 40, 3, 24, 1.0, seed=8), inputs(40)
+    mean, alone = torch.stack(updates).mean(0), merged(updates, c0)
+    added = float((alone @ c0 * alone).sum()) ** 0.5
+    kept = (1 + times**4) ** -0.25  # the rest is the average
+    found = beside(updates, added / times / 0.15, c0)
+    assert relative(found, kept * alone + (1 - kept) * mean) < 1e-2
 
 
 def test_of_one_expert_and_copies_of_it_the_average_is_the_expert():
@@ -263,18 +272,21 @@ def test_an_update_that_vanishes_leaves_the_average_too():
     assert relative(heavy, without) < 1e-3
 
 
-def test_factors_and_product_agree_beside_the_base():
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+@pytest.mark.parametrize("c0", [None, inputs(40), 1e-6 * inputs(40)], ids=["I", "C0", "small"])
+def test_factors_and_product_agree_beside_the_base(c0):
+    draw = lambda *size: torch.randn(*size, generator=seeded(0), dtype=torch.float64)  # noqa: E731
     factors = [LowRank(draw(24, rank), draw(rank, 40)) for rank in (2, 4, 3)]
     dense = [factor.dense() for factor in factors]
-    found = merge_factors(AUTO, factors, [1.0] * 3, {}, base_norm=50.0).delta.dense()
-    assert relative(found, beside(dense, 50.0)) < 1e-7
-    base = 50.0 * torch.ones(24, 40, dtype=torch.float64) / 960**0.5
+    base = 10.0 * torch.randn(24, 40, generator=seeded(1), dtype=torch.float64)
+    long = float((base @ (torch.eye(40).double() if c0 is None else c0) * base).sum()) ** 0.5
+    expected = beside(dense, long, c0)
+    assert relative(expected, merged(dense, c0)) > 0.05
+    found = merge_factors(AUTO, factors, [1.0] * 3, {}, inputs=c0, base_norm=long).delta.dense()
+    assert relative(found, expected) < 1e-7
     for own in (factors, dense):
-        merged_layer = covmerge.merge_layer(own, "auto", base=base)
+        merged_layer = covmerge.merge_layer(own, "auto", base=base, base_inputs=c0)
         whole = merged_layer.dense() if isinstance(merged_layer, LowRank) else merged_layer
-        assert relative(whole, found) < 1e-7
+        assert relative(whole, expected) < 1e-7
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

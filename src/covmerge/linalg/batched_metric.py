@@ -23,11 +23,13 @@ class Metrics:
 
     Attributes:
         covariances: C in float64, each of mean eigenvalue 1.
+        sizes: the square root of what each C was divided by `(n,)`.
         factors: L, lower triangular, with LLᵀ = C, float64; arbitrary where there is none.
         definite: whether there is one `(n,)`.
     """
 
     covariances: Tensor
+    sizes: Tensor
     factors: Tensor
     definite: Tensor
 
@@ -35,15 +37,18 @@ class Metrics:
     def of(cls, covariances: Tensor) -> Metrics:
         """The metrics of covariances of any scale."""
         whole = covariances.to(torch.float64, copy=True)
-        whole.div_(per_member(whole.diagonal(dim1=1, dim2=2).mean(1), whole))
+        means = whole.diagonal(dim1=1, dim2=2).mean(1)
+        whole.div_(per_member(means, whole))
         factors, definite = factorize_all(whole, whole.new_zeros(len(whole)))
-        return cls(whole, factors, definite & all_finite(factors))
+        return cls(whole, means.sqrt(), factors, definite & all_finite(factors))
 
     def only(self, kept: Sequence[int]) -> Metrics:
         """Return some of them."""
         if len(kept) == len(self.definite):
             return self
-        return Metrics(self.covariances[kept], self.factors[kept], self.definite[kept])
+        return Metrics(
+            self.covariances[kept], self.sizes[kept], self.factors[kept], self.definite[kept]
+        )
 
     def dots(self, layers: Sequence[Sequence[Tensor]]) -> Tensor:
         """⟨Δ_tC^½, Δ_uC^½⟩ `(n, T, T)` of every layer's updates, float64, row block by row block.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from covmerge.linalg.auto import DOTS_BLOCK, DOTS_ROWS
 from covmerge.linalg.cholesky import lower_factor
-from covmerge.linalg.lapack import eigh, eigvalsh, multi_dot
+from covmerge.linalg.lapack import eigh, eigvalsh, multi_dot, square_norm
 from covmerge.linalg.spectral import (
     EXACT,
     float64_gram,
@@ -57,15 +58,17 @@ class Metric:
 
     Attributes:
         covariance: C in float64, of mean eigenvalue 1.
+        size: the square root of what C was divided by, the unit of all lengths.
     """
 
     covariance: Tensor
+    size: float = 1.0
 
     @classmethod
     def of(cls, covariance: Tensor) -> Metric:
         """The metric of a covariance of any scale but 0."""
         mean = covariance.diagonal().to(torch.float64).mean()
-        return cls(covariance.to(torch.float64, copy=True).div_(mean))
+        return cls(covariance.to(torch.float64, copy=True).div_(mean), sqrt(float(mean)))
 
     @cached_property
     def factor(self) -> Tensor | None:
@@ -134,6 +137,34 @@ class Metric:
         if self.factor is None:
             return update @ self.root.to(update.dtype)
         return times_lower(update, self.factor.to(update.dtype))
+
+
+def norm_beside(weights: Tensor, inputs: Tensor | None) -> float:
+    """‖WC^½‖ of a matrix W `(d_out, d_in)` and inputs C, in their units; of no inputs ‖W‖_F.
+
+    A few rows at a time: products in C's dtype, their sums in float64.
+
+    Example:
+        >>> norm_beside(torch.tensor([[3.0, 4.0]]), None)
+        5.0
+        >>> norm_beside(torch.tensor([[2.0, 2.0]]), torch.diag(torch.tensor([3.0, 1.0])))
+        4.0
+    """
+    total = 0.0
+    lower = None if inputs is None or not came_in(inputs) else half(inputs)
+    for rows in row_blocks([weights]):
+        if lower is None:
+            total += square_norm(weights[rows].to(torch.float64))
+        else:
+            block = weights[rows].to(lower)
+            seen = times_lower(block, lower)
+            total += 2.0 * float(seen.to(torch.float64).mul_(block).sum())
+    return sqrt(max(0.0, total))
+
+
+def came_in(inputs: Tensor) -> bool:
+    """Whether anything ever came in."""
+    return float(inputs.diagonal().sum()) > 0.0
 
 
 def row_blocks(updates: Sequence[Tensor]) -> Iterator[slice]:

@@ -23,7 +23,7 @@ from covmerge.linalg.auto import (
     symmetric_cost,
     system_choice,
 )
-from covmerge.linalg.metric import Metric
+from covmerge.linalg.metric import Metric, came_in
 from covmerge.linalg.spectral import rank_tolerance
 from covmerge.linalg.symmetric import add_gram_, mirror_
 from covmerge.methods.auto_batched import auto_batched
@@ -61,9 +61,10 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @register(
     "auto",
-    equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
-    "C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  a = ρ⁴/(ρ⁴ + k⁴),  "
-    "ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²,  k = ⅖ with the base's inputs, ⅓ without",
+    equation="W̄ = W₀ + (1 − a) M + a Δ̄,  M = λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  "
+    "R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  "
+    "1 − a = (1 + (ν/0.15)⁴)^(−¼),  ν = ‖MC₀^½‖/‖W₀C₀^½‖; without the base's inputs "
+    "1 − a = (1 + (3ρ)⁴)⁻¹,  ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²",
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
@@ -81,7 +82,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def auto(group: LinearGroup) -> Merged:
     """Merge one linear layer by least squares on the outputs, whose spectrum is brought nearer to flat.
 
-    W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ,  with
+    W̄ = W₀ + (1 − a) M + a Δ̄,  M = λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  with
 
     R = (Σ s_tw_t b_tΔ_tC_t)(Σ s_tw_t C_t)⁻¹,  C_t = Δ_tᵀΔ_t / ‖Δ_t‖² + 0.1 I / d_in,
     s_t = ‖b_tΔ_t‖² / (‖b_tΔ_t‖² + 0.01 Σ‖b_sΔ_s‖⁴ / Σ‖b_sΔ_s‖²),
@@ -91,8 +92,8 @@ def auto(group: LinearGroup) -> Merged:
     q = (¾ − φ/4)(1 − N⁻²),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
     λ such that the outputs' singular values add up to those of (Σ w_tb_tΔ_t) C₀^½, times
     Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
-    Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  a = ρ⁴ / (ρ⁴ + k⁴),  ρ² = Σ s_tw_t ‖b_tΔ_t‖² / ‖W₀‖²,
-    k = ⅖ with the base's inputs, ⅓ without.
+    Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  1 − a = (1 + (ν/0.15)⁴)^(−¼),  ν = ‖MC₀^½‖ / ‖W₀C₀^½‖,
+    and where C₀ was not measured 1 − a = (1 + (3ρ)⁴)⁻¹,  ρ² = Σ s_tw_t ‖b_tΔ_t‖² / ‖W₀‖².
 
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
@@ -105,16 +106,17 @@ def auto(group: LinearGroup) -> Merged:
     are noise and q goes to ½; adapters use few, and q goes to ¾. An expert whose update vanishes
     leaves all sums, s_t → 0, without a jump. One that is many times as long as the others is brought to
     about twice their length, b_t; lengths that differ by less stay nearly what they are. All this holds
-    while what others bring is small beside what the base's weights give. Where updates together are
-    as long as W₀, ρ = 1, the layers behind get something else than they know, and nothing is as safe as the
-    average Δ̄: a says how far the merge goes there, less far where the base's inputs are known. Usually ρ
-    is a tenth or two, and a a few per cent at most. ρ is not known, and a = 0, where the base's weights
-    are not read, and outside the row of blocks.
+    while what is added is small beside what the base's weights give. Where the outputs of M are half as
+    long as those of W₀, ν = ½, the layers behind get something else than they know, and nothing is as safe
+    as the average Δ̄: M is held to about 0.15 of the base's outputs, and what is left of 1 goes to Δ̄.
+    Where nobody knows outputs, the updates' lengths beside the weights' have to tell, and the merge goes to
+    the average with no rest. Usually both are a tenth or two, and a a few per cent. a = 0 where the base's
+    weights are not read, and outside the row of blocks.
 
     Args:
         group: updates `(d_out, d_in)`, and C₀ `(d_in, d_in)` of any scale as `inputs`; a weight
             multiplies its expert's covariance and its update in the sum (weights are brought to mean 1
-            first, each counted s_t times). ‖W₀‖ as `base_norm`.
+            first, each counted s_t times). ‖W₀C₀^½‖ as `base_norm`, without `inputs` ‖W₀‖.
 
     Departs from the paper: there is none; `docs/auto.md` derives it, and `docs/auto-log.md` has what
     was tried.
@@ -129,8 +131,8 @@ def auto(group: LinearGroup) -> Merged:
     if counted is None:
         return Merged(torch.zeros_like(first), Equalised(len(group.updates)))
     measured, told = group.inputs, None
-    if measured is not None and not float(measured.diagonal().sum()) > 0.0:
-        measured = None  # nothing ever came in
+    if measured is not None and not came_in(measured):
+        return auto(replace(group, inputs=None))
     known = measured is not None
     if measured is None:
         measured, told = _told(counted.active, counted.shares)
@@ -139,8 +141,8 @@ def auto(group: LinearGroup) -> Merged:
     seen = Metric.of(measured)
     noticed = Equalised(counted.active.unchanged, inputs_known=known, inputs_told=told)
     found = equalise(counted, fused, seen, noticed, rtol=rtol)
-    # What the base's inputs see nothing of.
-    return auto(replace(group, inputs=None)) if found is None else found
+    # What the base's inputs see nothing of, and so add nothing to.
+    return auto(replace(group, inputs=None, base_norm=None)) if found is None else found
 
 
 def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:

@@ -121,8 +121,10 @@ def _equalised(
     lifts = [torch.zeros(1) if own is None else own.lift * own.scale for own in flat]
     unseen = [0.0 if own is None else own.unseen for own in flat]
     merged = lifted(found, fused, counts, lifts, unseen)
-    pairs = zip(layers, noticed, strict=True)
-    away = [layer.beside_base(inputs_seen=said.inputs_known) for layer, said in pairs]
+    sizes = zip(layers, flat, numbers(seen.sizes), strict=True)
+    away = [
+        None if own is None else layer.beside_base(own.length * size) for layer, own, size in sizes
+    ]
     if any(away):
         merged.mul_(per_member([1.0 - (own or 0.0) for own in away], merged))
         pairs = zip(layers, away, strict=True)

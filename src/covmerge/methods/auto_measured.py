@@ -76,10 +76,10 @@ def auto_measured(group: LinearGroup) -> Merged:
     C₀ = Σ w_tG̃_t,  G̃_t = 0.9 G_t + 0.1 diag G_t  (RegMean, §3),
     ψ_t = log det(I + 10⁴ d_in Δ_tᵀΔ_t / ‖Δ_t‖²) / (d_in log(1 + 10⁴))
 
-    and b_t, s_t, N, φ, τ, q, λ and a as in `auto`, with k = ⅓. G_t = E[z zᵀ] over expert t's inputs of
-    this layer stands beside what its update tells of them, which counts as much where the update uses all
-    directions of its inputs, and next to nothing where it is an adapter's. All G̃_t together take the
-    place of the base's inputs, and R that of the average, where updates are long beside the base's
+    and b_t, s_t, N, φ, τ, q, λ and a as in `auto` by the weights alone. G_t = E[z zᵀ] over expert t's
+    inputs of this layer stands beside what its update tells of them, which counts as much where the update
+    uses all directions of its inputs, and next to nothing where it is an adapter's. All G̃_t together take
+    the place of the base's inputs, and R that of the average, where updates are long beside the base's
     weights. Equalising makes up for most of what inputs lack that the experts write themselves, and for
     what RegMean averages of experts that share it (docs/auto.md). Where no data reached what was changed,
     updates are averaged.

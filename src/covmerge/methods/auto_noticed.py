@@ -139,13 +139,13 @@ FLATTENING = _Median(
 TOWARDS = _Median(
     "towards_average",
     "a, to the average",
-    "{numbers} of the way to the average, by how long updates are beside the base's weights",
+    "{numbers} of the way to the average, for how long it is beside the base",
     ".0%",
 )
 TOWARDS_LEAST_SQUARES = _Median(
     "towards_least_squares",
     "a, to least squares",
-    "{numbers} of the way to least squares, by how long updates are beside the base's weights",
+    "{numbers} of the way to least squares, for how long it is beside the base",
     ".0%",
 )
 LENGTHENING = _Median("lengthening", "λ, length", "{numbers} times that of least squares")
@@ -167,7 +167,7 @@ class Equalised(Noticed):
         lengthening: what λ makes of it: the sum of the outputs' singular values, over that of least
             squares. Nothing from `directions_in_use` on: nothing was left after least squares.
         outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖, before it goes to the average.
-        towards_average: a, how far it went to the average; None where ‖W₀‖ was not known.
+        towards_average: a, how far it went to the average; None where the base was not.
         inputs_told: ψ, the share of C₀ that is what the updates tell; None where it was measured.
     """
 

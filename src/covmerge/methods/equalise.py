@@ -1,6 +1,6 @@
 r"""Steps 3 and 4 of `auto`: the spectrum of what least squares gave, brought nearer to flat.
 
-    W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄,  K = R C₀ Rᵀ
+    W̄ = W₀ + (1 − a) M + a Δ̄,  M = λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ
 
 R is a merged update `(d_out, d_in)`, C₀ `(d_in, d_in)` says which inputs count. Δ̄ is what is safest: the
 average, or R itself where inputs were measured. `docs/auto.md` derives it.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import sqrt
+from math import expm1, log1p, sqrt
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ _SMALL = 0.01
 _LONG = 2.0
 # A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
 _FAINT = 0.01
-# Updates that are together so many times as long as the base's weights are half way to what is safest:
-# later where it is the average and the base's inputs say what is equalised.
-_BESIDE_BASE, _INPUTS_SEEN = 1.0 / 3.0, 2.0 / 5.0
+# What is added to a layer's outputs, as a share of those that its base gives: so much is left of what is
+# longer. Where outputs are not known, updates that are together so many times as long as the base's weights
+# are half way to what is safest.
+_OF_OUTPUTS, _OF_WEIGHTS = 0.15, 1.0 / 3.0
 _FAR = 1e60  # times as long: there is no difference any more
 
 
@@ -76,20 +77,28 @@ class Counted:
         pairs = zip(self.weights, self.bounds, strict=True)
         return [float(weight) * own for weight, own in pairs]
 
-    def beside_base(self, *, inputs_seen: bool) -> float | None:
-        """Return a = ρ⁴/(ρ⁴ + k⁴), ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖²; None where ‖W₀‖ is not known.
+    def beside_base(self, length: float) -> float | None:
+        """Return a, how far a merged update M goes to what is safest; None where the base is not known.
+
+        With the base's inputs 1 − a = (1 + (ν/0.15)⁴)^(−¼), ν = ‖MC₀^½‖/‖W₀C₀^½‖. Without, nobody knows
+        the outputs, and 1 − a = (1 + (3ρ)⁴)⁻¹, ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖².
 
         Args:
-            inputs_seen: k is ⅖ and not ⅓.
+            length: ‖MC₀^½‖, in the units of the group's `inputs`.
         """
         base_norm = self.group.base_norm
         if base_norm is None:
             return None
-        sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
-        energies = torch.tensor(sizes, dtype=torch.float64).square()
-        long = sqrt(float((self.shares * self.weights * energies).sum()))
-        half_way = _INPUTS_SEEN if inputs_seen else _BESIDE_BASE
-        return 1.0 / (1.0 + min(_FAR, half_way * base_norm / long) ** 4)
+        if self.group.inputs is None:
+            sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
+            energies = torch.tensor(sizes, dtype=torch.float64).square()
+            length = sqrt(float((self.shares * self.weights * energies).sum()))
+            share, power = _OF_WEIGHTS, 1.0
+        else:
+            share, power = _OF_OUTPUTS, 0.25
+        least = length / _FAR
+        times = length / max(share * base_norm, least) if length else 0.0
+        return -expm1(-power * log1p(times**4))
 
     def in_average(self, times: float) -> list[float]:
         """What an update is multiplied by in a multiple of the average, Σ s_tw_tb_tΔ_t / Σ s_tw_t."""
@@ -154,12 +163,14 @@ class Flattening:
         lift: of those of R `(k,)`, without λ.
         scale: λ.
         unseen: of what C₀ does not see, with λ; 0 where it is rounding.
+        length: ‖MC₀^½‖ of what it makes of R.
         noticed: and what there is to say of it.
     """
 
     lift: Tensor
     scale: float
     unseen: float
+    length: float
     noticed: Equalised
 
 
@@ -182,16 +193,16 @@ def flattening(
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
     scale = alike.agreement * whole / float((sigma * lift).sum())
     lifted = sigma * lift * scale
-    together = float((alike.lengths * counted.weights).sum())
+    length, together = norm(lifted), float((alike.lengths * counted.weights).sum())
     noticed = replace(
         noticed,
         directions_in_use=in_use,
         flattening=exponent,
         lengthening=float(lifted.sum() / sigma.sum()),
-        outputs_length=norm(lifted) / together,
+        outputs_length=length / together,
     )
     unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
-    return Flattening(lift, scale, unseen, noticed)
+    return Flattening(lift, scale, unseen, length, noticed)
 
 
 def equalise(
@@ -203,7 +214,7 @@ def equalise(
     rtol: float,
     safest: Tensor | None = None,
 ) -> Merged | None:
-    """Return λ (K + τ²I)^(−q/2) R, and where ‖W₀‖ is known go from there to what is safest.
+    """Return M = λ (K + τ²I)^(−q/2) R, and where the base is known go from there to what is safest.
 
     Args:
         counted: the experts, each of which lends λ, q and a its part.
@@ -227,16 +238,16 @@ def equalise(
     whole = seen.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
     found = flattening(counted, alike, spectrum.sigma, whole, noticed)
     merged, noticed = spectrum.lifted(found.lift * found.scale, found.unseen), found.noticed
-    beside = counted.beside_base(inputs_seen=known and safest is None)
-    if beside is not None:
-        merged = merged.mul_(1.0 - beside)
+    away = counted.beside_base(found.length * seen.size)
+    if away is not None:
+        merged = merged.mul_(1.0 - away)
         if safest is None:
-            each = zip(active.updates, counted.in_average(beside), strict=True)
+            each = zip(active.updates, counted.in_average(away), strict=True)
             for update, times in each:
                 merged.add_(update, alpha=times)
         else:
-            merged.add_(safest, alpha=beside)
-        noticed = noticed.going(beside)
+            merged.add_(safest, alpha=away)
+        noticed = noticed.going(away)
     return Merged(merged, noticed)
 
 

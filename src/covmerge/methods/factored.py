@@ -90,7 +90,7 @@ def merge_factors(
         thresholds: per update, what a survey has found; None: there was none.
         measured: per update, the Gram matrix of its inputs, where the method needs it.
         inputs: that of the layer's inputs in the base, where the method looks at it and somebody has it.
-        base_norm: ‖W_0‖, where the method looks at it and it is known.
+        base_norm: as in `LinearGroup`, where the method looks at it and it is known.
 
     Raises:
         TensorError: a Gram matrix is not of these updates.

@@ -118,7 +118,7 @@ def ace(
 
 
 def auto(group: LinearGroup) -> Tensor:
-    """(1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄, K = R C₀ Rᵀ, of the regression R  (docs/auto.md)."""
+    """(1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, of the regression R  (docs/auto.md)."""
     weights = mean_one(group.updates, group.weights)
     changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
     if not changed:
@@ -143,7 +143,7 @@ def auto(group: LinearGroup) -> Tensor:
         return auto(replace(group, inputs=None))
     if group.inputs is not None:
         found = equalised(group, R, group.inputs.double())
-        return auto(replace(group, inputs=None)) if found is None else found
+        return auto(replace(group, inputs=None, base_norm=None)) if found is None else found
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
     psi = share_told(G)
     w = [x * sum(s) / sum(scales) for _, x in changed]
@@ -163,7 +163,7 @@ def equalised(
     end: Rounding | None = None,
     safest: Tensor | None = None,
 ) -> Tensor | None:
-    """(1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄, K = R C₀ Rᵀ  (docs/auto.md); None where nothing of R is seen.
+    """(1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, K = R C₀ Rᵀ  (docs/auto.md); None where R is not seen.
 
     Δ̄ is `safest`, or the average.
 
@@ -199,16 +199,22 @@ def equalised(
     unseen = tau**-q if end is None else 0.0
     power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
     whole = svd(weighted(seen, w))[1].sum()
-    equal = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
+    M = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
     if group.base_norm is None:
-        return equal
-    counts = [own * x for own, x in zip(s, w, strict=True)]
-    k = 2 / 5 if end is None and safest is None else 1 / 3
+        return M
     if safest is None:
+        counts = [own * x for own, x in zip(s, w, strict=True)]
         safest = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
-    squares = [c * length(d) ** 2 for c, (d, _) in zip(counts, changed, strict=True)]
-    a = sum(squares) ** 2 / (sum(squares) ** 2 + (k * group.base_norm) ** 4)
-    return (1 - a) * equal + a * safest
+    if group.base_norm == 0:
+        return safest
+    given = group.inputs is not None and group.inputs.any()
+    if given:
+        nu = float(C0.diagonal().mean()) ** 0.5 * length(M @ L) / group.base_norm
+        a = 1 - (1 + (nu / 0.15) ** 4) ** (-1 / 4)
+    else:
+        squares = [o * x * length(d) ** 2 for o, x, (d, _) in zip(s, w, changed, strict=True)]
+        a = 1 - 1 / (1 + (3 * sum(squares) ** 0.5 / group.base_norm) ** 4)
+    return (1 - a) * M + a * safest
 
 
 def shares(norms: Sequence[float]) -> list[float]:

@@ -44,10 +44,11 @@ def auto_with(
     told: float | None = None,
     beside: float | Literal["auto"] | None = "auto",
 ) -> Tensor:
-    """W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a Δ̄ of docs/auto.md, naive and in float64.
+    """W̄ = W₀ + (1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, of docs/auto.md, naive and in float64.
 
     Args:
-        group: updates `(d_out, d_in)`, C₀ as `inputs` and ‖W₀‖ as `base_norm`. All experts weigh the same.
+        group: updates `(d_out, d_in)`, C₀ as `inputs` and ‖W₀C₀^½‖, or ‖W₀‖, as `base_norm`. All experts
+            weigh the same.
         start: what R is: the regression, or ΣΔ_t.
         ridge: beside ΔᵀΔ/‖Δ‖², as a share of its mean eigenvalue (0.1 I/d_in).
         small: share of the others' energy at which an expert counts half.
@@ -62,8 +63,9 @@ def auto_with(
             of an input in use.
         told: without `inputs`, how much of C₀ is what the updates tell, the rest I; None: as much as they
             use the inputs.
-        beside: times ‖W₀‖ that updates are together where the result is half way to their average; "auto":
-            ⅖ with `inputs`, ⅓ without; None: it does not go there.
+        beside: times ‖W₀C₀^½‖ that ‖MC₀^½‖ is about held to, the rest going to the average, and without
+            `inputs` times ‖W₀‖ that updates are together where the result is half way to it; "auto": 0.15
+            and ⅓; None: it does not go there.
     """
     updates = [update.double() for update in group.updates if float(update.abs().max()) > 0]
     first = group.updates[0]
@@ -89,6 +91,7 @@ def auto_with(
         inputs.diagonal().add_(1.0 - told)
     else:
         inputs = group.inputs.double()
+    unit = 1.0 if group.inputs is None else float(inputs.diagonal().sum() / d_in)
     inputs = inputs * (d_in / float(inputs.diagonal().sum()))
     total = torch.stack(updates).sum(0)
     fused = total if start == "sum" else _regression(updates, energies, shares, ridge)
@@ -116,10 +119,12 @@ def auto_with(
         wanted = wanted * agreement
     merged = (left * lift) @ (left.mT @ fused) * (wanted / (sigma * lift).sum())
     if beside is not None and group.base_norm is not None:
-        if beside == "auto":
-            beside = 1.0 / 3.0 if group.inputs is None else 2.0 / 5.0
-        together = float((shares * energies).sum()) ** 2
-        away = together / (together + (beside * group.base_norm) ** 4)
+        if group.inputs is None:
+            long, share, power = float((shares * energies).sum()) ** 0.5, 1.0 / 3.0, 1.0
+        else:
+            long, share, power = (unit * float((merged @ inputs * merged).sum())) ** 0.5, 0.15, 0.25
+        times = long / (share if beside == "auto" else beside) / group.base_norm
+        away = 1.0 - (1.0 + times**4) ** -power
         parts = [own * update for own, update in zip(shares, updates, strict=True)]
         mean = torch.stack(parts).sum(0) / shares.sum()
         merged = (1.0 - away) * merged + away * mean
