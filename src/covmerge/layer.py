@@ -15,7 +15,7 @@ from covmerge.errors import RecipeError, TensorError
 from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.metric import norm_beside
+from covmerge.linalg.metric import norm_seen
 from covmerge.linalg.random import Stream
 from covmerge.measures.length import times_as_long
 from covmerge.measures.rounding import rounding_of
@@ -140,7 +140,8 @@ def merge_layer(
             parameters,
             measured=measured,
             inputs=seen,
-            base_norm=_size(chosen, base, seen),
+            base_norm=_size(chosen, base),
+            base_outputs=_outputs(chosen, base, seen),
         )
         delta = found.delta
         norms = [sqrt(update.square_norm()) for update in factors]
@@ -159,7 +160,8 @@ def merge_layer(
         measured=_measured(data or (), dense[0]),
         factors=tuple(factors),
         base=start if chosen.needs_base else None,
-        base_norm=_size(chosen, base, inputs),
+        base_norm=_size(chosen, base),
+        base_outputs=_outputs(chosen, base, inputs),
         inputs=inputs,
     )
     merged = chosen(group, **parameters)
@@ -168,8 +170,14 @@ def merge_layer(
     return _stored(merged.delta, stored)
 
 
-def _size(method: Method, base: Tensor | None, inputs: Tensor | None) -> float | None:
-    return norm_beside(base, inputs) if base is not None and method.base_norm else None
+def _size(method: Method, base: Tensor | None) -> float | None:
+    return None if base is None or not method.base_norm else norm(base.cpu().double())
+
+
+def _outputs(method: Method, base: Tensor | None, inputs: Tensor | None) -> float | None:
+    if base is None or inputs is None or not method.base_norm:
+        return None
+    return norm_seen(base, inputs)
 
 
 def _measured(data: Sequence[Tensor], like: Tensor) -> tuple[Measured, ...]:

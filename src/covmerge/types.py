@@ -225,9 +225,10 @@ class LinearGroup:
         inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
             device, for whom is registered with `base_inputs`, where somebody has measured it; None:
             nobody has.
-        base_norm: ‖W_0C^½‖, C the `inputs` in their units, and where there are none ‖W_0‖_F, for whom is
-            registered with `base_norm`, of a layer that stands in a row of blocks; None: it stands in
-            none, or its weights were not read.
+        base_norm: ‖W_0‖_F, for whom is registered with `base_norm`, of a layer that stands in a row of
+            blocks; None: it stands in none, or its weights were not read.
+        base_outputs: ‖W_0C^½‖_F beside it, C the `inputs` in their units; None: nobody has measured these,
+            or nothing ever came in.
     """
 
     updates: tuple[Tensor, ...]
@@ -244,6 +245,7 @@ class LinearGroup:
     known: tuple[Any, ...] = ()
     inputs: Tensor | None = None
     base_norm: float | None = None
+    base_outputs: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

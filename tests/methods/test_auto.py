@@ -54,13 +54,14 @@ def merged(updates, c0=None, weights=None):
     low=st.booleans(),
     weighted=st.booleans(),
     base_norm=st.sampled_from([None, 0.0, 0.3, 3.0]),
+    times=st.sampled_from([0.01, 1.0, 100.0]),
     seed=st.integers(0, 1000),
 )
-def test_kernel_and_twin_agree(shape, rank, count, spread, low, weighted, base_norm, seed):
+def test_kernel_and_twin_agree(shape, rank, count, spread, low, weighted, base_norm, times, seed):
     updates = random_updates(*shape, count, 3 if low else min(shape), spread, seed=seed)
     weights = [1.0 + t for t in range(count)] if weighted else None
     group = group_of(updates, inputs(shape[1], rank, seed), weights)
-    group = replace(group, base_norm=base_norm)
+    group = replace(group, base_norm=base_norm, base_outputs=base_norm and times * base_norm)
     assert relative(AUTO(group).delta, TWINS["auto"](group)) < 1e-6
 
 
@@ -214,8 +215,11 @@ def seeded(number):
     return torch.Generator().manual_seed(number)
 
 
-def beside(updates, base_norm, c0=None, weights=None):
-    return AUTO(replace(group_of(updates, c0, weights), base_norm=base_norm)).delta
+def beside(updates, base_norm, c0=None, weights=None, outputs=None):
+    """Beside a base of a norm, whose outputs are as long unless it is said."""
+    long = None if c0 is None else base_norm if outputs is None else outputs
+    group = group_of(updates, c0, weights)
+    return AUTO(replace(group, base_norm=base_norm, base_outputs=long)).delta
 
 
 @pytest.mark.parametrize("c0", [None, inputs(40)], ids=["I", "C0"])
@@ -240,8 +244,16 @@ def test_what_is_added_is_held_to_a_share_of_what_the_base_gives(times):
     mean, alone = torch.stack(updates).mean(0), merged(updates, c0)
     added = float((alone @ c0 * alone).sum()) ** 0.5
     kept = (1 + times**4) ** -0.25  # the rest is the average
-    found = beside(updates, added / times / 0.15, c0)
+    found = beside(updates, 1e9, c0, outputs=added / times / 0.15)
     assert relative(found, kept * alone + (1 - kept) * mean) < 1e-2
+
+
+def test_of_updates_longer_than_the_base_little_is_left_whatever_its_inputs_see():
+    updates, c0 = random_updates(24, 40, 3, 24, 1.0, seed=8), inputs(40)
+    mean, alone = torch.stack(updates).mean(0), merged(updates, c0)
+    together = sum(float(u.square().sum()) for u in updates) ** 0.5
+    assert relative(beside(updates, together, c0, outputs=1e9), (alone + mean) / 2) < 1e-2
+    assert relative(beside(updates, together / 10, c0, outputs=1e9), mean) < 1e-2
 
 
 def test_of_one_expert_and_copies_of_it_the_average_is_the_expert():
@@ -274,19 +286,45 @@ def test_an_update_that_vanishes_leaves_the_average_too():
 
 @pytest.mark.parametrize("c0", [None, inputs(40), 1e-6 * inputs(40)], ids=["I", "C0", "small"])
 def test_factors_and_product_agree_beside_the_base(c0):
-    draw = lambda *size: torch.randn(*size, generator=seeded(0), dtype=torch.float64)  # noqa: E731
+    generator = seeded(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
     factors = [LowRank(draw(24, rank), draw(rank, 40)) for rank in (2, 4, 3)]
     dense = [factor.dense() for factor in factors]
     base = 10.0 * torch.randn(24, 40, generator=seeded(1), dtype=torch.float64)
-    long = float((base @ (torch.eye(40).double() if c0 is None else c0) * base).sum()) ** 0.5
-    expected = beside(dense, long, c0)
+    size = float(base.norm())
+    long = None if c0 is None else float((base @ c0 * base).sum()) ** 0.5
+    expected = beside(dense, size, c0, outputs=long)
     assert relative(expected, merged(dense, c0)) > 0.05
-    found = merge_factors(AUTO, factors, [1.0] * 3, {}, inputs=c0, base_norm=long).delta.dense()
-    assert relative(found, expected) < 1e-7
+    how = {"inputs": c0, "base_norm": size, "base_outputs": long}
+    assert (
+        relative(merge_factors(AUTO, factors, [1.0] * 3, {}, **how).delta.dense(), expected) < 1e-7
+    )
     for own in (factors, dense):
         merged_layer = covmerge.merge_layer(own, "auto", base=base, base_inputs=c0)
         whole = merged_layer.dense() if isinstance(merged_layer, LowRank) else merged_layer
         assert relative(whole, expected) < 1e-7
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["axes", "turned"])
+@pytest.mark.parametrize("nothing", [False, True], ids=["elsewhere", "never"])
+def test_beside_a_base_whose_inputs_see_nothing_its_weights_count(turned, nothing):
+    """Old: factors were held against outputs, in the inputs' units, by the rule of weights."""
+    read = (torch.arange(40) < 20).double()
+    turn = torch.eye(40, dtype=torch.float64)
+    if turned:
+        turn = torch.linalg.qr(torch.randn(40, 40, generator=seeded(2), dtype=torch.float64))[0]
+    generator = seeded(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    factors = [LowRank(draw(24, r), (draw(r, 40) * read) @ turn.T) for r in (2, 4, 3)]
+    base = 10.0 * torch.randn(24, 40, generator=seeded(1), dtype=torch.float64)
+    c0 = (0.0 if nothing else 1e4) * (turn * (1 - read)) @ turn.T
+    expected = beside([factor.dense() for factor in factors], float(base.norm()))
+    found = covmerge.merge_layer(factors, "auto", base=base, base_inputs=c0)
+    assert relative(found.dense(), expected) < 1e-6
+    if nothing or not turned:  # elsewhere what is left of them is rounding
+        dense = [factor.dense() for factor in factors]
+        whole = covmerge.merge_layer(dense, "auto", base=base, base_inputs=c0)
+        assert relative(whole, expected) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
+from math import sqrt
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from covmerge.engine.inputs import Inputs, dense, take_updates
 from covmerge.engine.measures import Measures
 from covmerge.errors import TensorError
-from covmerge.linalg.metric import norm_beside
+from covmerge.linalg.lapack import square_norm
+from covmerge.linalg.metric import norm_seen
 from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
@@ -23,6 +25,8 @@ from covmerge.noticed import Noticed
 from covmerge.plan import Copy, Count, Merge, TensorPlan, WorkItem
 from covmerge.tensors import MatrixLayout, matrices, write_matrices
 from covmerge.types import Json, LinearGroup, LowRank, Measured, Merged, Rounding
+
+_ROWS = 64  # that are widened at once
 
 
 def registered(name: str) -> Method:
@@ -114,12 +118,12 @@ class Layer:
         limits = thresholds.get(merge.key)
         surveyed = None if limits is None else [limits[expert] for expert in self._given]
         measured = self._measured(item.tensor, method)
-        seen = self._base_inputs(item.tensor, method)
-        sizes = self._base_norms(item.tensor, merge.layout, method, len(factors), seen)
+        seen = self._base_inputs(item.tensor)
+        sizes = self._base_sizes(item.tensor, merge.layout, method, len(factors), seen)
         with naming(item.tensor):
             found = [
                 merge_factors(
-                    method, own, self._weights, merge.parameters, surveyed, measured, seen, size
+                    method, own, self._weights, merge.parameters, surveyed, measured, seen, *size
                 )
                 for own, size in zip(factors, sizes, strict=True)
             ]
@@ -258,8 +262,8 @@ class Layer:
         errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
         bases = self._bases(layout) if method.needs_base else [None] * len(views)
-        seen = self._base_inputs(item.tensor, method)
-        sizes = self._base_norms(item.tensor, layout, method, len(views), seen)
+        seen = self._base_inputs(item.tensor)
+        sizes = self._base_sizes(item.tensor, layout, method, len(views), seen)
         each = zip(views, shared, errors, factors, bases, sizes, strict=True)
         for tensors, kept, rounding, own, base, size in each:
             updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
@@ -284,7 +288,8 @@ class Layer:
                 if self._inputs.known
                 else (),
                 inputs=seen,
-                base_norm=size,
+                base_norm=size[0],
+                base_outputs=size[1],
             )
 
     def _rounding_of(
@@ -305,28 +310,32 @@ class Layer:
         found = self._inputs.measured[method.data]
         return tuple(self._fitted(found[expert], method) for expert in self._given)
 
-    def _base_inputs(self, tensor: TensorPlan, method: Method) -> Tensor | None:
-        known = method.base_inputs and tensor.base_inputs is not None
-        if not known or self._inputs.base_inputs is None:
+    def _base_inputs(self, tensor: TensorPlan) -> Tensor | None:
+        if tensor.base_inputs is None or self._inputs.base_inputs is None:
             return None
         return self._inputs.base_inputs.to(self._context.device).to(self._context.dtype)
 
-    def _base_norms(
+    def _base_sizes(
         self,
         tensor: TensorPlan,
         layout: MatrixLayout | None,
         method: Method,
         count: int,
         seen: Tensor | None,
-    ) -> Sequence[float | None]:
-        """`base_norm_for` of each matrix, where the base was read."""
+    ) -> Sequence[tuple[float | None, float | None]]:
+        """`base_norm_for` of each matrix and ‖W_0C^½‖ of these inputs, where the base was read."""
         base = self._inputs.base
-        if base.is_meta:
-            return [None] * count
+        if base.is_meta or not method.base_norm:
+            return [(None, None)] * count
         # On the device, whether it was sent there ahead or not: the norm is rounded in one way.
         base = base.to(self._context.device)
         whole = [base] if layout is None else matrices(base, layout)
-        return [base_norm_for(method, tensor, own, seen) for own in whole]
+        norms = [base_norm_for(method, tensor, own) for own in whole]
+        outputs = [
+            None if size is None or seen is None else norm_seen(own, seen)
+            for size, own in zip(norms, whole, strict=True)
+        ]
+        return list(zip(norms, outputs, strict=True))
 
     def _fitted(self, measured: Measured, method: Method) -> Measured:
         value = measured.value.to(self._context.device).to(self._context.dtype)
@@ -349,13 +358,15 @@ def naming(tensor: TensorPlan) -> Generator[None]:
         raise TensorError(f"'{tensor.name}': {error}") from error
 
 
-def base_norm_for(
-    method: Method, tensor: TensorPlan, stored: Tensor, inputs: Tensor | None
-) -> float | None:
-    """`LinearGroup.base_norm` of a matrix as it is stored; None outside the row of blocks."""
+def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float | None:
+    """‖W_0‖ of a matrix as it is stored, for whom looks at it; None outside the row of blocks.
+
+    A few rows at a time in float64.
+    """
     if not method.base_norm or not tensor.in_blocks:
         return None
-    return norm_beside(stored, inputs)
+    parts = (stored[start : start + _ROWS] for start in range(0, len(stored), _ROWS))
+    return sqrt(sum(square_norm(rows.to(torch.float64)) for rows in parts))
 
 
 def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:

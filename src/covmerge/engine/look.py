@@ -145,7 +145,7 @@ def _attempted(
     """What a method tells of a matrix that it merges; on the factors where all have them."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
     method, known = merge.procedure, [own for own in factors if own is not None]
-    size = base_norm_for(method, item.tensor, base, None)
+    size = base_norm_for(method, item.tensor, base)
     if len(known) == len(factors) and method.factored_for(merge.parameters):
         merged = merge_factors(method, known, weights, merge.parameters, base_norm=size)
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from covmerge.linalg.auto import DOTS_BLOCK, DOTS_ROWS
 from covmerge.linalg.cholesky import lower_factor
-from covmerge.linalg.lapack import eigh, eigvalsh, multi_dot, square_norm
+from covmerge.linalg.lapack import eigh, eigvalsh, multi_dot
 from covmerge.linalg.spectral import (
     EXACT,
     float64_gram,
@@ -62,7 +62,7 @@ class Metric:
     """
 
     covariance: Tensor
-    size: float = 1.0
+    size: float
 
     @classmethod
     def of(cls, covariance: Tensor) -> Metric:
@@ -139,27 +139,24 @@ class Metric:
         return times_lower(update, self.factor.to(update.dtype))
 
 
-def norm_beside(weights: Tensor, inputs: Tensor | None) -> float:
-    """‖WC^½‖ of a matrix W `(d_out, d_in)` and inputs C, in their units; of no inputs ‖W‖_F.
+def norm_seen(weights: Tensor, inputs: Tensor) -> float | None:
+    """‖WC^½‖_F of a matrix W `(d_out, d_in)` and inputs C, in their units; None where nothing came in.
 
     A few rows at a time: products in C's dtype, their sums in float64.
 
     Example:
-        >>> norm_beside(torch.tensor([[3.0, 4.0]]), None)
-        5.0
-        >>> norm_beside(torch.tensor([[2.0, 2.0]]), torch.diag(torch.tensor([3.0, 1.0])))
+        >>> norm_seen(torch.tensor([[2.0, 2.0]]), torch.diag(torch.tensor([3.0, 1.0])))
         4.0
     """
-    total = 0.0
-    lower = None if inputs is None or not came_in(inputs) else half(inputs)
+    if not came_in(inputs):
+        return None
+    mean = float(inputs.diagonal().to(torch.float64).mean())
+    lower, total = half(inputs / mean), 0.0
     for rows in row_blocks([weights]):
-        if lower is None:
-            total += square_norm(weights[rows].to(torch.float64))
-        else:
-            block = weights[rows].to(lower)
-            seen = times_lower(block, lower)
-            total += 2.0 * float(seen.to(torch.float64).mul_(block).sum())
-    return sqrt(max(0.0, total))
+        block = weights[rows].to(lower)
+        seen = times_lower(block, lower)
+        total += 2.0 * float(seen.to(torch.float64).mul_(block).sum())
+    return sqrt(mean) * sqrt(max(total, 0.0))  # in this order NaN stays
 
 
 def came_in(inputs: Tensor) -> bool:

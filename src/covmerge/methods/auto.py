@@ -63,8 +63,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     "auto",
     equation="W̄ = W₀ + (1 − a) M + a Δ̄,  M = λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  "
     "R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  "
-    "1 − a = (1 + (ν/0.15)⁴)^(−¼),  ν = ‖MC₀^½‖/‖W₀C₀^½‖; without the base's inputs "
-    "1 − a = (1 + (3ρ)⁴)⁻¹,  ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²",
+    "1 − a = (1 + (ν/0.15)⁴)^(−¼) (1 + ρ⁴)⁻¹,  ν = ‖MC₀^½‖/‖W₀C₀^½‖,  ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²; without the "
+    "base's inputs 1 − a = (1 + (3ρ)⁴)⁻¹",
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
@@ -92,8 +92,9 @@ def auto(group: LinearGroup) -> Merged:
     q = (¾ − φ/4)(1 − N⁻²),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
     λ such that the outputs' singular values add up to those of (Σ w_tb_tΔ_t) C₀^½, times
     Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
-    Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  1 − a = (1 + (ν/0.15)⁴)^(−¼),  ν = ‖MC₀^½‖ / ‖W₀C₀^½‖,
-    and where C₀ was not measured 1 − a = (1 + (3ρ)⁴)⁻¹,  ρ² = Σ s_tw_t ‖b_tΔ_t‖² / ‖W₀‖².
+    Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  1 − a = (1 + (ν/0.15)⁴)^(−¼) (1 + ρ⁴)⁻¹,
+    ν = ‖MC₀^½‖ / ‖W₀C₀^½‖,  ρ² = Σ s_tw_t ‖b_tΔ_t‖² / ‖W₀‖²,
+    and where C₀ was not measured 1 − a = (1 + (3ρ)⁴)⁻¹.
 
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
@@ -109,14 +110,15 @@ def auto(group: LinearGroup) -> Merged:
     while what is added is small beside what the base's weights give. Where the outputs of M are half as
     long as those of W₀, ν = ½, the layers behind get something else than they know, and nothing is as safe
     as the average Δ̄: M is held to about 0.15 of the base's outputs, and what is left of 1 goes to Δ̄.
-    Where nobody knows outputs, the updates' lengths beside the weights' have to tell, and the merge goes to
-    the average with no rest. Usually both are a tenth or two, and a a few per cent. a = 0 where the base's
-    weights are not read, and outside the row of blocks.
+    Where updates together are longer than W₀ itself, ρ > 1, nothing is left of M; where nobody knows
+    outputs, their lengths alone have to tell, and that begins at a third. Of short updates a is a few per
+    cent at most. It is 0 where the base's weights are not read, and outside the row of blocks.
 
     Args:
         group: updates `(d_out, d_in)`, and C₀ `(d_in, d_in)` of any scale as `inputs`; a weight
             multiplies its expert's covariance and its update in the sum (weights are brought to mean 1
-            first, each counted s_t times). ‖W₀C₀^½‖ as `base_norm`, without `inputs` ‖W₀‖.
+            first, each counted s_t times). ‖W₀‖ as `base_norm` and ‖W₀C₀^½‖ as
+            `base_outputs`.
 
     Departs from the paper: there is none; `docs/auto.md` derives it, and `docs/auto-log.md` has what
     was tried.
@@ -132,7 +134,7 @@ def auto(group: LinearGroup) -> Merged:
         return Merged(torch.zeros_like(first), Equalised(len(group.updates)))
     measured, told = group.inputs, None
     if measured is not None and not came_in(measured):
-        return auto(replace(group, inputs=None))
+        return auto(replace(group, inputs=None, base_outputs=None))
     known = measured is not None
     if measured is None:
         measured, told = _told(counted.active, counted.shares)
@@ -141,8 +143,8 @@ def auto(group: LinearGroup) -> Merged:
     seen = Metric.of(measured)
     noticed = Equalised(counted.active.unchanged, inputs_known=known, inputs_told=told)
     found = equalise(counted, fused, seen, noticed, rtol=rtol)
-    # What the base's inputs see nothing of, and so add nothing to.
-    return auto(replace(group, inputs=None, base_norm=None)) if found is None else found
+    # What the base's inputs see nothing of.
+    return auto(replace(group, inputs=None, base_outputs=None)) if found is None else found
 
 
 def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:

@@ -123,7 +123,8 @@ def _equalised(
     merged = lifted(found, fused, counts, lifts, unseen)
     sizes = zip(layers, flat, numbers(seen.sizes), strict=True)
     away = [
-        None if own is None else layer.beside_base(own.length * size) for layer, own, size in sizes
+        None if own is None else layer.towards_safest(own.length * size)
+        for layer, own, size in sizes
     ]
     if any(away):
         merged.mul_(per_member([1.0 - (own or 0.0) for own in away], merged))

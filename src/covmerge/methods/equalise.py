@@ -77,28 +77,27 @@ class Counted:
         pairs = zip(self.weights, self.bounds, strict=True)
         return [float(weight) * own for weight, own in pairs]
 
-    def beside_base(self, length: float) -> float | None:
+    def towards_safest(self, outputs: float) -> float | None:
         """Return a, how far a merged update M goes to what is safest; None where the base is not known.
 
-        With the base's inputs 1 − a = (1 + (ν/0.15)⁴)^(−¼), ν = ‖MC₀^½‖/‖W₀C₀^½‖. Without, nobody knows
-        the outputs, and 1 − a = (1 + (3ρ)⁴)⁻¹, ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖².
+        1 − a = (1 + (3ρ)⁴)⁻¹, ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖², and where the base's outputs are known
+        (1 + (ν/0.15)⁴)^(−¼) (1 + ρ⁴)⁻¹, ν = ‖MC₀^½‖/‖W₀C₀^½‖.
 
         Args:
-            length: ‖MC₀^½‖, in the units of the group's `inputs`.
+            outputs: ‖MC₀^½‖, in the units of the group's `inputs`.
         """
-        base_norm = self.group.base_norm
+        base_norm, base_outputs = self.group.base_norm, self.group.base_outputs
         if base_norm is None:
             return None
-        if self.group.inputs is None:
-            sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
-            energies = torch.tensor(sizes, dtype=torch.float64).square()
-            length = sqrt(float((self.shares * self.weights * energies).sum()))
-            share, power = _OF_WEIGHTS, 1.0
+        sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
+        energies = torch.tensor(sizes, dtype=torch.float64).square()
+        together = sqrt(float((self.shares * self.weights * energies).sum()))
+        if base_outputs is None:
+            left = log1p(_times(together, _OF_WEIGHTS * base_norm) ** 4)
         else:
-            share, power = _OF_OUTPUTS, 0.25
-        least = length / _FAR
-        times = length / max(share * base_norm, least) if length else 0.0
-        return -expm1(-power * log1p(times**4))
+            held = log1p(_times(outputs, _OF_OUTPUTS * base_outputs) ** 4) / 4.0
+            left = held + log1p(_times(together, base_norm) ** 4)
+        return -expm1(-left)
 
     def in_average(self, times: float) -> list[float]:
         """What an update is multiplied by in a multiple of the average, Σ s_tw_tb_tΔ_t / Σ s_tw_t."""
@@ -238,7 +237,7 @@ def equalise(
     whole = seen.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
     found = flattening(counted, alike, spectrum.sigma, whole, noticed)
     merged, noticed = spectrum.lifted(found.lift * found.scale, found.unseen), found.noticed
-    away = counted.beside_base(found.length * seen.size)
+    away = counted.towards_safest(found.length * seen.size)
     if away is not None:
         merged = merged.mul_(1.0 - away)
         if safest is None:
@@ -249,6 +248,11 @@ def equalise(
             merged.add_(safest, alpha=away)
         noticed = noticed.going(away)
     return Merged(merged, noticed)
+
+
+def _times(length: float, base: float) -> float:
+    """Return how many times as long as the base; as good as endless beside nothing."""
+    return min(_FAR, length / base) if base else _FAR
 
 
 def _shares(norms: Sequence[float]) -> Tensor:

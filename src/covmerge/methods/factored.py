@@ -79,6 +79,7 @@ def merge_factors(
     measured: Sequence[Measured] = (),
     inputs: Tensor | None = None,
     base_norm: float | None = None,
+    base_outputs: float | None = None,
 ) -> MergedFactors:
     """Run a method on low-rank updates in a basis of their factors.
 
@@ -90,7 +91,8 @@ def merge_factors(
         thresholds: per update, what a survey has found; None: there was none.
         measured: per update, the Gram matrix of its inputs, where the method needs it.
         inputs: that of the layer's inputs in the base, where the method looks at it and somebody has it.
-        base_norm: as in `LinearGroup`, where the method looks at it and it is known.
+        base_norm: ‖W_0‖, where the method looks at it and it is known.
+        base_outputs: ‖W_0C^½‖, C the `inputs` in their units, where the method looks at it and it is known.
 
     Raises:
         TensorError: a Gram matrix is not of these updates.
@@ -104,12 +106,16 @@ def merge_factors(
     """
     check_shapes([own.value for own in measured], "gram", updates[0].shape, method=method.name)
     reduced = _reduce(method.sides_for(parameters), updates, weights)
+    seen = None if inputs is None else _turned(inputs, reduced.right)
+    if inputs is not None and seen is not None and not _anything_of(seen, inputs):
+        seen = base_outputs = None  # what is left is rounding
     group = replace(
         reduced.group,
         thresholds=None if thresholds is None else tuple(thresholds),
         measured=tuple(replace(own, value=_turned(own.value, reduced.right)) for own in measured),
-        inputs=None if inputs is None else _turned(inputs, reduced.right),
+        inputs=seen,
         base_norm=base_norm,
+        base_outputs=base_outputs,
     )
     merged = method(group, **parameters)
     return MergedFactors(reduced.left, merged.delta, reduced.right, updates[0].dtype, merged.stats)
@@ -163,6 +169,12 @@ def _turned(gram: Tensor, right: Basis | None) -> Tensor:
         return gram
     columns, mix = right.columns.to(torch.float64), right.mix
     return mix.mT @ (columns.mT @ (gram.to(torch.float64) @ columns)) @ mix
+
+
+def _anything_of(turned: Tensor, gram: Tensor) -> bool:
+    """Whether a Gram matrix that was written in a basis has anything there but rounding."""
+    least = torch.finfo(gram.dtype).eps * float(gram.diagonal().sum())
+    return float(turned.diagonal().sum()) > least
 
 
 def _near_one(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:

@@ -218,8 +218,8 @@ class Method(Declared):
         experts: the fewest and the most experts that it merges; None: there is no most.
         base_inputs: `LinearGroup.inputs` is what was measured of the base's layer inputs, where anything
             was; it can do without.
-        base_norm: `LinearGroup.base_norm` is how long W_0, or what it gives, is, where it was read; it can
-            do without.
+        base_norm: `LinearGroup.base_norm` is how long W_0 is, where it was read, and with `base_inputs`
+            `LinearGroup.base_outputs` how long what it gives; it can do without.
         stands_alone: whether the merged weights do not depend on W_0, so that there need not be one; or a
             function of the parameters that says so.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.

@@ -140,10 +140,10 @@ def auto(group: LinearGroup) -> Tensor:
     V = leading(torch.vstack(roots), tolerance(group, None), rounding).Vh.T
     R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
     if group.inputs is not None and not group.inputs.any():
-        return auto(replace(group, inputs=None))
+        return auto(replace(group, inputs=None, base_outputs=None))
     if group.inputs is not None:
         found = equalised(group, R, group.inputs.double())
-        return auto(replace(group, inputs=None, base_norm=None)) if found is None else found
+        return auto(replace(group, inputs=None, base_outputs=None)) if found is None else found
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
     psi = share_told(G)
     w = [x * sum(s) / sum(scales) for _, x in changed]
@@ -207,13 +207,15 @@ def equalised(
         safest = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
     if group.base_norm == 0:
         return safest
-    given = group.inputs is not None and group.inputs.any()
-    if given:
-        nu = float(C0.diagonal().mean()) ** 0.5 * length(M @ L) / group.base_norm
-        a = 1 - (1 + (nu / 0.15) ** 4) ** (-1 / 4)
+    if group.base_outputs == 0:
+        return safest
+    squares = [o * x * length(d) ** 2 for o, x, (d, _) in zip(s, w, changed, strict=True)]
+    rho = sum(squares) ** 0.5 / group.base_norm
+    if group.base_outputs is not None:
+        nu = float(C0.diagonal().mean()) ** 0.5 * length(M @ L) / group.base_outputs
+        a = 1 - (1 + (nu / 0.15) ** 4) ** (-1 / 4) / (1 + rho**4)
     else:
-        squares = [o * x * length(d) ** 2 for o, x, (d, _) in zip(s, w, changed, strict=True)]
-        a = 1 - 1 / (1 + (3 * sum(squares) ** 0.5 / group.base_norm) ** 4)
+        a = 1 - 1 / (1 + (3 * rho) ** 4)
     return (1 - a) * M + a * safest
 
 

@@ -47,8 +47,8 @@ def auto_with(
     """W̄ = W₀ + (1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, of docs/auto.md, naive and in float64.
 
     Args:
-        group: updates `(d_out, d_in)`, C₀ as `inputs` and ‖W₀C₀^½‖, or ‖W₀‖, as `base_norm`. All experts
-            weigh the same.
+        group: updates `(d_out, d_in)`, C₀ as `inputs`, ‖W₀‖ as `base_norm` and ‖W₀C₀^½‖ as `base_outputs`.
+            All experts weigh the same.
         start: what R is: the regression, or ΣΔ_t.
         ridge: beside ΔᵀΔ/‖Δ‖², as a share of its mean eigenvalue (0.1 I/d_in).
         small: share of the others' energy at which an expert counts half.
@@ -119,12 +119,16 @@ def auto_with(
         wanted = wanted * agreement
     merged = (left * lift) @ (left.mT @ fused) * (wanted / (sigma * lift).sum())
     if beside is not None and group.base_norm is not None:
-        if group.inputs is None:
-            long, share, power = float((shares * energies).sum()) ** 0.5, 1.0 / 3.0, 1.0
+        together = float((shares * energies).sum()) ** 0.5
+        tiny = 1e-60 * together  # beside a base of zeros
+        if group.base_outputs is None:
+            share = 1.0 / 3.0 if beside == "auto" else beside
+            away = 1.0 - 1.0 / (1.0 + (together / max(share * group.base_norm, tiny)) ** 4)
         else:
-            long, share, power = (unit * float((merged @ inputs * merged).sum())) ** 0.5, 0.15, 0.25
-        times = long / (share if beside == "auto" else beside) / group.base_norm
-        away = 1.0 - (1.0 + times**4) ** -power
+            outputs = (unit * float((merged @ inputs * merged).sum())) ** 0.5
+            share = 0.15 if beside == "auto" else beside
+            held = (1.0 + (outputs / max(share * group.base_outputs, tiny)) ** 4) ** -0.25
+            away = 1.0 - held / (1.0 + (together / max(group.base_norm, tiny)) ** 4)
         parts = [own * update for own, update in zip(shares, updates, strict=True)]
         mean = torch.stack(parts).sum(0) / shares.sum()
         merged = (1.0 - away) * merged + away * mean
