@@ -94,6 +94,57 @@ def test_adapters_on_their_factors(models):
         torch.testing.assert_close(again[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama", [LAYER]), ("gpt2", ["h.0.attn.c_proj.weight", "h.0.mlp.c_fc.weight"])],
+    ids=["llama", "gpt2"],
+)
+def test_long_updates_are_held_beside_what_the_base_gives(tmp_path, name, layers):
+    """Of Conv1D weights too, which are stored turned, square ones among them."""
+    base = build(name)
+    base.save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        fine_tuned(base, seed, scale=0.03 * seed).save_pretrained(tmp_path / f"e{seed}")
+    ids = torch.randint(0, base.config.vocab_size, (64, 32), generator=torch.manual_seed(0))
+    file = tmp_path / "base.covstats.safetensors"
+    covmerge.collect(tmp_path / "base", [{"input_ids": ids}], file)
+    merged = covmerge.merge(tmp_path / "base", full(tmp_path), "auto", base_statistics=file)
+    held = StatisticsFile.open(file)
+    stored = [load_file(tmp_path / f / "model.safetensors") for f in ("base", "e1", "e2")]
+    for layer in layers:
+        own = next(key for key in stored[0] if key.endswith(layer))
+        weights = [each[own].mT if name == "gpt2" else each[own] for each in stored]
+        updates = [weights[1] - weights[0], weights[2] - weights[0]]
+        found = merged.tensors[own].mT if name == "gpt2" else merged.tensors[own]
+        inputs = held.read("gram", next(key for key in held.names("gram") if key.endswith(layer)))
+        free = covmerge.merge_layer(updates, "auto", base_inputs=inputs)
+        (facts,) = merged.stats["tensors"][own]["matrices"]
+        outputs = [float((w @ inputs * w).sum()) ** 0.5 for w in (free, weights[0])]
+        together = sum(float(update.square().sum()) for update in updates)
+        rho = together**0.5 / float(weights[0].norm())
+        left = (1 + (outputs[0] / outputs[1] / 0.15) ** 4) ** -0.25 / (1 + rho**4)
+        assert facts["towards_average"] == pytest.approx(1 - left, rel=0.02)
+        assert 0.2 < facts["towards_average"] < 0.98
+        expected = covmerge.merge_layer(updates, "auto", base_inputs=inputs, base=weights[0])
+        torch.testing.assert_close(found - weights[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_factors_are_held_as_the_folded_are(models):
+    file = models / "base.covstats.safetensors"
+    experts = adapters(models)
+    merges = [
+        covmerge.merge(models / "base", experts, "auto", base_statistics=file),
+        covmerge.merge(
+            models / "base", experts, "auto", base_statistics=file, form="adapter", out=models / "a"
+        ),
+    ]
+    away = [
+        [m["towards_average"] for t in merge.stats["tensors"].values() for m in t.get("matrices", [])]
+        for merge in merges
+    ]
+    assert away[1] == pytest.approx(away[0], rel=1e-3) and max(away[0]) > 0.01
+
+
 def test_of_another_model(models):
     covmerge.collect(
         models / "e1",

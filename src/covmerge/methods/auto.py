@@ -36,12 +36,13 @@ from covmerge.types import LinearGroup, Merged
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # With a C₀ that is made of the updates. Memory as where float32 could not tell.
+    # With a C₀ that is made of the updates. Memory as where float32 could not tell. What C₀ sees of the
+    # base's weights is one more of what it sees of the updates.
     matrix, route = d_out * d_in, system_choice(d_out, d_in, count, 8).taken
     sums = sums_cost(route, d_out, d_in, count, 8)
     solve = solve_cost(route, d_out, d_in, count, 8)
     spectra = metric_cost(d_out, d_in, itemsize)
-    dots = dots_cost(d_out, d_in, count, itemsize)
+    dots = dots_cost(d_out, d_in, count + 1, itemsize)
     return Cost(
         precision_choice(d_out, d_in, count, itemsize).cost.flops
         + spectra.flops

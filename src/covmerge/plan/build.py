@@ -624,15 +624,17 @@ def _thin_item(
     sides = method.sides_for(given)
     core = (d_out if sides == "inputs" else rank, d_in if sides == "outputs" else rank)
     cost = cost_with(method.cost, given)(*core, len(tensor.operands), 8)
-    # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations.
+    # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations. What the base's
+    # inputs see of its weights is asked of the whole of them.
     factors = (d_out + d_in) * rank
+    seen = d_out * d_in**2 if method.base_norm and tensor.base_inputs is not None else 0
     return WorkItem(
         tensor,
         rows,
         read_bytes=read,
         write_bytes=write,
         workspace=4 * factors * itemsize + cost.workspace + svd_cost(*core, rank, 8).workspace,
-        flops=6.0 * factors * rank + cost.flops,
+        flops=6.0 * factors * rank + cost.flops + seen,
         eigen_flops=cost.eigen,
         thin=True,
     )
