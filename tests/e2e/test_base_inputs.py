@@ -139,7 +139,11 @@ def test_factors_are_held_as_the_folded_are(models):
         ),
     ]
     away = [
-        [m["towards_average"] for t in merge.stats["tensors"].values() for m in t.get("matrices", [])]
+        [
+            m["towards_average"]
+            for t in merge.stats["tensors"].values()
+            for m in t.get("matrices", [])
+        ]
         for merge in merges
     ]
     assert away[1] == pytest.approx(away[0], rel=1e-3) and max(away[0]) > 0.01
