@@ -145,7 +145,7 @@ def norm_seen(weights: Tensor, inputs: Tensor) -> float | None:
     A few rows at a time: products in C's dtype, their sums in float64.
 
     Example:
-        >>> norm_seen(torch.tensor([[2.0, 2.0]]), torch.diag(torch.tensor([3.0, 1.0])))
+        >>> norm_seen(torch.tensor([[1.0, 3.0]]), torch.diag(torch.tensor([7.0, 1.0])))
         4.0
     """
     if not came_in(inputs):
