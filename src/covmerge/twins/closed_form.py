@@ -205,9 +205,7 @@ def equalised(
     if safest is None:
         counts = [own * x for own, x in zip(s, w, strict=True)]
         safest = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
-    if group.base_norm == 0:
-        return safest
-    if group.base_outputs == 0:
+    if 0 in (group.base_norm, group.base_outputs):
         return safest
     squares = [o * x * length(d) ** 2 for o, x, (d, _) in zip(s, w, changed, strict=True)]
     rho = sum(squares) ** 0.5 / group.base_norm
