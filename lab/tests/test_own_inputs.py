@@ -1,6 +1,7 @@
 """Rows and the study of inputs that experts make themselves, on models of two layers."""
 
 import json
+import re
 
 import pytest
 import safetensors.torch
@@ -218,9 +219,7 @@ SOME = ["2 experts", "full and adapters in turns", "one more, its update random"
 
 def test_regimes(small_text, monkeypatch, tmp_path):
     monkeypatch.setattr(regimes, "KNOWN", ("average", "ties"))
-    some = [regime for regime in regimes.REGIMES if regime.name in SOME]
-    monkeypatch.setattr(regimes, "REGIMES", some)
-    study = STUDIES["regimes"]()
+    study = STUDIES["regimes"](SOME)
     found = study.run(small_text, [Variant("lora", 0)])
     save(study, small_text, found, tmp_path / "out", "covmerge study regimes")
     of = json.loads((tmp_path / "out" / "results.json").read_text())["kinds"]["lora"]
@@ -249,6 +248,29 @@ def test_what_half_precision_costs(small_text, monkeypatch, tmp_path):
     assert titles == {*results["less"], *(f"{title}, bfloat16" for title in results["less"])}
     assert 0.0 < results["lost"]["unchanged"] < 1.0 and 0.0 < results["lost"]["error"] < 1.0
     assert "| ace |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("study", "only", "kinds", "wrong"),
+    [
+        ("regimes", "2 expert", None, "no part '2 expert'. Did you mean '2 experts'"),
+        ("regimes", "adapters of rank 4", ["full"], "of other experts: pass the other --kind"),
+        ("tuned", "auto", None, "'tuned' has no parts: leave out --only 'auto'"),
+    ],
+)
+def test_a_part_that_a_study_has_not_is_refused_before_anything_is_written(
+    tmp_path, study, only, kinds, wrong
+):
+    how = {"kinds": kinds, "seeds": [0], "quick": True, "only": [only]}
+    with pytest.raises(InputError, match=re.escape(wrong)):
+        run_study(study, "text", out=tmp_path / "out", cache=tmp_path / "cache", **how)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_study_limited_to_some_parts():
+    merges = STUDIES["default"](["auto", "ridge 0.3", "told 0.5, weights alone"]).merges()
+    assert [merge.title for merge in merges] == ["auto", "ridge 0.3", "told 0.5, weights alone"]
+    assert [merge.statistics for merge in merges] == ["base", "base", None]
 
 
 def test_a_study_of_other_experts_is_refused_before_anything_is_written(tmp_path):

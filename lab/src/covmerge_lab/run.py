@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,6 +109,10 @@ def list_studies() -> None:
     console = terminal()
     for name, study in STUDIES.items():
         console.print(f"[bold]{name}[/]: {escape(study.about)}", highlight=False)
+        if study.parts:
+            console.print(
+                f"  --only: {escape('; '.join(study.parts))}", style="dim", highlight=False
+            )
 
 
 def run_study(
@@ -119,23 +124,24 @@ def run_study(
     kinds: Sequence[str] | None,
     seeds: Sequence[int],
     quick: bool,
+    only: Sequence[str] = (),
 ) -> None:
     """Run a study and write `results.json`, its text and its pictures.
 
     Raises:
-        InputError: an unknown name, experts that it is not of, a folder of something else, or data that
-            cannot be fetched.
+        InputError: an unknown name, experts or parts that it is not of, a folder of something else, or
+            data that cannot be fetched.
     """
     if name not in STUDIES:
         raise InputError(f"unknown study '{name}'.{did_you_mean(name, STUDIES)}")
     suite = open_suite(suite_name, cache, quick=quick)
-    study = STUDIES[name]()
-    study.check(suite)
+    study = STUDIES[name](only)
     wanted = _kinds(suite, kinds)
     of: list[Kind] = [kind for kind in study.kinds if kind in wanted]
     if not of:
         only = " or ".join(study.kinds)
         raise InputError(f"study '{name}' is of other experts: pass --kind {only}, or leave it out")
+    study.check(suite, of)
     variants = [Variant(kind, seed) for kind in of for seed in seeds]
     _check(out, None)
     prepare()
@@ -144,7 +150,7 @@ def run_study(
         bench = Bench(suite, workers, console)
         bench.prepare()
         found = study.run(bench, variants)
-    asked = _command(f"study {name} --suite {suite_name}", kinds, seeds, None, quick)
+    asked = _command(f"study {name} --suite {suite_name}", kinds, seeds, None, quick, only=only)
     save(study, bench, found, out, asked)
     console.print(Markdown(found.text))
     console.print(f"{sum(bench.seconds.values()):.0f} s in all; results are in {out}/")
@@ -190,6 +196,7 @@ def _command(
     methods: Sequence[str] | None,
     quick: bool,
     counts: Sequence[int] | None = None,
+    only: Sequence[str] = (),
 ) -> str:
     """Return the command that gives these results again, wherever its folders are."""
     options = [
@@ -197,6 +204,7 @@ def _command(
         f"--seeds {len(seeds)}",
         *([f"--experts {','.join(map(str, counts))}"] if counts else []),
         *([f"--methods {','.join(methods)}"] if methods else []),
+        *(f"--only {shlex.quote(part)}" for part in only),
         *(["--quick"] if quick else []),
     ]
     return " ".join(["covmerge", of, *options])

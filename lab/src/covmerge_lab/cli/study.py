@@ -28,6 +28,13 @@ def study(
         str | None, typer.Option(metavar="full|lora", help="One kind of experts; both by default.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Trainings of each expert.")] = 1,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PART",
+            help="One part of a study that goes through several; may be given again. The list names them.",
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A smoke run: its numbers mean nothing.")
     ] = False,
@@ -49,4 +56,5 @@ def study(
         kinds=None if kind is None else (kind,),
         seeds=range(seeds),
         quick=quick,
+        only=only or (),
     )

@@ -51,6 +51,8 @@ TOLD: Mapping[str, Mapping[str, Any]] = {
     **{f"told {share}": {"told": share} for share in (0.0, 0.25, 0.5, 0.75, 1.0)},
     **{f"unused {value}": {"unused": value} for value in (1e-5, 1e-3)},
 }
+_WITH_INPUTS = {**PARTS, **CONSTANTS}
+_ALONE = {title + ALONE: given for title, given in {**PARTS, **TOLD}.items()}
 _TOGETHER = 8  # merges of one reading
 
 
@@ -58,6 +60,7 @@ class Default(Study):
     """The parts and the constants of `auto`."""
 
     name = "default"
+    parts = (*_WITH_INPUTS, *_ALONE)
     about = (
         "What every part of the default method is worth, with the base's inputs and by weights alone, and "
         "how much each of its constants matters: 0.1, 0.01, 2, 0.01 and 0.15 (⅓ by weights alone), the "
@@ -71,12 +74,12 @@ class Default(Study):
 
     def merges(self) -> list[Merge]:
         """Return all of them, on the base's inputs first."""
-        known = [_merge(title, given) for title, given in {**PARTS, **CONSTANTS}.items()]
+        known = [_merge(title, given) for title, given in _WITH_INPUTS.items()]
         alone = [
-            replace(_merge(title + ALONE, given), section=Section.DATA_FREE, statistics=None)
-            for title, given in {**PARTS, **TOLD}.items()
+            replace(_merge(title, given), section=Section.DATA_FREE, statistics=None)
+            for title, given in _ALONE.items()
         ]
-        return [*known, *alone]
+        return [m for m in (*known, *alone) if m.title in (self.only or self.parts)]
 
     def draw(self, group: Group) -> Any:
         """Draw a bar for each."""

@@ -19,7 +19,7 @@ from covmerge_lab.studies.accuracy import bars, findings
 from covmerge_lab.studies.generated import near
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
-from covmerge_lab.suite import Suite, Variant
+from covmerge_lab.suite import Kind, Suite, Variant
 from covmerge_lab.summary import Group
 from covmerge_lab.workers import Job, OnProgress
 
@@ -43,7 +43,7 @@ class Anchors(Study):
         "where the authors take 64, 5 to 50 and 1200."
     )
 
-    def check(self, suite: Suite) -> None:
+    def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
         """Refuse the language model.
 
         Raises:

@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
+from covmerge.errors import InputError
 from covmerge_lab import merging
 from covmerge_lab.bench import EXPERTS, Bench, Outcome, bounds
 from covmerge_lab.collecting import BASE
@@ -19,7 +20,7 @@ from covmerge_lab.models import Merge, Section
 from covmerge_lab.studies.altered import lengthened, random_like
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
-from covmerge_lab.suite import Kind, Variant
+from covmerge_lab.suite import Kind, Suite, Variant
 from covmerge_lab.summary import Group, Row, difference, summarise
 from covmerge_lab.training import RANK
 from covmerge_lab.workers import Job
@@ -159,6 +160,7 @@ class Regimes(Study):
     """Where `auto` breaks, if it does."""
 
     name = "regimes"
+    parts = tuple(regime.name for regime in REGIMES)
     about = (
         "Does the default keep up wherever experts come from: few and many, two of one task, adapters "
         "among full fine-tunes, adapters of other ranks and starts, other optimisers, training much longer "
@@ -166,15 +168,23 @@ class Regimes(Study):
         "Known methods at their defaults, Task Arithmetic tuned on labels, on the same experts."
     )
 
+    def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
+        """See `Study.check`."""
+        if not any(self._of(kind) for kind in kinds):
+            asked = "; ".join(self.only)
+            raise InputError(
+                f"'{asked}' is of other experts: pass the other --kind, or leave it out"
+            )
+
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""
         numbers: dict[str, Any] = {}
         texts: list[str] = []
         pictures: dict[str, Any] = {}
-        for kind in dict.fromkeys(variant.kind for variant in variants):
+        for kind in dict.fromkeys(each.kind for each in variants if self._of(each.kind)):
             found: dict[str, list[Outcome]] = {}
             for variant in (each for each in variants if each.kind == kind):
-                for name, outcome in _outcomes(bench, variant).items():
+                for name, outcome in _outcomes(bench, variant, self._of(variant.kind)).items():
                     found.setdefault(name, []).append(outcome)
             groups = {name: summarise(outcomes) for name, outcomes in found.items()}
             numbers[kind] = {name: group.as_json() for name, group in groups.items()}
@@ -182,6 +192,10 @@ class Regimes(Study):
             texts.append(f"## {of_kind}\n\n{_table(groups, found)}\n\n{_all_of_them(groups)}")
             pictures[f"regimes-{kind}"] = _draw(groups, of_kind)
         return Findings({"kinds": numbers}, "\n\n".join([*texts, _LEGEND]), pictures)
+
+    def _of(self, kind: Kind) -> list[Regime]:
+        names = self.only or self.parts
+        return [each for each in REGIMES if each.name in names and each.kind in (None, kind)]
 
 
 _LEGEND = f"""\
@@ -193,7 +207,7 @@ accuracy shown, which no user has.
 *: it leaves 0 out."""
 
 
-def _outcomes(bench: Bench, variant: Variant) -> dict[str, Outcome]:
+def _outcomes(bench: Bench, variant: Variant, regimes: Sequence[Regime]) -> dict[str, Outcome]:
     tasks = tuple(bench.suite.subsets[-1])
     bench.train(variant, tasks)
     with bench.experts(variant, tasks, [BASE]) as experts:
@@ -203,8 +217,7 @@ def _outcomes(bench: Bench, variant: Variant) -> dict[str, Outcome]:
                 variant,
                 partial(_outcome, bench, experts, regime),
             )
-            for regime in REGIMES
-            if regime.kind in (None, variant.kind)
+            for regime in regimes
         }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from covmerge.errors import InputError, did_you_mean
 from covmerge_lab import figures
 from covmerge_lab.bench import Bench, machine
 from covmerge_lab.suite import Kind, Suite, Variant
@@ -32,18 +33,36 @@ class Findings:
 class Study(ABC):
     """A question of the papers.
 
+    Args:
+        only: parts to which it is limited; empty for all.
+
     Attributes:
         name: what the command line calls it.
         about: the question, and where the papers put it.
         kinds: the experts that it is a question of.
+        parts: what it goes through one by one, by name; empty where it is answered as a whole.
+
+    Raises:
+        InputError: it has no such part.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
     kinds: ClassVar[tuple[Kind, ...]] = ("full", "lora")
+    parts: ClassVar[tuple[str, ...]] = ()
 
-    def check(self, suite: Suite) -> None:  # noqa: B027 - most studies take any suite
-        """Refuse a suite that it cannot run, before anything is fetched.
+    def __init__(self, only: Sequence[str] = ()) -> None:
+        for part in only:
+            if not self.parts:
+                raise InputError(f"study '{self.name}' has no parts: leave out --only '{part}'")
+            if part not in self.parts:
+                raise InputError(
+                    f"study '{self.name}' has no part '{part}'.{did_you_mean(part, self.parts)}"
+                )
+        self.only = tuple(only)
+
+    def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:  # noqa: B027 - most take any
+        """Refuse a suite or experts that it cannot run on, before anything is fetched.
 
         Raises:
             InputError: it cannot.
