@@ -5,6 +5,7 @@ import torch
 
 from covmerge_lab import training
 from covmerge_lab.training import MARKER, Settings
+from covmerge_lab.workers import ignore_progress
 
 
 def test_fit_learns_and_leaves_what_is_frozen():
@@ -26,6 +27,21 @@ def test_fit_learns_and_leaves_what_is_frozen():
     assert loss(inputs).item() < before / 2
     assert torch.equal(model[0].weight, frozen)
     assert told[-1] == (50, 50)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_an_optimizer_decays_weights_no_more_than_adamw(optimizer):
+    """What no gradient reaches is (1 − rate · decay) of itself after each step."""
+    still = torch.nn.Linear(3, 4, bias=False)
+    before = still.weight.detach().clone()
+    settings = Settings(400, 2e-3, warmup=0.0).by(optimizer)
+
+    def loss(batch):
+        return 0.0 * still.weight.sum()
+
+    training.fit(still, iter([None] * 400), loss, settings, ignore_progress, by=optimizer)
+    # The rate falls to nothing, so that it is half of it in the mean.
+    torch.testing.assert_close(still.weight, before * (1 - 2e-3 * 0.01) ** 200, rtol=1e-3, atol=0)
 
 
 def test_only_a_whole_expert_is_taken_for_trained(tmp_path):

@@ -175,7 +175,7 @@ class Suite(ABC):
         Returns:
             Seconds per step, or None when the expert was there already.
         """
-        settings = self.settings(task, variant)
+        settings = self.settings(task, variant).by(variant.optimizer)
         settings = replace(settings, steps=max(1, round(variant.times * settings.steps)))
         marker = training.marker(settings, variant=str(variant), **self.learnt_from(task))
         out = self.expert(task, variant)

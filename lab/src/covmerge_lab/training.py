@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -36,17 +36,22 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Settings:
-    """How one expert is trained: a linear warm-up and decay, gradients clipped at norm 1.
-
-    Attributes:
-        learning_rate: of AdamW; SGD takes it `_SGD_FASTER` times.
-    """
+    """How one expert is trained: a linear warm-up and decay, gradients clipped at norm 1."""
 
     steps: int
     learning_rate: float
     batch_size: int = 32
     warmup: float = 0.1
     weight_decay: float = 0.01
+
+    def by(self, optimizer: Optimizer) -> Settings:
+        """Return those by which an optimizer moves weights as far as AdamW, and decays them as much."""
+        if optimizer == "adamw":
+            return self
+        # A step of AdamW decays weights by its rate times the decay, one of SGD, whose momentum goes on
+        # with it, by 1/(1 − momentum) times that.
+        decay = self.weight_decay * (1.0 - _MOMENTUM) / _SGD_FASTER
+        return replace(self, learning_rate=_SGD_FASTER * self.learning_rate, weight_decay=decay)
 
 
 def device() -> torch.device:
@@ -90,11 +95,10 @@ def fit(
 
 
 def _optimizer(by: Optimizer, parameters: list[nn.Parameter], settings: Settings) -> Any:
-    decay = settings.weight_decay
+    rate, decay = settings.learning_rate, settings.weight_decay
     if by == "sgd":
-        rate = _SGD_FASTER * settings.learning_rate
         return _Sgd(parameters, lr=rate, momentum=_MOMENTUM, weight_decay=decay, fused=True)
-    return _Adam(parameters, lr=settings.learning_rate, weight_decay=decay, fused=True)
+    return _Adam(parameters, lr=rate, weight_decay=decay, fused=True)
 
 
 def is_trained(folder: Path, marker: Mapping[str, Any]) -> bool:
