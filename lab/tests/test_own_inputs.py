@@ -254,23 +254,34 @@ def test_what_half_precision_costs(small_text, monkeypatch, tmp_path):
     ("study", "only", "kinds", "wrong"),
     [
         ("regimes", "2 expert", None, "no part '2 expert'. Did you mean '2 experts'"),
-        ("regimes", "adapters of rank 4", ["full"], "of other experts: pass the other --kind"),
+        (
+            "regimes",
+            "adapters of rank 4",
+            ["full"],
+            "'adapters of rank 4' is of other experts than full",
+        ),
         ("tuned", "auto", None, "'tuned' has no parts: leave out --only 'auto'"),
     ],
 )
 def test_a_part_that_a_study_has_not_is_refused_before_anything_is_written(
     tmp_path, study, only, kinds, wrong
 ):
-    how = {"kinds": kinds, "seeds": [0], "quick": True, "only": [only]}
+    how = {"kinds": kinds, "seeds": [0], "quick": True, "only": ["4 experts", only]}
+    if study == "tuned":
+        how["only"] = [only]
     with pytest.raises(InputError, match=re.escape(wrong)):
         run_study(study, "text", out=tmp_path / "out", cache=tmp_path / "cache", **how)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_study_limited_to_some_parts():
-    merges = STUDIES["default"](["auto", "ridge 0.3", "told 0.5, weights alone"]).merges()
-    assert [merge.title for merge in merges] == ["auto", "ridge 0.3", "told 0.5, weights alone"]
-    assert [merge.statistics for merge in merges] == ["base", "base", None]
+    study = STUDIES["default"](["told 0.5, weights alone", "ridge 0.3", "ridge 0.3"])
+    assert study.only == ("told 0.5, weights alone", "ridge 0.3")
+    found = {merge.title: merge.statistics for merge in study.merges()}
+    unchanged = {"auto": "base", "auto, weights alone": None}
+    assert found == {**unchanged, "ridge 0.3": "base", "told 0.5, weights alone": None}
+    (alone,) = STUDIES["default"](["auto, weights alone"]).merges()
+    assert alone.title == "auto, weights alone" and alone.statistics is None
 
 
 def test_a_study_of_other_experts_is_refused_before_anything_is_written(tmp_path):
@@ -337,7 +348,11 @@ def test_who_is_merged_in_a_regime(small_text, tmp_path):
     assert found["one trained 10 times as long"][first] == experts.folders[first]
     by_sgd = found["SGD and AdamW in turns"]
     assert by_sgd[first] == experts.folders[first]
-    assert json.loads((by_sgd[second] / "training.json").read_text())["variant"] == "lora-0-sgd"
+    learnt = json.loads((by_sgd[second] / "training.json").read_text())
+    assert learnt["variant"] == "lora-0-sgd"
+    adamw = json.loads((experts.folders[second] / "training.json").read_text())["settings"]
+    assert learnt["settings"]["learning_rate"] == 300 * adamw["learning_rate"]
+    assert learnt["settings"]["weight_decay"] == pytest.approx(adamw["weight_decay"] / 3000)
 
 
 def _rank_and_start(adapter):

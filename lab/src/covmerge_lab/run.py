@@ -110,8 +110,9 @@ def list_studies() -> None:
     for name, study in STUDIES.items():
         console.print(f"[bold]{name}[/]: {escape(study.about)}", highlight=False)
         if study.parts:
+            named = " ".join(shlex.quote(part) for part in study.parts)
             console.print(
-                f"  --only: {escape('; '.join(study.parts))}", style="dim", highlight=False
+                f"  --only: {escape(named)}", style="dim", highlight=False, soft_wrap=True
             )
 
 
@@ -139,8 +140,8 @@ def run_study(
     wanted = _kinds(suite, kinds)
     of: list[Kind] = [kind for kind in study.kinds if kind in wanted]
     if not of:
-        only = " or ".join(study.kinds)
-        raise InputError(f"study '{name}' is of other experts: pass --kind {only}, or leave it out")
+        its = " or ".join(study.kinds)
+        raise InputError(f"study '{name}' is of other experts: pass --kind {its}, or leave it out")
     study.check(suite, of)
     variants = [Variant(kind, seed) for kind in of for seed in seeds]
     _check(out, None)
@@ -150,7 +151,8 @@ def run_study(
         bench = Bench(suite, workers, console)
         bench.prepare()
         found = study.run(bench, variants)
-    asked = _command(f"study {name} --suite {suite_name}", kinds, seeds, None, quick, only=only)
+    of_suite = f"study {name} --suite {suite_name}"
+    asked = _command(of_suite, kinds, seeds, None, quick, only=study.only)
     save(study, bench, found, out, asked)
     console.print(Markdown(found.text))
     console.print(f"{sum(bench.seconds.values()):.0f} s in all; results are in {out}/")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from covmerge.cli import options
+from covmerge.errors import InputError
 
 
 def study(
@@ -32,7 +33,8 @@ def study(
         list[str] | None,
         typer.Option(
             metavar="PART",
-            help="One part of a study that goes through several; may be given again. The list names them.",
+            help="One part of a study that goes through several; may be given again. Without STUDY they "
+            "are listed.",
         ),
     ] = None,
     quick: Annotated[
@@ -45,6 +47,8 @@ def study(
     """
     from covmerge_lab.run import list_studies, run_study
 
+    if name is None and only:
+        raise InputError("--only is a part of a study: name it, as in `covmerge study regimes`")
     if name is None:
         list_studies()
         return

@@ -79,7 +79,12 @@ class Default(Study):
             replace(_merge(title, given), section=Section.DATA_FREE, statistics=None)
             for title, given in _ALONE.items()
         ]
-        return [m for m in (*known, *alone) if m.title in (self.only or self.parts)]
+        # Beside what is changed stands what is not.
+        wanted = {*(self.only or self.parts)}
+        for unchanged, parts in (("auto", _WITH_INPUTS), ("auto" + ALONE, _ALONE)):
+            if wanted & parts.keys():
+                wanted.add(unchanged)
+        return [merge for merge in (*known, *alone) if merge.title in wanted]
 
     def draw(self, group: Group) -> Any:
         """Draw a bar for each."""

@@ -170,11 +170,13 @@ class Regimes(Study):
 
     def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
         """See `Study.check`."""
-        if not any(self._of(kind) for kind in kinds):
-            asked = "; ".join(self.only)
-            raise InputError(
-                f"'{asked}' is of other experts: pass the other --kind, or leave it out"
-            )
+        found = {regime.name for kind in kinds for regime in self._of(kind)}
+        for name in self.only:
+            if name not in found:
+                raise InputError(
+                    f"study '{self.name}': '{name}' is of other experts than {', '.join(kinds)}: pass the "
+                    f"other --kind, or leave out --only '{name}'"
+                )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""

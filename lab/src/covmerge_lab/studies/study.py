@@ -59,7 +59,7 @@ class Study(ABC):
                 raise InputError(
                     f"study '{self.name}' has no part '{part}'.{did_you_mean(part, self.parts)}"
                 )
-        self.only = tuple(only)
+        self.only = tuple(dict.fromkeys(only))
 
     def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:  # noqa: B027 - most take any
         """Refuse a suite or experts that it cannot run on, before anything is fetched.
