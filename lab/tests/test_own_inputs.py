@@ -253,22 +253,20 @@ def test_what_half_precision_costs(small_text, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("study", "only", "kinds", "wrong"),
     [
-        ("regimes", "2 expert", None, "no part '2 expert'. Did you mean '2 experts'"),
+        ("regimes", ["2 expert"], None, "no part '2 expert'. Did you mean '2 experts'"),
         (
             "regimes",
-            "adapters of rank 4",
+            ["4 experts", "adapters of rank 4"],
             ["full"],
             "'adapters of rank 4' is of other experts than full",
         ),
-        ("tuned", "auto", None, "'tuned' has no parts: leave out --only 'auto'"),
+        ("tuned", ["auto"], None, "'tuned' has no parts: leave out --only 'auto'"),
     ],
 )
 def test_a_part_that_a_study_has_not_is_refused_before_anything_is_written(
     tmp_path, study, only, kinds, wrong
 ):
-    how = {"kinds": kinds, "seeds": [0], "quick": True, "only": ["4 experts", only]}
-    if study == "tuned":
-        how["only"] = [only]
+    how = {"kinds": kinds, "seeds": [0], "quick": True, "only": only}
     with pytest.raises(InputError, match=re.escape(wrong)):
         run_study(study, "text", out=tmp_path / "out", cache=tmp_path / "cache", **how)
     assert not any(tmp_path.iterdir())

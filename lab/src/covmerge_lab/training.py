@@ -74,6 +74,14 @@ def fit(
 ) -> float:
     """Train what requires a gradient; the model is left as it was given, in training mode or not.
 
+    Args:
+        model: what is trained.
+        batches: at least as many as there are steps.
+        loss: the mean loss of a batch.
+        settings: the optimizer's own, as `Settings.by` gives them.
+        on_progress: told of each step.
+        by: the optimizer.
+
     Returns:
         Seconds per step.
     """

@@ -73,7 +73,7 @@ class Default(Study):
         return findings(bench, variants, self._models, self.draw, statistics=[BASE])
 
     def merges(self) -> list[Merge]:
-        """Return all of them, on the base's inputs first."""
+        """Return those that are asked for, on the base's inputs first."""
         known = [_merge(title, given) for title, given in _WITH_INPUTS.items()]
         alone = [
             replace(_merge(title, given), section=Section.DATA_FREE, statistics=None)
