@@ -1,7 +1,8 @@
 """`auto` says in words what it did to each matrix and why."""
 
 from dataclasses import replace
-from math import inf
+from math import inf, log1p
+from statistics import fmean, pvariance
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from covmerge.methods import registry
 from covmerge.methods.auto_noticed import Equalised
 from covmerge.noticed import Seen, account_of
 from covmerge.reporting.tables import told
+from covmerge.testing.groups import random_updates
 from covmerge.types import LinearGroup
 from tests.report.merges import checkpoints, report
 from tests.report.pages import parse, rows_of
@@ -56,6 +58,26 @@ def test_the_numbers_of_a_matrix():
     assert merged(alike).outputs_length == pytest.approx(1 / 3, rel=1e-5)
 
 
+def test_experts_that_use_unequally_many_directions_are_equalised_less():
+    dense = drawn(1.0, 1.0, shape=(32, 40))
+    few = [(u / u.norm()).float() for u in random_updates(32, 40, 2, 2, 1.0, seed=1)]
+    assert merged(dense).uneven_use == pytest.approx(0.0, abs=1e-3)
+    assert merged(few).uneven_use == pytest.approx(0.0, abs=1e-3)
+    both = merged(dense + few)
+    # ω is the mean of log(1 + 10⁴e) / log(1 + 10⁴) over the eigenvalues e of ΔᵀΔ, of mean 1.
+    values = [torch.linalg.svdvals(u.double()).square() for u in dense + few]
+    wide = [float((1e4 * 32 * v / v.sum()).log1p().sum()) / 32 / log1p(1e4) for v in values]
+    mean = fmean(wide)
+    assert both.uneven_use == pytest.approx(pvariance(wide) / mean / (1 - mean), rel=1e-3)
+    assert 0.5 < both.uneven_use < 0.9
+    phi, unlike = both.directions_in_use, 1 - both.unlike_experts**-2
+    expected = (0.75 - phi / 4) * unlike * (1 - both.uneven_use)
+    assert both.flattening == pytest.approx(expected, rel=1e-6)
+    # An update that vanishes leaves this too.
+    faint = merged([*dense, 1e-6 * few[0]])
+    assert faint.uneven_use == pytest.approx(merged(dense).uneven_use, abs=1e-6)
+
+
 def test_what_the_report_tells_of_a_matrix():
     one = Equalised(0, (0.99, 0.6), (0.5, 1.0), True, 1.8, 0.9, 0.4, 1.2, 0.7).told(
         ("code", "math")
@@ -64,6 +86,7 @@ def test_what_the_report_tells_of_a_matrix():
         "base's inputs": "known",
         "N, unlike experts": 1.8,
         "φ, directions in use, %": 90.0,
+        "η, unevenness": None,
         "q, flattening": 0.4,
         "λ, times the length of least squares": 1.2,
         "a, to the average, %": None,
@@ -99,6 +122,12 @@ def test_rows_and_totals_over_matrices():
     told_of = replace(other, inputs_told=0.77)
     own = dict(account_of([Seen("b", {}, ("code", "math"), (told_of,))]).rows)
     assert own["C₀, inputs"].startswith("77% of it is what the updates tell")
+    assert "η, unevenness" not in rows and "η, unevenness" not in own
+    uneven = (replace(known, uneven_use=0.02), replace(other, uneven_use=0.4))
+    own = dict(account_of([Seen("b", {}, ("code", "math"), uneven)]).rows)
+    assert own["η, unevenness"].startswith(
+        "0.21 (0.02 to 0.40), where 0 is experts that use equally"
+    )
     alone = dict(account_of(seen[1:]).rows)
     assert alone["base's inputs"] == "not known: by the weights alone"
     assert not {"counted less", "shortened"} & set(alone) and alone["q, flattening"].startswith(

@@ -1,13 +1,15 @@
-"""How much updates tell of their layer's inputs."""
+"""How much updates tell of their layer's inputs, and how many of its directions they use."""
 
 from __future__ import annotations
 
-from math import isnan, log1p
+from collections.abc import Sequence
+from math import isnan, log1p, sqrt
 
 from torch import Tensor
 
-from covmerge.linalg.batched import log_dets, numbers
+from covmerge.linalg.batched import log_dets, numbers, per_member
 from covmerge.linalg.cholesky import log_det
+from covmerge.linalg.symmetric import gram
 
 # An eigenvalue that is so small beside their mean is of an input that is hardly used.
 _UNUSED = 1e-4
@@ -42,6 +44,42 @@ def shares_told(grams: Tensor, d_in: int) -> list[float]:
         [1.0, 1.0]
     """
     return [_share(own, d_in) for own in numbers(log_dets(_beside_faint(grams)))]
+
+
+def share_used(update: Tensor, size: float, directions: int) -> float:
+    """Return ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), the share of a layer's directions in use.
+
+    As `share_told`, of the smaller side, so that it is the same for Δ and Δᵀ.
+
+    Args:
+        update: Δ, or what is left of it in axes that span all that is not zero.
+        size: ‖Δ‖.
+        directions: m = min(d_out, d_in), of the layer.
+
+    Example:
+        >>> import torch
+        >>> [round(share_used(each, 2.0, 4), 2) for each in (torch.eye(4), 2 * torch.eye(4)[:1])]
+        [1.0, 0.29]
+    """
+    return share_told(gram(_by_inputs(update) * (sqrt(directions) / size)), directions)
+
+
+def shares_used(updates: Tensor, sizes: Sequence[float], directions: int) -> list[float]:
+    """Return ω of several Δ `(n, d_out, d_in)`; NaN where it takes the kernel's care.
+
+    Example:
+        >>> import torch
+        >>> [round(own, 2) for own in shares_used(torch.eye(4).expand(2, 4, 4), [2.0, 2.0], 4)]
+        [1.0, 1.0]
+    """
+    root = _by_inputs(updates)
+    root = root * per_member([sqrt(directions) / size for size in sizes], root)
+    return shares_told(root.mT @ root, directions)
+
+
+def _by_inputs(updates: Tensor) -> Tensor:
+    """Of one or of several, the transpose where that has the fewer columns."""
+    return updates.mT if updates.shape[-2] < updates.shape[-1] else updates
 
 
 def _beside_faint(gram: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # With a C₀ that is made of the updates. Memory as where float32 could not tell. What C₀ sees of the
     # base's weights is one more of what it sees of the updates.
     matrix, route = d_out * d_in, system_choice(d_out, d_in, count, 8).taken
+    least, most = sorted((d_out, d_in))
     sums = sums_cost(route, d_out, d_in, count, 8)
     solve = solve_cost(route, d_out, d_in, count, 8)
     spectra = metric_cost(d_out, d_in, itemsize)
@@ -48,7 +49,8 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         + spectra.flops
         + dots.flops
         + count * symmetric_cost(d_out, d_in)
-        + 4.0 * matrix * min(d_out, d_in),
+        + count * (symmetric_cost(most, least) + least**3 / 3)
+        + 4.0 * matrix * least,
         max(
             2 * matrix * 8 + sums.workspace + solve.workspace,
             spectra.workspace + matrix * itemsize,
@@ -63,7 +65,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 @register(
     "auto",
     equation="W̄ = W₀ + (1 − a) M + a Δ̄,  M = λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ,  "
-    "R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²),  "
+    "R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  C_t = Δ_tᵀΔ_t/‖Δ_t‖² + 0.1 I/d_in,  q = (¾ − φ/4)(1 − N⁻²)(1 − η),  "
     "1 − a = (1 + (ν/0.15)⁴)^(−¼) (1 + ρ⁴)⁻¹,  ν = ‖MC₀^½‖/‖W₀C₀^½‖,  ρ² = Σ‖b_tΔ_t‖²/‖W₀‖²; without the "
     "base's inputs 1 − a = (1 + (3ρ)⁴)⁻¹",
     laws=Laws(
@@ -90,7 +92,9 @@ def auto(group: LinearGroup) -> Merged:
     b_t = ((1 + 2⁻⁴) / (1 + (‖Δ_t‖/2g)⁴))^¼,  g = exp(Σ c_t log ‖Δ_t‖ / Σ c_t),
     c_t = Σ_(u≠t) ‖Δ_u‖^¼ ‖Δ_t‖² / (‖Δ_t‖² + 0.01 ‖Δ_u‖²),
     σ² the eigenvalues of K,  τ = 0.01 Σσ² / Σσ,  φ = Σ σ²/(σ² + τ²) / min(d_out, d_in),
-    q = (¾ − φ/4)(1 − N⁻²),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
+    q = (¾ − φ/4)(1 − N⁻²)(1 − η),  N = (Σ s_t)² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
+    η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)),  ω̄ = Σ s_tω_t / Σ s_t,
+    ω_t = log det(I + 10⁴ m Δ_tᵀΔ_t / ‖Δ_t‖²) / (m log(1 + 10⁴)),  m = min(d_out, d_in),
     λ such that the outputs' singular values add up to those of (Σ w_tb_tΔ_t) C₀^½, times
     Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½),
     Δ̄ = Σ s_tw_tb_tΔ_t / Σ s_tw_t,  1 − a = (1 + (ν/0.15)⁴)^(−¼) (1 + ρ⁴)⁻¹,
@@ -105,7 +109,10 @@ def auto(group: LinearGroup) -> Merged:
     how much of the layer's inputs they use, 1 for all alike. N counts the experts by how unlike their
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
     share of the layer's directions that the updates use: full fine-tunes use most, where the weakest
-    are noise and q goes to ½; adapters use few, and q goes to ¾. An expert whose update vanishes
+    are noise and q goes to ½; adapters use few, and q goes to ¾. ω_t is the same share of one update: where
+    full fine-tunes are merged with adapters the long directions are the adapters' and the short ones the
+    others', and what is brought nearer is not what averaging made unlike; η, 1 at most, is how much of
+    that there is. An expert whose update vanishes
     leaves all sums, s_t → 0, without a jump. One that is many times as long as the others is brought to
     about twice their length, b_t; lengths that differ by less stay nearly what they are. All this holds
     while what is added is small beside what the base's weights give. Where the outputs of M are half as

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from covmerge.covariance.told import shares_told
+from covmerge.covariance.told import shares_told, shares_used
 from covmerge.linalg.batched import flags, numbers, per_member
 from covmerge.linalg.batched_metric import Metrics, lifted
 from covmerge.linalg.batched_spectra import nuclear_norms, spectra
@@ -106,7 +106,8 @@ def _equalised(
 ) -> Iterator[Merged | None]:
     """Bring the spectra of R `(n, d_out, d_in)` nearer to flat, as `covmerge.methods.equalise.equalise`."""
     dots = seen.dots([layer.active.updates for layer in layers])
-    alike = [Likeness.of(own, layer.shares) for own, layer in zip(dots, layers, strict=True)]
+    each = zip(dots, layers, _used(layers), strict=True)
+    alike = [Likeness.of(own, layer.shares, used) for own, layer, used in each]
     found = spectra(seen.seen(fused))
     counts: list[int] = []
     for own, layer, said in zip(found.sigma.cpu(), layers, noticed, strict=True):
@@ -135,6 +136,16 @@ def _equalised(
             yield None
         else:
             yield Merged(delta, own.noticed if beside is None else own.noticed.going(beside))
+
+
+def _used(layers: Sequence[Counted]) -> list[tuple[float, ...]]:
+    """ω_t of the experts, of every layer."""
+    directions = min(layers[0].group.shape)
+    by_expert = [
+        shares_used(updates, sizes, directions)
+        for updates, sizes in _by_expert(layers, [layer.active.norms for layer in layers])
+    ]
+    return list(zip(*by_expert, strict=True))
 
 
 def _weighted(layers: Sequence[Counted], weights: Sequence[Sequence[float]]) -> Tensor:

@@ -28,7 +28,9 @@ _OFF_DIAGONAL = 0.9  # RegMean's default
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    # As RegMean's, with a Gram matrix of each update; then two spectra with what is left beside them.
+    # As RegMean's, with a Gram matrix of each update's inputs; then two spectra with what is left beside
+    # them, and how many directions each update uses.
+    least, most = sorted((d_out, d_in))
     sums = measured_equations_cost(d_out, d_in, count, itemsize)
     solve = (
         (1 + count) * d_in**3 / 3 + 2.0 * d_out * d_in * d_in + count * symmetric_cost(d_out, d_in)
@@ -39,7 +41,12 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     )
     system = (5 * d_in * d_in + 4 * d_out * d_in) * 8
     return Cost(
-        sums.flops + solve + spectra.flops + dots.flops + 4.0 * d_out * d_in * min(d_out, d_in),
+        sums.flops
+        + solve
+        + spectra.flops
+        + dots.flops
+        + count * (symmetric_cost(most, least) + least**3 / 3)
+        + 4.0 * d_out * d_in * least,
         max(
             sums.workspace + system,
             2 * d_out * d_in * itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import fmean, median
 from typing import ClassVar
 
@@ -49,12 +50,14 @@ class _Median(Words):
         label: of its row.
         text: what stands beside it, with a place for the `{numbers}`.
         form: how a number is written.
+        least: it is said where one is larger.
     """
 
     fact: str
     label: str
     text: str
     form: str = ".2f"
+    least: float = -inf
 
     def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
         found = facts(seen, self.fact)
@@ -62,7 +65,7 @@ class _Median(Words):
 
     def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
         found = facts(seen, self.fact)
-        if not found:
+        if not found or max(found) <= self.least:
             return
         middle, least, most = (
             format(value, self.form) for value in (median(found), min(found), max(found))
@@ -133,6 +136,13 @@ IN_USE = _Median(
     "{numbers} of those that the layers have are in use",
     ".0%",
 )
+UNEVEN = _Median(
+    "uneven_use",
+    "η, unevenness",
+    "{numbers}, where 0 is experts that use equally many directions, and 1 some all and the others none: "
+    "so much less was equalised",
+    least=0.05,
+)
 FLATTENING = _Median(
     "flattening", "q, flattening", "{numbers}, where 0 is least squares and 1 a flat spectrum"
 )
@@ -169,6 +179,8 @@ class Equalised(Noticed):
         outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖, before it goes to the average.
         towards_average: a, how far it went to the average; None where the base was not.
         inputs_told: ψ, the share of C₀ that is what the updates tell; None where it was measured.
+        uneven_use: η, 0 where all experts use equally many of the layer's directions, 1 where some use all
+            and the others none.
     """
 
     words: ClassVar[tuple[Words, ...]] = (
@@ -176,6 +188,7 @@ class Equalised(Noticed):
         TOLD,
         UNLIKE,
         IN_USE,
+        UNEVEN,
         FLATTENING,
         LENGTHENING,
         TOWARDS,
@@ -195,6 +208,7 @@ class Equalised(Noticed):
     outputs_length: float | None = None
     inputs_told: float | None = None
     towards_average: float | None = None
+    uneven_use: float | None = None
 
     _of_inputs: ClassVar[str] = "base's inputs"
     _goes_to: ClassVar[str] = "the average"
@@ -228,6 +242,7 @@ class Equalised(Noticed):
             self._of_inputs: "known" if self.inputs_known else self._not_known,
             "N, unlike experts": self.unlike_experts,
             "φ, directions in use, %": None if share is None else 100 * share,
+            "η, unevenness": self.uneven_use,
             "q, flattening": self.flattening,
             "λ, times the length of least squares": self.lengthening,
             f"a, to {self._goes_to}, %": None if away is None else 100 * away,
@@ -253,6 +268,7 @@ class EqualisedMeasured(Equalised):
         BESIDE_INPUTS,
         UNLIKE,
         IN_USE,
+        UNEVEN,
         FLATTENING,
         LENGTHENING,
         TOWARDS_LEAST_SQUARES,

@@ -16,6 +16,7 @@ from math import expm1, log1p, sqrt
 import torch
 from torch import Tensor
 
+from covmerge.covariance.told import share_used
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import EXACT
@@ -105,6 +106,12 @@ class Counted:
         pairs = zip(self.in_sum, own, strict=True)
         return [times * weight * float(share) for weight, share in pairs]
 
+    def used(self) -> list[float]:
+        """ω_t, the share of the layer's directions that each update uses."""
+        directions = min(self.group.shape)
+        pairs = zip(self.active.updates, self.active.norms, strict=True)
+        return [share_used(update, size, directions) for update, size in pairs]
+
     def rounding_of_sum(self) -> Rounding:
         """What rounding of the stored weights gives to Σ w_tb_tΔ_t."""
         pairs = zip(self.active.rounding, self.in_sum, strict=True)
@@ -122,6 +129,7 @@ class Counted:
             shares=self.of_all([float(own) for own in self.shares]),
             bounds=self.of_all(self.bounds),
             unlike_experts=alike.experts,
+            uneven_use=alike.uneven,
         )
 
 
@@ -133,24 +141,35 @@ class Likeness:
         lengths: ‖Δ_tC₀^½‖ `(T,)`, float64.
         experts: N, as how many of no common direction they count.
         agreement: Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), 1 at most.
+        uneven: η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)), 0 where all use equally many of the layer's
+            directions, 1 where some use all and the others none.
     """
 
     lengths: Tensor
     experts: float
     agreement: float
+    uneven: float
 
     @classmethod
-    def of(cls, dots: Tensor, shares: Tensor) -> Likeness:
-        """By ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64; two updates without outputs have nothing in common."""
+    def of(cls, dots: Tensor, shares: Tensor, used: Sequence[float]) -> Likeness:
+        """By ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64, and ω_t.
+
+        Two updates without outputs have nothing in common.
+        """
         squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
         lengths = squares.sqrt()  # the product of two, as that of two squares may be 0
         cosines = (dots / torch.outer(lengths, lengths)).square()
         cosines = cosines.clamp_max(1.0).fill_diagonal_(1.0)
         alike = float((shares * (cosines @ shares)).sum())
+        own = shares / shares.sum()
+        wide = torch.tensor(used, dtype=torch.float64)
+        mean = float((own * wide).sum())
+        uneven = float((own * (wide - mean).square()).sum())
         return cls(
             lengths,
             max(1.0, float(shares.sum()) ** 2 / alike),
             min(1.0, float(shares.square().sum()) / alike),
+            min(1.0, uneven / most) if (most := mean * (1.0 - mean)) > 0.0 else 0.0,
         )
 
 
@@ -188,7 +207,7 @@ def flattening(
     known = noticed.inputs_known
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
-    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0)
+    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0) * (1.0 - alike.uneven)
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
     scale = alike.agreement * whole / float((sigma * lift).sum())
     lifted = sigma * lift * scale
@@ -228,7 +247,7 @@ def equalise(
         None where nothing of R is seen, though inputs are known.
     """
     active, known = counted.active, noticed.inputs_known
-    alike = Likeness.of(seen.dots(active.updates), counted.shares)
+    alike = Likeness.of(seen.dots(active.updates), counted.shares, counted.used())
     rounding = EXACT if known else counted.rounding_of_sum()
     spectrum = seen.spectrum(fused, rtol=rtol, rounding=rounding)
     noticed = counted.noticed(noticed, alike)

@@ -156,6 +156,12 @@ def share_told(G: Tensor) -> float:
     return float((identity(len(G)) + 10**4 * G).logdet()) / len(G) / log(1 + 10**4)
 
 
+def share_used(D: Tensor) -> float:
+    """ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), m = min(d_out, d_in)  (docs/auto.md)."""
+    U = (D if len(D) >= D.shape[1] else D.T) / length(D)
+    return share_told(min(D.shape) * U.T @ U)
+
+
 def equalised(
     group: LinearGroup,
     R: Tensor,
@@ -194,7 +200,11 @@ def equalised(
         return None
     tau = 0.01 * (top.S**2).sum() / top.S.sum()
     phi = float((top.S**2 / (top.S**2 + tau**2)).sum()) / min(R.shape)
-    q = (0.75 - phi / 4) * (1 - N**-2)
+    omega = [share_used(d) for d, _ in changed]
+    middle = sum(own * x for own, x in zip(s, omega, strict=True)) / sum(s)
+    spread = [own * (x - middle) ** 2 for own, x in zip(s, omega, strict=True)]
+    eta = sum(spread) / sum(s) / middle / (1 - middle) if middle < 1 else 0.0
+    q = (0.75 - phi / 4) * (1 - N**-2) * (1 - min(1.0, eta))
     lift = (top.S**2 + tau**2) ** (-q / 2)
     unseen = tau**-q if end is None else 0.0
     power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T

@@ -28,6 +28,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
     "sum in place of least squares": {"start": "sum"},
     "flat spectrum": {"dense": 1.0, "sparse": 1.0, "power": None},
     "however alike": {"power": None},
+    "however unevenly they use directions": {"uneven": None},
     "length of least squares": {"length": "start"},
     "copies add up": {"length": "sum"},
     "however long": {"long": None},

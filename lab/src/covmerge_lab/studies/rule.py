@@ -39,6 +39,7 @@ def auto_with(
     dense: float = 0.5,
     sparse: float = 0.75,
     power: float | None = 2.0,
+    uneven: float | None = 1.0,
     length: Literal["agreement", "sum", "start"] = "agreement",
     unused: float = 1e-4,
     told: float | None = None,
@@ -57,6 +58,7 @@ def auto_with(
         dense: q where all directions of the layer are in use.
         sparse: q where hardly one is.
         power: p in 1 − N^(−p); None: q does not ask how unlike the experts are.
+        uneven: p in (1 − η)^p; None: q does not ask how many of the layer's directions each expert uses.
         length: what λ makes the outputs' singular values add up to: those of (ΣΔ_t)C₀^½, times the
             agreement of copies or not, or those of R.
         unused: without `inputs`, an eigenvalue of what the updates tell so small beside the mean is hardly
@@ -111,6 +113,11 @@ def auto_with(
     exponent = sparse - (sparse - dense) * in_use
     if power is not None:
         exponent *= 1.0 - unlike**-power
+    if uneven is not None:
+        used = torch.tensor([_used(update) for update in updates], dtype=torch.float64)
+        mean = (shares * used).sum() / shares.sum()
+        variance = (shares * (used - mean).square()).sum() / shares.sum()
+        exponent *= float((1.0 - variance / (mean * (1.0 - mean))).clamp(0.0, 1.0)) ** uneven
     lift = (energy + floor) ** (-exponent / 2.0)
     wanted = sigma.sum()
     if length != "start":
@@ -139,6 +146,13 @@ def _shares(updates: list[Tensor], small: float) -> tuple[Tensor, Tensor]:
     """‖Δ_t‖² and s_t."""
     energies = torch.stack([update.square().sum() for update in updates])
     return energies, energies / (energies + small * energies.square().sum() / energies.sum())
+
+
+def _used(update: Tensor) -> float:
+    """ω_t, by the eigenvalues of the smaller side."""
+    values = _eigh(update @ update.mT if len(update) < update.shape[1] else update.mT @ update)[0]
+    values = values.clamp_min(0.0) * (len(values) / values.sum())
+    return float((values / 1e-4).log1p().sum()) / (len(values) * log1p(1e4))
 
 
 def _regression(updates: list[Tensor], energies: Tensor, shares: Tensor, ridge: float) -> Tensor:
