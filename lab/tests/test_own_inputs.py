@@ -178,6 +178,19 @@ def test_the_rule_of_the_study_is_the_default_method(known, base):
     assert rule.NAME not in covmerge.methods.names()
 
 
+@pytest.mark.parametrize("few", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (16, 12)], ids=str)
+def test_the_rule_of_the_study_is_the_default_method_of_unequal_ranks(shape, few):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
+    updates = [draw(shape[0], 1) @ draw(1, shape[1]) for _ in range(few)] + [draw(*shape)] * 2
+    with rule.registered():
+        found = covmerge.merge_layer(updates, rule.NAME)
+        other = covmerge.merge_layer(updates, rule.NAME, uneven=None)
+    torch.testing.assert_close(found, covmerge.merge_layer(updates, "auto"), rtol=1e-6, atol=1e-8)
+    assert torch.allclose(other, found) == (1 in shape)
+
+
 def test_the_parts_of_the_default_method(tmp_path):
     bench = Bench(SmallText(tmp_path / "cache", quick=True), Inline(), Console(quiet=True))
     bench.prepare()

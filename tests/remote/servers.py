@@ -161,7 +161,6 @@ class Narrow:
     Attributes:
         latency: seconds until an answer begins.
         each: bytes a second of a connection.
-        total: bytes a second of all.
         most: requests at once; what goes beyond is answered by status 503.
         peak: the most requests that were answered at once.
         refused: how many were answered by 503.
@@ -169,12 +168,10 @@ class Narrow:
 
     latency: float = 0.0
     each: float = float("inf")
-    total: float = float("inf")
     most: int = 1000
     peak: int = 0
     refused: int = 0
     _now: int = 0
-    _free: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def app(self, right: App) -> App:
@@ -197,9 +194,7 @@ class Narrow:
         try:
             for offset in range(0, len(data), _CHUNK):
                 chunk = data[offset : offset + _CHUNK]
-                with self._lock:
-                    self._free = max(self._free, time.monotonic()) + len(chunk) / self.total
-                    due = max(self._free, began + (offset + len(chunk)) / self.each)
+                due = began + (offset + len(chunk)) / self.each
                 time.sleep(max(0.0, due - time.monotonic()))
                 yield chunk
         finally:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isnan, log1p, sqrt
 
+import torch
 from torch import Tensor
 
-from covmerge.linalg.batched import log_dets, numbers, per_member
+from covmerge.linalg.batched import flags, log_dets, numbers, per_member
 from covmerge.linalg.cholesky import log_det
+from covmerge.linalg.spectral import float64_gram
 from covmerge.linalg.symmetric import gram
 
 # An eigenvalue that is so small beside their mean is of an input that is hardly used.
 _UNUSED = 1e-4
+# Rounding may move the 1 beside it by so much.
+_OFF = 0.25
 
 
 def share_told(gram: Tensor, d_in: int) -> float:
@@ -49,7 +53,8 @@ def shares_told(grams: Tensor, d_in: int) -> list[float]:
 def share_used(update: Tensor, size: float, directions: int) -> float:
     """Return ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), the share of a layer's directions in use.
 
-    As `share_told`, of the smaller side, so that it is the same for Δ and Δᵀ.
+    The form of `share_told`, for a single update and the directions of the smaller side. One update may
+    have all of its energy in a few of them, where float32 does not resolve the 1: then in float64.
 
     Args:
         update: Δ, or what is left of it in axes that span all that is not zero.
@@ -61,25 +66,42 @@ def share_used(update: Tensor, size: float, directions: int) -> float:
         >>> [round(share_used(each, 2.0, 4), 2) for each in (torch.eye(4), 2 * torch.eye(4)[:1])]
         [1.0, 0.29]
     """
-    return share_told(gram(_by_inputs(update) * (sqrt(directions) / size)), directions)
+    wide = _wide(update) * (sqrt(directions) / size)
+    found = gram(wide.mT)
+    return share_told(found if _resolved(found) else float64_gram(wide), directions)
 
 
 def shares_used(updates: Tensor, sizes: Sequence[float], directions: int) -> list[float]:
-    """Return ω of several Δ `(n, d_out, d_in)`; NaN where it takes the kernel's care.
+    """Return ω of several Δ `(n, d_out, d_in)`.
 
     Example:
         >>> import torch
         >>> [round(own, 2) for own in shares_used(torch.eye(4).expand(2, 4, 4), [2.0, 2.0], 4)]
         [1.0, 1.0]
     """
-    root = _by_inputs(updates)
-    root = root * per_member([sqrt(directions) / size for size in sizes], root)
-    return shares_told(root.mT @ root, directions)
+    wide = _wide(updates)
+    wide = wide * per_member([sqrt(directions) / size for size in sizes], wide)
+    grams = wide @ wide.mT
+    each = zip(shares_told(grams, directions), flags(_resolved(grams)), updates, sizes, strict=True)
+    return [
+        own if resolved else share_used(update, size, directions)
+        for own, resolved, update, size in each
+    ]
 
 
-def _by_inputs(updates: Tensor) -> Tensor:
-    """Of one or of several, the transpose where that has the fewer columns."""
-    return updates.mT if updates.shape[-2] < updates.shape[-1] else updates
+def _wide(updates: Tensor) -> Tensor:
+    """Of one or of several, the transpose where that has the fewer rows."""
+    return updates.mT if updates.shape[-2] > updates.shape[-1] else updates
+
+
+def _resolved(grams: Tensor) -> Tensor:
+    """Whether rounding leaves the 1 in I + 10⁴Ĝ, of one or of several.
+
+    An entry is off by ½ε √(g_ii g_jj), and a matrix of such errors by ε √(max g_ii Σ g_jj) in norm.
+    """
+    energies = grams.diagonal(dim1=-2, dim2=-1)
+    off = torch.finfo(grams.dtype).eps * (energies.amax(-1) * energies.sum(-1)).sqrt()
+    return off < _OFF * _UNUSED
 
 
 def _beside_faint(gram: Tensor) -> Tensor:

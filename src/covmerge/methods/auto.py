@@ -109,10 +109,10 @@ def auto(group: LinearGroup) -> Merged:
     how much of the layer's inputs they use, 1 for all alike. N counts the experts by how unlike their
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
     share of the layer's directions that the updates use: full fine-tunes use most, where the weakest
-    are noise and q goes to ½; adapters use few, and q goes to ¾. ω_t is the same share of one update: where
-    full fine-tunes are merged with adapters the long directions are the adapters' and the short ones the
-    others', and what is brought nearer is not what averaging made unlike; η, 1 at most, is how much of
-    that there is. An expert whose update vanishes
+    are noise and q goes to ½; adapters use few, and q goes to ¾. ω_t is such a share of one update alone,
+    by volume: where full fine-tunes are merged with adapters the long directions are the adapters' and the
+    short ones the others', and what is brought nearer is not what averaging made unlike; η, 1 at most, is
+    how much of that there is. An expert whose update vanishes
     leaves all sums, s_t → 0, without a jump. One that is many times as long as the others is brought to
     about twice their length, b_t; lengths that differ by less stay nearly what they are. All this holds
     while what is added is small beside what the base's weights give. Where the outputs of M are half as

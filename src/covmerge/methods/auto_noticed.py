@@ -50,7 +50,7 @@ class _Median(Words):
         label: of its row.
         text: what stands beside it, with a place for the `{numbers}`.
         form: how a number is written.
-        least: it is said where one is larger.
+        least: it is said where the median is larger.
     """
 
     fact: str
@@ -65,7 +65,7 @@ class _Median(Words):
 
     def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
         found = facts(seen, self.fact)
-        if not found or max(found) <= self.least:
+        if not found or median(found) <= self.least:
             return
         middle, least, most = (
             format(value, self.form) for value in (median(found), min(found), max(found))
@@ -140,7 +140,7 @@ UNEVEN = _Median(
     "uneven_use",
     "η, unevenness",
     "{numbers}, where 0 is experts that use equally many directions, and 1 some all and the others none: "
-    "so much less was equalised",
+    "q is less by that share",
     least=0.05,
 )
 FLATTENING = _Median(

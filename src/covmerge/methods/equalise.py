@@ -135,7 +135,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Likeness:
-    """How alike the experts' updates are, as the inputs see them.
+    """How alike the experts' updates are, as the inputs see them, and how evenly they use directions.
 
     Attributes:
         lengths: ‖Δ_tC₀^½‖ `(T,)`, float64.

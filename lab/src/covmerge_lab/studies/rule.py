@@ -117,7 +117,8 @@ def auto_with(
         used = torch.tensor([_used(update) for update in updates], dtype=torch.float64)
         mean = (shares * used).sum() / shares.sum()
         variance = (shares * (used - mean).square()).sum() / shares.sum()
-        exponent *= float((1.0 - variance / (mean * (1.0 - mean))).clamp(0.0, 1.0)) ** uneven
+        if mean < 1.0:
+            exponent *= float((1.0 - variance / (mean * (1.0 - mean))).clamp(0.0, 1.0)) ** uneven
     lift = (energy + floor) ** (-exponent / 2.0)
     wanted = sigma.sum()
     if length != "start":
