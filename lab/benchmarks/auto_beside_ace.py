@@ -66,7 +66,7 @@ def best(runs: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]
     found = dict.fromkeys(runs, float("inf"))
     for _ in range(rounds):
         for name, run in runs.items():
-            found[name] = min(found[name], timed(run)[1]["cpu_seconds"])
+            found[name] = min(found[name], timed(run, "cpu")[1]["cpu_seconds"])
     return found
 
 
