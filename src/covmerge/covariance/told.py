@@ -57,9 +57,12 @@ def share_used(update: Tensor, size: float, directions: int) -> float:
     have all of its energy in a few of them, where float32 does not resolve the 1: then in float64.
 
     Args:
-        update: Δ, or what is left of it in axes that span all that is not zero.
-        size: ‖Δ‖.
+        update: Δ `(d_out, d_in)`, or what is left of it in axes that span all that is not zero.
+        size: ‖Δ‖, not 0.
         directions: m = min(d_out, d_in), of the layer.
+
+    Raises:
+        OverflowError: Δ holds NaN or Inf.
 
     Example:
         >>> import torch
