@@ -56,12 +56,12 @@ def layer(kind, name, shape, count, seed, dtype):
     return group_of(registry.get(name), [(u * factor).to(dtype) for u in updates], weights)
 
 
-def same_facts(batched, alone, *, loose=()):
+def same_facts(batched, alone, *, rounding, loose=()):
     """The same facts: numbers to rounding, all else as it is, but for what hangs on rounding itself."""
     assert batched.keys() == alone.keys()
     for key, fact in batched.items():
         if isinstance(fact, float) and isfinite(fact) and alone[key] is not None:
-            assert fact == pytest.approx(alone[key], rel=0.05, abs=1e-12), key
+            assert fact == pytest.approx(alone[key], rel=0.05, abs=rounding), key
         elif isinstance(fact, tuple):
             assert fact == pytest.approx(alone[key], rel=1e-5), key
         elif key not in loose:
@@ -79,9 +79,10 @@ def held_to_the_kernel(name, params, groups, *, loose=()):
             continue
         alone = method(group, **given)
         assert merged.delta.dtype == alone.delta.dtype
-        limit = 1e-7 if merged.delta.dtype == torch.float64 else FLOAT32
-        assert relative(merged.delta, alone.delta.double()) < limit
-        same_facts(merged.stats, alone.stats, loose=loose)
+        exact = merged.delta.dtype == torch.float64
+        assert relative(merged.delta, alone.delta.double()) < (1e-7 if exact else FLOAT32)
+        # What is 0 of copies is so up to rounding of their dtype.
+        same_facts(merged.stats, alone.stats, rounding=1e-12 if exact else 1e-6, loose=loose)
     return [merged is not None for merged in found]
 
 
