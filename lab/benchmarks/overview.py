@@ -1,9 +1,9 @@
 """All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
-table lacks are of one training that was run on its own: `text/lora-auto`, with `auto` as it is now, before
-`text/lora-measured`, with `auto_measured`, and that before `text/lora-first`. Experts that were trained
-once have no other table.
+table lacks are of `text/lora-newer`, the methods that came later on the same trainings, and then of one
+training that was run on its own: `text/lora-auto`, with `auto` as it is now, before `text/lora-measured`,
+with `auto_measured`, and that before `text/lora-first`. Experts that were trained once have no other table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covmerge_lab.models import Section
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
-ALONE = ("-auto", "-measured", "-first")  # of folders: one training
+LATER = ("-newer", "-auto", "-measured", "-first")  # of folders, the first that has a row gives it
 ONCE, OTHER = "¹", "²"
 _EXPERTS = "experts, each on its task"
 SUITES = ("text", "vision", "llm")
@@ -43,23 +43,31 @@ def columns(results: Path = RESULTS) -> list[Column]:
     found: list[Column] = []
     for suite in SUITES:
         for kind, name in _KINDS.items():
-            alone = [group for end in ALONE for group in _groups(results / suite / (kind + end))]
+            later = [group for end in LATER for group in _groups(results / suite / (kind + end))]
             groups = {len(group["tasks"]): group for group in _groups(results / suite / kind)}
-            for count in groups or dict.fromkeys(len(group["tasks"]) for group in alone):
-                others = [group for group in alone if len(group["tasks"]) == count]
+            for count in groups or dict.fromkeys(len(group["tasks"]) for group in later):
+                others = [group for group in later if len(group["tasks"]) == count]
                 group = groups.get(count)
                 rows = {row["title"]: row for row in group["rows"]} if group else {}
+                of = _trainings(group or others[0])
                 for other in others:
-                    mark = ONCE if _first(other) == _first(group or others[0]) else OTHER
+                    mark = _mark(_trainings(other), of)
                     for row in other["rows"]:
                         rows.setdefault(row["title"], {**row, "mark": mark})
                 found.append(Column(f"{suite}, {name}, {count}", rows))
     return found
 
 
-def _first(group: dict[str, Any]) -> float:
-    """How good the experts of the first training are, by which it is known."""
-    return next(row["seeds"][0] for row in group["rows"] if row["title"] == _EXPERTS)
+def _mark(own: list[float], of: list[float]) -> str:
+    """Say whether a row is of all trainings of its table, of the first of them, or of another."""
+    if own == of:
+        return ""
+    return ONCE if own[0] == of[0] else OTHER
+
+
+def _trainings(group: dict[str, Any]) -> list[float]:
+    """How good the experts of each training are, by which it is known."""
+    return next(row["seeds"] for row in group["rows"] if row["title"] == _EXPERTS)
 
 
 def _groups(folder: Path) -> list[dict[str, Any]]:
