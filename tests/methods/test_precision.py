@@ -10,7 +10,7 @@ from covmerge.measures.rounding import rounding_of
 from covmerge.methods import ace_rules, registry
 from covmerge.methods.closed_form import active_experts
 from covmerge.twins import TWINS
-from covmerge.types import LinearGroup, LowRank
+from covmerge.types import LinearGroup, LowRank, Rounding
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_factored import VARIANTS
 from tests.methods.variants import VARIANTS as TWINNED
@@ -27,6 +27,13 @@ def adapters(shape, rank=4, norms=(0.5, 2.0, 8.0), seed=1):
         right = torch.randn(rank, shape[1], generator=generator, dtype=torch.float64)
         made.append(LowRank(left * (norm / (left @ right).norm()), right))
     return made
+
+
+def test_rounding_stays_with_its_update_where_another_left_the_sums():
+    updates = tuple(times * torch.ones(2, 3) for times in (1.0, 0.0, 2.0))
+    errors = tuple(Rounding(edge, edge**2) for edge in (0.1, 0.2, 0.3))
+    active = active_experts(LinearGroup(updates, (1.0,) * 3, rounding=errors))
+    assert active.rounding == (errors[0], errors[2])
 
 
 def folded(updates, stored, computed, name, params):
