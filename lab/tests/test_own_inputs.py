@@ -186,9 +186,10 @@ def test_the_rule_of_the_study_is_the_default_method_of_unequal_ranks(shape, few
     updates = [draw(shape[0], 1) @ draw(1, shape[1]) for _ in range(few)] + [draw(*shape)] * 2
     with rule.registered():
         found = covmerge.merge_layer(updates, rule.NAME)
-        other = covmerge.merge_layer(updates, rule.NAME, uneven=None)
+        changes = ({"uneven": None}, {"uneven": 2.0}, {"unfelt": 1e-2})
+        others = [covmerge.merge_layer(updates, rule.NAME, **changed) for changed in changes]
     torch.testing.assert_close(found, covmerge.merge_layer(updates, "auto"), rtol=1e-6, atol=1e-8)
-    assert torch.allclose(other, found) == (1 in shape)
+    assert [torch.allclose(other, found) for other in others] == [1 in shape] * len(others)
 
 
 def test_the_parts_of_the_default_method(tmp_path):

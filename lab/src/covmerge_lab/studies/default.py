@@ -44,6 +44,8 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
         "dense": (0.25, 0.4, 0.6, 0.75),
         "sparse": (0.5, 0.65, 0.85, 1.0),
         "power": (1.0, 4.0),
+        "uneven": (0.5, 2.0),
+        "unfelt": (1e-5, 1e-3),
         "beside": (0.1, 0.12, 0.2, 0.3),
     }.items()
     for value in values
@@ -65,8 +67,9 @@ class Default(Study):
     about = (
         "What every part of the default method is worth, with the base's inputs and by weights alone, and "
         "how much each of its constants matters: 0.1, 0.01, 2, 0.01 and 0.15 (⅓ by weights alone), the "
-        "exponents ½ and ¾ between which q lies, the power of N, and by weights alone 0.0001 and how much "
-        "of C₀ the updates tell. One thing is changed at a time (docs/auto.md has the equation)."
+        "exponents ½ and ¾ between which q lies, the powers of N and of 1 − η, ω's 0.0001, and by weights "
+        "alone ψ's 0.0001 and how much of C₀ the updates tell. One thing is changed at a time "
+        "(docs/auto.md has the equation)."
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:

@@ -40,6 +40,7 @@ def auto_with(
     sparse: float = 0.75,
     power: float | None = 2.0,
     uneven: float | None = 1.0,
+    unfelt: float = 1e-4,
     length: Literal["agreement", "sum", "start"] = "agreement",
     unused: float = 1e-4,
     told: float | None = None,
@@ -59,6 +60,8 @@ def auto_with(
         sparse: q where hardly one is.
         power: p in 1 − N^(−p); None: q does not ask how unlike the experts are.
         uneven: p in (1 − η)^p; None: q does not ask how many of the layer's directions each expert uses.
+        unfelt: an eigenvalue of an expert's own update so small beside their mean is hardly of a direction
+            in use.
         length: what λ makes the outputs' singular values add up to: those of (ΣΔ_t)C₀^½, times the
             agreement of copies or not, or those of R.
         unused: without `inputs`, an eigenvalue of what the updates tell so small beside the mean is hardly
@@ -114,7 +117,7 @@ def auto_with(
     if power is not None:
         exponent *= 1.0 - unlike**-power
     if uneven is not None:
-        used = torch.tensor([_used(update) for update in updates], dtype=torch.float64)
+        used = torch.tensor([_used(update, unfelt) for update in updates], dtype=torch.float64)
         mean = (shares * used).sum() / shares.sum()
         variance = (shares * (used - mean).square()).sum() / shares.sum()
         if mean < 1.0:
@@ -149,11 +152,11 @@ def _shares(updates: list[Tensor], small: float) -> tuple[Tensor, Tensor]:
     return energies, energies / (energies + small * energies.square().sum() / energies.sum())
 
 
-def _used(update: Tensor) -> float:
+def _used(update: Tensor, unfelt: float) -> float:
     """ω_t, by the eigenvalues of the smaller side."""
     values = _eigh(update @ update.mT if len(update) < update.shape[1] else update.mT @ update)[0]
     values = values.clamp_min(0.0) * (len(values) / values.sum())
-    return float((values / 1e-4).log1p().sum()) / (len(values) * log1p(1e4))
+    return float((values / unfelt).log1p().sum()) / (len(values) * log1p(1.0 / unfelt))
 
 
 def _regression(updates: list[Tensor], energies: Tensor, shares: Tensor, ridge: float) -> Tensor:
