@@ -74,20 +74,31 @@ def test_an_outcome_is_kept_for_the_same_code_only(tmp_path):
 
 
 def test_results_are_written_with_every_number(tmp_path, group):
-    figures.save(figures.accuracy(group), tmp_path / "accuracy.png")
-    figures.save(figures.tasks(group), tmp_path / "tasks.png")
-    report.save({"suite": "text", "command": "covmerge bench text"}, [group], tmp_path)
+    pictures = {"accuracy": figures.accuracy(group), "tasks": figures.tasks(group)}
+    shown = figures.save(pictures, tmp_path)
+    report.save({"suite": "text", "command": "covmerge bench text"}, [group], shown, tmp_path)
     text = (tmp_path / "README.md").read_text()
-    assert "| ace | 85.0 | 35.0 | 60.0 ± 7.1 [" in text and "accuracy.png" in text
+    assert "| ace | 85.0 | 35.0 | 60.0 ± 7.1 [" in text and "](accuracy.png)" in text
     assert "| less | auto |\n" in text and "\n| average | +25.0 [" in text
     assert (tmp_path / "results.json").read_text().count('"title"') == 6
     assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_same_figure_is_the_same_file(tmp_path, group):
-    for name in ("one", "two"):
-        figures.save(figures.accuracy(group), tmp_path / f"{name}.png")
+    figures.save({name: figures.accuracy(group) for name in ("one", "two")}, tmp_path)
     assert Path(tmp_path / "one.png").read_bytes() == Path(tmp_path / "two.png").read_bytes()
+
+
+def test_pictures_of_an_earlier_run_go_and_others_stay(tmp_path, group):
+    (tmp_path / "README.md").write_text("![before](before.png)\n![kept](kept.png)\n")
+    for name in ("before", "kept", "mine"):
+        (tmp_path / f"{name}.png").write_bytes(b"another")
+    shown = figures.save({name: figures.tasks(group) for name in ("kept", "new")}, tmp_path)
+    assert shown == "![kept](kept.png)\n![new](new.png)"
+    assert {path.name for path in tmp_path.glob("*.png")} == {"kept.png", "new.png", "mine.png"}
+    assert (
+        (tmp_path / "mine.png").read_bytes() == b"another" != (tmp_path / "kept.png").read_bytes()
+    )
 
 
 def test_every_method_stands_in_the_table():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,25 @@ COLOURS = {
 _DPI = 130
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write a figure as PNG, without a date: the same figure is the same file."""
-    figure.savefig(path, dpi=_DPI, bbox_inches="tight", metadata={"Software": None})
-    _plt.close(figure)
+def save(figures: Mapping[str, Any], out: Path) -> str:
+    """Write figures as PNG in place of those that the folder's README.md shows; return what shows these.
+
+    Without a date: the same figure is the same file.
+
+    Args:
+        figures: by file name without its suffix.
+        out: folder of the results.
+    """
+    page = out / "README.md"
+    before = page.read_text(encoding="utf-8") if page.exists() else ""
+    for path in out.glob("*.png"):
+        if _shown(path.stem) in before:
+            path.unlink()
+    for name, figure in figures.items():
+        path = out / f"{name}.png"
+        figure.savefig(path, dpi=_DPI, bbox_inches="tight", metadata={"Software": None})
+        _plt.close(figure)
+    return "\n".join(map(_shown, figures))
 
 
 def accuracy(group: Group) -> Any:
@@ -75,3 +90,7 @@ def tasks(group: Group) -> Any:
     axes.set_title(f"Share of the expert's accuracy kept, %: {group.title}", fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.6)
     return figure
+
+
+def _shown(name: str) -> str:
+    return f"![{name}]({name}.png)"

@@ -214,10 +214,12 @@ def _command(
 
 def _save(of: Bench, groups: Sequence[Group], out: Path, command: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    for group in groups:
-        name = f"{group.kind}-{len(group.tasks)}"
-        figures.save(figures.accuracy(group), out / f"accuracy-{name}.png")
-        figures.save(figures.tasks(group), out / f"tasks-{name}.png")
+    drawn = {"accuracy": figures.accuracy, "tasks": figures.tasks}
+    pictures = {
+        f"{what}-{group.kind}-{len(group.tasks)}": draw(group)
+        for what, draw in drawn.items()
+        for group in groups
+    }
     results = {
         "suite": of.suite.name,
         "command": command,
@@ -228,4 +230,4 @@ def _save(of: Bench, groups: Sequence[Group], out: Path, command: str) -> None:
         "seconds": of.seconds,
         "machine": bench.machine(),
     }
-    report.save(results, groups, out)
+    report.save(results, groups, figures.save(pictures, out), out)

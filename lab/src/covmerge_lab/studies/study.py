@@ -76,8 +76,7 @@ class Study(ABC):
 def save(study: Study, bench: Bench, found: Findings, out: Path, command: str) -> None:
     """Write `results.json`, `README.md` and the pictures."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, picture in found.pictures.items():
-        figures.save(picture, out / f"{name}.png")
+    shown = figures.save(found.pictures, out)
     content = {
         "study": study.name,
         "suite": bench.suite.name,
@@ -88,7 +87,6 @@ def save(study: Study, bench: Bench, found: Findings, out: Path, command: str) -
         **found.numbers,
     }
     (out / "results.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    shown = "\n".join(f"![{name}]({name}.png)" for name in found.pictures)
     (out / "README.md").write_text(
         f"# Study `{study.name}` on the suite `{bench.suite.name}`\n\n{study.about}\n\n"
         f"Made by `{command}`.\n\n{found.text}\n\n{shown}\n",
