@@ -29,7 +29,7 @@ _DPI = 130
 
 
 def save(figures: Mapping[str, Any], out: Path) -> str:
-    """Write figures as PNG in place of those that the folder's README.md shows; return what shows these.
+    """Write figures as PNG, delete those that the folder's README.md showed before; return what shows them.
 
     Without a date: the same figure is the same file.
 
@@ -38,14 +38,14 @@ def save(figures: Mapping[str, Any], out: Path) -> str:
         out: folder of the results.
     """
     page = out / "README.md"
-    before = page.read_text(encoding="utf-8") if page.exists() else ""
-    for path in out.glob("*.png"):
-        if _shown(path.stem) in before:
-            path.unlink()
+    before = page.read_text(encoding="utf-8", errors="replace") if page.exists() else ""
     for name, figure in figures.items():
         path = out / f"{name}.png"
         figure.savefig(path, dpi=_DPI, bbox_inches="tight", metadata={"Software": None})
         _plt.close(figure)
+    for path in out.glob("*.png"):
+        if path.stem not in figures and _shown(path.stem) in before:
+            path.unlink()
     return "\n".join(map(_shown, figures))
 
 

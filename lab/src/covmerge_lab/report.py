@@ -32,8 +32,8 @@ at random for others, and weighed by how strongly the expert reacts to them, bes
 {Section.PER_TASK.value}: not one model: whoever runs it must know which task an input belongs to"""
 
 
-def save(results: Mapping[str, Any], groups: Sequence[Group], pictures: str, out: Path) -> None:
-    """Write `results.json` and `README.md`, the tables and what shows the pictures."""
+def save(results: Mapping[str, Any], groups: Sequence[Group], shown: str, out: Path) -> None:
+    """Write `results.json` and `README.md`, the tables and what shows pictures (`figures.save`)."""
     content = {**results, "groups": [group.as_json() for group in groups]}
     (out / "results.json").write_text(
         json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
@@ -44,7 +44,7 @@ def save(results: Mapping[str, Any], groups: Sequence[Group], pictures: str, out
     legend = "\n".join(f"- {line}" for line in LEGEND.splitlines())
     (out / "README.md").write_text(
         f"# Suite `{results['suite']}`\n\nMade by `{results['command']}`.\n\n{tables}\n\n{legend}\n\n"
-        f"{pictures}\n",
+        f"{shown}\n",
         encoding="utf-8",
     )
 

@@ -60,8 +60,8 @@ def auto_with(
         sparse: q where hardly one is.
         power: p in 1 − N^(−p); None: q does not ask how unlike the experts are.
         uneven: p in (1 − η)^p; None: q does not ask how many of the layer's directions each expert uses.
-        unfelt: an eigenvalue of an expert's own update so small beside their mean is hardly of a direction
-            in use.
+        unfelt: an eigenvalue of an expert's own ΔΔᵀ so small beside their mean is hardly of a direction in
+            use.
         length: what λ makes the outputs' singular values add up to: those of (ΣΔ_t)C₀^½, times the
             agreement of copies or not, or those of R.
         unused: without `inputs`, an eigenvalue of what the updates tell so small beside the mean is hardly

@@ -86,7 +86,9 @@ def save(study: Study, bench: Bench, found: Findings, out: Path, command: str) -
         "seconds": bench.seconds,
         **found.numbers,
     }
-    (out / "results.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    (out / "results.json").write_text(
+        json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     (out / "README.md").write_text(
         f"# Study `{study.name}` on the suite `{bench.suite.name}`\n\n{study.about}\n\n"
         f"Made by `{command}`.\n\n{found.text}\n\n{shown}\n",
