@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from covmerge_lab import figures, report
@@ -99,6 +100,12 @@ def test_pictures_of_an_earlier_run_go_and_others_stay(tmp_path, group):
     assert (
         (tmp_path / "mine.png").read_bytes() == b"another" != (tmp_path / "kept.png").read_bytes()
     )
+
+
+def test_a_run_of_many_tables_has_many_pictures():
+    drawn = [plt.figure() for _ in range(21)]  # warnings are errors
+    for figure in drawn:
+        plt.close(figure)
 
 
 def test_every_method_stands_in_the_table():

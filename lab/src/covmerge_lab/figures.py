@@ -16,6 +16,8 @@ import matplotlib.pyplot as plt
 
 # Its annotations are partial.
 _plt: Any = plt
+# All of a run's pictures are drawn before any is saved.
+_plt.rcParams["figure.max_open_warning"] = 0
 
 COLOURS = {
     Section.BOUNDS: "#767676",
