@@ -1,6 +1,10 @@
 """`--base-stats random`: a merge that runs its base itself, once, and keeps what its layers see."""
 
 import json
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -11,7 +15,7 @@ import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, RecipeError, ResourceError
 from covmerge.recompute import recompute
-from covmerge.statistics import Generated, base_inputs
+from covmerge.statistics import Generated, StatisticsFile, base_inputs, of_base
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
@@ -141,13 +145,62 @@ def test_another_tokenizer_draws_other_inputs(models):
 
 
 def test_only_so_much_is_kept(models, tmp_path, monkeypatch):
+    """And what was used within a day, which a merge may still be reading."""
     base, experts = models
-    on_cpu = {"device": torch.device("cpu")}
-    with closing(open_checkpoint(base)) as one, closing(open_checkpoint(experts["e1"])) as other:
-        first = base_inputs(one, **on_cpu).path
-        monkeypatch.setattr("covmerge.statistics.of_base._KEPT_BYTES", 0)
-        second = base_inputs(other, **on_cpu).path
-        assert first != second and kept(tmp_path) == [second]
+    monkeypatch.setattr("covmerge.statistics.of_base._KEPT_BYTES", 0)
+
+    def made(folder):
+        with closing(open_checkpoint(folder)) as opened:
+            return base_inputs(opened, device=torch.device("cpu")).path
+
+    first, second = made(base), made(experts["e1"])
+    assert made(base) == first  # noted as used
+    assert kept(tmp_path) == sorted([first, second])
+    long_ago = time.time() - 2 * 24 * 3600
+    for path in first.parent.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    assert made(experts["e1"]) == second
+    third = made(experts["e2"])
+    assert kept(tmp_path) == sorted([second, third])
+    assert not first.with_name(first.name.removesuffix(".covstats.safetensors") + ".used").exists()
+
+
+def test_a_merge_changes_nothing_for_another_that_reads_the_file(models, tmp_path):
+    base, experts = models
+    covmerge.merge(base, experts, out=tmp_path / "first", base_statistics="random")
+    with closing(StatisticsFile.open(kept(tmp_path)[0])) as read_by_another:
+        covmerge.merge(base, experts, out=tmp_path / "second", base_statistics="random")
+        assert read_by_another.read("gram", LAYER).shape[0] > 0
+
+
+def test_who_comes_while_it_is_made_waits_for_it(models, monkeypatch):
+    """As merges of one base do that are started together."""
+    base, _ = models
+    made, begun = [], threading.Event()
+    collect = of_base.collect
+
+    def slowly(*args, **kwargs):
+        begun.set()
+        time.sleep(1.0)
+        made.append(collect(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(of_base, "collect", slowly)
+
+    def run():
+        with closing(open_checkpoint(base)) as opened:
+            return base_inputs(opened, device=torch.device("cpu"))
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run)
+        assert begun.wait(60)
+        with pytest.warns(UserWarning, match="another process runs .* waits for it"):
+            second = run()
+    assert len(made) == 1 and second.seconds is None
+    assert first.result().path == second.path
+    assert sorted(path.name for path in second.path.parent.iterdir()) == sorted(
+        [second.path.name, second.path.name.removesuffix(".covstats.safetensors") + ".used"]
+    )
 
 
 def test_of_adapters_folded_or_as_an_adapter(models, tmp_path):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import os
-from contextlib import suppress
+import time
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +29,15 @@ from covmerge.statistics.generated import Generated
 from covmerge.statistics.model import require_transformers
 from covmerge.statistics.needed import check_disk, check_memory, disk_needed, memory_by_block
 from covmerge.stores.disk import disk_errors
+from covmerge.stores.lock import Lock, TakenError
 from covmerge.tensors.skeleton import in_short
 
 DRAWN = Generated("random")
 HOW = f"{MADE} random inputs through the base"
 
 _KEPT_BYTES = 16 * 2**30  # of all files together, the latest used
+_IN_USE = 24 * 3600.0  # seconds for which a merge may need a file that it began with
+_LOOKS_EVERY = 0.5  # seconds
 _READ_FROM = frozenset({".json", ".model", ".txt", ".tiktoken"})
 
 
@@ -73,12 +78,27 @@ def base_inputs(
     require_transformers()
     base.materialize()
     folder = kept_in()
-    path = folder / f"{_key(base, device)}{SUFFIX}"
-    with suppress(InputError):  # not there, or not whole
-        StatisticsFile.open(path).close()
-        with suppress(OSError):  # a cache that may be read and not written
-            os.utime(path)
+    key = _key(base, device)
+    path = folder / f"{key}{SUFFIX}"
+    if _is_whole(path):
         return BaseInputs(path, None)
+    with disk_errors(folder), _alone(folder / f".making-{key}", base):
+        return (
+            BaseInputs(path, None)
+            if _is_whole(path)
+            else _made(base, path, device, max_memory, progress)
+        )
+
+
+def _made(
+    base: Checkpoint,
+    path: Path,
+    device: torch.device,
+    max_memory: int | None,
+    progress: Progress | None,
+) -> BaseInputs:
+    """Run a base, as the only process that does so for this file."""
+    folder = path.parent
     check_disk(disk_needed(base), folder, "free some, or name another folder by COVMERGE_CACHE")
     check_memory(
         memory_by_block(base),
@@ -87,9 +107,7 @@ def base_inputs(
         "collect them on a larger machine (covmerge collect BASE OUT --inputs random) and name that file, "
         "or leave out --base-stats random",
     )
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # it is not whole
     try:
         made = collect(
             base,
@@ -106,6 +124,47 @@ def base_inputs(
         raise InputError(f"{base.source} cannot be run: {in_short(error)}") from error
     _make_room(folder, path)
     return BaseInputs(path, made.seconds, made.notes)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there and may be used, which is noted.
+
+    Beside it and not on it: a merge that reads it now would find that it changed.
+    """
+    try:
+        StatisticsFile.open(path).close()
+    except InputError:
+        return False
+    with suppress(OSError):  # a cache that may be read and not written
+        _used(path).touch()
+    return True
+
+
+def _used(path: Path) -> Path:
+    """What has the time of a file's last use."""
+    return path.with_name(path.name.removesuffix(SUFFIX) + ".used")
+
+
+@contextmanager
+def _alone(folder: Path, base: Checkpoint) -> Generator[None]:
+    """Wait until no other process makes the same file, and keep others waiting."""
+    said = False
+    while True:
+        try:
+            lock = Lock(folder)
+            break
+        except TakenError:
+            if not said:
+                warnings.warn(
+                    f"another process runs {base.source} on random inputs: this one waits for it",
+                    stacklevel=2,
+                )
+                said = True
+            time.sleep(_LOOKS_EVERY)
+    try:
+        yield
+    finally:
+        lock.remove_folder()
 
 
 def kept_in() -> Path:
@@ -155,10 +214,15 @@ def _beside(folder: Path | None) -> dict[str, str]:
 
 def _make_room(folder: Path, newest: Path) -> None:
     """Delete what has not been used for longest, beyond what is kept."""
-    by_age = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: -path.stat().st_mtime)
-    total = newest.stat().st_size
-    for path in by_age:
-        if path != newest:
-            total += path.stat().st_size
-            if total > _KEPT_BYTES:
-                path.unlink(missing_ok=True)
+    now = time.time()
+    found: list[tuple[float, int, Path]] = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        with suppress(FileNotFoundError):  # another process deletes too
+            times = [p.stat().st_mtime for p in (path, _used(path)) if p.exists()]
+            found.append((now - max(times), path.stat().st_size, path))
+    total = 0
+    for age, size, path in sorted(found):
+        total += size
+        if total > _KEPT_BYTES and path != newest and age > _IN_USE:
+            path.unlink(missing_ok=True)
+            _used(path).unlink(missing_ok=True)
