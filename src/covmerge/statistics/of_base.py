@@ -11,8 +11,7 @@ import importlib
 import json
 import time
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,12 +81,14 @@ def base_inputs(
     path = folder / f"{key}{SUFFIX}"
     if _is_whole(path):
         return BaseInputs(path, None)
-    with disk_errors(folder), _alone(folder / f".making-{key}", base):
-        return (
-            BaseInputs(path, None)
-            if _is_whole(path)
-            else _made(base, path, device, max_memory, progress)
-        )
+    with disk_errors(folder):
+        lock = _alone(folder / f".making-{key}", base)
+        try:
+            if _is_whole(path):
+                return BaseInputs(path, None)
+            return _made(base, path, device, max_memory, progress)
+        finally:
+            lock.remove_folder()
 
 
 def _made(
@@ -145,26 +146,20 @@ def _used(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(SUFFIX) + ".used")
 
 
-@contextmanager
-def _alone(folder: Path, base: Checkpoint) -> Generator[None]:
-    """Wait until no other process makes the same file, and keep others waiting."""
+def _alone(folder: Path, base: Checkpoint) -> Lock:
+    """Wait until no other process makes the same file; who comes later waits for this one."""
     said = False
     while True:
         try:
-            lock = Lock(folder)
-            break
+            return Lock(folder)
         except TakenError:
             if not said:
                 warnings.warn(
                     f"another process runs {base.source} on random inputs: this one waits for it",
-                    stacklevel=2,
+                    stacklevel=1,
                 )
                 said = True
             time.sleep(_LOOKS_EVERY)
-    try:
-        yield
-    finally:
-        lock.remove_folder()
 
 
 def kept_in() -> Path:
