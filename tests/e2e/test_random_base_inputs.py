@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError, RecipeError, ResourceError
 from covmerge.recompute import recompute
 from covmerge.statistics import Generated, StatisticsFile, base_inputs, of_base
+from covmerge.stores.lock import Lock
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
@@ -216,3 +219,57 @@ def test_of_adapters_folded_or_as_an_adapter(models, tmp_path):
     again = covmerge.merge(base, {"merged": out}).tensors
     for name, value in folded.items():
         torch.testing.assert_close(again[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_may_change_while_it_is_made(models, monkeypatch):
+    """The work is not lost with what lay beside it, and an error stays the one that it was."""
+    base, _ = models
+    collect = of_base.collect
+
+    def disturbed(base, examples, out, **options):
+        (making,) = out.parent.glob(".making-*")
+        shutil.rmtree(making)
+        (out.parent / "gone.covstats.safetensors").symlink_to(out.parent / "nowhere")
+        return collect(base, examples, out, **options)
+
+    def failing(base, examples, out, **options):
+        shutil.rmtree(out.parent)
+        raise InputError("what went wrong first")
+
+    with closing(open_checkpoint(base)) as opened:
+        monkeypatch.setattr(of_base, "collect", failing)
+        with pytest.raises(InputError, match="what went wrong first"):
+            base_inputs(opened, device=torch.device("cpu"))
+        monkeypatch.setattr(of_base, "collect", disturbed)
+        made = base_inputs(opened, device=torch.device("cpu"))
+        assert made.seconds is not None and made.path.exists()
+        assert base_inputs(opened, device=torch.device("cpu")).seconds is None
+
+
+def test_what_cannot_be_removed_stays_and_nobody_waits_for_it(models, monkeypatch):
+    base, experts = models
+
+    remove_folder = Lock.remove_folder
+
+    def refuse(self, only=None):
+        if self._path.parent.name.startswith(".making-"):
+            raise PermissionError(1, "Operation not permitted")
+        remove_folder(self, only)
+
+    with closing(open_checkpoint(base)) as one, closing(open_checkpoint(experts["e1"])) as other:
+        with monkeypatch.context() as patched:
+            patched.setattr(Lock, "remove_folder", refuse)
+            path = base_inputs(one, device=torch.device("cpu")).path
+        path.write_bytes(b"damaged")
+        assert base_inputs(one, device=torch.device("cpu")).seconds is not None
+        monkeypatch.setattr(of_base, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(of_base, "_IN_USE", -1.0)
+        unlink = Path.unlink
+
+        def kept_by_another(self, missing_ok=False):
+            if self == path:
+                raise PermissionError(1, "Operation not permitted")
+            unlink(self, missing_ok=missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", kept_by_another)
+        assert base_inputs(other, device=torch.device("cpu")).path.exists() and path.exists()

@@ -83,12 +83,14 @@ def base_inputs(
         return BaseInputs(path, None)
     with disk_errors(folder):
         lock = _alone(folder / f".making-{key}", base)
-        try:
-            if _is_whole(path):
-                return BaseInputs(path, None)
-            return _made(base, path, device, max_memory, progress)
-        finally:
+    try:
+        if _is_whole(path):
+            return BaseInputs(path, None)
+        return _made(base, path, device, max_memory, progress)
+    finally:
+        with suppress(OSError):  # the cache may be deleted at any time
             lock.remove_folder()
+        lock.release()
 
 
 def _made(
@@ -108,7 +110,8 @@ def _made(
         "collect them on a larger machine (covmerge collect BASE OUT --inputs random) and name that file, "
         "or leave out --base-stats random",
     )
-    path.unlink(missing_ok=True)  # it is not whole
+    with disk_errors(folder):
+        path.unlink(missing_ok=True)  # it is not whole
     try:
         made = collect(
             base,
@@ -212,12 +215,15 @@ def _make_room(folder: Path, newest: Path) -> None:
     now = time.time()
     found: list[tuple[float, int, Path]] = []
     for path in folder.glob(f"*{SUFFIX}"):
-        with suppress(FileNotFoundError):  # another process deletes too
-            times = [p.stat().st_mtime for p in (path, _used(path)) if p.exists()]
-            found.append((now - max(times), path.stat().st_size, path))
+        with suppress(OSError):  # another process deletes too
+            status = path.stat()
+            used = _used(path)
+            last = max(status.st_mtime, used.stat().st_mtime if used.exists() else 0.0)
+            found.append((now - last, status.st_size, path))
     total = 0
     for age, size, path in sorted(found):
         total += size
         if total > _KEPT_BYTES and path != newest and age > _IN_USE:
-            path.unlink(missing_ok=True)
-            _used(path).unlink(missing_ok=True)
+            with suppress(OSError):  # it is another user's, or open on Windows
+                path.unlink(missing_ok=True)
+                _used(path).unlink(missing_ok=True)

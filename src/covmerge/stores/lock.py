@@ -47,23 +47,26 @@ class Lock:
         while True:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._fd = open_descriptor(self._path, os.O_RDWR | os.O_CREAT)
+                fd = open_descriptor(self._path, os.O_RDWR | os.O_CREAT)
             except (FileNotFoundError, FileExistsError):
                 if _is_other_than_folder(folder):
                     raise
                 continue  # the folder was removed by a process that just ended
             try:
-                self._lock()
-                if _is_open_at(self._fd, self._path):
+                self._lock(fd)
+                if _is_open_at(fd, self._path):
+                    self._fd: int | None = fd
                     return
             except BaseException:
-                os.close(self._fd)
+                os.close(fd)
                 raise
-            os.close(self._fd)  # the lock of a process that just ended: try again with a new one
+            os.close(fd)  # the lock of a process that just ended: try again with a new one
 
     def release(self) -> None:
-        """Let another process have it."""
-        os.close(self._fd)
+        """Let another process have it, unless that was done."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
     def _remove(self) -> None:
         """Remove the file as the last of its folder, and release it."""
@@ -115,9 +118,9 @@ class Lock:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
 
-    def _lock(self) -> None:
+    def _lock(self, fd: int) -> None:
         try:
-            taken = not lock_descriptor(self._fd, blocking=False)
+            taken = not lock_descriptor(fd, blocking=False)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
