@@ -1,7 +1,7 @@
 """All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
 It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
-table lacks are of `text/*-newer`, the methods that came later on the same trainings, and then of one
+table lacks are of `*-newer`, the methods that came later on the same trainings, and then of one
 training that was run on its own: `text/lora-auto`, with `auto` as it is now, before `text/lora-measured`,
 with `auto_measured`, and that before `text/lora-first`. Experts that were trained once may have these only.
 """

@@ -34,7 +34,8 @@ from covmerge.tensors.skeleton import in_short
 DRAWN = Generated("random")
 HOW = f"{MADE} random inputs through the base"
 
-_KEPT_BYTES = 16 * 2**30  # of all files together, the latest used
+# Of all files together, the latest used; beyond it only what may be in use.
+_KEPT_BYTES = 16 * 2**30
 _IN_USE = 24 * 3600.0  # seconds for which a merge may need a file that it began with
 _LOOKS_EVERY = 0.5  # seconds
 _READ_FROM = frozenset({".json", ".model", ".txt", ".tiktoken"})
