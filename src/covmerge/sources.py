@@ -24,7 +24,7 @@ from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
 from covmerge.quantised import dequantised, is_quantised
 from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
-from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs
+from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs, is_made
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import Donor, conv1d_names, describe_checkpoint
 from covmerge.types import Json
@@ -125,7 +125,14 @@ class OpenCheckpoints:
 
     def settled(self, recipes: Sequence[Recipe], options: RunOptions) -> Settled:
         """Return the recipes with what they leave open of the base's inputs."""
-        return settle(recipes, self.base, list(self.experts.values()), options.max_memory)
+        with torch_threads(options.threads):
+            return settle(
+                recipes,
+                self.base,
+                list(self.experts.values()),
+                options.max_memory,
+                lambda: is_made(self.base, options.device_here),
+            )
 
     def _with_base_inputs(self, options: RunOptions) -> OpenCheckpoints:
         """The same with the base's inputs, which are made or were kept."""

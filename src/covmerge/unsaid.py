@@ -6,7 +6,7 @@ inputs that are drawn. So they are made wherever that can be done; where not, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -64,6 +64,7 @@ def settle(
     base: Checkpoint,
     experts: Sequence[Checkpoint],
     max_memory: int | None,
+    made: Callable[[], bool],
 ) -> Settled:
     """Decide whether the base's inputs are made.
 
@@ -72,12 +73,16 @@ def settle(
         base: what the experts were fine-tuned from.
         experts: what is merged.
         max_memory: bytes that the process may take; None: no limit is given.
+        made: whether an earlier run has made them, which is asked where this one has no room to.
     """
     looks = any(_looks(recipe) for recipe in recipes)
     if not looks or any(recipe.base_statistics is not None for recipe in recipes):
         return Settled(recipes)
     settled = Settled(_all_with(recipes, RANDOM), wanted=True)
-    reason = why_not(recipes[0], base, experts, max_memory)
+    reason = why_not(recipes[0], base, experts)
+    if reason is None:
+        reason = _no_room(base, max_memory)
+        reason = None if reason is not None and made() else reason
     return settled if reason is None else settled.without(reason)
 
 
@@ -89,10 +94,8 @@ def _looks(recipe: Recipe) -> bool:
     return any(registry.get(name).base_inputs for name in names)
 
 
-def why_not(
-    recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint], max_memory: int | None
-) -> str | None:
-    """Say why the base cannot be run, or is not; None: it can."""
+def why_not(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint]) -> str | None:
+    """Say why the base cannot be run, or is not; None: it can, where there is room."""
     if isinstance(base, Donor | Stacked):
         return "the base is no model of its own"
     if isinstance(base, Unwrapped):
@@ -112,6 +115,11 @@ def why_not(
     described = describe_checkpoint(base)
     if described.source != "skeleton":
         return f"transformers does not build the base ({described.notes[0]})"
+    return None
+
+
+def _no_room(base: Checkpoint, max_memory: int | None) -> str | None:
+    """Say why this machine has no room to run the base in; None: it has."""
     needed, limit, whose = memory_by_block(base), max_memory, "--max-memory"
     if limit is None:
         there = all_memory()

@@ -103,6 +103,18 @@ def test_too_little_disk_is_said(models, never_run, monkeypatch):
         covmerge.merge(base, experts, base_statistics="random")
 
 
+def test_what_was_made_needs_no_room(models, monkeypatch):
+    base, experts = models
+    covmerge.merge(base, experts)
+    enough_to_merge = psutil.Process().memory_info().rss + 400 * 2**20
+    monkeypatch.setattr("covmerge.unsaid.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("covmerge.statistics.needed.free_bytes", lambda folder: 1000)
+    for given in ({}, {"max_memory": enough_to_merge}):
+        result = covmerge.merge(base, experts, **given)
+        assert result.recipe.base_statistics == "random"
+        assert result.run["base_inputs_seconds"] == 0.0
+
+
 def test_no_config_is_said(models, never_run):
     base, experts = models
     (base / "config.json").unlink()

@@ -4,7 +4,7 @@ from covmerge.statistics.collect import Collected, Progress, collect
 from covmerge.statistics.examples import Reading
 from covmerge.statistics.file import StatisticsFile
 from covmerge.statistics.generated import Generated
-from covmerge.statistics.of_base import BaseInputs, base_inputs
+from covmerge.statistics.of_base import BaseInputs, base_inputs, is_made
 from covmerge.statistics.regmean_pp import collect_regmean_pp
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "base_inputs",
     "collect",
     "collect_regmean_pp",
+    "is_made",
 ]

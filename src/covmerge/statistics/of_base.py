@@ -77,13 +77,12 @@ def base_inputs(
     """
     require_transformers()
     base.materialize()
-    folder = kept_in()
-    key = _key(base, device)
-    path = folder / f"{key}{SUFFIX}"
+    path = _path(base, device)
     if _is_whole(path):
         return BaseInputs(path, None)
+    folder = path.parent
     with disk_errors(folder):
-        lock = _alone(folder / f".making-{key}", base)
+        lock = _alone(folder / f".making-{path.name.removesuffix(SUFFIX)}", base)
     try:
         if _is_whole(path):
             return BaseInputs(path, None)
@@ -92,6 +91,23 @@ def base_inputs(
         with suppress(OSError):  # the cache may be deleted at any time
             lock.remove_folder()
         lock.release()
+
+
+def is_made(base: Checkpoint, device: torch.device) -> bool:
+    """Whether an earlier run has made them, so that `base_inputs` needs room for nothing.
+
+    Args:
+        base: as of `base_inputs`; of a repository that is not fetched yet it is not known, and False.
+        device: likewise.
+    """
+    if base.folder is None:
+        return False
+    try:
+        require_transformers()
+        path = _path(base, device)
+    except InputError:  # nor is there a folder to keep the file in
+        return False
+    return _is_whole(path)
 
 
 def _made(
@@ -178,6 +194,11 @@ def kept_in() -> Path:
         raise InputError(
             "there is no folder to keep the base's inputs in: name one by COVMERGE_CACHE"
         ) from error
+
+
+def _path(base: Checkpoint, device: torch.device) -> Path:
+    """Where the file of a base is kept, or will be."""
+    return kept_in() / f"{_key(base, device)}{SUFFIX}"
 
 
 def _key(base: Checkpoint, device: torch.device) -> str:
