@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from covmerge.errors import InputError
 from covmerge.statistics import StatisticsFile
-from covmerge_lab.anchors import Effort, anchors, collect_anchors
-from covmerge_lab.run import run_study
-from tests.e2e.models import fine_tuned
+from covmerge_lab.anchors import Block, Effort, anchors, collect_anchors
+from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import classifier, save
 from tests.statistics.test_drawn import save_vit
 
@@ -18,7 +16,7 @@ from tests.statistics.test_drawn import save_vit
 def test_the_gradient_comes_to_point_along_the_task_vector():
     torch.manual_seed(0)
     old, new = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2))
-    found, before, after = anchors(old, new, 6, Effort(sequences=3, length=5, steps=60))
+    found, before, after = anchors(Block(old, new), 6, Effort(sequences=3, length=5, steps=60))
     assert found.shape == (3, 5, 6)
     assert after > before + 0.1
 
@@ -61,8 +59,33 @@ def test_a_model_of_pictures(tmp_path):
     assert all(before == after == 0.0 for before, after in cosines)  # nothing was changed
 
 
-def test_a_language_model_is_refused_before_anything_is_trained(tmp_path):
-    how = {"kinds": None, "seeds": [0], "quick": True}
-    with pytest.raises(InputError, match=r"'llm' take positions .* --suite text or vision"):
-        run_study("anchors", "llm", out=tmp_path / "out", cache=tmp_path / "cache", **how)
-    assert not any(tmp_path.iterdir())
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_language_model_gives_its_blocks_positions_and_a_mask(kind, tmp_path, monkeypatch):
+    base = build(kind)
+    folders = (
+        save(base, tmp_path / "base"),
+        save(fine_tuned(base, seed=1, scale=0.1), tmp_path / "e"),
+    )
+    out = tmp_path / "e.covstats.safetensors"
+    effort = Effort(sequences=4, length=7, steps=5)
+    seen = []
+    in_expert = Block.in_expert
+
+    def note(block, states):
+        ends = in_expert(block, states)
+        if states.requires_grad:  # and not counted
+            later = torch.cat([states[:, :-1], torch.randn_like(states[:, -1:])], dim=1)
+            seen.append((ends, in_expert(block, later)))
+        return ends
+
+    monkeypatch.setattr(Block, "in_expert", note)
+    cosines = collect_anchors(*folders, out, effort, lambda done, total: None)
+    assert cosines and all(after > before for before, after in cosines)
+    assert seen
+    for ends, later in seen:  # what comes later is attended to by nothing before it
+        torch.testing.assert_close(ends[:, :-1], later[:, :-1])
+        assert not torch.allclose(ends[:, -1], later[:, -1])
+    with closing(StatisticsFile.open(out)) as file:
+        assert set(file.about.rows.values()) == {28}
+        assert len(file.names("gram")) == 2 * {"llama": 7, "gpt2": 4}[kind]

@@ -55,13 +55,38 @@ class Effort:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class Block:
+    """A block of the base and of an expert, and what a model calls it with.
+
+    Attributes:
+        old: the base's.
+        new: the expert's.
+        beside: positional and named arguments behind the hidden states.
+    """
+
+    old: nn.Module
+    new: nn.Module
+    beside: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
+
+    def in_base(self, states: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """What leaves the base's block, with these weights for its own."""
+        args, named = self.beside
+        return _first(_functional_call(self.old, weights, (states, *args), dict(named)))
+
+    def in_expert(self, states: Tensor) -> Tensor:
+        """What leaves the expert's block."""
+        args, named = self.beside
+        return _first(self.new(states, *args, **named))
+
+
 def collect_anchors(
     base: Path, expert: Path, out: Path, effort: Effort, on_progress: OnProgress
 ) -> list[tuple[float, float]]:
     """Write the Gram matrices of what an expert's linear layers see of its anchors.
 
     Args:
-        base: folder of the base, a model whose blocks take hidden states and no more.
+        base: folder of the base.
         expert: folder of the whole expert.
         out: the file of statistics.
         effort: what is spent.
@@ -73,14 +98,15 @@ def collect_anchors(
     with closing(open_checkpoint(base)) as start, closing(open_checkpoint(expert)) as end:
         origin, model = (load_model(each, "cpu", head=False) for each in (start, end))
         grams = GramCollector(model.layers())
-        blocks = list(zip(blocks_of(origin), blocks_of(model), strict=True))
+        ends = zip(blocks_of(origin), blocks_of(model), _beside(model, effort.length), strict=True)
+        blocks = [Block(*each) for each in ends]
         cosines: list[tuple[float, float]] = []
         states = torch.empty(0)
-        for number, (old, new) in enumerate(blocks):
-            found, before, after = anchors(old, new, _width(model), effort, number)
+        for number, block in enumerate(blocks):
+            found, before, after = anchors(block, _width(model), effort, number)
             cosines.append((before, after))
             with torch.no_grad(), grams.watching({}):
-                states = _first(new(found))
+                states = block.in_expert(found)
             on_progress(number + 1, len(blocks))
         # What lies behind the blocks sees what leaves the last of them.
         pooler = getattr(model.backbone, "pooler", None)
@@ -95,13 +121,12 @@ def collect_anchors(
 
 
 def anchors(
-    old: nn.Module, new: nn.Module, width: int, effort: Effort, number: int = 0
+    block: Block, width: int, effort: Effort, number: int = 0
 ) -> tuple[Tensor, float, float]:
     """Return the anchors `(sequences, length, width)` of a block, and the cosine before and after.
 
     Args:
-        old: the base's block.
-        new: the expert's.
+        block: it.
         width: of what enters it.
         effort: what is spent.
         number: of the block, for the seed.
@@ -109,29 +134,25 @@ def anchors(
     draw = torch.Generator().manual_seed(1000 * effort.seed + number)
     shape = (effort.sequences, effort.length, width)
     found = torch.randn(shape, generator=draw).requires_grad_()
-    weights, ends = dict(old.named_parameters()), dict(new.named_parameters())
+    weights, ends = dict(block.old.named_parameters()), dict(block.new.named_parameters())
     target = {name: (ends[name] - weight).detach() for name, weight in weights.items()}
     optimizer: Any = torch.optim.AdamW([found], lr=effort.rate, weight_decay=0.0)
     first = 0.0
     for step in range(effort.steps):
-        reached = _agreement(old, new, weights, target, found)
+        reached = _agreement(block, weights, target, found)
         first = reached.item() if step == 0 else first
         (found.grad,) = torch.autograd.grad(-reached, [found])
         optimizer.step()
-    last = _agreement(old, new, weights, target, found).item()
+    last = _agreement(block, weights, target, found).item()
     return found.detach(), first, last
 
 
 def _agreement(
-    old: nn.Module,
-    new: nn.Module,
-    weights: Mapping[str, Tensor],
-    target: Mapping[str, Tensor],
-    found: Tensor,
+    block: Block, weights: Mapping[str, Tensor], target: Mapping[str, Tensor], found: Tensor
 ) -> Tensor:
     """cos(−∇_θ Σ (1 − cos(φ(θ, x), φ(θ_t, x))), θ_t − θ₀), with a graph to x."""
     free = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-    ours, theirs = _first(_functional_call(old, free, (found,))), _first(new(found))
+    ours, theirs = block.in_base(found, free), block.in_expert(found)
     apart = (1 - nn.functional.cosine_similarity(ours, theirs, dim=-1)).sum()
     pulls = torch.autograd.grad(
         apart, list(free.values()), create_graph=True, allow_unused=True, materialize_grads=True
@@ -149,6 +170,30 @@ def blocks_of(model: RunningModel) -> list[Any]:
         module for module in model.backbone.modules() if isinstance(module, nn.ModuleList)
     )
     return list(max(lists, key=len))
+
+
+def _beside(model: RunningModel, length: int) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    """What a model gives each of its blocks beside hidden states: positions, and what attends to what.
+
+    A model of text says it when it runs on so many tokens, whichever they are. The blocks of a model of
+    pictures are given nothing else.
+    """
+    blocks = blocks_of(model)
+    if model.whole.main_input_name != "input_ids":
+        return [((), {})] * len(blocks)
+    found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+
+    def note(block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found.append((args[1:], named))
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    try:
+        with torch.no_grad():
+            model.run({"input_ids": torch.zeros((1, length), dtype=torch.long)})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _width(model: RunningModel) -> int:

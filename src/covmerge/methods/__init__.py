@@ -81,8 +81,8 @@ registry.reserve(
     "without training. The inputs could be statistics (as of `covmerge collect --inputs generated`): for "
     "each block and expert, 64 sequences of 5 to 50 vectors at its entry, by AdamW in 1200 steps until "
     "the gradient of the cosine between the base's and the expert's outputs, in the base's weights, "
-    "points along Δ_t. `covmerge study anchors` of covmerge-lab makes them, for encoders and models of "
-    "pictures, and gives their covariances to RegMean; there is no merge that trains on them",
+    "points along Δ_t. `covmerge study anchors` of covmerge-lab makes them, and gives their covariances "
+    "to RegMean; there is no merge that trains on them",
 )
 
 names = registry.names

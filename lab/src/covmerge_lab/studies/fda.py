@@ -8,18 +8,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from covmerge.errors import InputError
 from covmerge_lab import collecting
 from covmerge_lab.anchors import Effort, collect_anchors
 from covmerge_lab.bench import Bench
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section
-from covmerge_lab.own import WRITTEN
 from covmerge_lab.studies.accuracy import bars, findings
 from covmerge_lab.studies.generated import near
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
-from covmerge_lab.suite import Kind, Suite, Variant
+from covmerge_lab.suite import Variant
 from covmerge_lab.summary import Group
 from covmerge_lab.workers import Job, OnProgress
 
@@ -42,18 +40,6 @@ class Anchors(Study):
         f"{_EFFORT.sequences} sequences of {_EFFORT.length} vectors and {_EFFORT.steps} steps a block, "
         "where the authors take 64, 5 to 50 and 1200."
     )
-
-    def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
-        """Refuse the language model.
-
-        Raises:
-            InputError: it is that.
-        """
-        if suite.own_inputs is WRITTEN:
-            raise InputError(
-                f"the blocks of suite '{suite.name}' take positions beside hidden states, which "
-                "anchors are not made with: pass --suite text or vision"
-            )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""
