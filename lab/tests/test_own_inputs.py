@@ -158,6 +158,16 @@ def test_the_study(bench, tmp_path):
     assert not list((bench.suite.folder / "work").iterdir())
 
 
+def test_some_of_its_ways_alone(tmp_path):
+    study, suite = STUDIES["generated"](["drawn, behind merged blocks"]), TextSuite(tmp_path)
+    study.check(suite, ["full"])
+    assert study.only == ("drawn, behind merged blocks",)
+    with pytest.raises(
+        InputError, match=r"no expert of suite 'llm' makes inputs as 'drawn, behind"
+    ):
+        study.check(LlmSuite(tmp_path), ["full"])
+
+
 @pytest.mark.parametrize("base", [None, 12.0])
 @pytest.mark.parametrize("known", [False, True])
 def test_the_rule_of_the_study_is_the_default_method(known, base):

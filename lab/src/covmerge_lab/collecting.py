@@ -125,6 +125,37 @@ def on_own_inputs(
     ).seconds
 
 
+def behind_merged_blocks(
+    suite: Suite,
+    own: Own,
+    kind: str,
+    experts: Mapping[str, Path],
+    out: Path,
+    on_progress: OnProgress,
+) -> float:
+    """Collect those of all experts, by RegMean++ on what each makes; return the seconds it took.
+
+    Args:
+        suite: of the experts.
+        own: how inputs are made.
+        kind: as in `on_own_inputs`.
+        experts: folders of whole models, by task.
+        out: folder of the statistics files.
+        on_progress: called with the inputs done and all inputs.
+    """
+    found = collect_regmean_pp(
+        suite.base,
+        experts,
+        own.how,
+        out / kind,
+        max_examples=16 if suite.quick else MADE,
+        tokenizer=suite.tokenizer,
+        progress=CollectSteps(on_progress),
+        overwrite=True,
+    )
+    return next(iter(found.values())).seconds
+
+
 def _of_one(
     suite: Suite, kind: str, task: str, expert: Path, out: Path, on_progress: OnProgress
 ) -> None:

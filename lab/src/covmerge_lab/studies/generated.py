@@ -13,16 +13,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from covmerge.errors import InputError, did_you_mean
 from covmerge.statistics.file import StatisticsFile
 from covmerge_lab import collecting
 from covmerge_lab.bench import Bench
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section
+from covmerge_lab.own import DRAWN, WRITTEN
 from covmerge_lab.studies.accuracy import bars, findings
 from covmerge_lab.studies.covariance import cosine
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
-from covmerge_lab.suite import Variant
+from covmerge_lab.suite import Kind, Suite, Variant
 from covmerge_lab.summary import Group
 from covmerge_lab.workers import Job, OnProgress
 
@@ -38,6 +40,7 @@ class OwnInputs(Study):
     """Statistics without anybody's data."""
 
     name = "generated"
+    parts = (*WRITTEN, *DRAWN)
     about = (
         "What are inputs worth that experts make themselves? RegMean on the covariances that each way of "
         "making them gives, beside RegMean on 256 training examples of each task, and the average, which "
@@ -46,27 +49,33 @@ class OwnInputs(Study):
         "seconds that an expert's inputs took."
     )
 
+    def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
+        """See `Study.check`."""
+        for title in self.only:
+            if title not in suite.own_inputs:
+                raise InputError(
+                    f"study '{self.name}': no expert of suite '{suite.name}' makes inputs as '{title}'."
+                    f"{did_you_mean(title, suite.own_inputs)}"
+                )
+
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""
-        ways = bench.suite.own_inputs
-        merges = [_merge(title) for title in ways]
+        ways = self.only or tuple(bench.suite.own_inputs)
+        merges = [_merge(bench.suite, title) for title in ways]
         seen: dict[str, dict[str, list[Made]]] = {}
 
         def make(bench: Bench, experts: Experts) -> list[Model]:
-            made: dict[str, Job[float]] = {
-                f"{title}, {task}": partial(_make, experts, title, task)
-                for title in ways
-                for task in experts.whole
-            }
-            seconds = bench.work(f"{experts.variant}: inputs that experts make", made)
+            made = {title: _jobs(experts, title) for title in ways}
+            all_jobs = {name: job for jobs in made.values() for name, job in jobs.items()}
+            seconds = bench.work(f"{experts.variant}: inputs that experts make", all_jobs)
             near: dict[str, Job[dict[str, float]]] = {
                 title: partial(_cosines, experts, title) for title in (*ways, _ANOTHER)
             }
             cosines = bench.work(f"{experts.variant}: beside what was measured", near)
             of_kind = seen.setdefault(experts.variant.kind, {})
             for title in (*ways, _ANOTHER):
-                took = [seconds[f"{title}, {task}"] for task in experts.whole if title in ways]
-                of_kind.setdefault(title, []).append((cosines[title], fmean(took or [0.0])))
+                took = sum(seconds[name] for name in made.get(title, ()))
+                of_kind.setdefault(title, []).append((cosines[title], took / len(experts.whole)))
             return bench.merge(experts, [_AVERAGE, _DATA, *merges], tuned=True)
 
         found = findings(bench, variants, make, self.draw, statistics=["gram"])
@@ -84,15 +93,34 @@ class OwnInputs(Study):
         return bars(group, titles, "RegMean, by the inputs that its covariances are of")
 
 
-def _merge(title: str) -> Merge:
-    return Merge("regmean", section=Section.OWN_INPUTS, label=title, statistics=f"own, {title}")
+def _kind(title: str) -> str:
+    """The name of the statistics of one way."""
+    return f"own, {title}"
+
+
+def _merge(suite: Suite, title: str) -> Merge:
+    protocol = suite.own_inputs[title].protocol
+    method = "regmean" if protocol == "inputs" else protocol
+    return Merge(method, section=Section.OWN_INPUTS, label=title, statistics=_kind(title))
+
+
+def _jobs(experts: Experts, title: str) -> dict[str, Job[float]]:
+    """What makes the inputs of all experts, and returns the seconds it took."""
+    if experts.suite.own_inputs[title].protocol == "regmean++":
+        return {title: partial(_make_together, experts, title)}
+    return {f"{title}, {task}": partial(_make, experts, title, task) for task in experts.whole}
 
 
 def _make(experts: Experts, title: str, task: str, on_progress: OnProgress) -> float:
-    suite, kind = experts.suite, _merge(title).statistics or ""
-    own = suite.own_inputs[title]
-    out = experts.statistics
+    suite, out = experts.suite, experts.statistics
+    own, kind = suite.own_inputs[title], _kind(title)
     return collecting.on_own_inputs(suite, own, kind, task, experts.whole, out, on_progress)
+
+
+def _make_together(experts: Experts, title: str, on_progress: OnProgress) -> float:
+    suite, out = experts.suite, experts.statistics
+    own, kind = suite.own_inputs[title], _kind(title)
+    return collecting.behind_merged_blocks(suite, own, kind, experts.whole, out, on_progress)
 
 
 def _cosines(experts: Experts, title: str, on_progress: OnProgress) -> dict[str, float]:
@@ -103,7 +131,7 @@ def _cosines(experts: Experts, title: str, on_progress: OnProgress) -> dict[str,
         following = [*tasks[1:], tasks[0]]
         files = {task: measured[other] for task, other in zip(tasks, following, strict=True)}
     else:
-        files = collecting.files(experts.statistics, _merge(title).statistics or "", tasks)
+        files = collecting.files(experts.statistics, _kind(title), tasks)
     found: dict[str, float] = {}
     for task in tasks:
         found[task] = near(files[task], measured[task])
