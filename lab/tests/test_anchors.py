@@ -4,11 +4,15 @@ from contextlib import closing
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
+from covmerge import open_checkpoint
+from covmerge.errors import InputError
 from covmerge.statistics import StatisticsFile
-from covmerge_lab.anchors import Block, Effort, anchors, collect_anchors
-from tests.e2e.models import build, fine_tuned
+from covmerge.statistics.model import load_model
+from covmerge_lab.anchors import Call, Effort, anchors, calls, collect_anchors
+from tests.e2e.models import TEXT, build, fine_tuned
 from tests.statistics.models import classifier, save
 from tests.statistics.test_drawn import save_vit
 
@@ -16,7 +20,7 @@ from tests.statistics.test_drawn import save_vit
 def test_the_gradient_comes_to_point_along_the_task_vector():
     torch.manual_seed(0)
     old, new = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(2))
-    found, before, after = anchors(Block(old, new), 6, Effort(sequences=3, length=5, steps=60))
+    found, before, after = anchors(Call(old), Call(new), 6, Effort(sequences=3, length=5, steps=60))
     assert found.shape == (3, 5, 6)
     assert after > before + 0.1
 
@@ -61,7 +65,7 @@ def test_a_model_of_pictures(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_language_model_gives_its_blocks_positions_and_a_mask(kind, tmp_path, monkeypatch):
+def test_a_language_model(kind, tmp_path):
     base = build(kind)
     folders = (
         save(base, tmp_path / "base"),
@@ -69,23 +73,34 @@ def test_a_language_model_gives_its_blocks_positions_and_a_mask(kind, tmp_path, 
     )
     out = tmp_path / "e.covstats.safetensors"
     effort = Effort(sequences=4, length=7, steps=5)
-    seen = []
-    in_expert = Block.in_expert
-
-    def note(block, states):
-        ends = in_expert(block, states)
-        if states.requires_grad:  # and not counted
-            later = torch.cat([states[:, :-1], torch.randn_like(states[:, -1:])], dim=1)
-            seen.append((ends, in_expert(block, later)))
-        return ends
-
-    monkeypatch.setattr(Block, "in_expert", note)
     cosines = collect_anchors(*folders, out, effort, lambda done, total: None)
     assert cosines and all(after > before for before, after in cosines)
-    assert seen
-    for ends, later in seen:  # what comes later is attended to by nothing before it
-        torch.testing.assert_close(ends[:, :-1], later[:, :-1])
-        assert not torch.allclose(ends[:, -1], later[:, -1])
     with closing(StatisticsFile.open(out)) as file:
         assert set(file.about.rows.values()) == {28}
         assert len(file.names("gram")) == 2 * {"llama": 7, "gpt2": 4}[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_language_model_gives_its_blocks_positions_and_a_mask(kind, tmp_path):
+    effort = Effort(sequences=2, length=7)
+    states = torch.randn(2, 7, 16)
+    later = torch.cat([states[:, :-1], torch.randn(2, 1, 16)], dim=1)
+    with closing(open_checkpoint(save(kind, tmp_path / "m"))) as checkpoint:
+        first, *_ = calls(load_model(checkpoint, "cpu", head=False), effort)
+    with torch.no_grad():
+        ends, others = first(states), first(later)
+    # What comes later is seen by nothing before it.
+    torch.testing.assert_close(ends[:, :-1], others[:, :-1])
+    assert not torch.allclose(ends[:, -1], others[:, -1])
+
+
+@pytest.mark.slow
+def test_blocks_that_are_called_more_than_once_are_refused(tmp_path):
+    config = transformers.AlbertConfig(
+        **TEXT, embedding_size=16, num_hidden_layers=3, intermediate_size=24
+    )
+    with closing(open_checkpoint(save(transformers.AlbertModel(config), tmp_path / "m"))) as own:
+        model = load_model(own, "cpu", head=False)
+        with pytest.raises(InputError, match=r"1 blocks, and calls them 3 times"):
+            calls(model, Effort(sequences=2, length=3))

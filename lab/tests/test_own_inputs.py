@@ -145,7 +145,8 @@ def test_the_study(bench, tmp_path):
     ways = WRITTEN if isinstance(bench.suite, LlmSuite) else DRAWN
     (group,) = results["groups"]
     titles = {row["title"] for row in group["rows"]}
-    assert {*ways, "average", "regmean, data", "task_arithmetic, tuned"} < titles
+    data = {"regmean, data", "regmean++, data"}
+    assert {*ways, *data, "average", "task_arithmetic, tuned"} < titles
     inputs = results["inputs"]["lora"]
     assert set(inputs) == {*ways, "data of the task after it"}
     for title, of in inputs.items():

@@ -125,14 +125,22 @@ class OpenCheckpoints:
 
     def settled(self, recipes: Sequence[Recipe], options: RunOptions) -> Settled:
         """Return the recipes with what they leave open of the base's inputs."""
+        return settle(
+            recipes,
+            self.base,
+            list(self.experts.values()),
+            options.max_memory,
+            lambda: self._base_inputs_are_made(options),
+        )
+
+    def _base_inputs_are_made(self, options: RunOptions) -> bool:
+        """Whether an earlier run has made what `_with_base_inputs` would."""
+        try:
+            device = options.device_here
+        except InputError:  # which is said where anything is to be computed on it
+            return False
         with torch_threads(options.threads):
-            return settle(
-                recipes,
-                self.base,
-                list(self.experts.values()),
-                options.max_memory,
-                lambda: is_made(self.base, options.device_here),
-            )
+            return is_made(self.base, device)
 
     def _with_base_inputs(self, options: RunOptions) -> OpenCheckpoints:
         """The same with the base's inputs, which are made or were kept."""

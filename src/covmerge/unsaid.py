@@ -73,16 +73,13 @@ def settle(
         base: what the experts were fine-tuned from.
         experts: what is merged.
         max_memory: bytes that the process may take; None: no limit is given.
-        made: whether an earlier run has made them, which is asked where this one has no room to.
+        made: whether an earlier run has made them, which is asked where the disk has no room for them.
     """
     looks = any(_looks(recipe) for recipe in recipes)
     if not looks or any(recipe.base_statistics is not None for recipe in recipes):
         return Settled(recipes)
     settled = Settled(_all_with(recipes, RANDOM), wanted=True)
-    reason = why_not(recipes[0], base, experts)
-    if reason is None:
-        reason = _no_room(base, max_memory)
-        reason = None if reason is not None and made() else reason
+    reason = why_not(recipes[0], base, experts, max_memory, made)
     return settled if reason is None else settled.without(reason)
 
 
@@ -94,8 +91,14 @@ def _looks(recipe: Recipe) -> bool:
     return any(registry.get(name).base_inputs for name in names)
 
 
-def why_not(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint]) -> str | None:
-    """Say why the base cannot be run, or is not; None: it can, where there is room."""
+def why_not(
+    recipe: Recipe,
+    base: Checkpoint,
+    experts: Sequence[Checkpoint],
+    max_memory: int | None,
+    made: Callable[[], bool],
+) -> str | None:
+    """Say why the base cannot be run, or is not; None: it can."""
     if isinstance(base, Donor | Stacked):
         return "the base is no model of its own"
     if isinstance(base, Unwrapped):
@@ -115,11 +118,6 @@ def why_not(recipe: Recipe, base: Checkpoint, experts: Sequence[Checkpoint]) -> 
     described = describe_checkpoint(base)
     if described.source != "skeleton":
         return f"transformers does not build the base ({described.notes[0]})"
-    return None
-
-
-def _no_room(base: Checkpoint, max_memory: int | None) -> str | None:
-    """Say why this machine has no room to run the base in; None: it has."""
     needed, limit, whose = memory_by_block(base), max_memory, "--max-memory"
     if limit is None:
         there = all_memory()
@@ -137,7 +135,7 @@ def _no_room(base: Checkpoint, max_memory: int | None) -> str | None:
     except InputError as error:
         return str(error)
     room, free = disk_needed(base), free_bytes(folder)
-    if room > free:
+    if room > free and not made():
         return (
             f"what it sees takes {format_size(room)} of disk, and {folder} has {format_size(free)} free "
             "(COVMERGE_CACHE names another folder)"

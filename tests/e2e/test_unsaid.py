@@ -103,16 +103,28 @@ def test_too_little_disk_is_said(models, never_run, monkeypatch):
         covmerge.merge(base, experts, base_statistics="random")
 
 
-def test_what_was_made_needs_no_room(models, monkeypatch):
+def test_what_was_made_needs_no_disk(models, monkeypatch, tmp_path):
     base, experts = models
     covmerge.merge(base, experts)
-    enough_to_merge = psutil.Process().memory_info().rss + 400 * 2**20
+    (file,) = (tmp_path / "cache" / "base-inputs").glob("*.covstats.safetensors")
+    for where in ("covmerge.unsaid", "covmerge.statistics.needed"):
+        monkeypatch.setattr(f"{where}.free_bytes", lambda folder: 1000)
+    result = covmerge.merge(base, experts)
+    assert result.recipe.base_statistics == "random"
+    assert result.run["base_inputs_seconds"] == 0.0
+    file.write_bytes(file.read_bytes()[:1000])  # it is not whole
+    assert "of disk" in not_known(covmerge.merge(base, experts))
+    file.unlink()
+    assert "of disk" in not_known(covmerge.merge(base, experts))
+
+
+def test_a_device_that_is_not_here_is_not_asked_what_was_made(models, monkeypatch):
+    base, experts = models
     monkeypatch.setattr("covmerge.unsaid.free_bytes", lambda folder: 1000)
-    monkeypatch.setattr("covmerge.statistics.needed.free_bytes", lambda folder: 1000)
-    for given in ({}, {"max_memory": enough_to_merge}):
-        result = covmerge.merge(base, experts, **given)
-        assert result.recipe.base_statistics == "random"
-        assert result.run["base_inputs_seconds"] == 0.0
+    recipe = parse_recipe({"base": str(base), "experts": paths(experts)})
+    with open_recipe(recipe) as opened:
+        settled = opened.settled([recipe], RunOptions(device="cuda:99"))
+    assert settled.why_not is not None and "of disk" in settled.why_not
 
 
 def test_no_config_is_said(models, never_run):
@@ -180,13 +192,14 @@ def test_whatever_a_strangers_model_does_is_said(name, tmp_path, monkeypatch):
         covmerge.merge(base, experts, base_statistics="random")
 
 
-def test_a_merge_by_what_was_made_is_resumed(models, tmp_path):
+def test_a_merge_by_what_was_made_is_resumed(models, tmp_path, monkeypatch):
     base, experts = models
-
     covmerge.merge(base, experts, out=tmp_path / "undisturbed")
     with pytest.raises(KeyboardInterrupt):
         covmerge.merge(base, experts, out=tmp_path / "out", progress=InterruptAfter(6))
     covmerge.merge(base, experts, "auto")  # another merge by the same file
+    # The file itself took the room that there was.
+    monkeypatch.setattr("covmerge.unsaid.free_bytes", lambda folder: 1000)
     resumed = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
     assert resumed.run["resumed_items"] > 0
     for name, tensor in load_file(tmp_path / "undisturbed" / "model.safetensors").items():

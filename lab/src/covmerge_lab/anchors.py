@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from covmerge import open_checkpoint
+from covmerge.errors import InputError
 from covmerge.statistics.gram import GramCollector
 from covmerge.statistics.model import RunningModel, load_model
 from covmerge.statistics.write import Contents, write_statistics
@@ -56,28 +57,27 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of the base and of an expert, and what a model calls it with.
+class Call:
+    """A block of a model, and what the model calls it with.
 
     Attributes:
-        old: the base's.
-        new: the expert's.
-        beside: positional and named arguments behind the hidden states.
+        block: it.
+        args: positional arguments behind the hidden states.
+        named: named ones.
     """
 
-    old: nn.Module
-    new: nn.Module
-    beside: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
+    block: nn.Module
+    args: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def in_base(self, states: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """What leaves the base's block, with these weights for its own."""
-        args, named = self.beside
-        return _first(_functional_call(self.old, weights, (states, *args), dict(named)))
-
-    def in_expert(self, states: Tensor) -> Tensor:
-        """What leaves the expert's block."""
-        args, named = self.beside
-        return _first(self.new(states, *args, **named))
+    def __call__(self, states: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Return what leaves the block, with these weights for its own where they are given."""
+        given = (states, *self.args)
+        if weights is None:
+            left = self.block(*given, **self.named)
+        else:
+            left = _functional_call(self.block, weights, given, dict(self.named))
+        return left if isinstance(left, Tensor) else left[0]
 
 
 def collect_anchors(
@@ -94,19 +94,21 @@ def collect_anchors(
 
     Returns:
         For each block the cosine of gradient and task vector, before and after.
+
+    Raises:
+        InputError: see `calls`.
     """
     with closing(open_checkpoint(base)) as start, closing(open_checkpoint(expert)) as end:
         origin, model = (load_model(each, "cpu", head=False) for each in (start, end))
         grams = GramCollector(model.layers())
-        ends = zip(blocks_of(origin), blocks_of(model), _beside(model, effort.length), strict=True)
-        blocks = [Block(*each) for each in ends]
+        blocks = list(zip(calls(origin, effort), calls(model, effort), strict=True))
         cosines: list[tuple[float, float]] = []
         states = torch.empty(0)
-        for number, block in enumerate(blocks):
-            found, before, after = anchors(block, _width(model), effort, number)
+        for number, (old, new) in enumerate(blocks):
+            found, before, after = anchors(old, new, _width(model), effort, number)
             cosines.append((before, after))
             with torch.no_grad(), grams.watching({}):
-                states = block.in_expert(found)
+                states = new(found)
             on_progress(number + 1, len(blocks))
         # What lies behind the blocks sees what leaves the last of them.
         pooler = getattr(model.backbone, "pooler", None)
@@ -121,12 +123,13 @@ def collect_anchors(
 
 
 def anchors(
-    block: Block, width: int, effort: Effort, number: int = 0
+    old: Call, new: Call, width: int, effort: Effort, number: int = 0
 ) -> tuple[Tensor, float, float]:
     """Return the anchors `(sequences, length, width)` of a block, and the cosine before and after.
 
     Args:
-        block: it.
+        old: the base's block.
+        new: the expert's.
         width: of what enters it.
         effort: what is spent.
         number: of the block, for the seed.
@@ -134,25 +137,29 @@ def anchors(
     draw = torch.Generator().manual_seed(1000 * effort.seed + number)
     shape = (effort.sequences, effort.length, width)
     found = torch.randn(shape, generator=draw).requires_grad_()
-    weights, ends = dict(block.old.named_parameters()), dict(block.new.named_parameters())
+    weights, ends = dict(old.block.named_parameters()), dict(new.block.named_parameters())
     target = {name: (ends[name] - weight).detach() for name, weight in weights.items()}
     optimizer: Any = torch.optim.AdamW([found], lr=effort.rate, weight_decay=0.0)
     first = 0.0
     for step in range(effort.steps):
-        reached = _agreement(block, weights, target, found)
+        reached = _agreement(old, new, weights, target, found)
         first = reached.item() if step == 0 else first
         (found.grad,) = torch.autograd.grad(-reached, [found])
         optimizer.step()
-    last = _agreement(block, weights, target, found).item()
+    last = _agreement(old, new, weights, target, found).item()
     return found.detach(), first, last
 
 
 def _agreement(
-    block: Block, weights: Mapping[str, Tensor], target: Mapping[str, Tensor], found: Tensor
+    old: Call,
+    new: Call,
+    weights: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    found: Tensor,
 ) -> Tensor:
     """cos(−∇_θ Σ (1 − cos(φ(θ, x), φ(θ_t, x))), θ_t − θ₀), with a graph to x."""
     free = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-    ours, theirs = block.in_base(found, free), block.in_expert(found)
+    ours, theirs = old(found, free), new(found)
     apart = (1 - nn.functional.cosine_similarity(ours, theirs, dim=-1)).sum()
     pulls = torch.autograd.grad(
         apart, list(free.values()), create_graph=True, allow_unused=True, materialize_grads=True
@@ -172,33 +179,38 @@ def blocks_of(model: RunningModel) -> list[Any]:
     return list(max(lists, key=len))
 
 
-def _beside(model: RunningModel, length: int) -> list[tuple[tuple[Any, ...], Mapping[str, Any]]]:
-    """What a model gives each of its blocks beside hidden states: positions, and what attends to what.
+def calls(model: RunningModel, effort: Effort) -> list[Call]:
+    """Return a model's blocks, each with what it is given beside hidden states: positions, a mask.
 
-    A model of text says it when it runs on so many tokens, whichever they are. The blocks of a model of
-    pictures are given nothing else.
+    A model of text says that when it runs on so many tokens, whichever they are. The blocks of other
+    models are given nothing.
+
+    Raises:
+        InputError: it runs its blocks otherwise than one after another, once each.
     """
     blocks = blocks_of(model)
     if model.whole.main_input_name != "input_ids":
-        return [((), {})] * len(blocks)
-    found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+        return [Call(block) for block in blocks]
+    found: list[Call] = []
 
     def note(block: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found.append((args[1:], named))
+        found.append(Call(block, args[1:], named))
 
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    shape = (effort.sequences, effort.length)
     try:
         with torch.no_grad():
-            model.run({"input_ids": torch.zeros((1, length), dtype=torch.long)})
+            model.run({"input_ids": torch.zeros(shape, dtype=torch.long)})
     finally:
         for hook in hooks:
             hook.remove()
+    if [call.block for call in found] != blocks:
+        raise InputError(
+            f"{model.checkpoint.source} runs {len(blocks)} blocks, and calls them {len(found)} times on "
+            "tokens: anchors are made for models that call each once, in order"
+        )
     return found
 
 
 def _width(model: RunningModel) -> int:
     return cast("int", model.whole.config.hidden_size)
-
-
-def _first(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output[0]

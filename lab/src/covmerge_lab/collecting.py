@@ -125,7 +125,7 @@ def on_own_inputs(
     ).seconds
 
 
-def behind_merged_blocks(
+def on_own_inputs_together(
     suite: Suite,
     own: Own,
     kind: str,

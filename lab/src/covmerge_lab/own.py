@@ -18,7 +18,7 @@ class Own:
         weighed: what an input counts by: nothing; the expert's reaction to it by `itself`; that beside
             the reactions of the `others`; how sure its `head` is of the example that it belongs to.
         protocol: what a block sees: what the expert's own blocks before it make of an input, or by
-            `regmean++` what the merged ones do.
+            `regmean++`, where nothing is weighed, what the merged ones do.
     """
 
     how: Generated

@@ -29,6 +29,7 @@ from covmerge_lab.summary import Group
 from covmerge_lab.workers import Job, OnProgress
 
 _DATA = Merge("regmean", section=Section.WITH_DATA, label="regmean, data")
+_BEHIND = Merge("regmean++", section=Section.WITH_DATA, label="regmean++, data")
 _AVERAGE = Merge("average")
 _ANOTHER = "data of the task after it"
 
@@ -44,9 +45,10 @@ class OwnInputs(Study):
     about = (
         "What are inputs worth that experts make themselves? RegMean on the covariances that each way of "
         "making them gives, beside RegMean on 256 training examples of each task, and the average, which "
-        "it is where all covariances are the same. Below the table, by task: the mean cosine over layers "
-        "of each covariance with the measured one, for comparison that of another task's data, and the "
-        "seconds that an expert's inputs took."
+        "it is where all covariances are the same; RegMean++, of what blocks see behind merged ones, "
+        "beside RegMean++. Below the table, by task: the mean cosine over layers of each covariance with "
+        "the one measured in the same way, for comparison that of another task's data, and the seconds "
+        "that an expert's inputs took."
     )
 
     def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
@@ -61,7 +63,10 @@ class OwnInputs(Study):
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""
         ways = self.only or tuple(bench.suite.own_inputs)
-        merges = [_merge(bench.suite, title) for title in ways]
+        data = [_DATA]
+        if any(bench.suite.own_inputs[title].protocol == _BEHIND.method for title in ways):
+            data.append(_BEHIND)
+        merges = [_AVERAGE, *data, *(_merge(bench.suite, title) for title in ways)]
         seen: dict[str, dict[str, list[Made]]] = {}
 
         def make(bench: Bench, experts: Experts) -> list[Model]:
@@ -76,9 +81,10 @@ class OwnInputs(Study):
             for title in (*ways, _ANOTHER):
                 took = sum(seconds[name] for name in made.get(title, ()))
                 of_kind.setdefault(title, []).append((cosines[title], took / len(experts.whole)))
-            return bench.merge(experts, [_AVERAGE, _DATA, *merges], tuned=True)
+            return bench.merge(experts, merges, tuned=True)
 
-        found = findings(bench, variants, make, self.draw, statistics=["gram"])
+        kinds = [_measured(merge.method) for merge in data]
+        found = findings(bench, variants, make, self.draw, statistics=kinds)
         inputs = {kind: {t: _mean(seeds) for t, seeds in of.items()} for kind, of in seen.items()}
         return Findings(
             {**found.numbers, "inputs": inputs},
@@ -89,8 +95,12 @@ class OwnInputs(Study):
     def draw(self, group: Group) -> Any:
         """Draw a bar for each way."""
         own = [row.title for row in group.rows if row.section is Section.OWN_INPUTS]
-        titles = [_DATA.title, *own, _AVERAGE.title]
-        return bars(group, titles, "RegMean, by the inputs that its covariances are of")
+        data = [row.title for row in group.rows if row.section is Section.WITH_DATA]
+        return bars(
+            group,
+            [*data, *own, _AVERAGE.title],
+            "RegMean and RegMean++, by the inputs that covariances are of",
+        )
 
 
 def _kind(title: str) -> str:
@@ -98,15 +108,24 @@ def _kind(title: str) -> str:
     return f"own, {title}"
 
 
-def _merge(suite: Suite, title: str) -> Merge:
+def _method(suite: Suite, title: str) -> str:
     protocol = suite.own_inputs[title].protocol
-    method = "regmean" if protocol == "inputs" else protocol
+    return _DATA.method if protocol == "inputs" else protocol
+
+
+def _measured(method: str) -> str:
+    """The kind of statistics of data that a method is given."""
+    return "gram" if method == _DATA.method else method
+
+
+def _merge(suite: Suite, title: str) -> Merge:
+    method = _method(suite, title)
     return Merge(method, section=Section.OWN_INPUTS, label=title, statistics=_kind(title))
 
 
 def _jobs(experts: Experts, title: str) -> dict[str, Job[float]]:
     """What makes the inputs of all experts, and returns the seconds it took."""
-    if experts.suite.own_inputs[title].protocol == "regmean++":
+    if _method(experts.suite, title) == _BEHIND.method:
         return {title: partial(_make_together, experts, title)}
     return {f"{title}, {task}": partial(_make, experts, title, task) for task in experts.whole}
 
@@ -120,13 +139,14 @@ def _make(experts: Experts, title: str, task: str, on_progress: OnProgress) -> f
 def _make_together(experts: Experts, title: str, on_progress: OnProgress) -> float:
     suite, out = experts.suite, experts.statistics
     own, kind = suite.own_inputs[title], _kind(title)
-    return collecting.behind_merged_blocks(suite, own, kind, experts.whole, out, on_progress)
+    return collecting.on_own_inputs_together(suite, own, kind, experts.whole, out, on_progress)
 
 
 def _cosines(experts: Experts, title: str, on_progress: OnProgress) -> dict[str, float]:
     """Return the mean cosine over layers with what was measured, by task."""
     tasks = list(experts.whole)
-    measured = collecting.files(experts.statistics, "gram", tasks)
+    method = _DATA.method if title == _ANOTHER else _method(experts.suite, title)
+    measured = collecting.files(experts.statistics, _measured(method), tasks)
     if title == _ANOTHER:
         following = [*tasks[1:], tasks[0]]
         files = {task: measured[other] for task, other in zip(tasks, following, strict=True)}
