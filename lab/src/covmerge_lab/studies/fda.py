@@ -25,6 +25,9 @@ _KIND = "anchors"
 _AVERAGE = Merge("average")
 _DATA = Merge("regmean", section=Section.WITH_DATA, label="regmean, data")
 _ANCHORS = Merge("regmean", section=Section.OWN_INPUTS, label="regmean, anchors", statistics=_KIND)
+_MEASURED = Merge(
+    "auto_measured", section=Section.OWN_INPUTS, label="auto_measured, anchors", statistics=_KIND
+)
 _EFFORT = Effort()
 _QUICK = Effort(sequences=2, length=5, steps=2)
 
@@ -36,7 +39,8 @@ class Anchors(Study):
     about = (
         "What are the inputs worth that FDA makes (arXiv 2510.21223)? For each block and expert, sequences "
         "of vectors are moved until the gradient that they give the base points along the task vector. FDA "
-        "trains the merged block on them; here RegMean is given their covariances, beside those of data. "
+        "trains the merged block on them; here RegMean is given their covariances, beside those of data, and "
+        "so is `auto_measured`. "
         f"{_EFFORT.sequences} sequences of {_EFFORT.length} vectors and {_EFFORT.steps} steps a block, "
         "where the authors take 64, 5 to 50 and 1200."
     )
@@ -55,7 +59,7 @@ class Anchors(Study):
                 found.append({"variant": str(experts.variant), "task": task, **of})
                 numbers = (of["before"], of["after"], of["cosine"])
                 rows.append([str(experts.variant), task, *(f"{each:.3f}" for each in numbers)])
-            return bench.merge(experts, [_AVERAGE, _DATA, _ANCHORS], tuned=True)
+            return bench.merge(experts, [_AVERAGE, _DATA, _ANCHORS, _MEASURED], tuned=True)
 
         tables = findings(bench, variants, make, self.draw, statistics=["gram"])
         columns = ["experts", "task", "gradient along Δ before", "after", "cosine of covariances"]
@@ -72,8 +76,10 @@ class Anchors(Study):
 
     def draw(self, group: Group) -> Any:
         """Draw a bar for each."""
-        titles = [each.title for each in (_DATA, _ANCHORS, _AVERAGE)]
-        return bars(group, titles, "RegMean, by the inputs that its covariances are of")
+        titles = [each.title for each in (_DATA, _ANCHORS, _MEASURED, _AVERAGE)]
+        return bars(
+            group, titles, "RegMean and auto_measured, by the inputs that covariances are of"
+        )
 
 
 def _collect(
