@@ -39,8 +39,8 @@ class Anchors(Study):
     about = (
         "What are the inputs worth that FDA makes (arXiv 2510.21223)? For each block and expert, sequences "
         "of vectors are moved until the gradient that they give the base points along the task vector. FDA "
-        "trains the merged block on them; here RegMean is given their covariances, beside those of data, and "
-        "so is `auto_measured`. "
+        "trains the merged block on them; here RegMean and `auto_measured` are given their covariances, "
+        "beside RegMean on those of data. "
         f"{_EFFORT.sequences} sequences of {_EFFORT.length} vectors and {_EFFORT.steps} steps a block, "
         "where the authors take 64, 5 to 50 and 1200."
     )
