@@ -159,6 +159,15 @@ def test_the_study(bench, tmp_path):
     assert not list((bench.suite.folder / "work").iterdir())
 
 
+def test_the_study_of_anchors(bench):
+    found = STUDIES["anchors"]().run(bench, [Variant("lora", 0)])
+    (group,) = found.numbers["groups"]
+    titles = {row["title"] for row in group["rows"]}
+    assert {"regmean, anchors", "auto_measured, anchors", "regmean, data", "average"} < titles
+    assert [own["task"] for own in found.numbers["anchors"]] == list(bench.suite.tasks)
+    assert all(0 < own["cosine"] <= 1 for own in found.numbers["anchors"])
+
+
 def test_some_of_its_ways_alone(tmp_path):
     study, suite = STUDIES["generated"](["drawn, behind merged blocks"]), TextSuite(tmp_path)
     study.check(suite, ["full"])
