@@ -19,6 +19,7 @@ from covmerge.covariance.gate import gate
 from covmerge.errors import InputError
 from covmerge_lab.alone import Cost, Order, run_alone
 from covmerge_lab.bench import Bench
+from covmerge_lab.models import Section
 from covmerge_lab.studies import STUDIES, cost, save
 from covmerge_lab.studies.angles import InputSums, StepSums, angle, angles
 from covmerge_lab.studies.controlled import (
@@ -177,6 +178,13 @@ def test_every_study_runs_and_is_saved(bench, name, monkeypatch, tmp_path):
     for picture in found.pictures:
         assert (tmp_path / "out" / f"{picture}.png").stat().st_size > 0
     assert "|---|" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_steps_around_one_method_alone(bench):
+    (group,) = STUDIES["steps"](["ties"]).run(bench, [FULL]).numbers["groups"]
+    titles = [row["title"] for row in group["rows"] if row["section"] == Section.DATA_FREE.value]
+    assert {"ties", "pico, then ties", "ties, then svc"} < set(titles)
+    assert all("ties" in title for title in titles)
 
 
 def test_angles_of_known_matrices():

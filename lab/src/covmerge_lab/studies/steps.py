@@ -25,6 +25,7 @@ class StepsAroundMethods(Study):
     """Pico, PACT, norm balancing, SVC and rescaling."""
 
     name = "steps"
+    parts = METHODS
     about = (
         "What is a step worth, before a method or after it? Every step alone, at its defaults, around "
         "methods at theirs; `auto` by the weights alone."
@@ -32,11 +33,22 @@ class StepsAroundMethods(Study):
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""
-        return findings(bench, variants, _models, self.draw)
+        return findings(bench, variants, self._models, self.draw)
 
     def draw(self, group: Group) -> Any:
         """Draw a bar for each."""
-        return bars(group, [_title(m, s) for m in METHODS for s in _STEPS], "Steps around methods")
+        return bars(group, [_title(*pair) for pair in self._pairs()], "Steps around methods")
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """The methods that are asked for, each alone and with each step."""
+        return [(method, step) for method in self.only or METHODS for step in _STEPS]
+
+    def _models(self, bench: Bench, experts: Experts) -> list[Model]:
+        jobs: dict[str, Job[Model]] = {
+            _title(*pair): partial(_merged, experts, *pair) for pair in self._pairs()
+        }
+        found = bench.work(f"{experts.variant}: merging by {len(jobs)} ways", jobs)
+        return [*found.values(), *bench.merge(experts, (), tuned=True)]
 
 
 _STEPS = ("", *(step.name for step in registry))
@@ -47,16 +59,6 @@ def _title(method: str, step: str) -> str:
         return method
     pair = (step, method) if registry.get(step).when == "before" else (method, step)
     return ", then ".join(pair)
-
-
-def _models(bench: Bench, experts: Experts) -> list[Model]:
-    jobs: dict[str, Job[Model]] = {
-        _title(method, step): partial(_merged, experts, method, step)
-        for method in METHODS
-        for step in _STEPS
-    }
-    found = bench.work(f"{experts.variant}: merging by {len(jobs)} ways", jobs)
-    return [*found.values(), *bench.merge(experts, (), tuned=True)]
 
 
 def _merged(experts: Experts, method: str, step: str, on_progress: OnProgress) -> Model:
