@@ -37,13 +37,14 @@ def test_the_gradient_comes_to_point_along_the_task_vector():
     assert abs(after - expected) < 1e-5
 
 
+def save_pair(base, folder):
+    expert = fine_tuned(base, seed=1, scale=0.1)
+    return save(base, folder / "base"), save(expert, folder / "e")
+
+
 @pytest.mark.slow
 def test_every_linear_layer_of_an_encoder_sees_them(tmp_path):
-    base = classifier()
-    folders = (
-        save(base, tmp_path / "base"),
-        save(fine_tuned(base, seed=1, scale=0.1), tmp_path / "e"),
-    )
+    folders = save_pair(classifier(), tmp_path)
     out = tmp_path / "e.covstats.safetensors"
     effort = Effort(sequences=4, length=7, steps=5)
     cosines = collect_anchors(*folders, out, effort, lambda done, total: None)
@@ -66,11 +67,7 @@ def test_a_model_of_pictures(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_language_model(kind, tmp_path):
-    base = build(kind)
-    folders = (
-        save(base, tmp_path / "base"),
-        save(fine_tuned(base, seed=1, scale=0.1), tmp_path / "e"),
-    )
+    folders = save_pair(build(kind), tmp_path)
     out = tmp_path / "e.covstats.safetensors"
     effort = Effort(sequences=4, length=7, steps=5)
     cosines = collect_anchors(*folders, out, effort, lambda done, total: None)
