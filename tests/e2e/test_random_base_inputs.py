@@ -176,6 +176,21 @@ def test_a_merge_changes_nothing_for_another_that_reads_the_file(models, tmp_pat
         assert read_by_another.read("gram", LAYER).shape[0] > 0
 
 
+def test_what_cannot_be_used_of_it_is_to_be_deleted(models, tmp_path):
+    """Only what opens is made again: a merge reads the rest when it has begun."""
+    base, experts = models
+    covmerge.merge(base, experts, out=tmp_path / "first", base_statistics="random")
+    (file,) = kept(tmp_path)
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:header] + b"\xff" * (len(whole) - header))
+    with pytest.raises(InputError, match=rf"{file}: the gram .* delete it, and the next merge"):
+        covmerge.merge(base, experts, out=tmp_path / "second", base_statistics="random")
+    file.unlink()
+    covmerge.merge(base, experts, out=tmp_path / "second", base_statistics="random")
+    assert kept(tmp_path)[0].read_bytes() == whole
+
+
 def test_who_comes_while_it_is_made_waits_for_it(models, monkeypatch):
     """As merges of one base do that are started together."""
     base, _ = models

@@ -88,8 +88,8 @@ def auto_measured(group: LinearGroup) -> Merged:
     uses all directions of its inputs, and next to nothing where it is an adapter's. All G̃_t together take
     the place of the base's inputs, and R that of the average, where updates are long beside the base's
     weights. Equalising makes up for most of what inputs lack that the experts write themselves, and for
-    what RegMean averages of experts that share it (docs/auto.md). Where no data reached what was changed,
-    updates are averaged.
+    what RegMean averages of experts that share it (docs/auto-measured.md). Where no data reached what was
+    changed, updates are averaged.
 
     An expert whose data did not reach the layer has no part in it. One that did not change it keeps its
     Gram matrix in the sums, as in `regmean`; the length is still that of the updates' sum, and of updates

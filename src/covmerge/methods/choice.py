@@ -10,7 +10,7 @@ def choose(count: int) -> tuple[str, str]:
     """Return the name of a method for some experts, and why it is that one.
 
     In the mean of all suites of really trained experts `auto` is above every other method without data,
-    with the base's inputs and without (docs/auto.md has those on which it is not).
+    with the base's inputs and without (docs/auto-results.md has those on which it is not).
 
     Args:
         count: of experts.

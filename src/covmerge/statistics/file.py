@@ -92,6 +92,7 @@ class StatisticsFile:
         self.path = path
         self.source = str(path) if made_by is None else made_by
         self._made = made_by is not None
+        self._again = "delete it, and the next merge makes it again" if self._made else _AGAIN
         self.about = about
         self._file = file
         self._metadata = metadata
@@ -149,7 +150,7 @@ class StatisticsFile:
         if not all_finite(value) or (kind == "fisher" and bool((value < 0).any())):
             raise InputError(
                 f"{self.path}: the {kind} statistic of '{name}' holds values that are not finite or "
-                f"not positive: {_AGAIN}"
+                f"not positive: {self._again}"
             )
         return value
 

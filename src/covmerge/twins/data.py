@@ -139,7 +139,10 @@ def regmean_plus_plus(
 
 
 def auto_measured(group: LinearGroup) -> Tensor:
-    """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹  (docs/auto.md)."""
+    """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R ΣG̃_t Rᵀ, R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹.
+
+    As docs/auto-measured.md has it.
+    """
     heard = [bool(m.value.any()) for m in group.measured]
     deltas = [d * own for d, own in zip(deltas_of(group), heard, strict=True)]
     changed = [t for t, d in enumerate(deltas) if d.any()]
