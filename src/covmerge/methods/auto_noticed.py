@@ -176,7 +176,7 @@ class Equalised(Noticed):
         flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
         lengthening: what λ makes of it: the sum of the outputs' singular values, over that of least
             squares. Nothing from `directions_in_use` on: nothing was left after least squares.
-        outputs_length: ‖(W̄ − W₀)C₀^½‖ over Σ w_t‖Δ_tC₀^½‖, before it goes to the average.
+        outputs_length: ‖MC₀^½‖ over Σ w_t‖Δ_tC₀^½‖, of updates that are not shortened.
         towards_average: a, how far it went to the average; None where the base was not.
         inputs_told: ψ, the share of C₀ that is what the updates tell; None where it was measured.
         uneven_use: η, 0 where all experts use equally many of the layer's directions, 1 where some use all
