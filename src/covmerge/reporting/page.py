@@ -28,7 +28,8 @@ RETENTION = (
     "what an expert adds to a layer's outputs that the merged model still adds. At 100% all of it is "
     "there; at 0% as much is wrong as in the base without the expert; below that more is, and a mean "
     "over layers counts it as 0%. It is no score on a task: it tells which method serves an expert "
-    "better than it tells which expert suffers more (docs/report.md)."
+    "better than it tells which expert suffers more, and of adapters it does not agree with accuracy at "
+    "all (docs/report.md)."
 )
 
 

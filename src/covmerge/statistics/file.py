@@ -164,7 +164,7 @@ class StatisticsFile:
             raise InputError(
                 f"{self.path} was collected on {shorten(self.about.source)}, which has other weights "
                 f"than {what} ({checkpoint.source}): pass the statistics of this "
-                f"model, or {_AGAIN}"
+                f"model, or {self._again}"
             )
 
     def identity(self) -> Json:
