@@ -53,7 +53,9 @@ CONFIG = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--methods", nargs="+", default=["ace", "actmat", "auto", "task_arithmetic"])
+    parser.add_argument(
+        "--methods", nargs="+", default=["ace", "actmat", "auto", "task_arithmetic"]
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "adapters.json")
     parser.add_argument("--before", type=Path, help="the sources of another tree")
     parser.add_argument("--rounds", type=int, default=3)
