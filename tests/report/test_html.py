@@ -374,6 +374,10 @@ def test_adapters_into_one(family):  # noqa: F811
         "--report",
     )
     root = parse((out / FILE_NAME).read_text())
-    assert "became one adapter by ace" in root.text
+    (summary,) = (p for p in root.all("p") if p.attributes.get("class") == "summary")
+    assert "became one adapter by ace" in summary.text
+    # What is predicted of adapters is shown, with what it is worth, and is no headline.
+    assert "by prediction" not in summary.text
+    assert "of adapters it does not agree with accuracy at all" in root.text
     assert "of the update's energy its rank loses" in root.text
     assert {f.attributes["id"] for f in root.all("figure")} >= {"retention", "norms", "spectra"}

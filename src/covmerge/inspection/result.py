@@ -224,6 +224,7 @@ class Inspection(Tabular):
     Attributes:
         base: the base's source.
         experts: sources by name; all that were given.
+        adapters: those of them that are adapters, of which predictions do not agree with accuracy.
         family: model family, which decides ACE's ε.
         findings: what must not be missed, the worst first.
         layers: every matrix and every other tensor, from input to output.
@@ -232,6 +233,7 @@ class Inspection(Tabular):
 
     base: str
     experts: Mapping[str, str]
+    adapters: tuple[str, ...]
     family: str | None
     findings: tuple[Finding, ...]
     layers: tuple[LayerView, ...]
@@ -348,6 +350,7 @@ class Inspection(Tabular):
         return {
             "base": self.base,
             "experts": dict(self.experts),
+            "adapters": list(self.adapters),
             "family": self.family,
             "findings": [finding.as_json() for finding in self.findings],
             "summary": summary,

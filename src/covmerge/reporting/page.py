@@ -70,7 +70,7 @@ def summary(report: Report) -> str:
         all_ = counted(len(checks), "check")
         parts.append(f"{failed} of {all_} failed" if failed else f"it passed all {all_}")
     kept = inspection.retention()
-    if kept:
+    if kept and not inspection.adapters:  # of them it says nothing (RETENTION)
         worst = keeps_least(inspection)
         text = f"by prediction {share(fmean(kept.values()))} of what an expert adds is kept"
         if len(kept) > 1:
