@@ -1,5 +1,6 @@
 """What all tests share, those in docstrings too: nothing of the machine or its user decides them."""
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -63,3 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that of several workers none waits for them at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives to the end: nobody need look through it for garbage time and again."""
+    gc.collect()
+    gc.freeze()

@@ -4,9 +4,10 @@
     python -m benchmarks.adapters --before TREE/src [--rounds 3]
 
 Random factors of real shapes; of the base only headers and config exist (a sparse file), and nothing
-of it is read. Every merge runs in a process of its own, the way a user starts it. Beside it, measured on
-one square layer and scaled to the square layers alone, so that they are bounds from below: the dense path
-of the same method (the products multiplied out, in float32), and PEFT's own exact route,
+of it is read. Every merge runs in a process of its own, the way a user starts it, after one that is not
+counted: the first of an architecture asks transformers for its layers, and the others know them. Beside
+it, measured on one square layer and scaled to the square layers alone, so that they are bounds from below:
+the dense path of the same method (the products multiplied out, in float32), and PEFT's own exact route,
 `add_weighted_adapter(combination_type="svd")`. With `--before`, the same merges by another tree of covmerge
 instead, one after the other in each round.
 """
@@ -73,6 +74,7 @@ def main() -> None:
             "torch": torch.__version__,
         },
     }
+    merge(base, adapters, arguments.methods[0])
     merges = {}
     for method in arguments.methods:
         merges[method] = merge(base, adapters, method)
