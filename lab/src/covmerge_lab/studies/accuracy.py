@@ -49,6 +49,8 @@ def findings(
     make: Callable[[Bench, Experts], list[Model]],
     draw: Callable[[Group], Any],
     statistics: Sequence[str] = (),
+    change: Callable[[Bench, Experts], Experts] = lambda bench, experts: experts,
+    changed: str = "",
 ) -> Findings:
     """Put the models that are made of the experts to the test, one table for each kind of experts.
 
@@ -58,6 +60,8 @@ def findings(
         make: gives the merged models.
         draw: gives the picture of a table.
         statistics: kinds of statistics that `make` needs.
+        change: gives other experts in the place of those that were trained.
+        changed: what is then to be said of them over their table.
     """
     groups: list[Group] = []
     for kind in dict.fromkeys(variant.kind for variant in variants):
@@ -65,14 +69,15 @@ def findings(
         for variant in (each for each in variants if each.kind == kind):
             tasks = tuple(bench.suite.subsets[-1])
             bench.train(variant, tasks)
-            with bench.experts(variant, tasks, statistics) as experts:
+            with bench.experts(variant, tasks, statistics) as trained:
+                experts = change(bench, trained)
                 models = [*bounds(experts), *make(bench, experts)]
                 scored = bench.score(experts, models, measured=False)
             outcomes.append(Outcome(variant, tasks, tuple(scored)))
         groups.append(summarise(outcomes))
     return Findings(
         {"groups": [group.as_json() for group in groups]},
-        "\n\n".join(f"## {group.title}\n\n{report.markdown(group)}" for group in groups),
+        "\n\n".join(f"## {group.title}{changed}\n\n{report.markdown(group)}" for group in groups),
         {f"accuracy-{group.kind}": draw(group) for group in groups},
     )
 

@@ -14,6 +14,7 @@ from covmerge_lab.merging import TUNED, Experts
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.studies import rule
 from covmerge_lab.studies.accuracy import bars, findings
+from covmerge_lab.studies.regimes import MIXED, changed_experts
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.suite import Variant
 from covmerge_lab.summary import Group
@@ -109,6 +110,25 @@ class Default(Study):
         jobs[TUNED] = partial(merging.tuned_task_arithmetic, experts)
         found = bench.work(f"{experts.variant}: merging {len(experts.folders)} experts", jobs)
         return [model for models in found.values() for model in models]
+
+
+class Mixed(Default):
+    """The same of experts of both kinds, which is what η is for."""
+
+    name = "default-mixed"
+    about = (
+        f"{Default.about} Every other expert is of the other kind than the title says: "
+        "η is 0 where all use equally many directions."
+    )
+
+    def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
+        """See `Study.run`."""
+
+        def mixed(bench: Bench, experts: Experts) -> Experts:
+            return changed_experts(bench, experts, MIXED, experts.work / "mixed")
+
+        other = ", every other one of the other kind"
+        return findings(bench, variants, self._models, self.draw, [BASE], mixed, other)
 
 
 def _merge(title: str, given: Mapping[str, Any]) -> Merge:

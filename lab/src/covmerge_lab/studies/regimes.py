@@ -137,13 +137,14 @@ def _one_random(bench: Bench, experts: Experts, out: Path) -> Folders:
     return {**experts.folders, "random": random_like(like, bench.suite.base, out / "random")}
 
 
+MIXED = Regime("full and adapters in turns", _mixed)
 REGIMES = (
     Regime("2 experts", _first(2)),
     Regime("4 experts", _first(4)),
     Regime("all experts", _first(99)),
     Regime("one task trained twice", _one_twice),
     Regime("all tasks trained twice", _all_twice),
-    Regime("full and adapters in turns", _mixed),
+    MIXED,
     *(Regime(f"adapters of rank {rank}", _ranks(rank), "lora") for rank in RANKS if rank != RANK),
     Regime(f"adapters of ranks {_LISTED} in turns", _ranks(*RANKS), "lora"),
     Regime("adapters that began alike", _one_start, "lora"),
@@ -225,14 +226,15 @@ def _outcomes(bench: Bench, variant: Variant, regimes: Sequence[Regime]) -> dict
 
 def _outcome(bench: Bench, experts: Experts, regime: Regime) -> Outcome:
     work = experts.work / regime.name
-    changed = _changed(bench, experts, regime, work)
+    changed = changed_experts(bench, experts, regime, work)
     models = [*bounds(changed), *bench.merge(changed, _merges(changed), tuned=True)]
     scored = bench.score(changed, models, measured=False)
     shutil.rmtree(work)
     return Outcome(experts.variant, changed.tasks, tuple(scored))
 
 
-def _changed(bench: Bench, experts: Experts, regime: Regime, work: Path) -> Experts:
+def changed_experts(bench: Bench, experts: Experts, regime: Regime, work: Path) -> Experts:
+    """Return the experts of a regime, made in a folder of their own."""
     work.mkdir(parents=True)
     folders = regime.make(bench, experts, work / "experts")
     changed = replace(experts, folders=folders, work=work / "merged")
