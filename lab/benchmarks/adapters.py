@@ -74,7 +74,7 @@ def main() -> None:
             "torch": torch.__version__,
         },
     }
-    merge(base, adapters, arguments.methods[0])
+    merge(base, adapters, arguments.methods[0])  # the one that loads transformers
     merges = {}
     for method in arguments.methods:
         merges[method] = merge(base, adapters, method)

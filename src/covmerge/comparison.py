@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-from covmerge.checkpoints import AdapterCheckpoint, Staging, check_not_input
+from covmerge.checkpoints import Staging, check_not_input
 from covmerge.engine import (
     Contents,
     Context,
@@ -100,7 +100,7 @@ class Comparison(Tabular):
         run: seconds and memory of the whole.
         notes: what a reader should know.
         warnings: what may make the results worse, and what to do.
-        adapters: whether some experts are adapters, of which predictions do not agree with accuracy.
+        adapters: those of the experts that are adapters, of which predictions do not agree with accuracy.
     """
 
     path: Path | None
@@ -110,7 +110,7 @@ class Comparison(Tabular):
     run: Figures
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
-    adapters: bool
+    adapters: tuple[str, ...]
 
     @property
     def recommended(self) -> str | None:
@@ -432,7 +432,7 @@ class CompareJob:
             },
             warnings=warnings,
             notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
-            adapters=any(isinstance(e, AdapterCheckpoint) for e in checkpoints.experts.values()),
+            adapters=checkpoints.adapters,
         )
 
 

@@ -64,6 +64,11 @@ class OpenCheckpoints:
         for name, checkpoint in self.experts.items():
             yield expert_key(name), checkpoint
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The experts that are adapters, by name."""
+        return tuple(n for n, e in self.experts.items() if isinstance(e, AdapterCheckpoint))
+
     def plan(
         self, recipe: Recipe, making: RunOptions | None = None
     ) -> tuple[Plan, OpenCheckpoints]:

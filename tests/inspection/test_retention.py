@@ -90,7 +90,10 @@ def test_adapters(form, tmp_path):
     experts = {name: tmp_path / name for name in ("a", "b")}
     covmerge.merge(tmp_path / "base", experts, "actmat", tmp_path / "out", form=form)
     compared = covmerge.compare(tmp_path / "base", experts, ["average", "tsv_m"])
-    assert compared.recommended is None and compared.adapters
+    assert compared.recommended is None and compared.adapters == ("a", "b")
+    with_full = {"a": tmp_path / "a", "full": tmp_path / "base"}
+    found = covmerge.inspect(tmp_path / "base", with_full, spectra="none")
+    assert found.adapters == ("a",) and found.as_json()["adapters"] == ["a"]
     kept = api.report(tmp_path / "out").inspection.retention()
     assert kept == pytest.approx({"a": 1.0, "b": 1.0}, abs=0.02)
 

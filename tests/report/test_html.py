@@ -11,9 +11,10 @@ import torch
 from covmerge import api
 from covmerge.errors import InputError
 from covmerge.inspection import Finding, Severity
-from covmerge.reporting import FILE_NAME, Report, tables, write_html
+from covmerge.reporting import FILE_NAME, Report, figures, tables, write_html
 from covmerge.reporting import html as page
 from covmerge.reporting.numbers import shown_spectra
+from covmerge.reporting.page import summary
 from covmerge.reporting.words import number
 from covmerge.verification.outcome import Check
 from tests.cli.runs import covmerge as command
@@ -66,6 +67,18 @@ def test_what_is_said_first(made, root):
     assert [text for tag, text in headings if tag == "h2"] == [
         *("Findings", "What was merged", "Layer by layer", "Time and memory", "Recipe", "Sources")
     ]
+
+
+def test_nothing_predicted_of_an_adapter_is_said_first(made):
+    one_adapter = replace(made, inspection=replace(made.inspection, adapters=("maths",)))
+    told = [
+        (
+            "by prediction" in summary(report),
+            "keeps least" in figures.retention(report).get_suptitle(),
+        )
+        for report in (made, one_adapter)
+    ]
+    assert told == [(True, True), (False, False)]
 
 
 def test_headings_and_landmarks(root):

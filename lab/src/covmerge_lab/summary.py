@@ -69,6 +69,7 @@ class Group:
         variants: the seeds, as `full-0`.
         examples: test examples by task.
         rows: section by section, the best first in each.
+        remark: what else is to be said of the experts.
     """
 
     kind: Kind
@@ -76,13 +77,14 @@ class Group:
     tasks: tuple[str, ...]
     examples: Mapping[str, int]
     rows: tuple[Row, ...]
+    remark: str = ""
 
     @property
     def title(self) -> str:
         """What stands over the table."""
         experts = {"full": "full fine-tunes", "lora": "LoRA adapters"}[self.kind]
         seeds = "one seed" if len(self.variants) == 1 else f"{len(self.variants)} seeds"
-        return f"{len(self.tasks)} experts, {experts}, {seeds}"
+        return f"{len(self.tasks)} experts, {experts}{self.remark}, {seeds}"
 
     def row(self, title: str) -> Row:
         """Return the row of a title."""
@@ -92,6 +94,7 @@ class Group:
         """All of it as plain JSON."""
         return {
             "kind": self.kind,
+            "remark": self.remark,
             "variants": list(self.variants),
             "tasks": list(self.tasks),
             "test_examples": dict(self.examples),

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints import Checkpoint
 from covmerge.engine import (
     Context,
     NoOutput,
@@ -141,11 +141,7 @@ class InspectJob:
         return Inspection(
             base=checkpoints.base.source,
             experts={name: expert.source for name, expert in checkpoints.experts.items()},
-            adapters=tuple(
-                name
-                for name, expert in checkpoints.experts.items()
-                if isinstance(expert, AdapterCheckpoint)
-            ),
+            adapters=checkpoints.adapters,
             family=base.description.family,
             findings=tuple(sorted(findings, key=lambda finding: order.index(finding.severity))),
             layers=layers,

@@ -51,7 +51,10 @@ class Message:
 
 
 def summary(report: Report) -> str:
-    """One sentence: what was merged into what, how, whether it is sound, and who keeps least."""
+    """One sentence: what was merged into what, how, whether it is sound, and who keeps least.
+
+    The last of full fine-tunes only (`RETENTION`).
+    """
     inspection = report.inspection
     count = counted(len(inspection.experts), "expert")
     base = quoted(_short(inspection.base))
@@ -70,7 +73,7 @@ def summary(report: Report) -> str:
         all_ = counted(len(checks), "check")
         parts.append(f"{failed} of {all_} failed" if failed else f"it passed all {all_}")
     kept = inspection.retention()
-    if kept and not inspection.adapters:  # of them it says nothing (RETENTION)
+    if kept and not inspection.adapters:
         worst = keeps_least(inspection)
         text = f"by prediction {share(fmean(kept.values()))} of what an expert adds is kept"
         if len(kept) > 1:

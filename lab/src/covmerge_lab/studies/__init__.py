@@ -3,7 +3,7 @@
 from covmerge_lab.studies.accuracy import Ablation, Ridge, Sensitivity
 from covmerge_lab.studies.cost import CostOfMethods
 from covmerge_lab.studies.covariance import CovarianceReplaced
-from covmerge_lab.studies.default import Default, Mixed
+from covmerge_lab.studies.default import Default, DefaultMixed
 from covmerge_lab.studies.entries import EntriesOfUpdates
 from covmerge_lab.studies.fda import Anchors
 from covmerge_lab.studies.generated import OwnInputs
@@ -26,7 +26,7 @@ STUDIES: dict[str, type[Study]] = {
         Sensitivity,
         Ridge,
         Default,
-        Mixed,
+        DefaultMixed,
         Tuned,
         Regimes,
         Half,

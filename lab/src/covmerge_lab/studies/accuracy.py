@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -50,7 +51,7 @@ def findings(
     draw: Callable[[Group], Any],
     statistics: Sequence[str] = (),
     change: Callable[[Bench, Experts], Experts] = lambda bench, experts: experts,
-    changed: str = "",
+    remark: str = "",
 ) -> Findings:
     """Put the models that are made of the experts to the test, one table for each kind of experts.
 
@@ -61,7 +62,7 @@ def findings(
         draw: gives the picture of a table.
         statistics: kinds of statistics that `make` needs.
         change: gives other experts in the place of those that were trained.
-        changed: what is then to be said of them over their table.
+        remark: what is then to be said of them beside their kind.
     """
     groups: list[Group] = []
     for kind in dict.fromkeys(variant.kind for variant in variants):
@@ -74,10 +75,10 @@ def findings(
                 models = [*bounds(experts), *make(bench, experts)]
                 scored = bench.score(experts, models, measured=False)
             outcomes.append(Outcome(variant, tasks, tuple(scored)))
-        groups.append(summarise(outcomes))
+        groups.append(replace(summarise(outcomes), remark=remark))
     return Findings(
         {"groups": [group.as_json() for group in groups]},
-        "\n\n".join(f"## {group.title}{changed}\n\n{report.markdown(group)}" for group in groups),
+        "\n\n".join(f"## {group.title}\n\n{report.markdown(group)}" for group in groups),
         {f"accuracy-{group.kind}": draw(group) for group in groups},
     )
 

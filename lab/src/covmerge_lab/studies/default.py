@@ -112,13 +112,13 @@ class Default(Study):
         return [model for models in found.values() for model in models]
 
 
-class Mixed(Default):
-    """The same of experts of both kinds, which is what η is for."""
+class DefaultMixed(Default):
+    """The same where experts are of both kinds."""
 
     name = "default-mixed"
     about = (
-        f"{Default.about} Every other expert is of the other kind than the title says: "
-        "η is 0 where all use equally many directions."
+        f"{Default.about} Here every other expert is of the other kind: η is next to nothing where all use "
+        "equally many directions, and only seen where they do not."
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
@@ -127,8 +127,15 @@ class Mixed(Default):
         def mixed(bench: Bench, experts: Experts) -> Experts:
             return changed_experts(bench, experts, MIXED, experts.work / "mixed")
 
-        other = ", every other one of the other kind"
-        return findings(bench, variants, self._models, self.draw, [BASE], mixed, other)
+        return findings(
+            bench,
+            variants,
+            self._models,
+            self.draw,
+            statistics=[BASE],
+            change=mixed,
+            remark=", every other one of the other kind",
+        )
 
 
 def _merge(title: str, given: Mapping[str, Any]) -> Merge:

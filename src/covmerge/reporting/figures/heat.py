@@ -119,6 +119,8 @@ def retention(look: Look) -> Figure:
         title = f"By prediction every expert keeps {share(kept[worst])} of what it adds"
     elif best != worst:
         title += f"; {quoted(best)} most, {share(kept[best])}"
+    if inspection.adapters:  # no number of theirs is to be remembered
+        title = "What is predicted to be kept; of adapters it does not agree with accuracy"
     scale = _Scale(
         "RdBu",
         Normalize(-1, 1, clip=True),
