@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     base, adapters = make(arguments.layers)
+    merge(base, adapters, arguments.methods[0])  # the one that loads transformers
     if arguments.before:
         compare_trees(arguments.before, base, adapters, arguments.methods, arguments.rounds)
         shutil.rmtree(WORK)
@@ -74,7 +75,6 @@ def main() -> None:
             "torch": torch.__version__,
         },
     }
-    merge(base, adapters, arguments.methods[0])  # the one that loads transformers
     merges = {}
     for method in arguments.methods:
         merges[method] = merge(base, adapters, method)

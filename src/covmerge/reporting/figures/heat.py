@@ -8,7 +8,7 @@ from math import ceil, floor, log10
 from statistics import fmean
 from typing import Any
 
-from covmerge.inspection import LayerView
+from covmerge.inspection import Inspection, LayerView
 from covmerge.judgement.names import block_of, ranges
 from covmerge.reporting.colours import MUTED, PAPER
 from covmerge.reporting.extra import needed_for_reports
@@ -105,22 +105,7 @@ def retention(look: Look) -> Figure:
     inspection = inspection_of(look)
     kept = inspection.retention()
     require(kept, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
-    worst = keeps_least(inspection)
-    title = f"{quoted(worst)} keeps least by prediction, {share(kept[worst])} of what it adds"
-    if len(kept) == 1:
-        title = f"By prediction {quoted(worst)} keeps {share(kept[worst])} of what it adds"
     layers = [(layer, layer.retention) for layer in inspection.matrices]
-    blocks = _by_block(layers, worst)
-    if len(blocks) > _WORST:
-        least = sorted(blocks, key=blocks.__getitem__)[:_WORST]
-        title += f", least in blocks {ranges(least)}"
-    best = max(kept, key=kept.__getitem__)
-    if share(kept[best]) == share(kept[worst]) and len(kept) > 1:
-        title = f"By prediction every expert keeps {share(kept[worst])} of what it adds"
-    elif best != worst:
-        title += f"; {quoted(best)} most, {share(kept[best])}"
-    if inspection.adapters:  # no number of theirs is to be remembered
-        title = "What is predicted to be kept; of adapters it does not agree with accuracy"
     scale = _Scale(
         "RdBu",
         Normalize(-1, 1, clip=True),
@@ -128,7 +113,28 @@ def retention(look: Look) -> Figure:
         "share of the expert's contribution that is kept",
     )
     labels = {expert: share(kept.get(expert)) for expert in inspection.compared}
-    return _heat_map(title, layers, scale, labels)
+    return _heat_map(_who_keeps_least(inspection, kept, layers), layers, scale, labels)
+
+
+def _who_keeps_least(
+    inspection: Inspection,
+    kept: Mapping[str, float],
+    layers: Sequence[tuple[LayerView, _Values]],
+) -> str:
+    """Say it by prediction; of adapters nothing, where it says nothing (`page.RETENTION`)."""
+    if inspection.adapters:
+        return "What is predicted to be kept; of adapters it does not agree with accuracy"
+    worst, best = keeps_least(inspection), max(kept, key=kept.__getitem__)
+    if len(kept) > 1 and share(kept[best]) == share(kept[worst]):
+        return f"By prediction every expert keeps {share(kept[worst])} of what it adds"
+    title = f"{quoted(worst)} keeps least by prediction, {share(kept[worst])} of what it adds"
+    if len(kept) == 1:
+        title = f"By prediction {quoted(worst)} keeps {share(kept[worst])} of what it adds"
+    blocks = _by_block(layers, worst)
+    if len(blocks) > _WORST:
+        least = sorted(blocks, key=blocks.__getitem__)[:_WORST]
+        title += f", least in blocks {ranges(least)}"
+    return title if best == worst else f"{title}; {quoted(best)} most, {share(kept[best])}"
 
 
 def merged_cosines(look: Look) -> Figure:
