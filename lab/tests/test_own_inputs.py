@@ -245,7 +245,16 @@ def test_the_default_beside_tuned_methods(small_text, tmp_path):
     assert all(rows[f"{m}, tuned"]["parameters"][0] in grid for m, grid in methods.items())
     assert set(group["beyond"]) == {"auto", "auto, base's inputs"}
     assert "less the best of the tuned" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "accuracy-lora-2.png").exists()
     assert "core_space" not in tuned.grids("full")
+
+
+def test_methods_are_tuned_for_each_number_of_experts_of_a_suite(small_text, monkeypatch):
+    monkeypatch.setattr(tuned, "grids", lambda kind: {"task_arithmetic": [{"scale": 0.3}]})
+    monkeypatch.setattr(SmallText, "subsets", property(lambda s: [[*s.tasks], [*s.tasks][:1]]))
+    found = STUDIES["tuned"]().run(small_text, [Variant("lora", 0)])
+    assert [len(group["tasks"]) for group in found.numbers["groups"]] == [2, 1]
+    assert list(found.pictures) == ["accuracy-lora-2", "accuracy-lora-1"]
 
 
 def test_the_parts_of_the_default_method_on_both_kinds(small_text, monkeypatch):
@@ -398,6 +407,20 @@ def test_who_is_merged_in_a_regime(small_text, tmp_path):
     adamw = json.loads((experts.folders[second] / "training.json").read_text())["settings"]
     assert learnt["settings"]["learning_rate"] == 300 * adamw["learning_rate"]
     assert learnt["settings"]["weight_decay"] == pytest.approx(adamw["weight_decay"] / 3000)
+
+
+def test_embeddings_that_are_frozen_are_the_base_s(small_text):
+    variant, task = Variant("full", 0, frozen=True), next(iter(small_text.suite.tasks))
+    small_text.train(variant, [task])
+    base, frozen = (
+        safetensors.torch.load_file(folder / "model.safetensors")
+        for folder in (small_text.suite.base, small_text.suite.expert(task, variant))
+    )
+    words = "embeddings.word_embeddings.weight"
+    changed = [name for name in base if not torch.equal(frozen[f"bert.{name}"], base[name])]
+    assert words in base and words not in changed
+    assert "embeddings.position_embeddings.weight" in changed
+    assert "encoder.layer.0.attention.self.query.weight" in changed
 
 
 def _rank_and_start(adapter):

@@ -44,6 +44,7 @@ class Variant:
         times: how many times as many steps as the suite has it.
         optimizer: by which it is trained.
         one_start: whether all tasks' LoRA begins with the same random factors.
+        frozen: whether the embeddings of what comes in, words or patches, are left as they are.
     """
 
     kind: Kind
@@ -52,6 +53,7 @@ class Variant:
     times: float = 1.0
     optimizer: Optimizer = "adamw"
     one_start: bool = False
+    frozen: bool = False
 
     def __str__(self) -> str:
         unusual = (
@@ -59,6 +61,7 @@ class Variant:
             f"-times-{self.times:g}" if self.times != 1 else "",
             f"-{self.optimizer}" if self.optimizer != "adamw" else "",
             "-one-start" if self.one_start else "",
+            "-frozen" if self.frozen else "",
         )
         return f"{self.kind}-{self.seed}{''.join(unusual)}"
 
@@ -192,6 +195,8 @@ class Suite(ABC):
         model: Any = lessons.model
         if variant.kind == "lora":
             model = self.adapt(model, variant.rank)
+        if variant.frozen:
+            model.get_input_embeddings().requires_grad_(requires_grad=False)
         model.to(device()).train()
 
         def loss(batch: Batch) -> Tensor:

@@ -113,6 +113,10 @@ def _one_start(bench: Bench, experts: Experts, _: Path) -> Folders:
     return _trained(bench, experts, list(experts.folders), one_start=True)
 
 
+def _frozen(bench: Bench, experts: Experts, _: Path) -> Folders:
+    return _trained(bench, experts, list(experts.folders), frozen=True)
+
+
 def _one_trained(times: float) -> Callable[[Bench, Experts, Path], Folders]:
     """Train the last task's expert for other numbers of steps."""
 
@@ -149,6 +153,7 @@ REGIMES = (
     Regime(f"adapters of ranks {_LISTED} in turns", _ranks(*RANKS), "lora"),
     Regime("adapters that began alike", _one_start, "lora"),
     Regime("SGD and AdamW in turns", _by_sgd, "full"),
+    Regime("embeddings frozen", _frozen, "full"),
     Regime(f"one trained {OFTEN:g} times as long", _one_trained(OFTEN)),
     Regime(f"one trained {1 / OFTEN:g} times as long", _one_trained(1 / OFTEN)),
     Regime(f"one update {LONG:g} times as long", _one_times(LONG)),
@@ -164,9 +169,9 @@ class Regimes(Study):
     parts = tuple(regime.name for regime in REGIMES)
     about = (
         "Does the default keep up wherever experts come from: few and many, two of one task, adapters "
-        "among full fine-tunes, adapters of other ranks and starts, other optimisers, training much longer "
-        "or shorter, updates much longer or shorter than the others', and one that is random? "
-        "Known methods at their defaults, Task Arithmetic tuned on labels, on the same experts."
+        "among full fine-tunes, adapters of other ranks and starts, other optimisers, frozen embeddings, "
+        "training much longer or shorter, updates much longer or shorter than the others', and one that is "
+        "random? Known methods at their defaults, Task Arithmetic tuned on labels, on the same experts."
     )
 
     def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:

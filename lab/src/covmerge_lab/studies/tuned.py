@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 from covmerge_lab import merging, report
@@ -37,8 +38,10 @@ GRIDS: Mapping[str, Grid] = {
     "iso_c": _over("scale", *_AROUND),
     "actmat": _over("rtol", 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
     "ace": _over("eps", *(10.0**power for power in range(-7, 0))),
+    "aswudi": _over("scale", *_AROUND[1:-1]),
 }
 FOR_ADAPTERS: Mapping[str, Grid] = {
+    "consensus": _over("scale", 0.1, 0.2, 0.3, 0.4, 0.5, 0.7),
     "core_space": _over("scale", *_AROUND),
     "knots": _over("scale", *_AROUND),
 }
@@ -54,7 +57,7 @@ class Tuned(Study):
     name = "tuned"
     about = (
         "Does the default, with nothing tuned, keep up with methods whose parameters labels have chosen? "
-        "Each is tuned over a grid on the validation examples of all tasks."
+        "Each is tuned over a grid on the validation examples of all tasks that are merged."
     )
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
@@ -62,8 +65,9 @@ class Tuned(Study):
         numbers: list[Any] = []
         texts: list[str] = []
         pictures: dict[str, Any] = {}
-        for kind in dict.fromkeys(variant.kind for variant in variants):
-            outcomes = [_outcome(bench, each) for each in variants if each.kind == kind]
+        kinds = dict.fromkeys(variant.kind for variant in variants)
+        for kind, tasks in product(kinds, bench.suite.subsets):
+            outcomes = [_outcome(bench, each, tasks) for each in variants if each.kind == kind]
             group = summarise(outcomes)
             beyond = {
                 own.title: {
@@ -83,7 +87,9 @@ class Tuned(Study):
             )
             texts.append(f"## {group.title}\n\n{report.markdown(group)}\n\n{_said(group, beyond)}")
             titles = [row.title for row in group.rows if row.section is not Section.BOUNDS]
-            pictures[f"accuracy-{kind}"] = bars(group, titles, "auto beside tuned methods")
+            pictures[f"accuracy-{kind}-{len(tasks)}"] = bars(
+                group, titles, "auto beside tuned methods"
+            )
         return Findings({"groups": numbers}, "\n\n".join(texts), pictures)
 
 
@@ -92,12 +98,11 @@ def grids(kind: Kind) -> Mapping[str, Grid]:
     return {**GRIDS, **FOR_ADAPTERS} if kind == "lora" else GRIDS
 
 
-def _outcome(bench: Bench, variant: Variant) -> Outcome:
-    tasks = tuple(bench.suite.subsets[-1])
+def _outcome(bench: Bench, variant: Variant, tasks: Sequence[str]) -> Outcome:
     bench.train(variant, tasks)
     with bench.experts(variant, tasks, [BASE]) as experts:
         models = [*bounds(experts), *bench.merge(experts, AUTO), *_tuned(bench, experts)]
-        return Outcome(variant, tasks, tuple(bench.score(experts, models, measured=False)))
+        return Outcome(variant, tuple(tasks), tuple(bench.score(experts, models, measured=False)))
 
 
 def _tuned(bench: Bench, experts: Experts) -> list[Model]:
