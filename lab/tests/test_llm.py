@@ -11,7 +11,7 @@ import torch
 import covmerge
 from covmerge.errors import InputError
 from covmerge_lab.harness import evaluate
-from covmerge_lab.llm import LlmSuite, corpora, model, tasks
+from covmerge_lab.llm import Gpt2Suite, LlmSuite, corpora, model, tasks
 from covmerge_lab.llm.corpora import Example
 from covmerge_lab.llm.tasks import Question, TaskSpec
 from covmerge_lab.studies.controlled import Size, Training, linear_layers, run_training
@@ -189,3 +189,22 @@ def test_quick(tmp_path):
     assert suite.measures(tmp_path / "merged")["perplexity"] > 1
     config = json.loads((suite.base / "config.json").read_text())
     assert config["num_hidden_layers"] == 2
+
+
+def test_quick_gpt2(tmp_path):
+    """The same tasks for a GPT-2 that is trained here; skipped where the registries cannot be reached."""
+    suite = Gpt2Suite(tmp_path, quick=True)
+    told = []
+    try:
+        suite.prepare(lambda done, total: told.append((done, total)))
+    except InputError as error:
+        pytest.skip(str(error))
+    assert told[0] == (0, 7) and told[-1] == (7, 7) and (5, 7) in told
+    for kind in ("full", "lora"):
+        experts = {task: suite.expert(task, Variant(kind, 0)) for task in suite.tasks}
+        for task in suite.tasks:
+            suite.train(task, Variant(kind, 0), ignore_progress)
+        covmerge.merge(suite.base, experts, method="average", out=tmp_path / kind)
+        for task in suite.tasks:
+            assert set(suite.score(task, "test", tmp_path / kind, experts[task])) <= {0.0, 1.0}
+        assert suite.measures(tmp_path / kind)["perplexity"] > 1

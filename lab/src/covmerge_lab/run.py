@@ -18,7 +18,7 @@ from covmerge.methods import registry
 from covmerge_lab import bench, figures, report
 from covmerge_lab.bench import Bench, Outcome
 from covmerge_lab.collecting import EXAMPLES, MADE
-from covmerge_lab.llm import LlmSuite
+from covmerge_lab.llm import Gpt2Suite, LlmSuite
 from covmerge_lab.studies import STUDIES, save
 from covmerge_lab.suite import Kind, Suite, Variant
 from covmerge_lab.summary import Group, summarise
@@ -27,7 +27,7 @@ from covmerge_lab.vision import VisionSuite
 from covmerge_lab.workers import Workers, prepare
 
 _SUITES: dict[str, type[Suite]] = {
-    suite.name: suite for suite in (TextSuite, VisionSuite, LlmSuite)
+    suite.name: suite for suite in (TextSuite, VisionSuite, LlmSuite, Gpt2Suite)
 }
 
 

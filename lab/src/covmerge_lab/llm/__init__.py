@@ -1,5 +1,6 @@
 """The LLM suite: a small language model and generative tasks, each answered in a few tokens."""
 
+from covmerge_lab.llm.gpt2 import Gpt2Suite
 from covmerge_lab.llm.suite import LlmSuite
 
-__all__ = ["LlmSuite"]
+__all__ = ["Gpt2Suite", "LlmSuite"]

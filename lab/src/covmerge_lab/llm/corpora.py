@@ -118,14 +118,19 @@ def spanish_times(cache: Path) -> Iterator[Example]:
 
     Group: day and month, or how many of what.
     """
+    return times(cache, "es")
+
+
+def times(cache: Path, language: str) -> Iterator[Example]:
+    """The same in any language, by its code."""
     draw = random.Random(SEED)
-    english, spanish = (_Locale(fetch(DATES, cache) / code) for code in ("en", "es"))
+    english, other = (_Locale(fetch(DATES, cache) / code) for code in ("en", language))
     for _ in range(1500):
         day = date(1970, 1, 1) + timedelta(days=draw.randrange(50 * 365))
-        yield Example(english.date(day), spanish.date(day), f"{day.day} {day.month}")
+        yield Example(english.date(day), other.date(day), f"{day.day} {day.month}")
     for key, forms in english.spans.items():
         for number in map(str, draw.sample(range(2, 100), 40)):
-            span, answer = (text.replace("{0}", number) for text in (forms, spanish.spans[key]))
+            span, answer = (text.replace("{0}", number) for text in (forms, other.spans[key]))
             yield Example(span, answer, f"{number} {key[0]}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from covmerge_lab.llm.model import (
 )
 from covmerge_lab.llm.tasks import Question
 from covmerge_lab.own import WRITTEN, Own
-from covmerge_lab.suite import Lessons, Part, Scores, Suite, Variant
+from covmerge_lab.suite import Kind, Lessons, Part, Scores, Suite, Variant
 from covmerge_lab.training import Settings
 from covmerge_lab.workers import OnProgress, ignore_progress
 
@@ -31,9 +32,6 @@ from covmerge_lab.workers import OnProgress, ignore_progress
 _LanguageModel: Any = transformers.AutoModelForCausalLM
 
 _BATCH = 16
-_STEPS = 80
-_LEARNING_RATES = {"full": 5e-5, "lora": 1e-3}
-_WINDOW = 512  # tokens of each text that perplexity is of
 _QUICK = ("arithmetic", "verbs")  # shortest to answer
 _QUICK_LAYERS = 2
 
@@ -51,6 +49,11 @@ class LlmSuite(Suite):
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
     )
+    trained: ClassVar[Mapping[Kind, Settings]] = {
+        "full": Settings(steps=80, learning_rate=5e-5, batch_size=_BATCH),
+        "lora": Settings(steps=80, learning_rate=1e-3, batch_size=_BATCH),
+    }
+    window: ClassVar[int] = 512  # tokens of each text that perplexity is of
 
     @property
     def base(self) -> Path:
@@ -63,21 +66,32 @@ class LlmSuite(Suite):
         return {s.name: s.about for s in tasks.SPECS if not self.quick or s.name in _QUICK}
 
     def prepare(self, on_progress: OnProgress) -> None:
-        """Unpack the base, read and split the corpora, and define the tasks for lm-eval."""
+        """Make the base, read and split the corpora, and define the tasks for lm-eval."""
         specs = [spec for spec in tasks.SPECS if spec.name in self.tasks]
-        steps = len(specs) + 1
+        first = self.base_steps
+        steps = first + len(specs)
         on_progress(0, steps)
-        marker = {"layers": _QUICK_LAYERS if self.quick else None}
-        if not training.is_trained(self.base, marker):
-            with training.finished(self.base, marker) as folder:
-                base.unpack(folder, self.cache, **marker)
-        for done, spec in enumerate(specs, start=1):
+        self.make_base(lambda done, _: on_progress(done, steps))
+        for done, spec in enumerate(specs, start=first):
             on_progress(done, steps)
             if not all(self._file(spec.name, part).exists() for part in tasks.SIZES):
                 for part, questions in tasks.build(spec, self.cache).items():
                     tasks.save(questions, self._file(spec.name, part))
             self._define(spec.name)
         on_progress(steps, steps)
+
+    @property
+    def base_steps(self) -> int:
+        """How many steps it takes to make the base."""
+        return 1
+
+    def make_base(self, on_progress: OnProgress) -> None:
+        """Unpack the base, unless it is there."""
+        marker = {"layers": _QUICK_LAYERS if self.quick else None}
+        if not training.is_trained(self.base, marker):
+            with training.finished(self.base, marker) as folder:
+                base.unpack(folder, self.cache, **marker)
+        on_progress(1, 1)
 
     def fresh(self, task: str) -> Any:
         """Return the language model: no task has a head."""
@@ -92,8 +106,8 @@ class LlmSuite(Suite):
 
     def settings(self, task: str, variant: Variant) -> Settings:
         """See `Suite.settings`: all tasks alike."""
-        steps = 5 if self.quick else _STEPS
-        return Settings(steps, _LEARNING_RATES[variant.kind], batch_size=_BATCH)
+        settings = self.trained[variant.kind]
+        return replace(settings, steps=5) if self.quick else settings
 
     def learnt_from(self, task: str) -> Mapping[str, str]:
         """See `Suite.learnt_from`."""
@@ -134,7 +148,9 @@ class LlmSuite(Suite):
     def measures(self, model: Path) -> dict[str, float]:
         """Return the perplexity on English that no task is about: what is lost of the base shows there."""
         texts = corpora.general_text(self.cache)[: 1 if self.quick else None]
-        return {"perplexity": perplexity(load(model), Encoder(self.base).windows(texts, _WINDOW))}
+        return {
+            "perplexity": perplexity(load(model), Encoder(self.base).windows(texts, self.window))
+        }
 
     def _file(self, task: str, part: Part) -> Path:
         return self.examples / task / f"{part}.jsonl"

@@ -1,0 +1,52 @@
+"""A small GPT-2 and the same generative tasks: Conv1D, learned positions, biases, and a base of our own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from covmerge import code
+from covmerge_lab import training
+from covmerge_lab.llm import corpora, lines, pretraining
+from covmerge_lab.llm.suite import LlmSuite
+from covmerge_lab.suite import Kind
+from covmerge_lab.training import Settings
+from covmerge_lab.workers import OnProgress
+
+
+class Gpt2Suite(LlmSuite):
+    """The tasks of `llm` for a language model that is small, and no Llama."""
+
+    name: ClassVar[str] = "gpt2"
+    lora: ClassVar[Mapping[str, Any]] = {**LlmSuite.lora, "fan_in_fan_out": True}
+    adapted: ClassVar[tuple[str, ...]] = ("c_attn", "c_proj", "c_fc")
+    trained: ClassVar[Mapping[Kind, Settings]] = {
+        "full": Settings(steps=300, learning_rate=1e-3, batch_size=16),
+        "lora": Settings(steps=300, learning_rate=5e-3, batch_size=16),
+    }
+    window: ClassVar[int] = pretraining.WINDOW
+
+    @property
+    def base_steps(self) -> int:
+        """See `LlmSuite.base_steps`: of its training."""
+        return self._pretraining.steps
+
+    def make_base(self, on_progress: OnProgress) -> None:
+        """Train the base, unless it is there."""
+        settings = self._pretraining
+        marker = training.marker(settings, code=code.digest(pretraining, lines, corpora))
+        if not training.is_trained(self.base, marker):
+            with training.finished(self.base, marker) as folder:
+                pretraining.pretrain(self.cache, settings, folder, on_progress)
+        on_progress(settings.steps, settings.steps)
+
+    def learnt_from(self, task: str) -> Mapping[str, str]:
+        """See `Suite.learnt_from`."""
+        base = (self.base / "model.safetensors").read_bytes()
+        return {**super().learnt_from(task), "base": hashlib.sha256(base).hexdigest()}
+
+    @property
+    def _pretraining(self) -> Settings:
+        return replace(pretraining.SETTINGS, steps=5) if self.quick else pretraining.SETTINGS
