@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 import covmerge
 from covmerge.errors import InputError
 from covmerge_lab.harness import evaluate
-from covmerge_lab.llm import Gpt2Suite, LlmSuite, corpora, model, tasks
+from covmerge_lab.llm import Gpt2Suite, LlmSuite, corpora, lines, model, pretraining, tasks
 from covmerge_lab.llm.corpora import Example
+from covmerge_lab.llm.lines import Asked, Lines
 from covmerge_lab.llm.tasks import Question, TaskSpec
 from covmerge_lab.studies.controlled import Size, Training, linear_layers, run_training
 from covmerge_lab.suite import Variant
+from covmerge_lab.training import Settings
 from language import LEARNT, UNKNOWN, define, offline, save_llama, save_taught
 
 # transformers, PEFT and lm-eval warn of one another.
@@ -168,43 +172,92 @@ def test_train(kind, taught, tmp_path):
     assert len(suite.score("arithmetic", "test", tmp_path / "out", expert)) == len(LEARNT)
 
 
+@pytest.fixture
+def read(monkeypatch):
+    """What the small GPT-2 learns from, with no package in it but in its form."""
+    monkeypatch.setattr(lines, "_english", lambda cache: "We the people. " * 50)
+    nouns = [
+        Asked("Noun", word, "Plural", f"{word}s")
+        for word in ["day", "hat", "dog", "sun", "cup", "tea"]
+    ]
+    monkeypatch.setattr(lines, "_forms", lambda cache: iter(nouns))
+    monkeypatch.setattr(
+        corpora, "times", lambda cache, code: [Example("May 1", f"1 {code}", "1 5")]
+    )
+    return Lines(Path(), seed=0)
+
+
+def test_what_is_asked_of_the_small_gpt2_is_answered_right(read):
+    def right(given, text, wanted, answer):
+        if given == "Record":
+            told = dict(re.split(r" is |: |=| ", each, maxsplit=1) for each in text.split(", "))
+            return answer == told[wanted]
+        if given == "Entry":
+            told, asked = text[:-1].split(" (")
+            known = dict(each.split(" ") for each in told.split("; "))
+            return json.loads(answer) == {name: known[name] for name in asked.split(" ")}
+        answers = {
+            "Noun": lambda: f"{text}s",
+            "English": lambda: f"1 {dict(map(reversed, lines.LANGUAGES.items()))[wanted]}",
+            "Sum": lambda: str(eval(text)),
+            "Settings": lambda: re.sub(r"=\w+", "", text),
+            "Words": lambda: {"Backwards": " ".join(text.split()[::-1]), "Capitals": text.upper()}[
+                wanted
+            ],
+        }
+        return answer == answers[given]()
+
+    seen = set()
+    for line in islice(read, 2000):
+        if "\n" in line[:-1]:
+            first, second = line.splitlines()
+            question = (*first.split(": ", 1), *second.split(": ", 1))
+            assert right(*question), line
+            seen.add(question[0])
+        else:
+            assert len(line) == lines.PIECE + 1
+    assert seen == {"Noun", "English", "Sum", "Record", "Entry", "Settings", "Words"}
+    # Always the same, so that the base is.
+    first, again = (list(islice(Lines(Path(), seed=0), 50)) for _ in range(2))
+    assert first == again
+
+
+def test_windows_are_lines_with_an_end_of_text_before_each(read):
+    tokens = pretraining.tokenizer(islice(iter(read), 500))
+    settings = Settings(1, 1e-3, batch_size=2)
+    batch = next(pretraining.windows(iter(Lines(Path(), seed=1)), tokens, settings))
+    assert batch.shape == (2, pretraining.WINDOW)
+    text = tokens.decode(batch.flatten().tolist())
+    expected = "".join(f"{tokens.eos_token}{line}" for line in islice(Lines(Path(), seed=1), 30))
+    assert expected.startswith(text) or text.startswith(expected)
+    assert tokens("12\n")["input_ids"] == [tokens.vocab[each] for each in ("1", "2", "Ċ")]
+
+
 @pytest.mark.slow
 def test_quick(tmp_path):
     """The real packages; skipped where the registries cannot be reached."""
-    suite = LlmSuite(tmp_path, quick=True)
-    try:
-        suite.prepare(ignore_progress)
-    except InputError as error:
-        pytest.skip(str(error))
-    assert {path.stem for path in (suite.folder / "lm_eval").iterdir()} == {
-        f"covmerge_{task}" for task in suite.tasks
-    }
-    experts: dict[str, Path] = {}
-    for task in suite.tasks:
-        suite.train(task, Variant("lora", 0), ignore_progress)
-        experts[task] = suite.expert(task, Variant("lora", 0))
-    covmerge.merge(suite.base, experts, method="average", out=tmp_path / "merged")
-    for task in suite.tasks:
-        assert set(suite.score(task, "test", tmp_path / "merged", experts[task])) <= {0.0, 1.0}
-    assert suite.measures(tmp_path / "merged")["perplexity"] > 1
-    config = json.loads((suite.base / "config.json").read_text())
-    assert config["num_hidden_layers"] == 2
-
-
-def test_quick_gpt2(tmp_path):
-    """The same tasks for a GPT-2 that is trained here; skipped where the registries cannot be reached."""
-    suite = Gpt2Suite(tmp_path, quick=True)
-    told = []
-    try:
-        suite.prepare(lambda done, total: told.append((done, total)))
-    except InputError as error:
-        pytest.skip(str(error))
-    assert told[0] == (0, 7) and told[-1] == (7, 7) and (5, 7) in told
-    for kind in ("full", "lora"):
-        experts = {task: suite.expert(task, Variant(kind, 0)) for task in suite.tasks}
+    suites = [LlmSuite(tmp_path, quick=True), Gpt2Suite(tmp_path, quick=True)]
+    steps: list[tuple[int, int]] = []
+    for suite in suites:
+        steps.clear()
+        try:
+            suite.prepare(lambda done, total: steps.append((done, total)))
+        except InputError as error:
+            pytest.skip(str(error))
+        assert {path.stem for path in (suite.folder / "lm_eval").iterdir()} == {
+            f"covmerge_{task}" for task in suite.tasks
+        }
+        experts: dict[str, Path] = {}
         for task in suite.tasks:
-            suite.train(task, Variant(kind, 0), ignore_progress)
-        covmerge.merge(suite.base, experts, method="average", out=tmp_path / kind)
+            suite.train(task, Variant("lora", 0), ignore_progress)
+            experts[task] = suite.expert(task, Variant("lora", 0))
+        merged = suite.folder / "merged"
+        covmerge.merge(suite.base, experts, method="average", out=merged)
         for task in suite.tasks:
-            assert set(suite.score(task, "test", tmp_path / kind, experts[task])) <= {0.0, 1.0}
-        assert suite.measures(tmp_path / kind)["perplexity"] > 1
+            assert set(suite.score(task, "test", merged, experts[task])) <= {0.0, 1.0}
+        assert suite.measures(merged)["perplexity"] > 1
+    smol, gpt2 = (json.loads((suite.base / "config.json").read_text()) for suite in suites)
+    assert (smol["model_type"], smol["num_hidden_layers"]) == ("llama", 2)
+    assert gpt2["model_type"] == "gpt2"
+    # Five steps of training it, and two tasks.
+    assert steps[0] == (0, 7) and steps[-1] == (7, 7) and (5, 7) in steps
