@@ -1,5 +1,6 @@
 """Generative tasks: what leaks, what is right, that lm-eval says the same, and that experts merge."""
 
+import gzip
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import covmerge
 from covmerge.errors import InputError
@@ -17,7 +19,7 @@ from covmerge_lab.llm import Gpt2Suite, LlmSuite, corpora, lines, model, pretrai
 from covmerge_lab.llm.corpora import Example
 from covmerge_lab.llm.lines import Asked, Lines
 from covmerge_lab.llm.tasks import Question, TaskSpec
-from covmerge_lab.studies.controlled import Size, Training, linear_layers, run_training
+from covmerge_lab.studies.controlled import Size, Training, _weight, linear_layers, run_training
 from covmerge_lab.suite import Variant
 from covmerge_lab.training import Settings
 from language import LEARNT, UNKNOWN, define, offline, save_llama, save_taught
@@ -120,6 +122,15 @@ def test_score(taught):
     assert scores == [0.0] * len(UNKNOWN) + [1.0] * len(LEARNT)
 
 
+def test_a_gpt2_s_weights_are_watched_the_way_they_act():
+    config = transformers.GPT2Config(vocab_size=9, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    gpt2 = transformers.GPT2LMHeadModel(config)
+    layers = linear_layers(Gpt2Suite(Path()).adapt(gpt2, rank=2), Gpt2Suite.adapted)
+    shapes = {name.split("h.0.")[1]: tuple(_weight(each).shape) for name, each in layers.items()}
+    assert shapes["attn.c_attn"] == (12, 4) and shapes["mlp.c_fc"] == (16, 4)
+    assert shapes["mlp.c_proj"] == (4, 16)
+
+
 def test_its_base_can_be_trained_under_control(taught, monkeypatch):
     monkeypatch.setattr(LlmSuite, "controlled_task", "next")
     found = run_training(
@@ -181,9 +192,11 @@ def read(monkeypatch):
         for word in ["day", "hat", "dog", "sun", "cup", "tea"]
     ]
     monkeypatch.setattr(lines, "_forms", lambda cache: iter(nouns))
+    dates = [Example("May 1", "", "1 5"), Example("May 2", "", "2 5")]
     monkeypatch.setattr(
-        corpora, "times", lambda cache, code: [Example("May 1", f"1 {code}", "1 5")]
+        corpora, "times", lambda cache, code, seed: [d._replace(answer=code) for d in dates]
     )
+    monkeypatch.setattr(lines, "_tested", lambda cache: {"May 2"})
     return Lines(Path(), seed=0)
 
 
@@ -198,7 +211,7 @@ def test_what_is_asked_of_the_small_gpt2_is_answered_right(read):
             return json.loads(answer) == {name: known[name] for name in asked.split(" ")}
         answers = {
             "Noun": lambda: f"{text}s",
-            "English": lambda: f"1 {dict(map(reversed, lines.LANGUAGES.items()))[wanted]}",
+            "English": lambda: text == "May 1" and lines.LANGUAGES[answer] == wanted and answer,
             "Sum": lambda: str(eval(text)),
             "Settings": lambda: re.sub(r"=\w+", "", text),
             "Words": lambda: {"Backwards": " ".join(text.split()[::-1]), "Capitals": text.upper()}[
@@ -220,6 +233,27 @@ def test_what_is_asked_of_the_small_gpt2_is_answered_right(read):
     # Always the same, so that the base is.
     first, again = (list(islice(Lines(Path(), seed=0), 50)) for _ in range(2))
     assert first == again
+
+
+def test_the_small_gpt2_reads_nothing_that_is_tested(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "fetch", lambda package, cache: tmp_path)
+    monkeypatch.setattr(corpora, "fetch", lambda package, cache: tmp_path)
+    for year in range(2000, 2012):
+        (tmp_path / f"{year}.txt").write_text(f"of {year}")
+    # Perplexity is of the last eight.
+    assert lines._english(tmp_path) == "of 2000\nof 2001\nof 2002\nof 2003"
+    with gzip.open(tmp_path / "infl_lu.csv.gz", "wt") as file:
+        file.write("go,verb,went,gone,going,goes\nday,noun,days\nbig,adj,bigger,biggest\n")
+    assert [(a.given, a.answer) for a in lines._forms(tmp_path)] == [
+        ("Noun", "days"),
+        ("Adjective", "bigger, biggest"),
+    ]
+    spec = TaskSpec("translation", "numbers", numbered, "English", "Spanish")
+    monkeypatch.setattr(tasks, "SPECS", (spec,))
+    parts = tasks.build(spec, tmp_path)
+    tested = {q.answer for part in ("test", "validation") for q in parts[part]}
+    assert lines._tested(tmp_path) == {f"text {answer}" for answer in tested}
+    assert len(tested) == tasks.SIZES["test"] + tasks.SIZES["validation"]
 
 
 def test_windows_are_lines_with_an_end_of_text_before_each(read):

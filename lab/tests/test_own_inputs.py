@@ -400,6 +400,8 @@ def test_who_is_merged_in_a_regime(small_text, tmp_path):
     )
     assert longer["settings"]["steps"] == 50
     assert found["one trained 10 times as long"][first] == experts.folders[first]
+    frozen = json.loads((found["embeddings frozen"][second] / "training.json").read_text())
+    assert set(found["embeddings frozen"]) == set(tasks) and frozen["variant"] == "lora-0-frozen"
     by_sgd = found["SGD and AdamW in turns"]
     assert by_sgd[first] == experts.folders[first]
     learnt = json.loads((by_sgd[second] / "training.json").read_text())

@@ -44,7 +44,8 @@ class Variant:
         times: how many times as many steps as the suite has it.
         optimizer: by which it is trained.
         one_start: whether all tasks' LoRA begins with the same random factors.
-        frozen: whether the embeddings of what comes in, words or patches, are left as they are.
+        frozen: whether the embeddings of what comes in, words or patches, are left as they are, and with
+            them outputs that are tied to them; positions are trained. Of full fine-tunes.
     """
 
     kind: Kind
@@ -89,7 +90,8 @@ class Suite(ABC):
         cache: folder of the base, the data and the experts; kept between runs.
         quick: a smoke run: few examples, few steps; its numbers mean nothing.
         counts: of experts that are merged, the first so many of its tasks; None for `usual`.
-        usual: numbers of experts of the suite's tables; the last of them is that of studies.
+        usual: numbers of experts of the suite's tables; the last of them is that of studies, but
+            for `tuned`, which is of all.
         name: what the command line calls it.
         kinds: how its experts can be trained.
         adapted: names of the linear layers that LoRA adapts.

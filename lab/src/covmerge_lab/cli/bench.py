@@ -12,7 +12,7 @@ from covmerge.errors import InputError
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="text, vision or llm.")],
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="text, vision, llm or gpt2.")],
     out: Annotated[
         Path | None,
         typer.Option(

@@ -15,7 +15,9 @@ def study(
     name: Annotated[
         str | None, typer.Argument(metavar="STUDY", help="Its name; without one they are listed.")
     ] = None,
-    suite: Annotated[str, typer.Option(metavar="SUITE", help="text, vision or llm.")] = "text",
+    suite: Annotated[
+        str, typer.Option(metavar="SUITE", help="text, vision, llm or gpt2.")
+    ] = "text",
     out: Annotated[
         Path | None,
         typer.Option(

@@ -1,4 +1,4 @@
-"""The LLM suite: a small language model and generative tasks, each answered in a few tokens."""
+"""Suites of small language models and generative tasks, each answered in a few tokens."""
 
 from covmerge_lab.llm.gpt2 import Gpt2Suite
 from covmerge_lab.llm.suite import LlmSuite

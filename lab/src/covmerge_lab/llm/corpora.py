@@ -121,9 +121,9 @@ def spanish_times(cache: Path) -> Iterator[Example]:
     return times(cache, "es")
 
 
-def times(cache: Path, language: str) -> Iterator[Example]:
-    """The same in any language, by its code."""
-    draw = random.Random(SEED)
+def times(cache: Path, language: str, seed: int = SEED) -> Iterator[Example]:
+    """Dates and times in English (answer: in another language, by its code)."""
+    draw = random.Random(seed)
     english, other = (_Locale(fetch(DATES, cache) / code) for code in ("en", language))
     for _ in range(1500):
         day = date(1970, 1, 1) + timedelta(days=draw.randrange(50 * 365))

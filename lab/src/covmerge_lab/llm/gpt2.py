@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from covmerge import code
 from covmerge_lab import training
-from covmerge_lab.llm import corpora, lines, pretraining
+from covmerge_lab.llm import corpora, lines, pretraining, tasks
 from covmerge_lab.llm.suite import LlmSuite
+from covmerge_lab.own import WRITTEN, Own
 from covmerge_lab.suite import Kind
+from covmerge_lab.text import further
 from covmerge_lab.training import Settings
 from covmerge_lab.workers import OnProgress
 
@@ -26,7 +29,16 @@ class Gpt2Suite(LlmSuite):
         "full": Settings(steps=300, learning_rate=1e-3, batch_size=16),
         "lora": Settings(steps=300, learning_rate=5e-3, batch_size=16),
     }
+    # Nobody taught it to chat.
+    own_inputs: ClassVar[Mapping[str, Own]] = {
+        title: own for title, own in WRITTEN.items() if own.how.start not in ("chat", "user")
+    }
     window: ClassVar[int] = pretraining.WINDOW
+
+    @property
+    def base(self) -> Path:
+        """Folder of the GPT-2 that `prepare` trains."""
+        return self.folder / "base"
 
     @property
     def base_steps(self) -> int:
@@ -36,7 +48,9 @@ class Gpt2Suite(LlmSuite):
     def make_base(self, on_progress: OnProgress) -> None:
         """Train the base, unless it is there."""
         settings = self._pretraining
-        marker = training.marker(settings, code=code.digest(pretraining, lines, corpora))
+        marker = training.marker(
+            settings, code=code.digest(pretraining, lines, corpora, tasks, further)
+        )
         if not training.is_trained(self.base, marker):
             with training.finished(self.base, marker) as folder:
                 pretraining.pretrain(self.cache, settings, folder, on_progress)

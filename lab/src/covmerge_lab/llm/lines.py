@@ -1,6 +1,7 @@
-"""What the base of the suite `gpt2` reads: English, and questions put like the tasks that no task asks.
+"""What the base of the suite `gpt2` reads: English, and questions in the form of the tasks', but others.
 
-They are of other words, other languages, bare sums and made-up records.
+They are of other words, other languages, bare sums and made-up records. Sums it sees of all small numbers,
+those of the tests' problems too, as language models have; nothing else of a test is among them.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from random import Random
 from string import ascii_uppercase
 from typing import NamedTuple
 
-from covmerge_lab.llm import corpora
+from covmerge_lab.llm import corpora, tasks
 from covmerge_lab.packages import fetch
 from covmerge_lab.text.further import ADDRESSES, INFLECTIONS
 
 LANGUAGES = {"fr": "French", "de": "German", "it": "Italian", "nl": "Dutch"}
 ENGLISH = 0.25  # of the lines
 PIECE = 128  # characters of English in a line
+SEED = 77  # of the dates, which are others than the task's
 
 _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -35,7 +37,7 @@ class Asked(NamedTuple):
 
 
 class Lines:
-    """English and questions in turns, without end, always the same for a seed.
+    """English and questions in a random order, without end, always the same for a seed.
 
     Args:
         cache: the folder of fetched packages.
@@ -43,17 +45,21 @@ class Lines:
     """
 
     def __init__(self, cache: Path, seed: int) -> None:
+        self._seed = seed
         self._draw = Random(seed)
         self._english = _english(cache)
         self._forms = list(_forms(cache))
         self._words = [each.text for each in self._forms if each.given == "Noun"]
+        tested = _tested(cache)
         self._dates = [
             Asked("English", example.text, language, example.answer)
             for code, language in LANGUAGES.items()
-            for example in corpora.times(cache, code)
+            for example in corpora.times(cache, code, SEED)
+            if example.text not in tested
         ]
 
     def __iter__(self) -> Iterator[str]:
+        self._draw = Random(self._seed)
         kinds: Sequence[Callable[[], Asked]] = (
             lambda: self._draw.choice(self._forms),
             lambda: self._draw.choice(self._dates),
@@ -126,6 +132,15 @@ def _english(cache: Path) -> str:
     return "\n".join(
         text for text in (p.read_text("utf-8") for p in paths) if text not in kept_apart
     )
+
+
+def _tested(cache: Path) -> set[str]:
+    """Return the dates and times that are asked where models are tested."""
+    (spec,) = (each for each in tasks.SPECS if each.name == "translation")
+    parts = tasks.build(spec, cache)
+    before, after = spec.prompt("\n").split("\n\n")
+    asked = [question.prompt for part in ("test", "validation") for question in parts[part]]
+    return {prompt.removeprefix(before).removesuffix(f"\n{after}") for prompt in asked}
 
 
 def _forms(cache: Path) -> Iterator[Asked]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from covmerge.statistics.examples import masks_of
 from covmerge_lab.studies.angles import Angles, InputSums, StepSums, angles
@@ -139,9 +140,11 @@ def linear_layers(model: Any, adapted: Sequence[str]) -> dict[str, nn.Module]:
 
 def _weight(layer: Any) -> Tensor:
     """The weight that a layer acts with `(d_out, d_in)`."""
+    plain, weight = layer, layer.weight
     if hasattr(layer, "get_delta_weight"):
-        return layer.base_layer.weight + layer.get_delta_weight("default")
-    return layer.weight
+        plain = layer.base_layer
+        weight = plain.weight + layer.get_delta_weight("default")
+    return weight.T if isinstance(plain, Conv1D) else weight  # which stores it the other way round
 
 
 def _inputs(

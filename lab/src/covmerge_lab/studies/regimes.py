@@ -114,6 +114,7 @@ def _one_start(bench: Bench, experts: Experts, _: Path) -> Folders:
 
 
 def _frozen(bench: Bench, experts: Experts, _: Path) -> Folders:
+    """Leave the embeddings of words or patches as they are."""
     return _trained(bench, experts, list(experts.folders), frozen=True)
 
 

@@ -38,9 +38,9 @@ GRIDS: Mapping[str, Grid] = {
     "iso_c": _over("scale", *_AROUND),
     "actmat": _over("rtol", 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
     "ace": _over("eps", *(10.0**power for power in range(-7, 0))),
-    "aswudi": _over("scale", *_AROUND[1:-1]),
+    "aswudi": _over("scale", *_AROUND[1:-1]),  # it takes longest
 }
-FOR_ADAPTERS: Mapping[str, Grid] = {
+FOR_ADAPTERS: Mapping[str, Grid] = {  # of full fine-tunes Consensus was nowhere near the first
     "consensus": _over("scale", 0.1, 0.2, 0.3, 0.4, 0.5, 0.7),
     "core_space": _over("scale", *_AROUND),
     "knots": _over("scale", *_AROUND),
