@@ -53,6 +53,12 @@ def test_means_spread_and_shares_over_seeds(group):
     assert ace.measures == {"perplexity": 10.5}
 
 
+@pytest.mark.parametrize(("known", "share"), [((0, 8), 4 / 8), ((0, 0), 0.0)])
+def test_a_task_that_its_expert_does_not_know_is_no_share(monkeypatch, known, share):
+    monkeypatch.setitem(RIGHT, EXPERTS, (Section.BOUNDS, None, known))
+    assert summarise([outcome(0)]).row("ace").of_experts == [share]
+
+
 def test_what_the_own_methods_are_above_every_other(group):
     below = {row.title: row.below for row in group.rows}
     assert below.pop("auto") == {}

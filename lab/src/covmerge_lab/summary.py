@@ -26,7 +26,8 @@ class Row:
         accuracy: by task, mean over the seeds.
         seeds: mean over the tasks, of each seed.
         mean: over tasks and seeds, with its interval.
-        of_experts: mean over the tasks of the accuracy over the expert's, of each seed.
+        of_experts: mean over the tasks of the accuracy over the expert's, of each seed; tasks of which the
+            expert itself gets nothing right are left out, and it is 0 where nothing is left.
         beyond_tuned: the mean less that of tuned Task Arithmetic, on the same examples.
         below: what the rows of covmerge's own methods, by title, are above this one, likewise.
         seconds: of the method's mathematics, mean.
@@ -135,8 +136,7 @@ def summarise(outcomes: Sequence[Outcome]) -> Group:
                 seeds=[fmean(each.values()) for each in accuracies],
                 mean=resamples.mean(scores(title)),
                 of_experts=[
-                    fmean(each[t] / best[t] for t in first.tasks)
-                    for each, best in zip(accuracies, experts, strict=True)
+                    _share(each, best) for each, best in zip(accuracies, experts, strict=True)
                 ],
                 beyond_tuned=(
                     resamples.difference(scores(title), scores(TUNED))
@@ -171,3 +171,8 @@ def difference(outcomes: Sequence[Outcome], title: str, other: str) -> Interval:
 
 def _accuracies(scored: Scored) -> dict[str, float]:
     return {task: fmean(scores) for task, scores in scored.scores.items()}
+
+
+def _share(accuracies: Mapping[str, float], experts: Mapping[str, float]) -> float:
+    of_known = [accuracies[task] / own for task, own in experts.items() if own]
+    return fmean(of_known) if of_known else 0.0
