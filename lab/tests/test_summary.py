@@ -56,7 +56,10 @@ def test_means_spread_and_shares_over_seeds(group):
 @pytest.mark.parametrize(("known", "share"), [((0, 8), 4 / 8), ((0, 0), 0.0)])
 def test_a_task_that_its_expert_does_not_know_is_no_share(monkeypatch, known, share):
     monkeypatch.setitem(RIGHT, EXPERTS, (Section.BOUNDS, None, known))
-    assert summarise([outcome(0)]).row("ace").of_experts == [share]
+    group = summarise([outcome(0)])
+    assert group.row("ace").of_experts == [share]
+    shown = figures.tasks(group).axes[0].texts
+    assert len(shown) == 5 * sum(own > 0 for own in known)  # rows beside the experts'
 
 
 def test_what_the_own_methods_are_above_every_other(group):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
+from covmerge_lab.bench import EXPERTS
 from covmerge_lab.models import Section
 from covmerge_lab.summary import Group, Row
 
@@ -75,16 +77,19 @@ def accuracy(group: Group) -> Any:
 
 
 def tasks(group: Group) -> Any:
-    """Draw what every model keeps of each expert: one row a model, one column a task."""
-    experts = group.rows[0]
+    """Draw what every model keeps of each expert: one row a model, one column a task.
+
+    Of an expert that gets nothing right there is no share, and its column is empty.
+    """
+    experts = group.row(EXPERTS)
     rows: Sequence[Row] = [row for row in group.rows if row is not experts]
-    shares = [[row.accuracy[t] / experts.accuracy[t] for t in group.tasks] for row in rows]
+    shares = [[row.accuracy[t] / (experts.accuracy[t] or nan) for t in group.tasks] for row in rows]
     figure, axes = _plt.subplots(
         figsize=(0.75 * len(group.tasks) + 3, 0.27 * len(rows) + 1.6), layout="constrained"
     )
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for y, line in enumerate(shares):
-        for x, share in enumerate(line):
+        for x, share in ((x, share) for x, share in enumerate(line) if not isnan(share)):
             colour = "white" if share < 0.55 else "black"
             axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color=colour, size=7)
     axes.set_xticks(range(len(group.tasks)), group.tasks, rotation=40, ha="right", fontsize=8)

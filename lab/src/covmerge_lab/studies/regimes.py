@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -312,7 +313,7 @@ def _draw(groups: Mapping[str, Group], of_kind: str) -> Any:
         AVERAGE: ("x", "#767676"),
     }
     for place, group in enumerate(reversed(list(groups.values()))):
-        bound = group.row(EXPERTS).mean.mean
+        bound = group.row(EXPERTS).mean.mean or nan  # of experts that get nothing right
         others = [100 * row.mean.mean / bound for row in _others(group)]
         axes.plot(others, [place] * len(others), "o", color="#bbbbbb", ms=4)
         for title, (mark, colour) in shown.items():
