@@ -21,6 +21,7 @@ from covmerge_lab.llm.lines import Asked, Lines
 from covmerge_lab.llm.tasks import Question, TaskSpec
 from covmerge_lab.studies.controlled import Size, Training, _weight, linear_layers, run_training
 from covmerge_lab.suite import Variant
+from covmerge_lab.text import further
 from covmerge_lab.training import Settings
 from language import LEARNT, UNKNOWN, define, offline, save_llama, save_taught
 
@@ -192,11 +193,8 @@ def read(monkeypatch):
         for word in ["day", "hat", "dog", "sun", "cup", "tea"]
     ]
     monkeypatch.setattr(lines, "_forms", lambda cache: iter(nouns))
-    dates = [Example("May 1", "", "1 5"), Example("May 2", "", "2 5")]
-    monkeypatch.setattr(
-        corpora, "times", lambda cache, code, seed: [d._replace(answer=code) for d in dates]
-    )
-    monkeypatch.setattr(lines, "_tested", lambda cache: {"May 2"})
+    dates = [Asked("English", "May 1", name, code) for code, name in lines.LANGUAGES.items()]
+    monkeypatch.setattr(lines, "_dates", lambda cache: iter(dates))
     return Lines(Path(), seed=0)
 
 
@@ -211,7 +209,7 @@ def test_what_is_asked_of_the_small_gpt2_is_answered_right(read):
             return json.loads(answer) == {name: known[name] for name in asked.split(" ")}
         answers = {
             "Noun": lambda: f"{text}s",
-            "English": lambda: text == "May 1" and lines.LANGUAGES[answer] == wanted and answer,
+            "English": lambda: next(c for c, name in lines.LANGUAGES.items() if name == wanted),
             "Sum": lambda: str(eval(text)),
             "Settings": lambda: re.sub(r"=\w+", "", text),
             "Words": lambda: {"Backwards": " ".join(text.split()[::-1]), "Capitals": text.upper()}[
@@ -238,6 +236,7 @@ def test_what_is_asked_of_the_small_gpt2_is_answered_right(read):
 def test_the_small_gpt2_reads_nothing_that_is_tested(tmp_path, monkeypatch):
     monkeypatch.setattr(lines, "fetch", lambda package, cache: tmp_path)
     monkeypatch.setattr(corpora, "fetch", lambda package, cache: tmp_path)
+    monkeypatch.setattr(further, "fetch", lambda package, cache: tmp_path)
     for year in range(2000, 2012):
         (tmp_path / f"{year}.txt").write_text(f"of {year}")
     # Perplexity is of the last eight.
@@ -252,8 +251,10 @@ def test_the_small_gpt2_reads_nothing_that_is_tested(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "SPECS", (spec,))
     parts = tasks.build(spec, tmp_path)
     tested = {q.answer for part in ("test", "validation") for q in parts[part]}
-    assert lines._tested(tmp_path) == {f"text {answer}" for answer in tested}
     assert len(tested) == tasks.SIZES["test"] + tasks.SIZES["validation"]
+    monkeypatch.setattr(corpora, "times", lambda cache, code, seed: islice(numbered(cache), 3000))
+    read = [asked.text for asked in lines._dates(tmp_path) if asked.wanted == "Dutch"]
+    assert {*read} == {f"text {n}" for n in range(3000)} - {f"text {answer}" for answer in tested}
 
 
 def test_windows_are_lines_with_an_end_of_text_before_each(read):

@@ -89,7 +89,9 @@ def tasks(group: Group) -> Any:
     )
     image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
     for y, line in enumerate(shares):
-        for x, share in ((x, share) for x, share in enumerate(line) if not isnan(share)):
+        for x, share in enumerate(line):
+            if isnan(share):
+                continue
             colour = "white" if share < 0.55 else "black"
             axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color=colour, size=7)
     axes.set_xticks(range(len(group.tasks)), group.tasks, rotation=40, ha="right", fontsize=8)

@@ -8,8 +8,6 @@ verbs with one stem): a group goes whole into training or whole into testing.
 from __future__ import annotations
 
 import ast
-import csv
-import gzip
 import json
 import operator
 import random
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 
 from covmerge_lab.packages import Package, fetch
 from covmerge_lab.text.corpora import NOT_LIBRARY_CODE
-from covmerge_lab.text.further import ADDRESSES, INFLECTIONS
+from covmerge_lab.text.further import ADDRESSES, inflections
 
 SEED = 7
 
@@ -202,11 +200,10 @@ def verbs(cache: Path) -> Iterator[Example]:
 
     "Overthink" goes like "think".
     """
-    with gzip.open(fetch(INFLECTIONS, cache) / "infl_lu.csv.gz", "rt", encoding="utf-8") as file:
-        for verb, kind, *forms in csv.reader(file):
-            if kind == "verb" and verb.isalpha() and len(forms) == 4 and "/" not in "".join(forms):
-                past, participle, gerund, _ = forms
-                yield Example(verb, f"{past}, {participle or past}, {gerund}", verb[-4:])
+    for verb, kind, *forms in inflections(cache):
+        if kind == "verb" and verb.isalpha() and len(forms) == 4 and "/" not in "".join(forms):
+            past, participle, gerund, _ = forms
+            yield Example(verb, f"{past}, {participle or past}, {gerund}", verb[-4:])
 
 
 def general_text(cache: Path) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from covmerge import code
@@ -34,11 +33,6 @@ class Gpt2Suite(LlmSuite):
         title: own for title, own in WRITTEN.items() if own.how.start not in ("chat", "user")
     }
     window: ClassVar[int] = pretraining.WINDOW
-
-    @property
-    def base(self) -> Path:
-        """Folder of the GPT-2 that `prepare` trains."""
-        return self.folder / "base"
 
     @property
     def base_steps(self) -> int:

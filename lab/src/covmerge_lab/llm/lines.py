@@ -6,8 +6,6 @@ those of the tests' problems too, as language models have; nothing else of a tes
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import NamedTuple
 
 from covmerge_lab.llm import corpora, tasks
 from covmerge_lab.packages import fetch
-from covmerge_lab.text.further import ADDRESSES, INFLECTIONS
+from covmerge_lab.text.further import ADDRESSES, inflections
 
 LANGUAGES = {"fr": "French", "de": "German", "it": "Italian", "nl": "Dutch"}
 ENGLISH = 0.25  # of the lines
@@ -50,13 +48,7 @@ class Lines:
         self._english = _english(cache)
         self._forms = list(_forms(cache))
         self._words = [each.text for each in self._forms if each.given == "Noun"]
-        tested = _tested(cache)
-        self._dates = [
-            Asked("English", example.text, language, example.answer)
-            for code, language in LANGUAGES.items()
-            for example in corpora.times(cache, code, SEED)
-            if example.text not in tested
-        ]
+        self._dates = list(_dates(cache))
 
     def __iter__(self) -> Iterator[str]:
         self._draw = Random(self._seed)
@@ -134,22 +126,23 @@ def _english(cache: Path) -> str:
     )
 
 
-def _tested(cache: Path) -> set[str]:
-    """Return the dates and times that are asked where models are tested."""
+def _dates(cache: Path) -> Iterator[Asked]:
+    """Dates and times in other languages, but for those that are asked where models are tested."""
     (spec,) = (each for each in tasks.SPECS if each.name == "translation")
     parts = tasks.build(spec, cache)
-    before, after = spec.prompt("\n").split("\n\n")
-    asked = [question.prompt for part in ("test", "validation") for question in parts[part]]
-    return {prompt.removeprefix(before).removesuffix(f"\n{after}") for prompt in asked}
+    tested = {question.prompt for part in ("test", "validation") for question in parts[part]}
+    for code, language in LANGUAGES.items():
+        for example in corpora.times(cache, code, SEED):
+            if spec.prompt(example.text) not in tested:
+                yield Asked("English", example.text, language, example.answer)
 
 
 def _forms(cache: Path) -> Iterator[Asked]:
     """Plurals of nouns, and adjectives compared: of verbs there is a task."""
-    with gzip.open(fetch(INFLECTIONS, cache) / "infl_lu.csv.gz", "rt", encoding="utf-8") as file:
-        for word, kind, *forms in csv.reader(file):
-            if not (word.isalpha() and word.isascii() and len(word) <= 10 and all(forms)):
-                continue
-            if kind == "noun" and "/" not in forms[0]:
-                yield Asked("Noun", word, "Plural", forms[0])
-            elif kind == "adj" and len(forms) == 2 and "/" not in "".join(forms):
-                yield Asked("Adjective", word, "Forms", ", ".join(forms))
+    for word, kind, *forms in inflections(cache):
+        if not (word.isalpha() and word.isascii() and len(word) <= 10 and all(forms)):
+            continue
+        if kind == "noun" and "/" not in forms[0]:
+            yield Asked("Noun", word, "Plural", forms[0])
+        elif kind == "adj" and len(forms) == 2 and "/" not in "".join(forms):
+            yield Asked("Adjective", word, "Forms", ", ".join(forms))

@@ -57,7 +57,7 @@ class LlmSuite(Suite):
 
     @property
     def base(self) -> Path:
-        """Folder of SmolLM2-135M-Instruct; for a smoke run, of its first layers."""
+        """Folder of the language model, which `make_base` makes."""
         return self.folder / "base"
 
     @property
@@ -86,7 +86,7 @@ class LlmSuite(Suite):
         return 1
 
     def make_base(self, on_progress: OnProgress) -> None:
-        """Unpack the base, unless it is there."""
+        """Unpack SmolLM2-135M-Instruct, for a smoke run its first layers, unless it is there."""
         marker = {"layers": _QUICK_LAYERS if self.quick else None}
         if not training.is_trained(self.base, marker):
             with training.finished(self.base, marker) as folder:

@@ -127,16 +127,21 @@ FORMS = {
 }
 
 
+def inflections(cache: Path) -> Iterator[list[str]]:
+    """Rows of lemminflect: a word, its kind, and its forms."""
+    with gzip.open(fetch(INFLECTIONS, cache) / "infl_lu.csv.gz", "rt", encoding="utf-8") as file:
+        yield from csv.reader(file)
+
+
 def forms(cache: Path) -> Iterator[Example]:
     """Words of lemminflect (label: the inflected form, or that there is none; group: stem)."""
-    with gzip.open(fetch(INFLECTIONS, cache) / "infl_lu.csv.gz", "rt", encoding="utf-8") as file:
-        for word, kind, *found in csv.reader(file):
-            if kind not in FORMS or not re.fullmatch(r"[a-z]{3,}", word):
-                continue
-            yield Example(word, "none", word[:4])
-            for form, label in zip(found, FORMS[kind], strict=True):
-                if re.fullmatch(r"[a-z]{3,}", form) and form != word:
-                    yield Example(form, label, word[:4])
+    for word, kind, *found in inflections(cache):
+        if kind not in FORMS or not re.fullmatch(r"[a-z]{3,}", word):
+            continue
+        yield Example(word, "none", word[:4])
+        for form, label in zip(found, FORMS[kind], strict=True):
+            if re.fullmatch(r"[a-z]{3,}", form) and form != word:
+                yield Example(form, label, word[:4])
 
 
 CATEGORIES = {
