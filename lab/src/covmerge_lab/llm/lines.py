@@ -1,7 +1,7 @@
 """What the base of the suite `gpt2` reads: English, and questions in the form of the tasks', but others.
 
-They are of other words, other languages, bare sums and made-up records. Sums it sees of all small numbers,
-those of the tests' problems too, as language models have; nothing else of a test is among them.
+They are of other words, other languages, sums without a story and made-up records. Sums it sees of all
+small numbers, those of the tests' problems too, as language models have; nothing else of a test is among them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ ENGLISH = 0.25  # of the lines
 PIECE = 128  # characters of English in a line
 SEED = 77  # of the dates, which are others than the task's
 
-_OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+_OPERATIONS = {
+    "+": (int.__add__, ("+", "and", "plus")),
+    "-": (int.__sub__, ("-", "less", "without")),
+    "*": (int.__mul__, ("*", "times", "rows of")),
+}
 
 
 class Asked(NamedTuple):
@@ -55,8 +59,7 @@ class Lines:
         kinds: Sequence[Callable[[], Asked]] = (
             lambda: self._draw.choice(self._forms),
             lambda: self._draw.choice(self._dates),
-            self._sum,
-            self._sum,  # they take longest to learn
+            *[self._sum] * 4,  # they take longest to learn
             self._field,
             self._as_json,
             self._keys,
@@ -74,11 +77,14 @@ class Lines:
         return self._draw.sample(self._words, self._draw.randint(least, most))
 
     def _sum(self) -> Asked:
+        """Return a sum of bare numbers or of things, in signs or in words."""
         sign = self._draw.choice("+-*")
+        combine, joints = _OPERATIONS[sign]
         most = 9 if sign == "*" else 20
         large, small = sorted((self._draw.randint(2, most), self._draw.randint(2, most)))[::-1]
-        answer = str(_OPERATIONS[sign](large, small))
-        return Asked("Sum", f"{large} {sign} {small}", "Result", answer)
+        things = self._draw.choice(("", f" {self._draw.choice(self._words)}"))
+        text = f"{large}{things} {self._draw.choice(joints)} {small}{things}"
+        return Asked("Sum", text, "Result", str(combine(large, small)))
 
     def _value(self) -> str:
         if self._draw.random() < 0.5:

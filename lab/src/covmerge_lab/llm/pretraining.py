@@ -29,7 +29,7 @@ SEED = 7
 WINDOW = 256  # tokens
 VOCABULARY = 1024
 LEARNT_FROM = 20_000  # lines
-SETTINGS = Settings(steps=4000, learning_rate=2e-3, batch_size=8, weight_decay=0.05)
+SETTINGS = Settings(steps=6000, learning_rate=2e-3, batch_size=8, weight_decay=0.05)
 
 _END = "<|endoftext|>"
 
