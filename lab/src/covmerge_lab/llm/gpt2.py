@@ -25,8 +25,8 @@ class Gpt2Suite(LlmSuite):
     lora: ClassVar[Mapping[str, Any]] = {**LlmSuite.lora, "fan_in_fan_out": True}
     adapted: ClassVar[tuple[str, ...]] = ("c_attn", "c_proj", "c_fc")
     trained: ClassVar[Mapping[Kind, Settings]] = {
-        "full": Settings(steps=300, learning_rate=1e-3, batch_size=16),
-        "lora": Settings(steps=300, learning_rate=5e-3, batch_size=16),
+        "full": Settings(steps=300, learning_rate=1.5e-4, batch_size=16),
+        "lora": Settings(steps=300, learning_rate=1e-3, batch_size=16),
     }
     # Nobody taught it to chat.
     own_inputs: ClassVar[Mapping[str, Own]] = {
