@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -121,6 +122,27 @@ def test_loss_is_of_the_answers_alone(tmp_path):
 def test_score(taught):
     scores = taught.score("next", "test", taught.base, taught.base)
     assert scores == [0.0] * len(UNKNOWN) + [1.0] * len(LEARNT)
+
+
+def test_the_small_gpt2_is_scored_by_the_tokens_that_it_foresees(taught, tmp_path):
+    suite = Gpt2Suite(tmp_path)
+    shutil.copytree(taught.base, suite.base)
+    questions = [*UNKNOWN, *LEARNT, Question(LEARNT[0].prompt, "12"), Question("Long?\nWord:", "1")]
+    save_part(suite, "next", "test", questions)
+    loaded, ids = model.load(suite.base), model.Encoder(suite.base).tokenizer
+
+    def share(question):
+        read = ids(question.prompt)["input_ids"]
+        right = []
+        for token in ids(f" {question.answer}\n")["input_ids"]:
+            right.append(int(loaded(torch.tensor([read])).logits[0, -1].argmax()) == token)
+            read.append(token)
+        return sum(right) / len(right)
+
+    scores = suite.score("next", "test", suite.base, suite.base)
+    assert scores == pytest.approx([share(question) for question in questions])
+    # " 12" is told after " 1", which is the answer, and not foreseen.
+    assert scores[len(UNKNOWN) :][: len(LEARNT)] == [1.0] * len(LEARNT) and 0 < scores[-2] < 1
 
 
 def test_a_gpt2_s_weights_are_watched_the_way_they_act():

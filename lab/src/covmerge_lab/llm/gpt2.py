@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from covmerge import code
 from covmerge_lab import training
 from covmerge_lab.llm import corpora, lines, pretraining, tasks
+from covmerge_lab.llm.model import Encoder, foreseen
 from covmerge_lab.llm.suite import LlmSuite
+from covmerge_lab.llm.tasks import Question
 from covmerge_lab.own import WRITTEN, Own
 from covmerge_lab.suite import Kind
 from covmerge_lab.text import further
 from covmerge_lab.training import Settings
 from covmerge_lab.workers import OnProgress
 
+_BATCH = 32
+
 
 class Gpt2Suite(LlmSuite):
-    """The tasks of `llm` for a language model that is small, and no Llama."""
+    """The tasks of `llm` for a language model that is small, and no Llama.
+
+    Its positions are learnt, and padding moves them; the base has read lines at every position.
+    """
 
     name: ClassVar[str] = "gpt2"
     lora: ClassVar[Mapping[str, Any]] = {**LlmSuite.lora, "fan_in_fan_out": True}
@@ -33,6 +40,16 @@ class Gpt2Suite(LlmSuite):
         title: own for title, own in WRITTEN.items() if own.how.start not in ("chat", "user")
     }
     window: ClassVar[int] = pretraining.WINDOW
+
+    def marks(
+        self, model: Any, encoder: Encoder, questions: Sequence[Question]
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """Go over questions: indices, and the share of each answer's tokens that the model foresees.
+
+        By whole answers hardly anything is left of five of so small a model, whatever merges them.
+        """
+        for indices, inputs, targets in encoder.told(questions, _BATCH):
+            yield indices, foreseen(model, inputs, targets)
 
     @property
     def base_steps(self) -> int:

@@ -1,7 +1,8 @@
 """What the base of the suite `gpt2` reads: English, and questions in the form of the tasks', but others.
 
 They are of other words, other languages, sums without a story and made-up records. Sums it sees of all
-small numbers, those of the tests' problems too, as language models have; nothing else of a test is among them.
+small numbers, those of the tests' problems too, as language models have; nothing else of a test is among
+them.
 """
 
 from __future__ import annotations

@@ -67,17 +67,22 @@ class Encoder:
         Yields:
             The inputs, and targets `(batch, longest answer)` for the last so many tokens.
         """
-        prompts = [self._ids(question.prompt) for question in questions]
-        answers = [[*self._ids(f" {question.answer}"), self._newline] for question in questions]
+        asked = self._asked(questions)
         draw = random.Random(seed)
         while True:
-            order = draw.sample(range(len(questions)), len(questions))
+            order = draw.sample(asked, len(asked))
             for start in range(0, max(1, len(order) - batch_size + 1), batch_size):
-                batch = order[start : start + batch_size]
-                most = max(len(answers[i]) for i in batch)
-                targets = [[IGNORED] * (most - len(answers[i])) + answers[i] for i in batch]
-                inputs = self._pad([prompts[i] + answers[i] for i in batch])
-                yield inputs, torch.tensor(targets)
+                yield self._targets(order[start : start + batch_size])
+
+    def told(
+        self, questions: Sequence[Question], batch_size: int
+    ) -> Iterator[tuple[list[int], Inputs, Tensor]]:
+        """Go once over prompts with their answers: indices, and what `answered` yields."""
+        asked = self._asked(questions)
+        order = sorted(range(len(asked)), key=lambda index: sum(map(len, asked[index])))
+        for start in range(0, len(order), batch_size):
+            indices = order[start : start + batch_size]
+            yield indices, *self._targets([asked[index] for index in indices])
 
     def longest(self, questions: Sequence[Question]) -> int:
         """Return the tokens of the longest answer and the end of its line: what is longer is wrong."""
@@ -88,6 +93,18 @@ class Encoder:
         for text in texts:
             yield self._pad([self._ids(text)[:tokens]])
 
+    def _asked(self, questions: Sequence[Question]) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of prompts, and those of answers with the end of their line."""
+        return [
+            (self._ids(question.prompt), [*self._ids(f" {question.answer}"), self._newline])
+            for question in questions
+        ]
+
+    def _targets(self, batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Inputs, Tensor]:
+        most = max(len(answer) for _, answer in batch)
+        targets = [[IGNORED] * (most - len(answer)) + answer for _, answer in batch]
+        return self._pad([prompt + answer for prompt, answer in batch]), torch.tensor(targets)
+
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text)["input_ids"]
 
@@ -97,9 +114,17 @@ class Encoder:
 
 def answer_loss(model: Any, inputs: Inputs, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the answers' tokens, given what stands before each."""
-    logits = model(**_at(model, inputs), logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
+    logits = _before(model, inputs, targets)
     wanted = targets.to(model.device).flatten()
     return cross_entropy(logits.flatten(0, 1).float(), wanted, ignore_index=IGNORED)
+
+
+@torch.inference_mode()
+def foreseen(model: Any, inputs: Inputs, targets: Tensor) -> list[float]:
+    """Return of each answer the share of its tokens that are the likeliest after what stands before."""
+    likeliest = _before(model, inputs, targets).argmax(-1).cpu()
+    right = (likeliest == targets).sum(1) / (targets != IGNORED).sum(1)
+    return [float(share) for share in right]
 
 
 @torch.inference_mode()
@@ -135,6 +160,11 @@ def perplexity(model: Any, windows: Iterator[Inputs]) -> float:
             cross_entropy(model(**inputs).logits[0, :-1].float(), ids[1:], reduction="none")
         )
     return float(torch.cat(losses).mean().exp())
+
+
+def _before(model: Any, inputs: Inputs, targets: Tensor) -> Tensor:
+    """Return the logits of the targets' tokens."""
+    return model(**_at(model, inputs), logits_to_keep=targets.shape[1] + 1).logits[:, :-1]
 
 
 def _at(model: Any, inputs: Inputs) -> dict[str, Tensor]:

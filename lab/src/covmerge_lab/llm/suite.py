@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,19 +126,31 @@ class LlmSuite(Suite):
         expert: Path,
         on_progress: OnProgress | None = None,
     ) -> Scores:
-        """See `Suite.score`: 1.0 where the answer is right to the letter; no task has a head."""
+        """See `Suite.score`: as `marks` does; no task has a head."""
         questions = self._questions(task, part)
-        encoder, loaded = Encoder(self.base), load(model)
-        longest = encoder.longest(questions)
         scores: list[float] = [0.0] * len(questions)
         done = 0
-        for indices, inputs in encoder.prompts(questions, 2 * _BATCH):
-            written = answers(loaded, encoder, inputs, longest)
-            for index, answer in zip(indices, written, strict=True):
-                scores[index] = float(answer == questions[index].answer)
+        for indices, marks in self.marks(load(model), Encoder(self.base), questions):
+            for index, mark in zip(indices, marks, strict=True):
+                scores[index] = mark
             done += len(indices)
             (on_progress or ignore_progress)(done, len(questions))
         return scores
+
+    def marks(
+        self, model: Any, encoder: Encoder, questions: Sequence[Question]
+    ) -> Iterator[tuple[list[int], list[float]]]:
+        """Go over questions: indices, and 1.0 where the answer is right to the letter."""
+        longest = encoder.longest(questions)
+        for indices, inputs in encoder.prompts(questions, 2 * _BATCH):
+            written = answers(model, encoder, inputs, longest)
+            yield (
+                indices,
+                [
+                    float(answer == questions[index].answer)
+                    for index, answer in zip(indices, written, strict=True)
+                ],
+            )
 
     def inputs(self, task: str, examples: int) -> Sequence[Inputs]:
         """See `Suite.inputs`."""
