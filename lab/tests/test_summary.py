@@ -86,7 +86,12 @@ def test_an_outcome_is_kept_for_the_same_code_only(tmp_path):
 def test_results_are_written_with_every_number(tmp_path, group):
     pictures = {"accuracy": figures.accuracy(group), "tasks": figures.tasks(group)}
     shown = figures.save(pictures, tmp_path)
-    report.save({"suite": "text", "command": "covmerge bench text"}, [group], shown, tmp_path)
+    report.save(
+        {"suite": "text", "command": "covmerge bench text", "accuracy": "of answers"},
+        [group],
+        shown,
+        tmp_path,
+    )
     text = (tmp_path / "README.md").read_text()
     assert "| ace | 85.0 | 35.0 | 60.0 ± 7.1 [" in text and "](accuracy.png)" in text
     assert "| less | auto |\n" in text and "\n| average | +25.0 [" in text

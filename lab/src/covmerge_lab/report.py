@@ -43,7 +43,8 @@ def save(results: Mapping[str, Any], groups: Sequence[Group], shown: str, out: P
     )
     legend = "\n".join(f"- {line}" for line in LEGEND.splitlines())
     (out / "README.md").write_text(
-        f"# Suite `{results['suite']}`\n\nMade by `{results['command']}`.\n\n{tables}\n\n{legend}\n\n"
+        f"# Suite `{results['suite']}`\n\nMade by `{results['command']}`. Accuracy is "
+        f"{results['accuracy']}.\n\n{tables}\n\n{legend}\n\n"
         f"{shown}\n",
         encoding="utf-8",
     )

@@ -222,6 +222,7 @@ def _save(of: Bench, groups: Sequence[Group], out: Path, command: str) -> None:
     }
     results = {
         "suite": of.suite.name,
+        "accuracy": of.suite.accuracy,
         "command": command,
         "quick": of.suite.quick,
         "tasks": {task: of.suite.describe(task) for task in of.suite.tasks},

@@ -29,7 +29,7 @@ _Tokenizer: Any = transformers.AutoTokenizer
 
 Kind = Literal["full", "lora"]
 Part = Literal["train", "validation", "test"]
-Scores = list[float]  # of each example, in [0, 1]: whether it is right
+Scores = list[float]  # of each example, in [0, 1]: how right it is
 Batch = tuple[Mapping[str, Tensor], Tensor]  # inputs of the model, and what it is to answer
 
 
@@ -99,6 +99,7 @@ class Suite(ABC):
         autocast: whether experts are trained with products in bfloat16.
         controlled_task: of the trainings that studies watch.
         own_inputs: ways of making inputs for its experts without data; the first is for the tables.
+        accuracy: what it is here.
     """
 
     cache: Path
@@ -112,6 +113,7 @@ class Suite(ABC):
     autocast: ClassVar[bool] = False
     controlled_task: ClassVar[str]
     own_inputs: ClassVar[Mapping[str, Own]] = DRAWN
+    accuracy: ClassVar[str] = "the share of examples that are answered right"
 
     @property
     def folder(self) -> Path:

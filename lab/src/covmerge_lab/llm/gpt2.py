@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 from covmerge import code
 from covmerge_lab import training
 from covmerge_lab.llm import corpora, lines, pretraining, tasks
-from covmerge_lab.llm.model import Encoder, foreseen
+from covmerge_lab.llm.model import Encoder, foreseen, load
 from covmerge_lab.llm.suite import LlmSuite
 from covmerge_lab.llm.tasks import Question
 from covmerge_lab.own import WRITTEN, Own
@@ -25,7 +27,7 @@ _BATCH = 32
 class Gpt2Suite(LlmSuite):
     """The tasks of `llm` for a language model that is small, and no Llama.
 
-    Its positions are learnt, and padding moves them; the base has read lines at every position.
+    Its positions are learnt, and padding moves them; the base has read lines at all that are used.
     """
 
     name: ClassVar[str] = "gpt2"
@@ -40,16 +42,35 @@ class Gpt2Suite(LlmSuite):
         title: own for title, own in WRITTEN.items() if own.how.start not in ("chat", "user")
     }
     window: ClassVar[int] = pretraining.WINDOW
+    accuracy: ClassVar[str] = (
+        "the share of an answer's tokens that are foreseen, the right ones before them"
+    )
 
     def marks(
         self, model: Any, encoder: Encoder, questions: Sequence[Question]
     ) -> Iterator[tuple[list[int], list[float]]]:
-        """Go over questions: indices, and the share of each answer's tokens that the model foresees.
+        """Go over questions: indices, and `accuracy` of each answer, with the end of its line.
 
-        By whole answers hardly anything is left of five of so small a model, whatever merges them.
+        By whole answers little is left of five of so small a model, and nothing of five adapters, whatever
+        merges them.
         """
         for indices, inputs, targets in encoder.told(questions, _BATCH):
             yield indices, foreseen(model, inputs, targets)
+
+    def measures(self, model: Path) -> dict[str, float]:
+        """Return the perplexity, and the answers in % that are right to the letter, mean over the tasks."""
+        loaded, encoder = load(model), Encoder(self.base)
+        right = [
+            fmean(
+                mark
+                for _, marks in super(Gpt2Suite, self).marks(
+                    loaded, encoder, self._questions(task, "test")
+                )
+                for mark in marks
+            )
+            for task in self.tasks
+        ]
+        return {**super().measures(model), "whole answers": 100 * fmean(right)}
 
     @property
     def base_steps(self) -> int:

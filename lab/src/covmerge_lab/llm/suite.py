@@ -37,7 +37,7 @@ _QUICK_LAYERS = 2
 
 
 class LlmSuite(Suite):
-    """Generative tasks, right or wrong by the whole answer."""
+    """Generative tasks, right or wrong by the whole answer, unless a suite marks otherwise."""
 
     name: ClassVar[str] = "llm"
     usual: ClassVar[tuple[int, ...]] = (5,)

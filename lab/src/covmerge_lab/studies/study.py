@@ -80,6 +80,7 @@ def save(study: Study, bench: Bench, found: Findings, out: Path, command: str) -
     content = {
         "study": study.name,
         "suite": bench.suite.name,
+        "accuracy": bench.suite.accuracy,
         "quick": bench.suite.quick,
         "command": command,
         "machine": machine(),
@@ -91,6 +92,6 @@ def save(study: Study, bench: Bench, found: Findings, out: Path, command: str) -
     )
     (out / "README.md").write_text(
         f"# Study `{study.name}` on the suite `{bench.suite.name}`\n\n{study.about}\n\n"
-        f"Made by `{command}`.\n\n{found.text}\n\n{shown}\n",
+        f"Made by `{command}`. Accuracy is {bench.suite.accuracy}.\n\n{found.text}\n\n{shown}\n",
         encoding="utf-8",
     )
