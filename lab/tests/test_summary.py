@@ -93,6 +93,7 @@ def test_results_are_written_with_every_number(tmp_path, group):
         tmp_path,
     )
     text = (tmp_path / "README.md").read_text()
+    assert "Made by `covmerge bench text`. Accuracy is of answers.\n" in text
     assert "| ace | 85.0 | 35.0 | 60.0 ± 7.1 [" in text and "](accuracy.png)" in text
     assert "| less | auto |\n" in text and "\n| average | +25.0 [" in text
     assert (tmp_path / "results.json").read_text().count('"title"') == 6

@@ -144,13 +144,8 @@ class LlmSuite(Suite):
         longest = encoder.longest(questions)
         for indices, inputs in encoder.prompts(questions, 2 * _BATCH):
             written = answers(model, encoder, inputs, longest)
-            yield (
-                indices,
-                [
-                    float(answer == questions[index].answer)
-                    for index, answer in zip(indices, written, strict=True)
-                ],
-            )
+            right = [questions[index].answer for index in indices]
+            yield indices, [float(w == r) for w, r in zip(written, right, strict=True)]
 
     def inputs(self, task: str, examples: int) -> Sequence[Inputs]:
         """See `Suite.inputs`."""
