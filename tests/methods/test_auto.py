@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 import covmerge
 from covmerge import LowRank
 from covmerge.methods import registry
+from covmerge.methods.auto_least_squares import least_squares
+from covmerge.methods.equalise import Counted, Likeness
 from covmerge.methods.factored import merge_factors
 from covmerge.testing.groups import random_rotation, random_updates
 from covmerge.twins import TWINS
+from covmerge.twins.closed_form import equalised
 from covmerge.types import LinearGroup
 
 AUTO = registry.get("auto")
@@ -121,10 +124,63 @@ def test_inputs_that_never_came_say_nothing():
     assert torch.equal(merged(updates, torch.zeros(40, 40, dtype=torch.float64)), merged(updates))
 
 
-def test_inputs_that_see_nothing_of_the_updates_say_nothing():
+def test_inputs_that_see_nothing_of_the_updates_take_theirs_for_alike():
     read = (torch.arange(40) < 20).double()
     updates = [update * read for update in random_updates(24, 40, 3, 24, 3.0, seed=7)]
-    assert torch.equal(merged(updates, torch.diag(1 - read)), merged(updates))
+    found = merged(updates, torch.diag(1 - read))
+    assert relative(found, merged(updates, torch.eye(40, dtype=torch.float64))) < 1e-9
+    assert relative(merged(updates, torch.diag(1 - read + 1e-9 * read)), found) < 1e-6
+
+
+def untold(updates, c0):
+    """0.1 (1 − ω̄ + 10⁻⁴) of updates that all count alike, times the mean eigenvalue of Ĉ."""
+    values = [torch.linalg.svdvals(u).square() for u in updates]
+    wide = [float((1e4 * len(v) * v / v.sum()).log1p().mean()) / log(10001) for v in values]
+    return 0.1 * (1.0001 - sum(wide) / len(wide)) * float(c0.diagonal().mean())
+
+
+@pytest.mark.parametrize(("rank", "least", "most"), [(24, 0.0, 0.02), (2, 0.05, 0.1)])
+def test_what_inputs_do_not_show_is_unknown_as_far_as_updates_do_not_tell(rank, least, most):
+    """As of a C₀ that knows it, which is not asked twice."""
+    updates, shown = random_updates(24, 40, 3, rank, 1.0, seed=8), inputs(40, rank=6)
+    updates = [update / update.norm() for update in updates]
+    share = untold(updates, shown) / float(shown.diagonal().mean())
+    assert least < share < most
+    group = group_of(updates)
+    fused = least_squares(Counted.of(group), 1e-12)
+    c0 = shown + untold(updates, shown) * torch.eye(40, dtype=torch.float64)
+    assert relative(merged(updates, shown), equalised(group, fused, c0)) < 1e-6
+    assert relative(merged(updates, shown), equalised(group, fused, shown)) > 0.02
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("shape", [(1, 40), (40, 1), (16, 40)], ids=str)
+def test_of_updates_that_use_all_directions_alike_no_law_is_lost(shape, count):
+    """Old: where 1 − ω̄ was 0 to rounding, which C₀ it was depended on the last place."""
+    d_out, d_in = shape
+    read = torch.ones(d_in, dtype=torch.float64)
+    read[: d_in // 2] = 0.0
+    turn = random_rotation(d_in, 3).double()
+    updates = [torch.randn(d_out, d_in, generator=seeded(n)).double() * read for n in range(count)]
+    updates = [torch.linalg.svd(u, full_matrices=False) for u in updates]
+    updates = [3.0 * (u @ vh) @ turn for u, _, vh in updates]
+    elsewhere = turn.mT @ torch.diag(1 - read) @ turn if d_in > 1 else torch.zeros(1, 1).double()
+    expected = merged(updates, None if d_in == 1 else torch.eye(d_in, dtype=torch.float64))
+    assert relative(merged(updates, elsewhere), expected) < 1e-6
+    assert relative(merged([1.1 * u for u in updates], elsewhere), 1.1 * expected) < 1e-6
+    out = random_rotation(d_out, 5).double()
+    assert relative(merged([out @ u for u in updates], elsewhere), out @ expected) < 1e-6
+    factors = [LowRank(torch.eye(d_out, dtype=torch.float64), update) for update in updates]
+    found = merge_factors(AUTO, factors, [1.0] * count, {}, inputs=elsewhere).delta.dense()
+    assert relative(found, expected) < 1e-6
+    group = group_of(updates, elsewhere)
+    assert relative(TWINS["auto"](group), expected) < 1e-6
+
+
+def test_inputs_of_a_trace_below_zero_are_none():
+    updates = random_updates(24, 40, 3, 24, 1.0, seed=8)
+    nothing = -torch.eye(40, dtype=torch.float64)
+    assert torch.equal(merged(updates, nothing), merged(updates))
 
 
 @pytest.mark.parametrize(("rank", "told"), [(40, 0.9), (2, 0.18)])
@@ -134,7 +190,10 @@ def test_where_nobody_has_measured_them_the_updates_tell_of_inputs_as_they_use_t
     seen = 40 * sum(update.mT @ update / 49.0 for update in updates) / 3
     white = torch.eye(40, dtype=torch.float64)
     used = float(torch.logdet(white + 10000 * seen)) / 40 / log(10001)
-    assert merged(updates, used * seen + (1 - used) * white).allclose(merged(updates), atol=1e-9)
+    same = used * seen + (1 - used) * white
+    added = untold(updates, white)  # to what was measured
+    less = added / (1 + added)
+    assert merged(updates, same - less * white).allclose(merged(updates), atol=1e-9)
     assert used == pytest.approx(told, abs=0.06)
     assert relative(merged(updates, white), merged(updates)) > 0.02
 
@@ -244,9 +303,12 @@ def test_updates_that_are_long_beside_the_base_are_averaged(c0):
 def test_what_is_added_is_held_to_a_share_of_what_the_base_gives(times):
     updates, c0 = random_updates(24, 40, 3, 24, 1.0, seed=8), inputs(40)
     mean, alone = torch.stack(updates).mean(0), merged(updates, c0)
-    added = float((alone @ c0 * alone).sum()) ** 0.5
+    beyond = untold(updates, c0)
+    added = float((alone @ c0 * alone + beyond * alone.square()).sum()) ** 0.5
     kept = (1 + times**4) ** -0.25  # the rest is the average
-    found = beside(updates, 1e9, c0, outputs=added / times / 0.15)
+    size = 4.0 * sum(float(u.square().sum()) for u in updates) ** 0.5
+    outputs = ((added / times / 0.15) ** 2 - beyond * size**2) ** 0.5
+    found = beside(updates, size, c0, outputs=outputs)
     assert relative(found, kept * alone + (1 - kept) * mean) < 1e-2
 
 
@@ -309,8 +371,8 @@ def test_factors_and_product_agree_beside_the_base(c0):
 
 @pytest.mark.parametrize("turned", [False, True], ids=["axes", "turned"])
 @pytest.mark.parametrize("nothing", [False, True], ids=["elsewhere", "never"])
-def test_beside_a_base_whose_inputs_see_nothing_its_weights_count(turned, nothing):
-    """Old: factors were held against outputs, in the inputs' units, by the rule of weights."""
+def test_factors_and_product_agree_where_inputs_see_nothing_of_them(turned, nothing):
+    """What is left of them is rounding; where nothing came in at all the base's weights count."""
     read = (torch.arange(40) < 20).double()
     turn = torch.eye(40, dtype=torch.float64)
     if turned:
@@ -320,13 +382,12 @@ def test_beside_a_base_whose_inputs_see_nothing_its_weights_count(turned, nothin
     factors = [LowRank(draw(24, r), (draw(r, 40) * read) @ turn.T) for r in (2, 4, 3)]
     base = 10.0 * torch.randn(24, 40, generator=seeded(1), dtype=torch.float64)
     c0 = (0.0 if nothing else 1e4) * (turn * (1 - read)) @ turn.T
-    expected = beside([factor.dense() for factor in factors], float(base.norm()))
-    found = covmerge.merge_layer(factors, "auto", base=base, base_inputs=c0)
-    assert relative(found.dense(), expected) < 1e-6
-    if nothing or not turned:  # elsewhere what is left of them is rounding
-        dense = [factor.dense() for factor in factors]
-        whole = covmerge.merge_layer(dense, "auto", base=base, base_inputs=c0)
-        assert relative(whole, expected) < 1e-6
+    dense = [factor.dense() for factor in factors]
+    found = covmerge.merge_layer(factors, "auto", base=base, base_inputs=c0).dense()
+    whole = covmerge.merge_layer(dense, "auto", base=base, base_inputs=c0)
+    assert relative(found, whole) < 1e-6
+    if nothing:
+        assert relative(whole, beside(dense, float(base.norm()))) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -358,6 +419,8 @@ def test_a_merge_knows_how_long_the_base_is_within_its_blocks(dtype):
 
 def test_updates_that_the_base_sees_nothing_of_are_not_alike():
     """Old: 0/0, and N was 1."""
+    nothing = Likeness.of(torch.zeros(3, 3).double(), torch.ones(3).double())
+    assert nothing.experts == 3.0 and nothing.agreement == 1.0
     seen = torch.arange(40) < 20
     updates = [update.double() for update in random_updates(24, 40, 3, 24, 1.0, seed=0)]
     updates = [updates[0], *(update * ~seen for update in updates[1:])]

@@ -13,8 +13,10 @@ from covmerge.linalg.cholesky import log_det
 from covmerge.linalg.spectral import float64_gram
 from covmerge.linalg.symmetric import gram
 
+# What nobody tells of a covariance is unknown and not absent: so much of its mean eigenvalue is added.
+UNTOLD = 0.1
 # An eigenvalue that is so small beside their mean is of an input that is hardly used.
-_UNUSED = 1e-4
+HARDLY_USED = 1e-4
 # Rounding may move the 1 beside it by so much.
 _OFF = 0.25
 
@@ -104,16 +106,16 @@ def _resolved(grams: Tensor) -> Tensor:
     """
     energies = grams.diagonal(dim1=-2, dim2=-1)
     off = torch.finfo(grams.dtype).eps * (energies.amax(-1) * energies.sum(-1)).sqrt()
-    return off < _OFF * _UNUSED
+    return off < _OFF * HARDLY_USED
 
 
 def _beside_faint(gram: Tensor) -> Tensor:
     """I + 10⁴Ĝ, of one or of several."""
-    found = gram / _UNUSED
+    found = gram / HARDLY_USED
     found.diagonal(dim1=-2, dim2=-1).add_(1.0)
     return found
 
 
 def _share(log_det_of: float, d_in: int) -> float:
-    share = log_det_of / (d_in * log1p(1.0 / _UNUSED))
+    share = log_det_of / (d_in * log1p(1.0 / HARDLY_USED))
     return share if share < 1.0 or isnan(share) else 1.0

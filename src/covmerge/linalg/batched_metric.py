@@ -34,9 +34,11 @@ class Metrics:
     definite: Tensor
 
     @classmethod
-    def of(cls, covariances: Tensor) -> Metrics:
-        """The metrics of covariances of any scale."""
+    def of(cls, covariances: Tensor, beside: Sequence[float] | None = None) -> Metrics:
+        """The metrics of covariances of any scale, and of so many times I beside each."""
         whole = covariances.to(torch.float64, copy=True)
+        if beside is not None:
+            whole.diagonal(dim1=1, dim2=2).add_(per_member(beside, whole, axes=1))
         means = whole.diagonal(dim1=1, dim2=2).mean(1)
         whole.div_(per_member(means, whole))
         factors, definite = factorize_all(whole, whole.new_zeros(len(whole)))

@@ -65,10 +65,12 @@ class Metric:
     size: float
 
     @classmethod
-    def of(cls, covariance: Tensor) -> Metric:
-        """The metric of a covariance of any scale but 0."""
-        mean = covariance.diagonal().to(torch.float64).mean()
-        return cls(covariance.to(torch.float64, copy=True).div_(mean), sqrt(float(mean)))
+    def of(cls, covariance: Tensor, beside: float = 0.0) -> Metric:
+        """The metric of a covariance of any scale but 0, and of so many times I beside it."""
+        whole = covariance.to(torch.float64, copy=True)
+        whole.diagonal().add_(beside)
+        mean = mean_of(whole)
+        return cls(whole.div_(mean), sqrt(mean))
 
     @cached_property
     def factor(self) -> Tensor | None:
@@ -150,13 +152,18 @@ def norm_seen(weights: Tensor, inputs: Tensor) -> float | None:
     """
     if not came_in(inputs):
         return None
-    mean = float(inputs.diagonal().to(torch.float64).mean())
+    mean = mean_of(inputs)
     lower, total = half(inputs / mean), 0.0
     for rows in row_blocks([weights]):
         block = weights[rows].to(lower)
         seen = times_lower(block, lower)
         total += 2.0 * float(seen.to(torch.float64).mul_(block).sum())
     return sqrt(mean) * sqrt(max(total, 0.0))  # in this order NaN stays
+
+
+def mean_of(inputs: Tensor) -> float:
+    """Return the mean eigenvalue of C."""
+    return float(inputs.diagonal().to(torch.float64).mean())
 
 
 def came_in(inputs: Tensor) -> bool:

@@ -23,7 +23,7 @@ from covmerge.linalg.auto import (
     symmetric_cost,
     system_choice,
 )
-from covmerge.linalg.metric import Metric, came_in
+from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import rank_tolerance
 from covmerge.linalg.symmetric import add_gram_, mirror_
 from covmerge.methods.auto_batched import auto_batched
@@ -103,9 +103,11 @@ def auto(group: LinearGroup) -> Merged:
 
     R disturbs the experts' outputs least, if updates tell of inputs (ACTMat, ACE). It gives what
     experts share its full length and leaves the rest behind; (K + τ²I)^(−q/2) brings that forward.
-    C₀ = E[z zᵀ] of the layer's inputs in the base says what counts as long: from a statistics file of
-    the base (`covmerge collect BASE`), or without one ψĜ + (1 − ψ)I: Ĝ, Σ s_tw_t Δ_tᵀΔ_t / ‖Δ_t‖² of mean
-    eigenvalue 1, is what the updates tell of the inputs, and ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴))
+    C₀ says what counts as long: Ĉ + 0.1 (1 − ω̄ + 10⁻⁴) I, where Ĉ, E[z zᵀ] of the layer's inputs in the
+    base, of mean eigenvalue 1, comes from a statistics file of the base (`covmerge collect BASE`), and what
+    its random inputs do not show is unknown, as far as the updates do not use all directions, ω̄ = 1; or
+    without one ψĜ + (1 − ψ)I: Ĝ, Σ s_tw_t Δ_tᵀΔ_t / ‖Δ_t‖² of mean eigenvalue 1, is what
+    the updates tell of the inputs, and ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴))
     how much of the layer's inputs they use, 1 for all alike. N counts the experts by how unlike their
     updates are: one expert alone, or copies of one, have N = 1 and come back as they are. φ is the
     share of the layer's directions that the updates use: full fine-tunes use most, where the weakest
@@ -123,9 +125,9 @@ def auto(group: LinearGroup) -> Merged:
     cent at most. It is 0 where the base's weights are not read, and outside the row of blocks.
 
     Args:
-        group: updates `(d_out, d_in)`, and C₀ `(d_in, d_in)` of any scale as `inputs`; a weight
+        group: updates `(d_out, d_in)`, and Ĉ `(d_in, d_in)` of any scale as `inputs`; a weight
             multiplies its expert's covariance and its update in the sum (weights are brought to mean 1
-            first, each counted s_t times). ‖W₀‖ as `base_norm` and ‖W₀C₀^½‖ as
+            first, each counted s_t times). ‖W₀‖ as `base_norm` and ‖W₀Ĉ^½‖ as
             `base_outputs`.
 
     Departs from the paper: there is none; `docs/auto.md` derives it, and `docs/auto-log.md` has what
@@ -141,18 +143,22 @@ def auto(group: LinearGroup) -> Merged:
     if counted is None:
         return Merged(torch.zeros_like(first), Equalised(len(group.updates)))
     measured, told = group.inputs, None
-    if measured is not None and not came_in(measured):
-        return auto(replace(group, inputs=None, base_outputs=None))
+    if measured is not None and not counted.inputs_mean > 0.0:  # nothing ever came in
+        return auto(_unmeasured(group))
     known = measured is not None
     if measured is None:
         measured, told = _told(counted.active, counted.shares)
     rtol = rank_tolerance(group.shape, first.dtype, None)
     fused = least_squares(counted, rtol).to(first.dtype)
-    seen = Metric.of(measured)
     noticed = Equalised(counted.active.unchanged, inputs_known=known, inputs_told=told)
+    seen = Metric.of(measured, counted.untold)
     found = equalise(counted, fused, seen, noticed, rtol=rtol)
-    # What the base's inputs see nothing of.
-    return auto(replace(group, inputs=None, base_outputs=None)) if found is None else found
+    return auto(_unmeasured(group)) if found is None else found  # updates that cancel each other
+
+
+def _unmeasured(group: LinearGroup) -> LinearGroup:
+    """The group as it is where nobody has measured the base's inputs."""
+    return replace(group, inputs=None, inputs_mean=None, base_outputs=None)
 
 
 def _told(active: Active, shares: Tensor) -> tuple[Tensor, float]:

@@ -8,6 +8,7 @@ squares, what the updates tell of the inputs, and the spectra of the outputs, wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from covmerge.linalg.spectral import EXACT, numerical_rank, rank_tolerance
 from covmerge.methods.auto_least_squares import least_squares_all, roots_of_told
 from covmerge.methods.auto_noticed import Equalised
 from covmerge.methods.batched import all_active
+from covmerge.methods.closed_form import Active
 from covmerge.methods.equalise import Counted, Flattening, Likeness, flattening
 from covmerge.types import LinearGroup, Merged
 
@@ -27,8 +29,9 @@ from covmerge.types import LinearGroup, Merged
 def auto_batched(groups: Sequence[LinearGroup]) -> list[Merged | None]:
     """Merge layers `(d_out, d_in)` as `covmerge.methods.auto.auto` merges each; None: it is to do that one.
 
-    Layers whose C₀ was measured are one stack, and the others another. Left to the kernel are an expert
-    that did not change a layer, a C₀ without a Cholesky factor, and a layer of which nothing is seen.
+    Layers whose inputs were measured are one stack, and the others another. Left to the kernel are an
+    expert that did not change a layer, a C₀ without a Cholesky factor, and a layer of which nothing is
+    seen.
 
     Raises:
         LinAlgError: LAPACK ends over one of the eigenproblems; nothing is returned then.
@@ -41,19 +44,25 @@ def auto_batched(groups: Sequence[LinearGroup]) -> list[Merged | None]:
         [True, None]
     """
     found: list[Merged | None] = [None] * len(groups)
-    counted = {
-        place: Counted.of_active(group, active)
-        for place, (group, active) in enumerate(zip(groups, all_active(groups), strict=True))
-        if active is not None
-    }
+    active = {place: own for place, own in enumerate(all_active(groups)) if own is not None}
     for known in (False, True):
-        own = {
-            p: layer for p, layer in counted.items() if (layer.group.inputs is not None) == known
-        }
+        own = {p: a for p, a in active.items() if (groups[p].inputs is not None) == known}
         if len(own) > 1:
-            for place, merged in zip(own, _merged([*own.values()], known=known), strict=True):
+            layers = _counted([groups[place] for place in own], [*own.values()])
+            for place, merged in zip(own, _merged(layers, known=known), strict=True):
                 found[place] = merged
     return found
+
+
+def _counted(groups: Sequence[LinearGroup], active: Sequence[Active]) -> list[Counted]:
+    """How the experts of each layer count; numbers of the device are read for all layers at once."""
+    known = [group.inputs for group in groups if group.inputs is not None]
+    if known:
+        means = numbers(torch.stack([own.diagonal().double().mean() for own in known]))
+        pairs = zip(groups, means, strict=True)
+        groups = [replace(group, inputs_mean=mean) for group, mean in pairs]
+    each = zip(groups, active, _used(active, min(groups[0].shape)), strict=True)
+    return [Counted.of_active(group, own, used) for group, own, used in each]
 
 
 def _merged(layers: Sequence[Counted], *, known: bool) -> list[Merged | None]:
@@ -62,7 +71,7 @@ def _merged(layers: Sequence[Counted], *, known: bool) -> list[Merged | None]:
     rtol = rank_tolerance(layers[0].group.shape, first.dtype, None)
     fused, solved = least_squares_all(layers, rtol)
     inputs, told = _measured(layers) if known else _told(layers)
-    seen = Metrics.of(inputs)
+    seen = Metrics.of(inputs, [layer.untold for layer in layers])
     del inputs
     pairs = zip(solved, flags(seen.definite), strict=True)
     kept = [member for member, (own, definite) in enumerate(pairs) if own and definite]
@@ -77,7 +86,7 @@ def _merged(layers: Sequence[Counted], *, known: bool) -> list[Merged | None]:
 
 
 def _measured(layers: Sequence[Counted]) -> tuple[Tensor, list[float | None]]:
-    """C₀ as it was measured, `(n, d_in, d_in)`; what the updates tell is not asked."""
+    """Ĉ, what was measured of the base's inputs, `(n, d_in, d_in)`, and that no ψ was asked for."""
     inputs = [layer.group.inputs for layer in layers]
     return torch.stack([own for own in inputs if own is not None]), [None] * len(layers)
 
@@ -88,7 +97,7 @@ def _told(layers: Sequence[Counted]) -> tuple[Tensor, list[float]]:
     d_in = layers[0].active.d_in
     grams = first.new_zeros(len(layers), d_in, d_in)
     factors = [roots_of_told(layer.active, layer.shares) for layer in layers]
-    for updates, times in _by_expert(layers, factors):
+    for updates, times in _by_expert([layer.active for layer in layers], factors):
         root = updates.mul_(per_member(times, updates))
         grams.baddbmm_(root.mT, root)
     told = shares_told(grams, d_in)
@@ -106,8 +115,8 @@ def _equalised(
 ) -> Iterator[Merged | None]:
     """Bring the spectra of R `(n, d_out, d_in)` nearer to flat, as `covmerge.methods.equalise.equalise`."""
     dots = seen.dots([layer.active.updates for layer in layers])
-    each = zip(dots, layers, _used(layers), strict=True)
-    alike = [Likeness.of(own, layer.shares, used) for own, layer, used in each]
+    each = zip(dots, layers, strict=True)
+    alike = [Likeness.of(own, layer.shares) for own, layer in each]
     found = spectra(seen.seen(fused))
     counts: list[int] = []
     for own, layer, said in zip(found.sigma.cpu(), layers, noticed, strict=True):
@@ -138,12 +147,11 @@ def _equalised(
             yield Merged(delta, own.noticed if beside is None else own.noticed.going(beside))
 
 
-def _used(layers: Sequence[Counted]) -> list[tuple[float, ...]]:
+def _used(layers: Sequence[Active], directions: int) -> list[tuple[float, ...]]:
     """ω_t of the experts, of every layer."""
-    directions = min(layers[0].group.shape)
     by_expert = [
         shares_used(updates, sizes, directions)
-        for updates, sizes in _by_expert(layers, [layer.active.norms for layer in layers])
+        for updates, sizes in _by_expert(layers, [layer.norms for layer in layers])
     ]
     return list(zip(*by_expert, strict=True))
 
@@ -152,15 +160,15 @@ def _weighted(layers: Sequence[Counted], weights: Sequence[Sequence[float]]) -> 
     """Σ_t of multiples of the updates, `(n, d_out, d_in)`."""
     first = layers[0].active.updates[0]
     total = first.new_zeros(len(layers), *first.shape)
-    for updates, own in _by_expert(layers, weights):
+    for updates, own in _by_expert([layer.active for layer in layers], weights):
         total.addcmul_(updates, per_member(own, total))
     return total
 
 
 def _by_expert(
-    layers: Sequence[Counted], values: Sequence[Sequence[float]]
+    layers: Sequence[Active], values: Sequence[Sequence[float]]
 ) -> Iterator[tuple[Tensor, list[float]]]:
     """Of one expert after another its updates in all layers, a copy, and its number in each."""
     for t in range(len(values[0])):
-        updates = torch.stack([layer.active.updates[t] for layer in layers])
+        updates = torch.stack([layer.updates[t] for layer in layers])
         yield updates, [own[t] for own in values]

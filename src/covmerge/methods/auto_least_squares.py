@@ -18,6 +18,7 @@ from covmerge.covariance.batched import BatchedEquations, batched_equations
 from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.mixed import solve_mixed
 from covmerge.covariance.normal import normal_equations
+from covmerge.covariance.told import UNTOLD
 from covmerge.linalg.auto import precision_choice
 from covmerge.linalg.batched import (
     all_finite,
@@ -35,8 +36,6 @@ from covmerge.methods.closed_form import Active, solve_ridge
 from covmerge.methods.equalise import Counted
 from covmerge.types import Rounding
 
-# What no update tells of the inputs' covariance, as a share of its mean eigenvalue.
-_UNSEEN = 0.1
 # An eigenvalue that is larger than where the rank ends by so much is in it, whatever rounding did.
 _CLEARLY = 1.1
 
@@ -128,7 +127,7 @@ def _within_rank(
 def _covariances(counted: Counted) -> list[Covariance]:
     """s_tw_t C_t of every expert, with b_t as the length of its update."""
     active = counted.active
-    ridge = _UNSEEN / active.d_in
+    ridge = UNTOLD / active.d_in
     each = zip(active.updates, active.norms, counted.bounds, strict=True)
     counts = zip(active.weights, counted.shares, strict=True)
     return [

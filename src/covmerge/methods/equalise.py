@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import expm1, log1p, sqrt
+from math import expm1, hypot, log1p, sqrt
 
 import torch
 from torch import Tensor
 
-from covmerge.covariance.told import share_used
+from covmerge.covariance.told import HARDLY_USED, UNTOLD, share_used
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.metric import Metric
+from covmerge.linalg.metric import Metric, mean_of
 from covmerge.linalg.spectral import EXACT
 from covmerge.methods.auto_noticed import Equalised
 from covmerge.methods.closed_form import Active, active_experts, stack_weighted
@@ -46,25 +46,32 @@ class Counted:
         active: those that changed it.
         bounds: b_t.
         shares: s_t, float64.
+        used: ω_t `(T,)`, float64, the share of the layer's directions that each update uses.
     """
 
     group: LinearGroup
     active: Active
     bounds: list[float]
     shares: Tensor
+    used: Tensor
 
     @classmethod
     def of(cls, group: LinearGroup) -> Counted | None:
         """How the experts of a group count; None where none changed the layer."""
         active = active_experts(group)
-        return cls.of_active(group, active) if active.updates else None
+        if not active.updates:
+            return None
+        pairs = zip(active.updates, active.norms, strict=True)
+        used = [share_used(update, size, min(group.shape)) for update, size in pairs]
+        return cls.of_active(group, active, used)
 
     @classmethod
-    def of_active(cls, group: LinearGroup, active: Active) -> Counted:
-        """The same where those that changed the layer are known; there is one at least."""
+    def of_active(cls, group: LinearGroup, active: Active, used: Sequence[float]) -> Counted:
+        """The same where those that changed the layer are known, one at least, and ω_t."""
         bounds = _bounds(active)
         sizes = [size * own for size, own in zip(active.norms, bounds, strict=True)]
-        return cls(group, active, bounds, _shares(sizes))
+        share_of_each = torch.tensor(used, dtype=torch.float64)
+        return cls(group, active, bounds, _shares(sizes), share_of_each)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -96,7 +103,8 @@ class Counted:
         if base_outputs is None:
             left = log1p(_times(together, _OF_WEIGHTS * base_norm) ** 4)
         else:
-            held = log1p(_times(outputs, _OF_OUTPUTS * base_outputs) ** 4) / 4.0
+            gives = hypot(base_outputs, sqrt(self.untold) * base_norm)
+            held = log1p(_times(outputs, _OF_OUTPUTS * gives) ** 4) / 4.0
             left = held + log1p(_times(together, base_norm) ** 4)
         return -expm1(-left)
 
@@ -106,11 +114,38 @@ class Counted:
         pairs = zip(self.in_sum, own, strict=True)
         return [times * weight * float(share) for weight, share in pairs]
 
-    def used(self) -> list[float]:
-        """ω_t, the share of the layer's directions that each update uses."""
-        directions = min(self.group.shape)
-        pairs = zip(self.active.updates, self.active.norms, strict=True)
-        return [share_used(update, size, directions) for update, size in pairs]
+    @cached_property
+    def mean_used(self) -> float:
+        """ω̄ = Σ s_tω_t / Σ s_t."""
+        return float((self.shares * self.used).sum() / self.shares.sum())
+
+    @cached_property
+    def uneven(self) -> float:
+        """η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)): 0 where all use equally many of the layer's directions.
+
+        It is 1 where some use all and the others none.
+        """
+        apart = (self.used - self.mean_used).square()
+        variance = float((self.shares * apart).sum() / self.shares.sum())
+        most = self.mean_used * (1.0 - self.mean_used)
+        return min(1.0, variance / most) if most > 0.0 else 0.0
+
+    @cached_property
+    def inputs_mean(self) -> float:
+        """The mean eigenvalue of the group's `inputs` in the layer's own axes; 0 where nobody has them."""
+        inputs, mean = self.group.inputs, self.group.inputs_mean
+        if inputs is None:
+            return 0.0
+        return mean_of(inputs) if mean is None else mean
+
+    @cached_property
+    def untold(self) -> float:
+        """0.1 (1 − ω̄) of `inputs_mean`: times I it is added to `inputs`, for what these do not show.
+
+        A trace of it is left where all directions are in use, so that what inputs see nothing of is no
+        matter of rounding.
+        """
+        return UNTOLD * (1.0 - self.mean_used + HARDLY_USED) * self.inputs_mean
 
     def rounding_of_sum(self) -> Rounding:
         """What rounding of the stored weights gives to Σ w_tb_tΔ_t."""
@@ -129,30 +164,27 @@ class Counted:
             shares=self.of_all([float(own) for own in self.shares]),
             bounds=self.of_all(self.bounds),
             unlike_experts=alike.experts,
-            uneven_use=alike.uneven,
+            uneven_use=self.uneven,
         )
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """How alike the experts' updates are, as the inputs see them, and how evenly they use directions.
+    """How alike the experts' updates are, as the inputs see them.
 
     Attributes:
         lengths: ‖Δ_tC₀^½‖ `(T,)`, float64.
         experts: N, as how many of no common direction they count.
         agreement: Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), 1 at most.
-        uneven: η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)), 0 where all use equally many of the layer's
-            directions, 1 where some use all and the others none.
     """
 
     lengths: Tensor
     experts: float
     agreement: float
-    uneven: float
 
     @classmethod
-    def of(cls, dots: Tensor, shares: Tensor, used: Sequence[float]) -> Likeness:
-        """By ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64, and ω_t.
+    def of(cls, dots: Tensor, shares: Tensor) -> Likeness:
+        """By ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64.
 
         Two updates without outputs have nothing in common.
         """
@@ -161,15 +193,10 @@ class Likeness:
         cosines = (dots / torch.outer(lengths, lengths)).square()
         cosines = cosines.clamp_max(1.0).fill_diagonal_(1.0)
         alike = float((shares * (cosines @ shares)).sum())
-        own = shares / shares.sum()
-        wide = torch.tensor(used, dtype=torch.float64)
-        mean = float((own * wide).sum())
-        uneven = float((own * (wide - mean).square()).sum())
         return cls(
             lengths,
             max(1.0, float(shares.sum()) ** 2 / alike),
             min(1.0, float(shares.square().sum()) / alike),
-            min(1.0, uneven / most) if (most := mean * (1.0 - mean)) > 0.0 else 0.0,
         )
 
 
@@ -207,7 +234,7 @@ def flattening(
     known = noticed.inputs_known
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
-    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0) * (1.0 - alike.uneven)
+    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0) * (1.0 - counted.uneven)
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
     scale = alike.agreement * whole / float((sigma * lift).sum())
     lifted = sigma * lift * scale
@@ -247,7 +274,7 @@ def equalise(
         None where nothing of R is seen, though inputs are known.
     """
     active, known = counted.active, noticed.inputs_known
-    alike = Likeness.of(seen.dots(active.updates), counted.shares, counted.used())
+    alike = Likeness.of(seen.dots(active.updates), counted.shares)
     rounding = EXACT if known else counted.rounding_of_sum()
     spectrum = seen.spectrum(fused, rtol=rtol, rounding=rounding)
     noticed = counted.noticed(noticed, alike)

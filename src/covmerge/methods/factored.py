@@ -21,6 +21,7 @@ from covmerge.covariance.measured import check_shapes
 from covmerge.linalg.basis import Basis, basis_of
 from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.lapack import svd
+from covmerge.linalg.metric import mean_of
 from covmerge.methods.registry import Method, Parameters, Sides
 from covmerge.types import Frame, Json, LinearGroup, LowRank, Measured
 
@@ -106,14 +107,12 @@ def merge_factors(
     """
     check_shapes([own.value for own in measured], "gram", updates[0].shape, method=method.name)
     reduced = _reduce(method.sides_for(parameters), updates, weights)
-    seen = None if inputs is None else _turned(inputs, reduced.right)
-    if inputs is not None and seen is not None and not _anything_of(seen, inputs):
-        seen = base_outputs = None  # what is left is rounding
     group = replace(
         reduced.group,
         thresholds=None if thresholds is None else tuple(thresholds),
         measured=tuple(replace(own, value=_turned(own.value, reduced.right)) for own in measured),
-        inputs=seen,
+        inputs=None if inputs is None else _turned(inputs, reduced.right),
+        inputs_mean=None if inputs is None else mean_of(inputs),
         base_norm=base_norm,
         base_outputs=base_outputs,
     )
@@ -169,12 +168,6 @@ def _turned(gram: Tensor, right: Basis | None) -> Tensor:
         return gram
     columns, mix = right.columns.to(torch.float64), right.mix
     return mix.mT @ (columns.mT @ (gram.to(torch.float64) @ columns)) @ mix
-
-
-def _anything_of(turned: Tensor, gram: Tensor) -> bool:
-    """Whether a Gram matrix that was written in a basis has anything there but rounding."""
-    least = torch.finfo(gram.dtype).eps * float(gram.diagonal().sum())
-    return float(turned.diagonal().sum()) > least
 
 
 def _near_one(factors: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:

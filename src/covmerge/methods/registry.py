@@ -217,7 +217,7 @@ class Method(Declared):
             and a tensor that it returns is W̄ itself.
         experts: the fewest and the most experts that it merges; None: there is no most.
         base_inputs: `LinearGroup.inputs` is what was measured of the base's layer inputs, where anything
-            was; it can do without.
+            was, written in the basis of adapters (`inputs_mean` is of before); it can do without.
         base_norm: `LinearGroup.base_norm` is how long W_0 is, where it was read, and with `base_inputs`
             `LinearGroup.base_outputs` how long what it gives; it can do without.
         stands_alone: whether the merged weights do not depend on W_0, so that there need not be one; or a

@@ -142,7 +142,13 @@ def auto(group: LinearGroup) -> Tensor:
     if group.inputs is not None and not group.inputs.any():
         return auto(replace(group, inputs=None, base_outputs=None))
     if group.inputs is not None:
-        found = equalised(group, R, group.inputs.double())
+        omega = [share_used(d) for d, _ in changed]
+        unused = 1 - sum(own * x for own, x in zip(s, omega, strict=True)) / sum(s)
+        beside = 0.1 * (unused + 10**-4) * float(group.inputs.double().diagonal().mean())
+        if group.base_outputs is not None and group.base_norm is not None:
+            gives = (group.base_outputs**2 + beside * group.base_norm**2) ** 0.5
+            group = replace(group, base_outputs=gives)
+        found = equalised(group, R, group.inputs.double() + beside * identity(d_in))
         return auto(replace(group, inputs=None, base_outputs=None)) if found is None else found
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
     psi = share_told(G)
@@ -159,7 +165,7 @@ def share_told(G: Tensor) -> float:
 def share_used(D: Tensor) -> float:
     """ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), m = min(d_out, d_in)  (docs/auto.md)."""
     U = (D if len(D) >= D.shape[1] else D.T) / length(D)
-    return share_told(min(D.shape) * U.T @ U)
+    return min(1.0, share_told(min(D.shape) * U.T @ U))
 
 
 def equalised(

@@ -44,6 +44,7 @@ CONSTANTS: Mapping[str, Mapping[str, Any]] = {
         "faint": (0.001, 0.1),
         "dense": (0.25, 0.4, 0.6, 0.75),
         "sparse": (0.5, 0.65, 0.85, 1.0),
+        "untold": (0.0, 0.03, 0.3),
         "power": (1.0, 4.0),
         "uneven": (0.5, 2.0),
         "unfelt": (1e-5, 1e-3),
@@ -67,9 +68,9 @@ class Default(Study):
     parts = (*_WITH_INPUTS, *_ALONE)
     about = (
         "What every part of the default method is worth, with the base's inputs and by weights alone, and "
-        "how much each of its constants matters: 0.1, 0.01, 2, 0.01 and 0.15 (⅓ by weights alone), the "
-        "exponents ½ and ¾ between which q lies, the powers of N and of 1 − η, ω's 0.0001, and by weights "
-        "alone ψ's 0.0001 and how much of C₀ the updates tell. One thing is changed at a time "
+        "how much each of its constants matters: 0.1 (twice), 0.01, 2, 0.01 and 0.15 (⅓ by weights alone), "
+        "the exponents ½ and ¾ between which q lies, the powers of N and of 1 − η, ω's 0.0001, and by "
+        "weights alone ψ's 0.0001 and how much of C₀ the updates tell. One thing is changed at a time "
         "(docs/auto.md has the equation)."
     )
 

@@ -42,6 +42,7 @@ def auto_with(
     uneven: float | None = 1.0,
     unfelt: float = 1e-4,
     length: Literal["agreement", "sum", "start"] = "agreement",
+    untold: float = 0.1,
     unused: float = 1e-4,
     told: float | None = None,
     beside: float | Literal["auto"] | None = "auto",
@@ -49,7 +50,7 @@ def auto_with(
     """W̄ = W₀ + (1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, of docs/auto.md, naive and in float64.
 
     Args:
-        group: updates `(d_out, d_in)`, C₀ as `inputs`, ‖W₀‖ as `base_norm` and ‖W₀C₀^½‖ as `base_outputs`.
+        group: updates `(d_out, d_in)`, Ĉ as `inputs`, ‖W₀‖ as `base_norm` and ‖W₀Ĉ^½‖ as `base_outputs`.
             All experts weigh the same.
         start: what R is: the regression, or ΣΔ_t.
         ridge: beside ΔᵀΔ/‖Δ‖², as a share of its mean eigenvalue (0.1 I/d_in).
@@ -64,6 +65,7 @@ def auto_with(
             use.
         length: what λ makes the outputs' singular values add up to: those of (ΣΔ_t)C₀^½, times the
             agreement of copies or not, or those of R.
+        untold: with `inputs`, what is added to them as a share of their mean eigenvalue, times 1 − ω̄.
         unused: without `inputs`, an eigenvalue of what the updates tell so small beside the mean is hardly
             of an input in use.
         told: without `inputs`, how much of C₀ is what the updates tell, the rest I; None: as much as they
@@ -86,6 +88,9 @@ def auto_with(
         bounds = ((1.0 + long**-4.0) / (1.0 + times**4.0)) ** 0.25
         updates = [own * update for own, update in zip(bounds, updates, strict=True)]
         energies, shares = _shares(updates, small)
+    used = torch.tensor([_used(update, unfelt) for update in updates], dtype=torch.float64)
+    mean_used = (shares * used).sum() / shares.sum()
+    base_outputs = group.base_outputs
     if group.inputs is None:
         units = zip(shares / energies, updates, strict=True)
         inputs = sum(own * (unit.mT @ unit) for own, unit in units) * (d_in / shares.sum())
@@ -96,6 +101,10 @@ def auto_with(
         inputs.diagonal().add_(1.0 - told)
     else:
         inputs = group.inputs.double()
+        beside_them = untold * float((1.0 - mean_used + unfelt) * inputs.diagonal().mean())
+        inputs = inputs + beside_them * torch.eye(d_in, dtype=torch.float64)
+        if base_outputs is not None and group.base_norm is not None:
+            base_outputs = (base_outputs**2 + beside_them * group.base_norm**2) ** 0.5
     unit = 1.0 if group.inputs is None else float(inputs.diagonal().sum() / d_in)
     inputs = inputs * (d_in / float(inputs.diagonal().sum()))
     total = torch.stack(updates).sum(0)
@@ -117,11 +126,10 @@ def auto_with(
     if power is not None:
         exponent *= 1.0 - unlike**-power
     if uneven is not None:
-        used = torch.tensor([_used(update, unfelt) for update in updates], dtype=torch.float64)
-        mean = (shares * used).sum() / shares.sum()
-        variance = (shares * (used - mean).square()).sum() / shares.sum()
-        if mean < 1.0:
-            exponent *= float((1.0 - variance / (mean * (1.0 - mean))).clamp(0.0, 1.0)) ** uneven
+        variance = (shares * (used - mean_used).square()).sum() / shares.sum()
+        if mean_used < 1.0:
+            most = mean_used * (1.0 - mean_used)
+            exponent *= float((1.0 - variance / most).clamp(0.0, 1.0)) ** uneven
     lift = (energy + floor) ** (-exponent / 2.0)
     wanted = sigma.sum()
     if length != "start":
@@ -132,13 +140,13 @@ def auto_with(
     if beside is not None and group.base_norm is not None:
         together = float((shares * energies).sum()) ** 0.5
         tiny = 1e-60 * together  # beside a base of zeros
-        if group.base_outputs is None:
+        if base_outputs is None:
             share = 1.0 / 3.0 if beside == "auto" else beside
             away = 1.0 - 1.0 / (1.0 + (together / max(share * group.base_norm, tiny)) ** 4)
         else:
             outputs = (unit * float((merged @ inputs * merged).sum())) ** 0.5
             share = 0.15 if beside == "auto" else beside
-            held = (1.0 + (outputs / max(share * group.base_outputs, tiny)) ** 4) ** -0.25
+            held = (1.0 + (outputs / max(share * base_outputs, tiny)) ** 4) ** -0.25
             away = 1.0 - held / (1.0 + (together / max(group.base_norm, tiny)) ** 4)
         parts = [own * update for own, update in zip(shares, updates, strict=True)]
         mean = torch.stack(parts).sum(0) / shares.sum()
