@@ -142,13 +142,14 @@ def auto(group: LinearGroup) -> Tensor:
     if group.inputs is not None and not group.inputs.any():
         return auto(replace(group, inputs=None, base_outputs=None))
     if group.inputs is not None:
+        inputs = group.inputs.double()
         omega = [share_used(d) for d, _ in changed]
         unused = 1 - sum(own * x for own, x in zip(s, omega, strict=True)) / sum(s)
-        beside = 0.1 * (unused + 10**-4) * float(group.inputs.double().diagonal().mean())
+        beside = 0.1 * (unused + 10**-4) * float(inputs.diagonal().mean())
         if group.base_outputs is not None and group.base_norm is not None:
             gives = (group.base_outputs**2 + beside * group.base_norm**2) ** 0.5
             group = replace(group, base_outputs=gives)
-        found = equalised(group, R, group.inputs.double() + beside * identity(d_in))
+        found = equalised(group, R, inputs + beside * identity(d_in))
         return auto(replace(group, inputs=None, base_outputs=None)) if found is None else found
     G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
     psi = share_told(G)
