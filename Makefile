@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A worker for each core and three more, each with one thread of torch unless the caller wants more: tests wait
+# A worker for each core and two more, each with one thread of torch unless the caller wants more: tests wait
 # for processes, clusters and servers that they start, and no core is to be idle meanwhile. A file's tests stay
 # together, as they share what is expensive to make, and conftest.py puts the long ones first.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 3)")
+WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 2)")
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test lint style types boundaries site tests fast slow coverage lock bench clean
