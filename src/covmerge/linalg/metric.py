@@ -150,9 +150,9 @@ def norm_seen(weights: Tensor, inputs: Tensor) -> float | None:
         >>> norm_seen(torch.tensor([[1.0, 3.0]]), torch.diag(torch.tensor([7.0, 1.0])))
         4.0
     """
-    if not came_in(inputs):
-        return None
     mean = mean_of(inputs)
+    if not mean > 0.0:
+        return None
     lower, total = half(inputs / mean), 0.0
     for rows in row_blocks([weights]):
         block = weights[rows].to(lower)
@@ -164,11 +164,6 @@ def norm_seen(weights: Tensor, inputs: Tensor) -> float | None:
 def mean_of(inputs: Tensor) -> float:
     """Return the mean eigenvalue of C."""
     return float(inputs.diagonal().to(torch.float64).mean())
-
-
-def came_in(inputs: Tensor) -> bool:
-    """Whether anything ever came in."""
-    return float(inputs.diagonal().sum()) > 0.0
 
 
 def row_blocks(updates: Sequence[Tensor]) -> Iterator[slice]:
