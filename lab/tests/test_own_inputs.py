@@ -249,6 +249,23 @@ def test_the_default_beside_tuned_methods(small_text, tmp_path):
     assert "core_space" not in tuned.grids("full")
 
 
+def test_some_methods_are_tuned_alone_but_for_task_arithmetic(small_text):
+    study = STUDIES["tuned"](["knots"])
+    found = study.run(small_text, [Variant("full", 0), Variant("lora", 0)])
+    (group,) = found.numbers["groups"]  # KnOTS is of adapters
+    tuned_ones = {row["title"] for row in group["rows"] if row["title"].endswith(", tuned")}
+    assert tuned_ones == {"knots, tuned", "task_arithmetic, tuned"}
+
+
+def test_what_lies_at_the_end_of_its_grid_is_marked():
+    grid = [{"density": 0.2, "scale": scale} for scale in (0.5, 1.0, 2.0)]
+    assert [tuned._chosen(parameters, grid) for parameters in grid] == [
+        "density 0.2, scale 0.5 (the least tried)",
+        "density 0.2, scale 1",
+        "density 0.2, scale 2 (the most tried)",
+    ]
+
+
 def test_methods_are_tuned_for_each_number_of_experts_of_a_suite(small_text, monkeypatch):
     monkeypatch.setattr(tuned, "grids", lambda kind: {"task_arithmetic": [{"scale": 0.3}]})
     monkeypatch.setattr(SmallText, "subsets", property(lambda s: [[*s.tasks], [*s.tasks][:1]]))
@@ -316,7 +333,8 @@ def test_what_half_precision_costs(small_text, monkeypatch, tmp_path):
             ["full"],
             "'adapters of rank 4' is of other experts than full",
         ),
-        ("tuned", ["auto"], None, "'tuned' has no parts: leave out --only 'auto'"),
+        ("tuned", ["knots"], ["full"], "'knots' is of other experts than full: pass the other"),
+        ("entries", ["auto"], None, "'entries' has no parts: leave out --only 'auto'"),
     ],
 )
 def test_a_part_that_a_study_has_not_is_refused_before_anything_is_written(

@@ -12,7 +12,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from covmerge.errors import InputError
 from covmerge_lab import merging
 from covmerge_lab.bench import EXPERTS, Bench, Outcome, bounds
 from covmerge_lab.collecting import BASE
@@ -21,7 +20,7 @@ from covmerge_lab.models import Merge, Section
 from covmerge_lab.studies.altered import lengthened, random_like
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
-from covmerge_lab.suite import Kind, Suite, Variant
+from covmerge_lab.suite import Kind, Variant
 from covmerge_lab.summary import Group, Row, difference, summarise
 from covmerge_lab.training import RANK
 from covmerge_lab.workers import Job
@@ -176,15 +175,9 @@ class Regimes(Study):
         "random? Known methods at their defaults, Task Arithmetic tuned on labels, on the same experts."
     )
 
-    def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
-        """See `Study.check`."""
-        found = {regime.name for kind in kinds for regime in self._of(kind)}
-        for name in self.only:
-            if name not in found:
-                raise InputError(
-                    f"study '{self.name}': '{name}' is of other experts than {', '.join(kinds)}: pass the "
-                    f"other --kind, or leave out --only '{name}'"
-                )
+    def parts_of(self, kind: Kind) -> Sequence[str]:
+        """See `Study.parts_of`."""
+        return [regime.name for regime in REGIMES if regime.kind in (None, kind)]
 
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
         """See `Study.run`."""
@@ -204,8 +197,8 @@ class Regimes(Study):
         return Findings({"kinds": numbers}, "\n\n".join([*texts, _LEGEND]), pictures)
 
     def _of(self, kind: Kind) -> list[Regime]:
-        names = self.only or self.parts
-        return [each for each in REGIMES if each.name in names and each.kind in (None, kind)]
+        names = {*(self.only or self.parts)} & {*self.parts_of(kind)}
+        return [each for each in REGIMES if each.name in names]
 
 
 _LEGEND = f"""\

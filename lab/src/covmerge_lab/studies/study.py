@@ -61,12 +61,23 @@ class Study(ABC):
                 )
         self.only = tuple(dict.fromkeys(only))
 
-    def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:  # noqa: B027 - most take any
+    def parts_of(self, kind: Kind) -> Sequence[str]:
+        """Return the parts that are a question of one kind of experts."""
+        return self.parts
+
+    def check(self, suite: Suite, kinds: Sequence[Kind]) -> None:
         """Refuse a suite or experts that it cannot run on, before anything is fetched.
 
         Raises:
             InputError: it cannot.
         """
+        found = {part for kind in kinds for part in self.parts_of(kind)}
+        for part in self.only:
+            if part not in found:
+                raise InputError(
+                    f"study '{self.name}': '{part}' is of other experts than {', '.join(kinds)}: pass the "
+                    f"other --kind, or leave out --only '{part}'"
+                )
 
     @abstractmethod
     def run(self, bench: Bench, variants: Sequence[Variant]) -> Findings:
