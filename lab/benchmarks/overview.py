@@ -1,15 +1,16 @@
 """All suites side by side: `python -m benchmarks.overview` writes the table of docs/results.md.
 
-It is of the committed results: mean accuracy of every model, by suite and kind of experts. Rows that a
-table lacks are of `*-newer`, the methods that came later on the same trainings, and then of one
-training that was run on its own: `text/lora-auto`, with `auto` as it is now, before `text/lora-measured`,
-with `auto_measured`, and that before `text/lora-first`. Experts that were trained once may have these only.
+It is of the committed results: mean accuracy of every model, by suite and kind of experts. A row is of
+`text/lora-auto`, with `auto` as it is now, where that has it, then of `text/lora` and of `-newer`, the
+methods that came later; rows of all trainings go before those of one that was run on its own, of which
+`-measured`, with `auto_measured`, before `-first`. Experts that were trained once may have these only.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from covmerge_lab.models import Section
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
-LATER = ("-newer", "-auto", "-measured", "-first")  # of folders, the first that has a row gives it
-ONCE, OTHER = "¹", "²"
+FOLDERS = ("-auto", "", "-newer", "-measured", "-first")  # the first that has a row gives it
+MARKS = ("", "¹", "²")  # of all trainings of a table, of the first of them, of another one
 _EXPERTS = "experts, each on its task"
 SUITES = ("text", "vision", "llm")
 _KINDS = {"full": "full", "lora": "LoRA"}
@@ -43,26 +44,29 @@ def columns(results: Path = RESULTS) -> list[Column]:
     found: list[Column] = []
     for suite in SUITES:
         for kind, name in _KINDS.items():
-            later = [group for end in LATER for group in _groups(results / suite / (kind + end))]
-            groups = {len(group["tasks"]): group for group in _groups(results / suite / kind)}
-            for count in groups or dict.fromkeys(len(group["tasks"]) for group in later):
-                others = [group for group in later if len(group["tasks"]) == count]
-                group = groups.get(count)
-                rows = {row["title"]: row for row in group["rows"]} if group else {}
-                of = _trainings(group or others[0])
-                for other in others:
-                    mark = _mark(_trainings(other), of)
-                    for row in other["rows"]:
-                        rows.setdefault(row["title"], {**row, "mark": mark})
+            folder = results / suite
+            groups = [group for end in FOLDERS for group in _groups(folder / (kind + end))]
+            whole = _groups(folder / kind) or groups
+            for count in dict.fromkeys(len(group["tasks"]) for group in whole):
+                of = next(_trainings(group) for group in whole if len(group["tasks"]) == count)
+                marked = [
+                    (_mark(_trainings(group), of), group)
+                    for group in groups
+                    if len(group["tasks"]) == count
+                ]
+                rows: dict[str, dict[str, Any]] = {}
+                for mark, group in sorted(marked, key=itemgetter(0)):
+                    for row in group["rows"]:
+                        rows.setdefault(row["title"], {**row, "mark": MARKS[mark]})
                 found.append(Column(f"{suite}, {name}, {count}", rows))
     return found
 
 
-def _mark(own: list[float], of: list[float]) -> str:
-    """Say whether a row is of all trainings of its table, of the first of them, or of another."""
+def _mark(own: list[float], of: list[float]) -> int:
+    """Return which of `MARKS` is theirs."""
     if own == of:
-        return ""
-    return ONCE if own[0] == of[0] else OTHER
+        return 0
+    return 1 if own[0] == of[0] else 2
 
 
 def _trainings(group: dict[str, Any]) -> list[float]:
