@@ -129,6 +129,16 @@ def test_bad_checkpoint(damage, tmp_path):
     assert not (experts["e2"] / "executed").exists()
 
 
+def test_a_base_that_is_not_finite_is_helped_by_no_rule(tmp_path):
+    base, experts = save_family("bert", tmp_path, experts=2)
+    nan(base)
+    flags = [f"--expert={name}={path}" for name, path in experts.items()]
+    ran = covmerge("merge", "--base", base, *flags, tmp_path / "out", code=2)
+    assert f"'{WEIGHT}' of the base holds 1 NaN or Inf" in " ".join(ran.stderr.split())
+    assert "Fetch the checkpoint again." in " ".join(ran.stderr.split())
+    assert "rule" not in ran.stderr
+
+
 @pytest.mark.parametrize("damage", CASES, ids=lambda damage: damage.__name__)
 def test_the_dry_run_finds_what_headers_show(damage, tmp_path):
     base, experts = save_family("bert", tmp_path, experts=2)

@@ -42,7 +42,7 @@ def merge(
             metavar="NAME",
             rich_help_panel=options.HOW,
             help="Merge method, see `covmerge methods`. Without one, and without one in the recipe: "
-            "auto of adapters, and wherever there is --base-stats; one expert alone as it is; else ace.",
+            "one expert alone as it is, auto of adapters and wherever there is --base-stats, else ace.",
         ),
     ] = None,
     parameter: Annotated[

@@ -371,12 +371,13 @@ def _name_what_is_not_finite(
         if bad.any():
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start
+            of_base = source is None  # what it holds is in the output whatever a rule says
+            kept = f", or leave the tensor to the base with the rule {{match: '{name}', use: base}}"
             raise NotFiniteError(
                 name,
                 source,
                 f"holds {int(bad.sum())} NaN or Inf values, the first at {where}. Fetch the "
-                "checkpoint again, or leave the tensor to the base with the rule "
-                f"{{match: '{name}', use: base}}.",
+                f"checkpoint again{'' if of_base else kept}.",
             )
     raise NotFiniteError(
         name,

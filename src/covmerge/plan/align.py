@@ -220,7 +220,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             raise TensorError(
                 f"'{name}' is {list(header.shape)} in the base, and expert '{expert_name}' "
                 f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: it is "
-                "no adapter of this base."
+                "no adapter of this base. Name the base that it was trained on, or leave it out"
             )
     taken = {*names.values(), *own_heads}
     unknown = [name for name in adapter.low_rank if name not in taken]

@@ -236,8 +236,8 @@ def _tokenizer(folder: Path) -> Any:
         tokenizer, problem = None, in_short(error)
     if problem:
         raise InputError(
-            f"{folder} has no tokenizer that transformers can load ({problem}): pass the folder "
-            "of one with --tokenizer"
+            f"{folder} has no tokenizer that transformers can load ({problem}): put its files there, or "
+            "pass the folder of one with --tokenizer to covmerge collect"
         )
     return tokenizer
 
