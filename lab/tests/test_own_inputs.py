@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import covmerge
 from covmerge.errors import InputError
+from covmerge.methods import registry
 from covmerge.statistics import StatisticsFile
 from covmerge_lab import collecting
 from covmerge_lab.bench import Bench
@@ -255,6 +256,12 @@ def test_some_methods_are_tuned_alone_but_for_task_arithmetic(small_text):
     (group,) = found.numbers["groups"]  # KnOTS is of adapters
     tuned_ones = {row["title"] for row in group["rows"] if row["title"].endswith(", tuned")}
     assert tuned_ones == {"knots, tuned", "task_arithmetic, tuned"}
+
+
+def test_every_point_of_every_grid_is_one_that_its_method_takes():
+    for method, grid in tuned.grids("lora").items():
+        for parameters in grid:
+            assert registry.get(method).resolve(parameters).items() >= parameters.items()
 
 
 def test_what_lies_at_the_end_of_its_grid_is_marked():

@@ -37,7 +37,7 @@ GRIDS: Mapping[str, Grid] = {
     ],
     "tsv_m": _over("scale", 0.2, *_AROUND),
     "iso_c": _over("scale", *_LONGER),
-    "actmat": _over("rtol", 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+    "actmat": _over("rtol", 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 0.5),
     "ace": _over("eps", *(10.0**power for power in range(-7, 2))),
     "aswudi": _over("scale", *_AROUND[1:-1]),  # it takes longest
 }
