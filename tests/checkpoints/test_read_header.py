@@ -93,6 +93,13 @@ def test_a_header_of_only_metadata_is_an_empty_checkpoint(tmp_path: Path, opens:
     assert dict(opens(path).headers) == {}
 
 
+def test_metadata_may_be_null_as_mlx_writes_it(tmp_path: Path, opens: Opens) -> None:
+    """MLX 0.32.4, `mx.save_safetensors` without metadata; safetensors 0.8.0 reads it."""
+    path = tmp_path / "mlx.safetensors"
+    path.write_bytes(packed({"__metadata__": None, "w": entry()}))
+    assert list(opens(path).headers) == ["w"]
+
+
 def test_headers_come_in_the_order_of_the_data(tmp_path: Path, opens: Opens) -> None:
     path = tmp_path / "order.safetensors"
     header = {"b": entry(shape=(3,), offsets=(12, 24)), "a": entry(shape=(3,), offsets=(0, 12))}

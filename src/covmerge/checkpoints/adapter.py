@@ -34,7 +34,7 @@ from covmerge.checkpoints.adapter_parameters import find_parameters
 from covmerge.checkpoints.adapter_parts import updates_of_base
 from covmerge.checkpoints.base import Checkpoint, find_header
 from covmerge.checkpoints.folder import CONFIG, DIFFUSERS, FileCheckpoint, open_file, open_weights
-from covmerge.checkpoints.header import LENGTH_BYTES, data_start
+from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.checkpoints.hub import HubCheckpoint
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
 from covmerge.checkpoints.view import View
@@ -487,8 +487,7 @@ def _check_scale(file: StoredFile) -> None:
 
 def _metadata(file: StoredFile) -> dict[str, str]:
     start = data_start(file.read(LENGTH_BYTES), file.stamp()[0], str(file))
-    header = parse_object(file.read(start)[LENGTH_BYTES:], f"the header of {file}")
-    return header.get("__metadata__", {})
+    return parse_metadata(file.read(start)[LENGTH_BYTES:], str(file))
 
 
 def _without_scale(where: object) -> str:

@@ -84,7 +84,7 @@ def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
             f"{where} has a header that does not begin with '{{': is it a safetensors file?"
         )
     entries = parse_object(text, f"the header of {where}")
-    _check_metadata(entries.pop("__metadata__", {}), where)
+    _texts(entries.pop("__metadata__", None), where)
     start = LENGTH_BYTES + len(text)
     slots = sorted(
         (_slot(name, entry, start, where) for name, entry in entries.items()),
@@ -94,7 +94,28 @@ def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
     return MappingProxyType({slot.header.name: slot for slot in slots})
 
 
-def _check_metadata(metadata: object, where: str) -> None:
+def parse_metadata(text: bytes, where: str) -> dict[str, str]:
+    """Return what a header says beside its tensors, nothing where `__metadata__` is left out or null.
+
+    Args:
+        text: the JSON header, without the 8 bytes of its length.
+        where: the file, for errors.
+
+    Raises:
+        CheckpointError: it is not a mapping of strings to strings.
+
+    Example:
+        >>> parse_metadata(b'{"__metadata__": {"format": "pt"}}', "model.safetensors")
+        {'format': 'pt'}
+        >>> parse_metadata(b'{"__metadata__": null}', "model.safetensors")  # as MLX writes it
+        {}
+    """
+    return _texts(parse_object(text, f"the header of {where}").get("__metadata__"), where)
+
+
+def _texts(metadata: object, where: str) -> dict[str, str]:
+    if metadata is None:
+        return {}
     texts = isinstance(metadata, dict) and all(
         isinstance(value, str) for value in cast("dict[str, object]", metadata).values()
     )
@@ -103,6 +124,7 @@ def _check_metadata(metadata: object, where: str) -> None:
             f"{where} has a __metadata__ that is not a mapping of strings to strings: "
             "save the file again"
         )
+    return cast("dict[str, str]", metadata)
 
 
 def _slot(name: str, entry: object, start: int, where: str) -> Slot:

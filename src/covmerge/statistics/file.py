@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from covmerge.checkpoints import Checkpoint
-from covmerge.checkpoints.header import LENGTH_BYTES, data_start
+from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.checkpoints.json_file import parse_object, shorten
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.errors import CheckpointError, InputError, did_you_mean
@@ -108,8 +108,7 @@ class StatisticsFile:
         path = local_path(path).expanduser()
         file = SafetensorsFile(local_file(path))
         header = _header(path)
-        metadata = parse_object(header, f"the header of {path}").get("__metadata__", {})
-        about = _about(metadata, path)
+        about = _about(parse_metadata(header, str(path)), path)
         _check_tensors(file.headers, about, path)
         return cls(path, file, about, header, made_by)
 
