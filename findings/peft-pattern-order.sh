@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# peft 0.21.2: an adapter with alpha_pattern is another adapter after it was saved.
+#
+# Expected: the same scales before and after save_pretrained.
+# Seen: the first pattern that matches counts, in the order of the dictionary, and
+#   adapter_config.json is written with sorted keys. Here layer 1 has alpha 8 as it is trained and
+#   64 as it is loaded.
+# So: patterns that match the same module need an order that sorting keeps, or patterns that do not
+#   overlap.
+set -euo pipefail
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+python3 -m venv venv
+venv/bin/pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2
+venv/bin/python - <<'PY'
+import copy, warnings
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+warnings.filterwarnings("ignore")
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=False)
+base = LlamaForCausalLM(config).eval()
+tokens = torch.arange(10)[None]
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+def off(is_, should):
+    """The error, beside what the adapter does."""
+    return float((is_ - should).norm() / (should - logits(base)).norm())
+
+def tuned(model, size=0.1):
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data += size * torch.randn_like(parameter)
+    return model
+
+from peft import LoraConfig, PeftModel, get_peft_model
+patterns = {"q_proj": 8, "layers.1.self_attn.q_proj": 64}
+model = tuned(get_peft_model(copy.deepcopy(base), LoraConfig(r=4, target_modules=["q_proj"], alpha_pattern=patterns)))
+model.save_pretrained("adapter")
+again = PeftModel.from_pretrained(copy.deepcopy(base), "adapter")
+def scale(m):
+    return m.base_model.model.model.layers[1].self_attn.q_proj.scaling["default"]
+print("scale of layer 1 when trained", scale(model), "when loaded", scale(again), "outputs off by", off(logits(again), logits(model)))
+assert (scale(model), scale(again)) == (2.0, 16.0)
+PY
