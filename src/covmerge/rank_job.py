@@ -71,6 +71,7 @@ class RankJob:
         Raises:
             InputError: nobody leads, what others do is not seen here, or all that who leads raises.
         """
+        self.checkpoints.check_versions()
         gathering = self._gathering()
         taking_over = False
         leads = self.rank.number == 0

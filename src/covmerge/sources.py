@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -234,6 +235,7 @@ class OpenCheckpoints:
                 f"{held[0]} is a state dict, which other processes do not have: save it to a file, or "
                 "leave out --workers"
             )
+        self.check_versions()
         adapted = isinstance(self.base, AdaptedBase)
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
         files = {name: str(file.path) for name, file in self._given.items()}
@@ -241,6 +243,23 @@ class OpenCheckpoints:
         described = Description(places, files, self.made, adapted, self.slices, text, {})
         with described.open() as again:
             return replace(described, identity=again.identity())
+
+    def check_versions(self) -> None:
+        """Check that other processes could see a source change.
+
+        Raises:
+            InputError: a server does not tell the version of a file.
+        """
+        for key, checkpoint in self.all():
+            identity = checkpoint.identity()
+            files: Any = identity["files"] if identity["kind"] == "remote" else {}
+            untold = [name for name, file in files.items() if not file["version"]]
+            if untold:
+                raise InputError(
+                    f"{key}: {checkpoint.source}: the server tells neither ETag nor Last-Modified of "
+                    f"{untold[0]}, so that several processes cannot see whether it changes: download it "
+                    "and pass its folder, or leave out --workers and --executor"
+                )
 
     def check_ties(self, plan: Plan) -> None:
         """Check that tied tensors that are stored twice agree; not of a base that is not read.

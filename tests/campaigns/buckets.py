@@ -40,8 +40,11 @@ PASSING = (
     *("done, and cut", "done, and half an answer", "done, and slow"),
 )
 REFUSED = ("403 Forbidden", "401 Unauthorized")
+# Of what lies in a bucket and is read. `OTHER` has the files of another version, under their own names.
+CHANGES = ("objects are others", "objects are gone", "a listing lacks one")
+OTHER, _GONE = "other", "gone"
 HELD, HELD_DONE = "held", "done, and held"
-_KINDS = (*PASSING, *REFUSED, HELD, HELD_DONE)
+_KINDS = (*PASSING, *REFUSED, *CHANGES, HELD, HELD_DONE)
 
 
 class Bucket:
@@ -109,6 +112,10 @@ class Bucket:
         """Make the bucket, where it is not there."""
         self._ask("PUT", f"/{NAME}")
 
+    def put(self, name: str, content: bytes) -> None:
+        """Store a file."""
+        self._ask("PUT", f"/{NAME}/{quote(name)}", content)
+
     def vanish(self) -> None:
         """Remove it with all files."""
         self.empty()
@@ -159,6 +166,8 @@ class Bucket:
         how = _KINDS[self._get(3)] if first <= number < first + most else None
         if how is None:
             return right(environ, start)
+        if how in CHANGES:
+            return _changed(how, right, environ, start)
         if how[0].isdigit():
             return status(how)(right, environ, start)
         if how == "silent":
@@ -248,6 +257,25 @@ class StoredScene(Scene):
         self.bucket.make()
         self.bucket.empty()
         self._there = {}
+
+
+def _changed(
+    how: str, right: App, environ: dict[str, Any], start: Callable[..., Any]
+) -> Iterable[bytes]:
+    """What is answered of objects that were changed meanwhile."""
+    _, bucket, *inner = environ["PATH_INFO"].split("/")
+    lists = "list-type=2" in environ["QUERY_STRING"]
+    if how == CHANGES[2]:
+        body = b"".join(right(environ, start))
+        return [
+            re.sub(rb"(.*)<Contents>.*?</Contents>", rb"\1", body, flags=re.S) if lists else body
+        ]
+    if inner:
+        named = OTHER if how == CHANGES[0] else _GONE
+        environ["PATH_INFO"] = "/".join(("", bucket, named, *inner[1:]))
+    elif how == CHANGES[1] and lists:
+        environ["QUERY_STRING"] = re.sub("prefix=[^&]*", f"prefix={_GONE}", environ["QUERY_STRING"])
+    return right(environ, start)
 
 
 def _cut(environ: dict[str, Any]) -> NoReturn:

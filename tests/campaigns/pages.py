@@ -22,7 +22,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from tests.campaigns import listings
@@ -32,7 +32,8 @@ ANSWERS = "answers.json"
 IN = "given"  # the folder that a store has
 
 _PIECE = 1 << 16
-_RULES: dict[str, tuple[Any, ...]] = {
+_TAIL = 256  # bytes that are others where a file has changed
+RULES: dict[str, tuple[Any, ...]] = {
     "status": (
         *("200 OK", "204 No Content", "206 Partial Content", "300 x", "301 Moved", "304 Same"),
         *("400 x", "401 x", "403 x", "404 x", "408 x", "412 x", "416 x", "418 x", "429 x"),
@@ -85,6 +86,7 @@ _RULES: dict[str, tuple[Any, ...]] = {
     ),
     "headers": ("endless", "long", "many", "none", "early", "folded", "http/9", "ssh", "nul"),
     "slow": ("never", "head", "body"),
+    "changed": ("values",),  # another file of the same size, under the version that it has
     "listing": tuple(listings.kinds()),
 }
 _STORES = ("s3", "hub")
@@ -98,7 +100,7 @@ def draw(data: bytes, random: Random) -> bytes:
     """Return an `answers.json` with one more rule."""
     rules, store = _rules(data), _store(data)
     listed = store is not None and random.random() < 0.4
-    do = "listing" if listed else random.choice([name for name in _RULES if name != "listing"])
+    do = "listing" if listed else random.choice([name for name in RULES if name != "listing"])
     few = do == "slow"  # each takes as long as one is waited for
     names = ("model.safetensors", "model.safetensors.index.json", "config.json", "README.md")
     names = (*names, "tokenizer.json", "a-00001-of-00001.safetensors")
@@ -108,7 +110,7 @@ def draw(data: bytes, random: Random) -> bytes:
             "file": "*" if listed else random.choice(names if few else ("*", *names * 2)),
             "first": random.choice((0, 0, 0, 1, 1, 2, 3, 5)),
             "do": do,
-            "with": random.choice(_HERE if store and do == "location" else _RULES[do]),
+            "with": random.choice(_HERE if store and do == "location" else RULES[do]),
         }
     )
     return json.dumps(rules if store is None else [store, *rules]).encode()
@@ -135,11 +137,16 @@ def start(folder: Path) -> str:
     return f"http://{host}:{port}"
 
 
+def changed(data: bytes) -> bytes:
+    """Return a file with other values at its end."""
+    return data[:-_TAIL] + bytes(own ^ 1 for own in data[-_TAIL:])
+
+
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
     request_queue_size = 64
     folder: Path
-    said: tuple[bytes, Counter[str]] = (b"", Counter())
+    said: ClassVar[dict[str, tuple[bytes, Counter[str]]]] = {}  # by folder, of these rules
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """The client has gone, as it may."""
@@ -177,10 +184,10 @@ class _Handler(socketserver.StreamRequestHandler):
         folder, _, name = path.strip("/").partition("/")
         file = self.server.folder / folder / ANSWERS
         data = file.read_bytes() if file.is_file() else b"[]"
-        before, asked = self.server.said
+        before, asked = self.server.said.get(folder, (b"", Counter[str]()))
         if before != data:
             asked = Counter()
-            self.server.said = data, asked
+            self.server.said[folder] = data, asked
         asked[name] += 1
         due = {
             rule["do"]: rule["with"]
@@ -197,6 +204,7 @@ class _Handler(socketserver.StreamRequestHandler):
     def _answer(self, path: str, rules: dict[str, Any], asked: str) -> None:
         data = self._content(path, rules.get("listing"))
         there, data = data is not None, data or b""
+        data = changed(data) if "changed" in rules else data
         status, body, size = ("200 OK" if there else "404 x"), data, len(data)
         etag = f'"{hashlib.sha1(data).hexdigest()}"'
         headers: dict[str, Any] = {"ETag": etag, "Connection": "close"}
@@ -304,8 +312,8 @@ def _rules(data: bytes) -> list[dict[str, Any]]:
         rule
         for rule in (found if isinstance(found, list) else [])
         if isinstance(rule, dict)
-        and rule.get("do") in _RULES
-        and rule.get("with") in _RULES[rule["do"]]
+        and rule.get("do") in RULES
+        and rule.get("with") in RULES[rule["do"]]
         and isinstance(rule.get("first"), int)
         and isinstance(rule.get("file"), str)
     ]

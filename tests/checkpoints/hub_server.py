@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import repeat
 from pathlib import Path
 from threading import Lock, Thread
 from urllib.parse import unquote, urlsplit
@@ -20,6 +22,7 @@ from huggingface_hub import close_session, constants
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "org/name"
 REVISIONS = ("main", "v1", "refs/pr/1", COMMIT)
+SILENT = 2.5  # seconds that an answer takes which does not come
 WRITER, READER = "hf_writer", "hf_reader"  # tokens: one may write, the other not
 
 
@@ -49,6 +52,7 @@ class Hub:
         revisions: branches, tags and commits that it has.
         commits: what was committed, in order.
         stored: content of large files by hash, uploaded but perhaps not committed.
+        wrong: what is done wrong of each request, in their order; "": nothing.
         url: the endpoint.
     """
 
@@ -64,6 +68,7 @@ class Hub:
     revisions: set[str] = field(default_factory=lambda: set(REVISIONS))
     commits: list[Commit] = field(default_factory=list)
     stored: dict[str, bytes] = field(default_factory=dict)
+    wrong: Iterator[str] = field(default_factory=lambda: repeat(""))
     url: str = ""
     lock: Lock = field(default_factory=Lock)
 
@@ -90,10 +95,28 @@ class Hub:
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
+    _wrong = ""
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+    def parse_request(self) -> bool:
+        """Read the head of a request; one that is to be refused goes no further."""
+        if not super().parse_request():
+            return False
+        with self.hub.lock:
+            self._wrong = next(self.hub.wrong, "")
+        if not self._wrong or self._wrong.startswith("done"):
+            return True
+        if self._wrong[0].isdigit():
+            self._body()
+            status, self._wrong = int(self._wrong[:3]), ""
+            self._refuse(status, "")
+        elif self._wrong == "silent":
+            time.sleep(SILENT)
+        self.close_connection = True
+        return False
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -236,10 +259,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, b"{}", {**told, "Content-Type": "application/json"}, None)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], name: str | None) -> None:
+        self.close_connection |= bool(self._wrong)
+        if self._wrong == "done, and cut":
+            return
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
         self.end_headers()
+        body = body[: len(body) // 2] if self._wrong == "done, and half an answer" else body
         if self.command == "HEAD":
             return
         try:

@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,9 +199,17 @@ def test_a_config_of_impossible_size_is_not_downloaded(single: None, hub: Hub) -
 
 def test_a_push_between_planning_and_download_is_noticed(single: None, hub: Hub) -> None:
     checkpoint = open_checkpoint("org/name")
-    hub.files["model.safetensors"] = hub.files["other.safetensors"]
-    with pytest.raises(CheckpointError, match="other tensors than the Hub announced"):
+    whole = hub.files["model.safetensors"]
+    hub.files["model.safetensors"] = whole.replace(b'"a"', b'"A"', 1)
+    with pytest.raises(CheckpointError, match="other tensors than the Hub announced") as told:
         checkpoint.materialize()
+    hub.files["model.safetensors"] = whole
+    found = re.search(r"delete (\S+) and start again", str(told.value))
+    assert found is not None
+    shutil.rmtree(found[1])
+    again = open_checkpoint("org/name")
+    again.materialize()
+    assert torch.equal(again.read("a"), TENSORS["a"])
 
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["single", "sharded"])
@@ -356,6 +366,21 @@ def test_a_download_that_breaks_off_is_told(single: None, hub: Hub) -> None:
     with pytest.raises(CheckpointError, match=r"org/name: the Hub did not give 5 of 5 files"):
         checkpoint.materialize()
     assert checkpoint.folder is None
+
+
+def test_a_file_that_the_client_keeps_in_another_length_is_told(single: None, hub: Hub) -> None:
+    checkpoint = open_checkpoint("org/name")
+    whole = hub.files["model.safetensors"]
+    hub.files["model.safetensors"] = whole + b"more"
+    with pytest.raises(CheckpointError, match=r"org/name: model.safetensors has \d+ bytes") as told:
+        checkpoint.materialize()
+    hub.files["model.safetensors"] = whole
+    found = re.search(r"delete (\S+) and start again", str(told.value))
+    assert found is not None
+    Path(found[1]).unlink()
+    again = open_checkpoint("org/name")
+    again.materialize()
+    assert torch.equal(again.read("a"), TENSORS["a"])
 
 
 def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,6 +280,30 @@ def test_a_web_server_without_ranges_or_versions(tmp_path: Path, models, monkeyp
             open_checkpoint(f"{server.url}/base/{BASE}")
 
 
+def test_a_file_without_versions_that_changes_is_noticed(
+    tmp_path: Path, models, monkeypatch
+) -> None:
+    base, experts = models
+    weights = tmp_path / "expert.safetensors"
+    shutil.copy(experts["e0"], weights)
+    monkeypatch.setattr(remote, "_SMALL", 1)  # nothing is held of what was read
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with serving(files(tmp_path, headers={})) as server:
+        address = f"{server.url}/{weights.name}"
+        for options in ({"workers": 2}, {"executor": "ranks"}):
+            with pytest.raises(
+                InputError, match=r"neither ETag nor Last-Modified of .*download it"
+            ):
+                covmerge.merge(base, [address], "average", tmp_path / "out", **options)
+        checkpoint = open_checkpoint(address)
+        checkpoint.read("h.3.proj.weight")
+        weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")  # as long as before
+        with pytest.raises(CheckpointError, match=rf"{address}.*it changed while"):
+            fingerprint(checkpoint)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_web_server_may_send_what_it_likes(pages, models) -> None:
     server, folder = pages
     shutil.copytree(models[0], folder / "base")

@@ -43,6 +43,7 @@ _NEXT = "convert it where it was saved, with torch.distributed.checkpoint.format
 _MAX_BYTES = 2**28
 _MAX_STEPS = 20_000_000  # a chunk takes 70
 _MAX_DIMS = 64
+_PADDING = 2**20  # bytes that a writer may leave after what it has written
 _AT_ONCE = 8
 _DTYPES = {str(dtype): dtype for dtype in SAFETENSORS_NAMES}
 _MODEL = "model"  # what trainers call the model among what they save
@@ -79,7 +80,7 @@ class DistributedFiles:
 
     def __init__(self, metadata: StoredFile) -> None:
         self._where = str(metadata)
-        chosen, left = _entries(metadata)
+        chosen, left, self._ends = _entries(metadata)
         self.notes = (f"{self._where}: {left}",) if left else ()
         self._entries = {entry.header.name: entry for entry in chosen}
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
@@ -99,6 +100,7 @@ class DistributedFiles:
         for entry in chosen:
             self._check(entry)
         self._check_apart()
+        self._check_ends()
         self._laid: dict[_Chunk, Laid] = {}
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
@@ -207,6 +209,15 @@ class DistributedFiles:
                     "files again"
                 )
 
+    def _check_ends(self) -> None:
+        """Refuse files that go on after all that the metadata names: they would be hashed to the end."""
+        for name, ((size, *_), _) in self._stamps.items():
+            if name not in self._whole and size > self._ends[name] + _PADDING:
+                raise CheckpointError(
+                    f"{self._file[name]} has {size} bytes, and {METADATA} names none after the first "
+                    f"{self._ends[name]}: fetch the files again"
+                )
+
 
 def _read_rows(
     part: Tensor, opened: Opened, chunk: _Chunk, laid: Laid, rows: range | None, where: str
@@ -297,8 +308,8 @@ def _look(file: StoredFile) -> tuple[Stamp, bytes]:
     return stamp, bytes(magic)
 
 
-def _entries(metadata: StoredFile) -> tuple[list[_Entry], str]:
-    """Read the metadata; return the model's tensors, and what is said of the others."""
+def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]]:
+    """Read the metadata; return the model's tensors, what is said of the others, and each file's end."""
     where = str(metadata)
     with open_stored(metadata) as opened:
         size = opened.stamp[0]
@@ -320,17 +331,20 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str]:
         )
     named, left = _of_model({key: _path(paths.get(key), key) for key in tensors}, where)
     places: dict[tuple[str, tuple[int, ...] | None], _Fields] = {}
+    ends: dict[str, int] = defaultdict(int)
     for index, info in content.mapping("storage_data").items():
-        known = _Fields(index, "MetadataIndex", where)
+        known, place = _Fields(index, "MetadataIndex", where), _Fields(info, "_StorageInfo", where)
+        name = _text(place.get("relative_path"), where)
+        ends[name] = max(ends[name], sum(_sizes((place.get("offset"), place.get("length")), where)))
         if (key := _text(known.get("fqn"), where)) in named:
             offset = known.get("offset")
             at = None if offset is None else _sizes(offset, where)
-            places[key, at] = _Fields(info, "_StorageInfo", where)
+            places[key, at] = place
     found = [
         _entry(key, name, _Fields(tensors[key], "TensorStorageMetadata", where), places)
         for key, name in named.items()
     ]
-    return found, left
+    return found, left, ends
 
 
 def _entry(

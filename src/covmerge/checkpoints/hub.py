@@ -87,12 +87,15 @@ class HubCheckpoint:
         """
         if self._local is not None:
             return
-        local = open_folder(self.source, LocalFolder(self._store.download(self._files)))
+        folder = self._store.download(self._files)
+        local = open_folder(self.source, LocalFolder(folder))
         if dict(local.headers) != dict(self.headers):
             local.close()
+            # The commit's folder holds links, which the client makes again without a download.
+            kept = next((own for own in folder.parents if own.name.startswith("models--")), folder)
             raise CheckpointError(
-                f"{self.source}: {local.folder} holds other tensors than the Hub announced: delete "
-                "that folder and start again"
+                f"{self.source}: {folder} holds other tensors than the Hub announced: delete {kept} and "
+                "start again"
             )
         self._local = local
 

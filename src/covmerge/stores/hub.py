@@ -190,7 +190,18 @@ class HubStore:
                 f"{missing[0]} among them: check the connection and `hf auth whoami`, and start "
                 "again"
             )
+        for name in names:
+            self._check_whole(name, folder / name)
         return folder
+
+    def _check_whole(self, name: str, path: Path) -> None:
+        """Refuse a file of the client's cache that is not as long as the Hub says; the client keeps it."""
+        size = path.stat().st_size
+        if size != self.sizes[name]:
+            raise CheckpointError(
+                f"{self.where(name)} has {self.sizes[name]} bytes, and the client's cache holds {size}: "
+                f"delete {path.resolve()} and start again"
+            )
 
     def fetch(self, name: str, offset: int, count: int) -> bytes:
         """Fetch `count` bytes of a file, and no more behind them even where the server ignores ranges.

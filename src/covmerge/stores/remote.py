@@ -26,6 +26,7 @@ from covmerge.stores.page_server import PageServer
 from covmerge.stores.paths import check_bare
 from covmerge.stores.range_cache import CachedFile, RangeCache, copy_overlap
 from covmerge.stores.retries import all_of, persist
+from covmerge.stores.seen import SeenFile
 from covmerge.stores.server import Look, Server
 from covmerge.stores.store import Stamp
 
@@ -104,8 +105,10 @@ class RemoteStore:
         """See `Store.open`."""
         del follow
         path, look = self._at(name), self._look(name)
-        kept = None
-        if self._cache is not None and look.lasting:
+        kept: CachedFile | SeenFile | None = None
+        if not look.version:
+            kept = self._known.seen(path, look)
+        elif self._cache is not None and look.lasting:
             identity = (self._server.endpoint, self._server.shown(path), look.version)
             kept = self._cache.file(*identity, size=look.size)
         return RemoteFile(self._server, path, look, self._windows, kept)
@@ -143,7 +146,12 @@ class RemoteFile:
     """A file that is read by requests; see `Opened`."""
 
     def __init__(
-        self, server: Server, path: str, look: Look, windows: _Windows, kept: CachedFile | None
+        self,
+        server: Server,
+        path: str,
+        look: Look,
+        windows: _Windows,
+        kept: CachedFile | SeenFile | None,
     ) -> None:
         self._server = server
         self._path = path
@@ -271,6 +279,7 @@ class _Known:
 
     def __init__(self) -> None:
         self._looks: dict[str, tuple[float, Look]] = {}
+        self._seen: dict[tuple[str, Look], SeenFile] = {}
         self._listings: dict[str, tuple[float, Mapping[str, Look | None]]] = {}
 
     def get(self, path: str) -> Look | None:
@@ -281,6 +290,10 @@ class _Known:
     def put(self, path: str, look: Look) -> None:
         """Keep what was said just now."""
         self._looks[path] = (time.monotonic(), look)
+
+    def seen(self, path: str, look: Look) -> SeenFile:
+        """Return what was read of a file of which no version is told."""
+        return self._seen.setdefault((path, look), SeenFile(look.size))
 
     def listing(self, path: str) -> Mapping[str, Look | None] | None:
         """Return what a folder held just now."""
@@ -338,5 +351,8 @@ def _run(server: Any, work: Callable[[], Awaitable[Found]]) -> Found:
 
 
 def _stamp(look: Look) -> Stamp:
+    """The size and what stands for the version; 0: the server tells none."""
+    if not look.version:
+        return look.size, 0, 0
     version = hashlib.sha256(look.version.encode()).digest()[:8]
     return look.size, int.from_bytes(version, "big"), 0
