@@ -7,7 +7,7 @@ kind of dtype either falls under a rule of the recipe or is a named error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +20,7 @@ from covmerge.plan.packed_experts import check_packing
 from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription, Stacked, find_name, undone_ties
+from covmerge.tensors.names import kind_by_name
 from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 
@@ -168,6 +169,7 @@ def align(
     _check_missing(base, expert_name, expert, missing, rules)
     _check_resized(expert_name, base, resized, rules)
     heads = tuple([*own_heads, *extra_heads])
+    _check_heads(base, expert_name, expert, extra_heads)
     return Alignment(
         names,
         tuple(missing),
@@ -224,7 +226,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
                 f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: it is "
                 "no adapter of this base. Name the base that it was trained on, or leave it out"
             )
-    # Nobody changes what is tied otherwise than alike, or the base would be seen untied.
+    # Nobody changes tied tensors differently, or the base would be seen untied.
     tied = (find_name(name, prefixes, shapes) for name in base.description.tied)
     taken = {*names.values(), *own_heads, *tied}
     unknown = [name for name in adapter.low_rank if name not in taken]
@@ -235,7 +237,22 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             f"{some(unknown, 5, quoted=True)}. Is it an adapter of this base?"
         )
     heads = tuple([*own_heads, *(name for name in adapter.headers if name not in taken)])
+    _check_heads(base, expert_name, adapter, heads)
     return Alignment(names, (), {}, heads, tuple(head_bases), {}, {})
+
+
+def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[str]) -> None:
+    """Refuse to keep an output layer aside that the model ties to its embedding."""
+    tied = base.description.tied or undone_ties(base.checkpoint)
+    for name in heads if tied else ():
+        header = expert.headers[name]
+        info = expert.description.tensors.get(name)
+        if (info or kind_by_name(header, expert.headers)).role is Role.OUTPUT:
+            raise TensorError(
+                f"expert '{expert_name}' ({expert.checkpoint.source}) stores the output layer '{name}', "
+                f"and the base ({base.checkpoint.source}) ties its own, under another name, to an "
+                f"embedding ({some(tied, 3, quoted=True)}): save the expert again under the base's names"
+            )
 
 
 def stored_ties(model: Model) -> dict[str, str]:
@@ -288,7 +305,7 @@ def _extras(
     ignored: dict[str, str] = {}
     refused: list[str] = []
     prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
-    # Nobody changes what is tied otherwise than alike, or the base would be seen untied.
+    # Nobody changes tied tensors differently, or the base would be seen untied.
     tied = {find_name(n, prefixes, expert.headers): to for n, to in base.description.tied.items()}
     for name in expert.headers:
         if name in taken:

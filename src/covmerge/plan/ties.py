@@ -29,8 +29,8 @@ from covmerge.text import some
 from covmerge.types import Role, TensorHeader
 from covmerge.vocabulary.tables import rows_of
 
-# Their decoders scale what the head is given where `tie_word_embeddings` is true: the key says more than
-# that two tensors are one. transformers ties those of the first three whatever it says.
+# They scale what the head is given where `tie_word_embeddings` is true, by d_model ** -0.5: the key says
+# more than that two tensors are one.
 _SCALED_WHERE_TIED = ("t5", "longt5", "pop2piano", "switch_transformers", "udop", "umt5")
 
 
@@ -62,14 +62,60 @@ def with_ties_undone(
         _check_unknown_ties(start, experts)
     if not start.description.tied:
         return dict(sources)
+    found = _changed_apart(start, experts, models, form)
+    if found is None:
+        return dict(sources)
+    key, names = found
+    said = (
+        f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
+        f"{start.checkpoint.source} ties them"
+    )
+    note = (
+        f"{said}: each is merged by itself, and the output does not tie them"
+        if form == "model"
+        else f"{start.checkpoint.source} ties {_both(names)}: in the adapter each has its own update"
+    )
+    ties = {n: kept for n, kept in start.description.tied.items() if kept in start.headers}
+    view = Untied(start.checkpoint, ties, note)
+    found = _changed_apart(Model(view, describe_checkpoint(view)), experts, models, form)
+    if found is not None:
+        key, names = found
+        raise InputError(
+            f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
+            f"transformers ties these in this model whatever its config says: merge experts that were "
+            "trained without the one or with both as one tensor"
+        )
+    model_type = (start.checkpoint.config or {}).get("model_type")
+    if model_type in _SCALED_WHERE_TIED and form == "model":
+        apart = some([n for group in _groups(start).values() for n in group], 5, quoted=True)
+        raise InputError(
+            f"{said}. Untied it would be another model: in a '{model_type}' `{TIED}` also decides "
+            f'that its output is scaled. Store all of {apart} in the base, set "{TIED}": false in its '
+            "config.json, and multiply its 'decoder.final_layer_norm.weight' by d_model ** -0.5, which is "
+            "the same model, untied; or merge to an adapter (--as adapter)"
+        )
+    return {**sources, first: view}
+
+
+def _changed_apart(
+    base: Model,
+    experts: Mapping[str | None, Checkpoint],
+    models: Mapping[str | None, Model],
+    form: Literal["model", "adapter"],
+) -> tuple[str | None, tuple[str, str]] | None:
+    """The first expert that does not make the same of two tensors that the base ties, and these."""
     for key, source in experts.items():
         if isinstance(source, AdapterCheckpoint):
-            apart = _held_apart(start, source, form)
+            apart = _held_apart(base, source, form)
         else:
-            apart = _stored_apart(start, models[key])
+            apart = _stored_apart(base, models[key])
         if apart is not None:
-            return {**sources, first: _untied(start, f"expert '{key}' ({source.source})", apart)}
-    return dict(sources)
+            return key, apart
+    return None
+
+
+def _both(names: tuple[str, str]) -> str:
+    return " and ".join(f"'{name}'" for name in names)
 
 
 def _check_head(key: str | None, model: Model) -> None:
@@ -90,8 +136,7 @@ def _check_unknown_ties(base: Model, experts: Mapping[str | None, Checkpoint]) -
         return
     for key, expert in experts.items():
         adapter = isinstance(expert, AdapterCheckpoint)
-        shapes = _shapes(expert) if adapter else {n: h.shape for n, h in expert.headers.items()}
-        for name, shape in shapes.items():
+        for name, shape in _shapes(expert).items():
             header = TensorHeader(name, shape, torch.float32)
             role = kind_by_name(header, {name: header}).role
             table = role is Role.EMBEDDING and rows_of(name) == "tokens" and not layer_name(name)
@@ -172,8 +217,10 @@ def _held_as(base: Model, name: str, adapter: AdapterCheckpoint) -> str | None:
 
 
 def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
-    updates = source.low_rank if isinstance(source, AdapterCheckpoint) else {}
-    return {name: own.shape for name, own in (*source.headers.items(), *updates.items())}
+    found: dict[str, tuple[int, ...]] = {n: own.shape for n, own in source.headers.items()}
+    if isinstance(source, AdapterCheckpoint):
+        found |= {name: own.shape for name, own in source.low_rank.items()}
+    return found
 
 
 def _alike(adapter: AdapterCheckpoint, one: str, other: str) -> bool:
@@ -185,26 +232,3 @@ def _alike(adapter: AdapterCheckpoint, one: str, other: str) -> bool:
         return False
     first, second = adapter.read_factors(one), adapter.read_factors(other)
     return torch.equal(first.left, second.left) and torch.equal(first.right, second.right)
-
-
-def _untied(base: Model, who: str, apart: tuple[str, str]) -> Untied:
-    """The base with what it ties as tensors of their own."""
-    stored = base.checkpoint
-    names = " and ".join(f"'{name}'" for name in apart)
-    ties = {name: kept for name, kept in base.description.tied.items() if kept in base.headers}
-    view = Untied(
-        stored,
-        ties,
-        f"{who} changes {names} otherwise than alike, and {stored.source} ties them: they are merged as "
-        "tensors of their own, and nothing is tied in the output",
-    )
-    always = describe_checkpoint(view).tied.keys() & base.description.tied.keys()
-    model_type = str((stored.config or {}).get("model_type"))
-    if always or model_type in _SCALED_WHERE_TIED:
-        raise InputError(
-            f"{who} changes {names} otherwise than alike, and {stored.source} ties them: a '{model_type}' "
-            f"model that does not would be another one, as its `{TIED}` decides more than that. Train them "
-            "as one (PEFT: the head in target_modules, and ensure_weight_tying=True), or leave them "
-            "untrained"
-        )
-    return view

@@ -223,7 +223,7 @@ def _badly_tied(output: Checkpoint) -> Iterator[str]:
         yield f"'{found.lacks_head}' is not stored, and config.json ties it to no other tensor"
     for name, info in found.tensors.items():
         kept = info.tied_to
-        if kept in output.headers and not same_values(output, name, kept):
+        if kept is not None and kept in output.headers and not same_values(output, name, kept):
             yield f"'{name}' differs from '{kept}', and config.json says that they are tied"
 
 
