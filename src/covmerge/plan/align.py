@@ -243,7 +243,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
 
 def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[str]) -> None:
     """Refuse to keep an output layer aside that the model ties to its embedding."""
-    tied = base.description.tied or undone_ties(base.checkpoint)
+    tied = base.description.tied or undone_ties(base.checkpoint) or {}
     for name in heads if tied else ():
         header = expert.headers[name]
         info = expert.description.tensors.get(name)

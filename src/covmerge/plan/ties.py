@@ -90,9 +90,10 @@ def with_ties_undone(
         apart = some([n for group in _groups(start).values() for n in group], 5, quoted=True)
         raise InputError(
             f"{said}. Untied it would be another model: in a '{model_type}' `{TIED}` also decides "
-            f'that its output is scaled. Store all of {apart} in the base, set "{TIED}": false in its '
-            "config.json, and multiply its 'decoder.final_layer_norm.weight' by d_model ** -0.5, which is "
-            "the same model, untied; or merge to an adapter (--as adapter)"
+            f'that its output is scaled. Store all of {apart} in the base, set "{TIED}" and, if it is '
+            'there, "scale_decoder_outputs" to false in its config.json, and multiply its '
+            "'decoder.final_layer_norm.weight' by d_model ** -0.5, which is the same model, untied; or "
+            "merge to an adapter (--as adapter)"
         )
     return {**sources, first: view}
 
