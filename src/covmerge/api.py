@@ -247,7 +247,9 @@ def merge(
             progress=progress,
         ),
     )
-    with open_checkpoints(base, named, statistics_of(recipe)) as checkpoints:
+    with open_checkpoints(
+        base, named, statistics_of(recipe), form=recipe.output.format
+    ) as checkpoints:
         return job.run(checkpoints)
 
 
@@ -419,7 +421,9 @@ def compare(
             device, threads, max_memory, workers=workers, overwrite=overwrite, progress=progress
         ),
     )
-    with open_checkpoints(base, named, statistics_of(recipe)) as checkpoints:
+    with open_checkpoints(
+        base, named, statistics_of(recipe), form=recipe.output.format
+    ) as checkpoints:
         return job.run(checkpoints)
 
 

@@ -57,7 +57,7 @@ from covmerge.result import MergedFolder, RunFigures, Stats
 from covmerge.sources import OpenCheckpoints
 from covmerge.stores.store import Store, WritableStore
 from covmerge.stores.walk import remove_others
-from covmerge.tensors import stack_order
+from covmerge.tensors import stack_order, undone_ties
 from covmerge.text import some
 from covmerge.types import Json
 from covmerge.verification import DIFFERS, Check, Verification, examine
@@ -95,6 +95,7 @@ class OutputFiles:
                 quantisation=plan.quantisation,
                 known=checkpoints.companions,
                 tokens=checkpoints.text.files,
+                untied=undone_ties(checkpoints.base) is not None,
             )
             config = checkpoints.base.config
             if config is not None and CONFIG not in self._copied.copied:  # it is in a GGUF file
@@ -142,7 +143,7 @@ class OutputFiles:
             *self._parents.notes,
         )
         said = cast("Mapping[str, Json]", stats)
-        record = manifest(plan, sources, notes, warnings, {**self._vocabulary(), **said})
+        record = manifest(plan, sources, notes, warnings, {**self._as_seen(), **said})
         beside.append(write_card(store, plan, self._parents, base.config, record))
         sources = cast("Mapping[str, Any]", record["sources"])
         notes += tuple(own for own in alike_by_content(sources) if own not in notes)
@@ -177,10 +178,14 @@ class OutputFiles:
     def _adapters(self) -> list[AdapterCheckpoint]:
         return [e for e in self._checkpoints.experts.values() if isinstance(e, AdapterCheckpoint)]
 
-    def _vocabulary(self) -> dict[str, Json]:
-        """What covmerge.json says of rows that are not the base's."""
+    def _as_seen(self) -> dict[str, Json]:
+        """What covmerge.json says of how the base was seen: rows of other tokens, tensors untied."""
         decided = self._checkpoints.text.vocabulary
-        return {} if decided is None else {"vocabulary": decided.as_json()}
+        ties = undone_ties(self._checkpoints.base)
+        return {
+            **({} if decided is None else {"vocabulary": decided.as_json()}),
+            **({} if ties is None else {"untied": dict(ties)}),
+        }
 
     def _write_beside(self, stats: Stats) -> list[str]:
         """Write the index of a model in several files, and the factors beside masks."""

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -22,7 +22,16 @@ from covmerge.checkpoints.unwrapped import unwrapped
 from covmerge.engine import Contents, Hashes, Opener, RunOptions, Sources, check_ties, torch_threads
 from covmerge.errors import CheckpointError, InputError, did_you_mean
 from covmerge.export import Parents, hash_companions, read_parents
-from covmerge.plan import BASE, MERGED, OF_BASE, Plan, build_plans, expert_key, stacked
+from covmerge.plan import (
+    BASE,
+    MERGED,
+    OF_BASE,
+    Plan,
+    build_plans,
+    expert_key,
+    stacked,
+    with_ties_undone,
+)
 from covmerge.quantised import dequantised, is_quantised
 from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs, is_made
@@ -46,6 +55,7 @@ class OpenCheckpoints:
         statistics: files by expert; the base's under `OF_BASE`.
         slices: of the recipe.
         text: tokens and chat template of the output, where they are not the base's.
+        form: of the output.
         made: the base's file, where `plans` made it.
         closing: what is closed with them.
     """
@@ -55,6 +65,7 @@ class OpenCheckpoints:
     statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
     slices: Sequence[Slice] = ()
     text: Text = field(default_factory=Text)
+    form: Literal["model", "adapter"] = "model"
     made: BaseInputs | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
@@ -240,7 +251,7 @@ class OpenCheckpoints:
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
         files = {name: str(file.path) for name, file in self._given.items()}
         text = replace(self.text, files=None)  # which only the writer of the folder needs
-        described = Description(places, files, self.made, adapted, self.slices, text, {})
+        described = Description(places, files, self.made, adapted, self.slices, text, self.form, {})
         with described.open() as again:
             return replace(described, identity=again.identity())
 
@@ -280,6 +291,7 @@ def open_checkpoints(
     statistics: Mapping[str, str | Path],
     slices: Sequence[Slice] = (),
     tokens: Tokens | Text = (None, None),
+    form: Literal["model", "adapter"] = "model",
 ) -> Generator[OpenCheckpoints]:
     """Open base, experts and statistics files, and close all of them at the end.
 
@@ -289,9 +301,11 @@ def open_checkpoints(
         statistics: files by expert; the base's under `OF_BASE`.
         slices: of the recipe.
         tokens: tokenizer and chat template of the recipe, or what was decided on them.
+        form: of the output.
 
     Raises:
-        InputError: one of them cannot be opened, or is nothing that slices can be taken of.
+        InputError: one of them cannot be opened, changes tied tensors as no output can hold them, or is
+            nothing that slices can be taken of.
     """
     if slices and statistics:
         raise InputError(
@@ -338,6 +352,7 @@ def open_checkpoints(
         )
         known = sources[None].headers if None in sources else ()
         sources |= {name: unwrapped(dequantised(model), known) for name, model in given.items()}
+        sources = with_ties_undone(sources, form)
         text = tokens if isinstance(tokens, Text) else decide(*tokens, sources)
         seen = text.seen(sources)
         start = None if base is None else stacked(slices, None, seen.pop(None))
@@ -356,6 +371,7 @@ def open_checkpoints(
             {name: measured(name, path) for name, path in statistics.items()},
             slices,
             text,
+            form,
             closing=stack,
         )
 
@@ -370,6 +386,7 @@ def open_recipe(recipe: Recipe) -> Generator[OpenCheckpoints]:
         statistics_of(recipe),
         recipe.slices,
         (recipe.tokenizer, recipe.chat_template),
+        recipe.output.format,
     ) as opened:
         yield opened
 
@@ -393,6 +410,7 @@ class Description:
         adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
         slices: of the recipe.
         text: of the output.
+        form: of the output.
         identity: what tells them from others.
     """
 
@@ -402,6 +420,7 @@ class Description:
     adapted: bool
     slices: Sequence[Slice]
     text: Text
+    form: Literal["model", "adapter"]
     identity: Mapping[str, Json]
 
     @contextmanager
@@ -425,7 +444,9 @@ class Description:
         prefix = expert_key("")
         experts = {k.removeprefix(prefix): place for k, place in self.places.items() if k != BASE}
         base = self.places.get(BASE)
-        with open_checkpoints(base, experts, self.statistics, self.slices, self.text) as opened:
+        with open_checkpoints(
+            base, experts, self.statistics, self.slices, self.text, self.form
+        ) as opened:
             adapters = [e for e in opened.experts.values() if isinstance(e, AdapterCheckpoint)]
             start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base
             again = replace(opened, base=start)

@@ -491,23 +491,6 @@ def test_what_rounding_the_factors_loses(tmp_path):
         assert entry["rounding_loss"] == pytest.approx(lost, rel=0.2)
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
-def test_copies_of_a_tied_tensor_that_differ_are_refused(tmp_path):
-    """PEFT stores what it trained whole under both names; only one of the two would go on."""
-    config = build("llama").config
-    config.tie_word_embeddings = True
-    base = transformers.LlamaForCausalLM(config).eval()
-    base.save_pretrained(tmp_path / "base")
-    for number in (1, 2, 3):
-        options = {"targets": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
-        save_adapter(base, tmp_path / f"e{number}", seed=number, move=True, **options)
-    for form in ("adapter", "model"):
-        failed = command(*arguments(tmp_path, f"--as={form}"), tmp_path / "out", code=2)
-        assert "'lm_head.weight'" in failed.stderr and "differ" in failed.stderr
-        assert not (tmp_path / "out").exists()
-
-
 @of_gpt2
 def test_steps_that_are_exact_on_factors(family):  # noqa: F811
     given = [*arguments(family), "--before=norm_balance", "--after=rescale"]

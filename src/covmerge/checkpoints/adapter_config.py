@@ -38,6 +38,7 @@ _WITHOUT_WEIGHTS = {
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _READ = {
     "alpha_pattern",
+    "ensure_weight_tying",
     "exclude_modules",
     "fan_in_fan_out",
     "init_lora_weights",
@@ -60,7 +61,6 @@ _WITHOUT_EFFECT = {  # on the weights that are stored
     "bias",
     "corda_config",
     "deltaT",
-    "ensure_weight_tying",  # the tied tensor is one tensor here anyhow
     "eva_config",
     "inference_mode",
     "loftq_config",
@@ -119,7 +119,7 @@ class AdapterConfig:
                 self.refuse(name, "and it changes what the factors mean, or is not known here")
         if self.fields.get("init_lora_weights") not in _PLAIN_INITS:
             self.refuse("init_lora_weights", "and its factors belong to a base that it changed")
-        for name in ("use_rslora", "fan_in_fan_out"):
+        for name in ("use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
             if self.fields.get(name) not in (None, True, False):
                 self.refuse(name, "which is true or false")
 
@@ -146,6 +146,11 @@ class AdapterConfig:
     def transposed(self) -> bool:
         """Whether the layers of the base are stored as `(d_in, d_out)`."""
         return bool(self.fields.get("fan_in_fan_out"))
+
+    @property
+    def tied(self) -> bool:
+        """Whether what is tied to an embedding has its factors too, whatever `target_modules` says."""
+        return bool(self.fields.get("ensure_weight_tying"))
 
     def expect(self, modules: Iterable[str]) -> None:
         """Match the patterns against modules of which much will be asked, and their parameters.

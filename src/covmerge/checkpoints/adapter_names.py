@@ -177,7 +177,7 @@ def read_names(
             )
     if config is not None:
         config.expect({_owner(module) for module in modules})
-    reader = _Reader(stored, config, where, set(modules))
+    reader = _Reader(stored, config, where, modules)
     updates: dict[str, Update] = {}
     wrapped: dict[str, Wrapped] = {}
     for module, parts in modules.items():
@@ -267,12 +267,14 @@ class _Reader:
         stored: Mapping[str, TensorHeader],
         config: AdapterConfig | None,
         where: str,
-        modules: set[str],
+        modules: Mapping[str, Mapping[str, str]],
     ) -> None:
         self._stored = stored
         self._config = config
         self._where = where
         self._modules = modules
+        ends = [(own.get("table_down"), own.get("table_up")) for own in modules.values()]
+        self._tables = {(stored[a].shape, stored[b].shape) for a, b in ends if a and b}
         self._attention = {
             module.removesuffix(".base_layer.out_proj")
             for module in modules
@@ -354,11 +356,19 @@ class _Reader:
             )
         if parameters:
             return f"{owner}.{parameters[0]}", f"{owner}.{parameters[0]}"
-        if self._config is not None:
+        if self._config is not None and not (self._config.tied and self._is_of_table(module)):
             self._config.check_target(owner)
         if owner in self._attention:
             return owner, f"{owner}.{'in_proj_weight' if owner == module else 'out_proj.weight'}"
         return owner, f"{owner}.weight"
+
+    def _is_of_table(self, module: str) -> bool:
+        """Whether a module is an embedding, or has the factors of one: `(r, n)` and `(d, r)`, turned."""
+        parts = self._modules[module]
+        if "table_down" in parts:
+            return True
+        down, up = (self._stored[parts[part]].shape for part in ("down", "up"))
+        return (up[::-1], down[::-1]) in self._tables
 
     def _scale(self, module: str, rank: int, parts: Mapping[str, str]) -> float:
         if self._config is None:

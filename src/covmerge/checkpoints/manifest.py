@@ -133,6 +133,7 @@ class _Model(_Part):
     heads: dict[str, list[str]]
     rescalers: dict[str, float] = {}
     vocabulary: _Vocabulary | None = None
+    untied: dict[str, str] | None = None
     tensors: dict[str, _Tensor]
     files: dict[_Name, _File] = {}
 

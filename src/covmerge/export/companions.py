@@ -104,11 +104,12 @@ def copy_companions(
     quantisation: Mapping[str, Any] | None = None,
     known: Mapping[str, str] | None = None,
     tokens: TokenizerFiles | None = None,
+    untied: bool = False,
 ) -> Companions:
     """Copy the base's companion files into the output.
 
-    All are copied byte for byte, but for what config.json says of dtype, layers and quantisation, and for
-    what belongs to another tokenizer. Code is never copied: it should be read before it lies where
+    All are copied byte for byte, but for what config.json says of dtype, layers, ties and quantisation, and
+    for what belongs to another tokenizer. Code is never copied: it should be read before it lies where
     `trust_remote_code` finds it.
 
     Args:
@@ -121,6 +122,7 @@ def copy_companions(
         known: what the files were when the merge was planned, as `hash_companions` returns it; None
             takes them as they are.
         tokens: the output's tokenizer; None if it is the base's.
+        untied: the base ties tensors that the output stores one by one.
 
     Raises:
         CheckpointError: a companion file leaves the folder, is too large, cannot be read, or is not
@@ -145,6 +147,7 @@ def copy_companions(
                 tokens=tokens,
                 plain=plain,
                 quantisation=quantisation,
+                untied=untied,
             )
             hashes[name], content = _copy_config(_inside(source, name), copy, rewrite)
             notes += _notes_on_code(source, content)

@@ -15,6 +15,7 @@ from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.layer_count import restacked
 from covmerge.quantised import QUANTISATION
 from covmerge.stores.store import WritableFile, WritableStore
+from covmerge.tensors import untied_config
 from covmerge.vocabulary import TokenizerFiles
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, older ones the second
@@ -29,6 +30,7 @@ def rewrite_config(
     plain: bool = False,
     quantisation: Mapping[str, Any] | None = None,
     tokens: TokenizerFiles | None = None,
+    untied: bool = False,
 ) -> bytes:
     r"""Return `content` with every dtype it states set to `dtype`; the same bytes if none differs.
 
@@ -43,6 +45,7 @@ def rewrite_config(
         plain: the base is quantised, and seen as plain.
         quantisation: the format that the output's weights are packed in; None: they are plain.
         tokens: what the configs say of the output's tokenizer; None if it is the base's.
+        untied: the base ties tensors that the output stores one by one.
 
     Raises:
         CheckpointError: `content` is not a JSON object.
@@ -51,7 +54,12 @@ def rewrite_config(
         >>> rewrite_config(b'{"a": 1, "dtype": "float32"}', torch.bfloat16, "config.json")
         b'{\n  "a": 1,\n  "dtype": "bfloat16"\n}\n'
     """
-    if dtype is None and layers is None and tokens is None and not (plain or quantisation):
+    if (
+        dtype is None
+        and layers is None
+        and tokens is None
+        and not (plain or quantisation or untied)
+    ):
         return content
     stored = parse_object(content, origin)
     config = deepcopy(stored)
@@ -59,6 +67,8 @@ def rewrite_config(
         config = restacked(config, layers)
     if tokens is not None:
         config = tokens.configured(PurePath(origin).name, config)
+    if untied:
+        config = untied_config(config)
     if plain:
         config.pop(QUANTISATION, None)
     if quantisation is not None:

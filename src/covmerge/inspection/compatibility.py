@@ -14,6 +14,7 @@ from covmerge.findings import Finding, Severity
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture
 from covmerge.plan.rules import Rules
 from covmerge.recipe import Recipe
+from covmerge.tensors import undone_ties
 from covmerge.text import counted, some
 
 _TOKENIZER = "tokenizer.json"
@@ -149,7 +150,7 @@ def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:
     key = "tie_word_embeddings"
     if isinstance(expert.checkpoint, AdapterCheckpoint) or None in (own.get(key), other.get(key)):
         return
-    if own[key] != other[key]:
+    if own[key] != other[key] and undone_ties(base.checkpoint) is None:  # else a note says it
         yield Finding(
             Severity.WARNING,
             f"{key} is {other[key]} in its config.json and {own[key]} in the base's: the merged "

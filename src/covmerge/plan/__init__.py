@@ -29,6 +29,7 @@ from covmerge.plan.forms import (
 from covmerge.plan.operands import BASE, MERGED, Operand, expert_key
 from covmerge.plan.operations import Copy, Count, Look, Merge, Operation
 from covmerge.plan.slices import stacked
+from covmerge.plan.ties import with_ties_undone
 from covmerge.plan.types import Plan, Survey
 from covmerge.plan.varied import Settings
 from covmerge.plan.work import TensorPlan, WorkItem, looked_over_at_once, parts_at_once
@@ -65,4 +66,5 @@ __all__ = [
     "mask_part",
     "parts_at_once",
     "stacked",
+    "with_ties_undone",
 ]

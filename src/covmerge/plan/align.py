@@ -7,7 +7,7 @@ kind of dtype either falls under a rule of the recipe or is a named error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,7 +19,8 @@ from covmerge.plan.operands import Operand
 from covmerge.plan.packed_experts import check_packing
 from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
-from covmerge.tensors import ModelDescription, Stacked, find_name
+from covmerge.tensors import ModelDescription, Stacked, find_name, undone_ties
+from covmerge.tensors.names import kind_by_name
 from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 
@@ -124,6 +125,7 @@ def align(
     if isinstance(expert.checkpoint, AdapterCheckpoint):
         return _align_adapter(base, expert_name, expert, chosen)
     prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    ties = undone_ties(base.checkpoint) or {}
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         use = chosen(name, info.role)
@@ -137,8 +139,9 @@ def align(
                 names[name] = found
             continue
         if found is None:
-            # What the expert ties it to is its weight, whether or not the base ties the two.
-            tied = expert.description.tied.get(name)
+            # What the expert ties it to is its weight, whether or not the base ties the two. One that has
+            # no such layer, or no config to say it, goes by the base as it is stored.
+            tied = expert.description.tied.get(name, ties.get(name))
             found = None if tied is None else find_name(tied, prefixes, expert.headers)
         if found is None:
             if _takes_part(expert, name) and not _stored_elsewhere(name, base, expert, prefixes):
@@ -166,6 +169,7 @@ def align(
     _check_missing(base, expert_name, expert, missing, rules)
     _check_resized(expert_name, base, resized, rules)
     heads = tuple([*own_heads, *extra_heads])
+    _check_heads(base, expert_name, expert, extra_heads)
     return Alignment(
         names,
         tuple(missing),
@@ -222,7 +226,9 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
                 f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: it is "
                 "no adapter of this base. Name the base that it was trained on, or leave it out"
             )
-    taken = {*names.values(), *own_heads}
+    # Nobody changes tied tensors differently, or the base would be seen untied.
+    tied = (find_name(name, prefixes, shapes) for name in base.description.tied)
+    taken = {*names.values(), *own_heads, *tied}
     unknown = [name for name in adapter.low_rank if name not in taken]
     if unknown:
         raise TensorError(
@@ -230,15 +236,23 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             f"{counted(len(unknown), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
             f"{some(unknown, 5, quoted=True)}. Is it an adapter of this base?"
         )
-    # PEFT stores what it trained whole once for each of the names that are tied.
-    tied = {
-        name: kept
-        for name, to in base.description.tied.items()
-        if name in adapter.headers and (kept := names.get(to)) in adapter.headers and kept
-    }
-    taken |= set(tied)
     heads = tuple([*own_heads, *(name for name in adapter.headers if name not in taken)])
-    return Alignment(names, (), {}, heads, tuple(head_bases), {}, tied)
+    _check_heads(base, expert_name, adapter, heads)
+    return Alignment(names, (), {}, heads, tuple(head_bases), {}, {})
+
+
+def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[str]) -> None:
+    """Refuse to keep an output layer aside that the model ties to its embedding."""
+    tied = base.description.tied or undone_ties(base.checkpoint) or {}
+    for name in heads if tied else ():
+        header = expert.headers[name]
+        info = expert.description.tensors.get(name)
+        if (info or kind_by_name(header, expert.headers)).role is Role.OUTPUT:
+            raise TensorError(
+                f"expert '{expert_name}' ({expert.checkpoint.source}) stores the output layer '{name}', "
+                f"and the base ({base.checkpoint.source}) ties its own, under another name, to an "
+                f"embedding ({some(tied, 3, quoted=True)}): save the expert again under the base's names"
+            )
 
 
 def stored_ties(model: Model) -> dict[str, str]:
@@ -290,6 +304,9 @@ def _extras(
     heads: list[str] = []
     ignored: dict[str, str] = {}
     refused: list[str] = []
+    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    # Nobody changes tied tensors differently, or the base would be seen untied.
+    tied = {find_name(n, prefixes, expert.headers): to for n, to in base.description.tied.items()}
     for name in expert.headers:
         if name in taken:
             continue
@@ -301,6 +318,8 @@ def _extras(
             ignored[name] = "extra tensor (rule: base)"
         elif info.tied_to is not None and info.tied_to in taken:
             ignored[name] = f"tied to {info.tied_to}"
+        elif name in tied:
+            ignored[name] = f"tied to {tied[name]}"
         elif info.role is Role.BUFFER:
             ignored[name] = "buffer that the base does not store"
         elif info.outside_backbone:

@@ -27,6 +27,7 @@ from covmerge.quantised import (
     with_plain,
 )
 from covmerge.recipe import Recipe
+from covmerge.tensors import Untied
 from covmerge.text import counted, some
 from covmerge.types import Role, TensorHeader
 
@@ -67,6 +68,14 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
         raise RecipeError(
             f"method '{recipe.method}' writes masks beside plain weights: leave out `quantise`"
         )
+    if isinstance(base, Untied):
+        base = base.seen
+        if is_gguf(wanted, base):
+            raise RecipeError(
+                f"`quantise: {wanted}` writes the base's GGUF file with other weights, and some expert "
+                f"changes tensors that {base.source} ties: merge without `quantise`, and convert the "
+                "output (convert_hf_to_gguf.py)"
+            )
     if is_derived(base):
         raise RecipeError(
             "`quantise` goes by the base's own layers and tokens, and the base is quantised and seen "

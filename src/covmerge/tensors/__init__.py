@@ -12,6 +12,7 @@ from covmerge.tensors.donor import Donor, stack_order
 from covmerge.tensors.layers import LayerName, layer_name, relative_depth, relative_depths
 from covmerge.tensors.names import find_name
 from covmerge.tensors.stacked import Stacked, comes_before
+from covmerge.tensors.untied import TIED, Untied, same_values, undone_ties, untied_config
 from covmerge.tensors.views import (
     FusedParts,
     MatrixLayout,
@@ -21,6 +22,7 @@ from covmerge.tensors.views import (
 )
 
 __all__ = [
+    "TIED",
     "Donor",
     "FusedParts",
     "LayerName",
@@ -28,6 +30,7 @@ __all__ = [
     "ModelDescription",
     "Stacked",
     "TensorInfo",
+    "Untied",
     "comes_before",
     "conv1d_names",
     "describe",
@@ -39,6 +42,9 @@ __all__ = [
     "matrix_shapes",
     "relative_depth",
     "relative_depths",
+    "same_values",
     "stack_order",
+    "undone_ties",
+    "untied_config",
     "write_matrices",
 ]

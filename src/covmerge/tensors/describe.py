@@ -64,6 +64,8 @@ class ModelDescription:
         family: see `family_of`.
         tied: name -> the name it shares memory with, stored or not. Of each tied group the first
             stored name, else the first defined one, is the one referred to.
+        lacks_head: name of the output layer's weight, where the model has one, the config ties it to
+            nothing and it is not stored: the model cannot be loaded. None otherwise.
         architecture: config.architectures[0].
         source: whether roles come from the modules (`skeleton`) or from name rules (`names`).
         notes: what a user should know.
@@ -73,6 +75,7 @@ class ModelDescription:
     prefix: str | None
     family: str | None
     tied: Mapping[str, str]
+    lacks_head: str | None
     architecture: str | None
     source: Literal["skeleton", "names"]
     notes: tuple[str, ...]
@@ -148,6 +151,7 @@ def describe(
         )
     outside, blocks = _outside(headers, skeleton), in_rows_of_blocks(headers)
     tied = _tied(headers, skeleton) if skeleton else {}
+    lacks_head = _lacking(headers, skeleton, tied) if skeleton else None
     if config is not None and config.get("tie_word_embeddings") is False:
         # transformers ties T5's output all the same, and unties it when the stored values differ.
         outputs = {name for name, (kind, _) in found.items() if kind.role is Role.OUTPUT}
@@ -179,6 +183,7 @@ def describe(
         prefix=skeleton.prefix if skeleton else None,
         family=family_of(config),
         tied=tied,
+        lacks_head=lacks_head,
         architecture=architecture_of(config),
         source="skeleton" if skeleton else "names",
         notes=tuple(notes),
@@ -262,6 +267,17 @@ def _tied(headers: Mapping[str, TensorHeader], skeleton: Skeleton) -> dict[str, 
         canonical = next((name for name in names if name in headers), names[0])
         tied.update({name: canonical for name in names if name != canonical})
     return tied
+
+
+def _lacking(
+    headers: Mapping[str, TensorHeader], skeleton: Skeleton, tied: Mapping[str, str]
+) -> str | None:
+    """Name of the output layer's weight, where it is neither stored nor tied to a stored tensor."""
+    stored = {place.parameter for name, place in skeleton.places.items() if name in headers}
+    head = skeleton.head
+    if head is None or head in stored or tied.get(head) in headers:
+        return None
+    return None if head in tied.values() else head
 
 
 def _misfits(

@@ -25,10 +25,13 @@ class Donor:
 
     Args:
         experts: all of them, in the recipe's order.
+
+    Attributes:
+        first: the first of them.
     """
 
     def __init__(self, experts: Mapping[str, Checkpoint]) -> None:
-        self._first = first = next(iter(experts.values()))
+        self.first = first = next(iter(experts.values()))
         self.order = first.order if isinstance(first, Stacked) else None
         self.source = first.source
         self.notes: tuple[str, ...] = ()
@@ -46,20 +49,20 @@ class Donor:
     @property
     def folder(self) -> Path | None:
         """See `Checkpoint.folder`."""
-        return self._first.folder
+        return self.first.folder
 
     @property
     def hub(self) -> HubModel | None:
         """See `Checkpoint.hub`."""
-        return self._first.hub
+        return self.first.hub
 
     def readme(self) -> Path | None:
         """See `Checkpoint.readme`."""
-        return self._first.readme()
+        return self.first.readme()
 
     def companions(self) -> Path | None:
         """See `Checkpoint.companions`."""
-        return self._first.companions()
+        return self.first.companions()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`."""

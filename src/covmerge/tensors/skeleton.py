@@ -61,6 +61,7 @@ class Skeleton:
         prefix: its base_model_prefix; None if it has none.
         places: stored name -> place, for the stored names that the architecture knows.
         tied: groups of parameter names that share memory, the first defined one first.
+        head: name of the output layer's weight; None if the model has none.
         outside: parameters and buffers outside the backbone.
         blocks: names of the modules that the model runs one after another, each once, as far as its lists
             of modules tell.
@@ -71,6 +72,7 @@ class Skeleton:
     prefix: str | None
     places: Mapping[str, Place]
     tied: tuple[tuple[str, ...], ...]
+    head: str | None
     outside: frozenset[str]
     blocks: tuple[str, ...]
     notes: tuple[str, ...]
@@ -133,6 +135,7 @@ def _skeleton(
         prefix=prefix,
         places=places,
         tied=_tied_groups(model),
+        head=_head(model),
         outside=_outside(model, slots, prefix, base_class, len(headers)),
         blocks=_blocks(model),
         notes=(*notes, *place_notes),
@@ -297,6 +300,14 @@ def _tied_groups(model: Any) -> tuple[tuple[str, ...], ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def _head(model: Any) -> str | None:
+    output: Any = model.get_output_embeddings()
+    for path, module in model.named_modules():
+        if module is output and isinstance(getattr(module, "weight", None), nn.Parameter):
+            return f"{path}.weight"
+    return None
 
 
 def _prefix(model: Any, base_class: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from covmerge.recipe import Slice
 from covmerge.stores.remote import store_at
 from covmerge.stores.store import Store
 from covmerge.stores.walk import file_at
+from covmerge.tensors import Untied, describe_checkpoint, same_values, undone_ties
 from covmerge.text import counted, some
 from covmerge.types import Json, Role, TensorHeader
 from covmerge.verification.adapter import check_adapter
@@ -100,9 +101,11 @@ def examine(
             try:
                 opened = open_plain(_base_of(manifest))
                 opened.materialize()
-                base = stacked(_slices_of(manifest), None, opened)
+                base = stacked(_slices_of(manifest), None, _untied(opened, manifest))
             except InputError as error:
                 base, missing = None, str(error)
+        elif undone_ties(base) is None:
+            base = _untied(base, manifest)
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
         values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
         weights = _weights(stored) if coverage.ok else ()
@@ -152,6 +155,16 @@ def _base_of(manifest: Mapping[str, Any]) -> str:
     return source if commit is None else f"{source.partition('@')[0]}@{commit}"
 
 
+def _untied(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
+    """The base as it was seen: with tensors that its config ties apart, if they were merged so."""
+    ties: Mapping[str, str] | None = manifest.get("untied")
+    if ties is None:
+        return base
+    if lost := [name for name in ties.values() if name not in base.headers]:
+        raise InputError(f"the base is another by now: it has no '{lost[0]}'")
+    return Untied(base, ties)
+
+
 def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:
     return [Slice.model_validate(own) for own in manifest["recipe"].get("slices", ())]
 
@@ -188,6 +201,7 @@ def _coverage(
         wrong.append(f"{strange[0]} is no file of weights that covmerge writes")
     if not files:
         wrong.append("an adapter lies where a model was written")
+    wrong += _badly_tied(output)
     for name, entry in entries.items():
         if name not in headers:
             wrong.append(f"'{name}' is missing")
@@ -200,6 +214,17 @@ def _coverage(
             )
     detail = some(wrong, 5, between="; ") or all_there(len(entries))
     return Check("coverage", not wrong, detail)
+
+
+def _badly_tied(output: Checkpoint) -> Iterator[str]:
+    """What config.json says of tied tensors that the files contradict."""
+    found = describe_checkpoint(output)
+    if found.lacks_head is not None:
+        yield f"'{found.lacks_head}' is not stored, and config.json ties it to no other tensor"
+    for name, info in found.tensors.items():
+        kept = info.tied_to
+        if kept is not None and kept in output.headers and not same_values(output, name, kept):
+            yield f"'{name}' differs from '{kept}', and config.json says that they are tied"
 
 
 def _weights(output: Checkpoint) -> list[str]:
