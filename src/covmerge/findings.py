@@ -13,6 +13,7 @@ FAULTS = {
     "not-a-fine-tune": "an expert was trained from another base than this one",
     "swapped-tensors": "an expert holds a layer of the base under the name of another",
     "unchanged-expert": "an expert equals the base in all that is merged",
+    "changed-integers": "an expert has other integers or truth values than the base",
 }
 
 
