@@ -64,3 +64,11 @@ class Finding:
     def as_json(self) -> dict[str, Json]:
         """Plain JSON."""
         return {**asdict(self), "severity": str(self.severity), "tensors": list(self.tensors)}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What there is to say of experts with which a merge goes on."""
+
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

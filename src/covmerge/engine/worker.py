@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from covmerge.engine.device_room import naming_where_full
-from covmerge.engine.encode import Result, encode, held_whole
+from covmerge.engine.encode import Result, as_output, encode, held_whole
 from covmerge.engine.inputs import Inputs, Sizes, Sources, in_parts, is_compared, read_inputs
 from covmerge.engine.layer import Context, Layer
 from covmerge.engine.look import look_at
@@ -191,7 +191,7 @@ def _as_base(item: WorkItem, inputs: Inputs) -> Result:
         return Result()
     if isinstance(form, PackedTensor):
         return packed_copy(item, form, inputs)
-    rows = inputs.base.to(item.tensor.output.dtype)
+    rows = as_output(item, inputs.base, "base's weights")
     if isinstance(form, AdapterTensor):
         nothing = {**Sizes({}, {}, 0.0).as_json(), "merged": 0.0, "rounding": 0.0}
         return held_whole(form, rows, nothing)

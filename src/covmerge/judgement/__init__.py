@@ -8,7 +8,8 @@ judge     all of it: for an inspection, and of a finished run, which it may stop
 names     blocks and layers for people
 """
 
+from covmerge.judgement.integers import changed_integers
 from covmerge.judgement.judge import check_fit, judge
 from covmerge.judgement.layers import Layer
 
-__all__ = ["Layer", "check_fit", "judge"]
+__all__ = ["Layer", "changed_integers", "check_fit", "judge"]

@@ -20,7 +20,9 @@ HARMLESS = {
 _SHOWN = 5
 
 
-def changed_integers(plan: Plan, done: Sequence[Mapping[str, Json]], whose: str) -> Iterator[Finding]:
+def changed_integers(
+    plan: Plan, done: Sequence[Mapping[str, Json]], whose: str
+) -> Iterator[Finding]:
     """Say which experts have other values than the output in tensors that are not merged.
 
     Args:

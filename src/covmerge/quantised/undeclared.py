@@ -74,7 +74,9 @@ def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
     for name in codes:
         module, dot, leaf = name.rpartition(".")
         rests = {other: other[len(module + dot) :] for other in inside.get(module, ())}
-        beside = (o for o, rest in rests.items() if rest.startswith(leaf) or (module and "." not in rest))
+        beside = (
+            o for o, rest in rests.items() if rest.startswith(leaf) or (module and "." not in rest)
+        )
         scale = next(beside, None)
         if scale is not None:
             found[name] = scale
