@@ -30,6 +30,7 @@ from covmerge.engine import (
 )
 from covmerge.errors import RecipeError
 from covmerge.export import write_manifest
+from covmerge.findings import Fit
 from covmerge.judgement import check_fit
 from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
@@ -322,8 +323,8 @@ class CompareJob:
             checkpoints.materialize()
             none = [NoOutput() for _ in plans]
             done, _ = self._execute(plans, none, checkpoints, memory, {})
-            warnings = check_fit(plans[0], done[0].items, checkpoints)
-            return self._comparison(labels, plans, done, checkpoints, memory, left_out, warnings)
+            fit = check_fit(plans[0], done[0].items, checkpoints)
+            return self._comparison(labels, plans, done, checkpoints, memory, left_out, fit)
         return self._to_disk(self.out, labels, plans, checkpoints, memory, left_out)
 
     def _to_disk(
@@ -347,7 +348,7 @@ class CompareJob:
             contents = checkpoints.contents()
             done, hashes = self._execute(plans, outputs, checkpoints, memory, contents)
             sources = checkpoints.recorded(hashes)
-            warnings = check_fit(plans[0], done[0].items, checkpoints)
+            fit = check_fit(plans[0], done[0].items, checkpoints)
             notes: list[str] = []
             for name, model, own in zip(labels, models, done, strict=True):
                 # To give the base is a failure of one merge; of a comparison it is a result.
@@ -356,14 +357,12 @@ class CompareJob:
                     sources,
                     memory,
                     staging.out.output.inside(name),
-                    warnings=warnings,
+                    fit=fit,
                     may_equal_base=True,
                 )
                 if result.verification is not None and not result.verification.ok:
                     notes.append(f"method '{name}' gives the base")
-            comparison = self._comparison(
-                labels, plans, done, checkpoints, memory, left_out, warnings
-            )
+            comparison = self._comparison(labels, plans, done, checkpoints, memory, left_out, fit)
             comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(
                 staging.store,
@@ -411,7 +410,7 @@ class CompareJob:
         checkpoints: OpenCheckpoints,
         memory: MemoryPlan,
         left_out: Mapping[str, str],
-        warnings: tuple[str, ...],
+        fit: Fit,
     ) -> Comparison:
         together = zip(labels, plans, done, strict=True)
         rows = tuple(_row(label, plan, own, self.out) for label, plan, own in together)
@@ -430,8 +429,8 @@ class CompareJob:
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
             },
-            warnings=warnings,
-            notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+            warnings=fit.warnings,
+            notes=(*dict.fromkeys(note for plan in plans for note in plan.notes), *fit.notes),
             adapters=checkpoints.adapters,
         )
 

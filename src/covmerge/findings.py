@@ -13,6 +13,7 @@ FAULTS = {
     "not-a-fine-tune": "an expert was trained from another base than this one",
     "swapped-tensors": "an expert holds a layer of the base under the name of another",
     "unchanged-expert": "an expert equals the base in all that is merged",
+    "changed-integers": "an expert has other integers or truth values than the base",
 }
 
 
@@ -63,3 +64,11 @@ class Finding:
     def as_json(self) -> dict[str, Json]:
         """Plain JSON."""
         return {**asdict(self), "severity": str(self.severity), "tensors": list(self.tensors)}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What there is to say of experts with which a merge goes on."""
+
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -101,8 +101,8 @@ class Job:
             run=run_figures(done, work.memory, work.checkpoints),
             timeline=done.spans,
             noticed=account.rows,
-            notes=(*plan.notes, *account.notes),
-            warnings=(*fit, *account.warnings),
+            notes=(*plan.notes, *account.notes, *fit.notes),
+            warnings=(*fit.warnings, *account.warnings),
             masks={
                 expert: {name: unpack(bits, shapes[name]) for name, bits in found[part].items()}
                 for expert in plan.recipe.experts
@@ -165,13 +165,13 @@ class Job:
                     )
                 with closing(self._executor(work, session)) as executor:
                     done, hashes = self._execute(work, files.output, executor, journal)
-                    warnings = check_fit(work.plan, done.items, work.checkpoints)
+                    fit = check_fit(work.plan, done.items, work.checkpoints)
                     result = files.finish(
                         done,
                         work.checkpoints.recorded(hashes),
                         work.memory,
                         out.output,
-                        warnings=warnings,
+                        fit=fit,
                         read=executor.read_files,
                     )
             except Exception:  # whatever it was; Ctrl-C is none, and keeps the work

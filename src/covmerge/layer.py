@@ -17,6 +17,7 @@ from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import norm_seen
 from covmerge.linalg.random import Stream
+from covmerge.linalg.stored import rounded_to
 from covmerge.measures.length import times_as_long
 from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
@@ -201,13 +202,14 @@ def _say_if_long(
 
 def _stored(merged: _Update, dtype: torch.dtype) -> _Update:
     """The merged update in the dtype of the updates."""
-    stored = merged.to(dtype)
-    if not all(map(all_finite, _parts(stored))):
+    try:
+        parts = [rounded_to(part, dtype) for part in _parts(merged)]
+    except OverflowError as error:
         raise TensorError(
             f"the merged update is finite in {merged.dtype} and overflows {dtype}, the dtype of the "
-            "updates: pass them in a wider one, as update.float() or update.double()"
-        )
-    return stored
+            f"updates ({error}): pass them in a wider one, as update.float() or update.double()"
+        ) from error
+    return cast("_Update", LowRank(*parts) if isinstance(merged, LowRank) else parts[0])
 
 
 def _dense(index: int, update: Tensor | LowRank) -> Tensor:

@@ -42,6 +42,7 @@ from covmerge.export import (
     write_rescalers,
 )
 from covmerge.export.generation import notes_on_generation
+from covmerge.findings import Fit
 from covmerge.methods import WORDS
 from covmerge.methods.emr import rescalers_of
 from covmerge.noticed import Account, account_of
@@ -110,7 +111,7 @@ class OutputFiles:
         memory: MemoryPlan,
         out: Store,
         *,
-        warnings: Sequence[str] = (),
+        fit: Fit,
         may_equal_base: bool = False,
         read: ReadFiles = read_files,
     ) -> MergedFolder:
@@ -121,7 +122,7 @@ class OutputFiles:
             sources: what covmerge.json says of them.
             memory: what was expected of it.
             out: where the output appears.
-            warnings: what the fit of the experts gave.
+            fit: what there is to say of the experts.
             may_equal_base: a model that equals the base is no failure.
             read: see `seal`.
 
@@ -134,10 +135,11 @@ class OutputFiles:
         self._removed += remove_others(store, self._files)
         stats, account = merge_stats(plan, done.items)
         beside = self._write_config() if self._is_adapter else self._write_beside(stats)
-        warnings = (*warnings, *account.warnings)
+        warnings = (*fit.warnings, *account.warnings)
         notes = (
             *plan.notes,
             *account.notes,
+            *fit.notes,
             *self._copied.notes,
             *(self._adapter_notes(stats) if self._is_adapter else self._generation_notes()),
             *self._parents.notes,

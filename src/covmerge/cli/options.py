@@ -128,7 +128,7 @@ Allow = Annotated[
         metavar="FAULT",
         rich_help_panel=HOW,
         help="Go on in spite of a fault of the experts that makes a merge worthless: "
-        "not-a-fine-tune, swapped-tensors or unchanged-expert.",
+        "not-a-fine-tune, swapped-tensors, unchanged-expert or changed-integers.",
     ),
 ]
 Resume = Annotated[

@@ -47,7 +47,7 @@ from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.forecast import Forecast, forecast
 from covmerge.engine.hardware import Hardware, parse_hardware
 from covmerge.engine.hashing import Contents, Hashes
-from covmerge.engine.inputs import Sizes, Sources, read_inputs
+from covmerge.engine.inputs import Sizes, Sources, is_compared, read_inputs
 from covmerge.engine.layer import Change, Context, Layer
 from covmerge.engine.look import look_cost
 from covmerge.engine.losses import account_of_losses
@@ -122,6 +122,7 @@ __all__ = [
     "find_thresholds",
     "forecast",
     "help_reading",
+    "is_compared",
     "look_cost",
     "parse_hardware",
     "peak_memory",

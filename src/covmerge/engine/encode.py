@@ -15,6 +15,7 @@ from covmerge.errors import TensorError
 from covmerge.linalg.bits import pack
 from covmerge.linalg.lapack import square_norm
 from covmerge.linalg.spectral import truncated_svd
+from covmerge.linalg.stored import rounded_to
 from covmerge.methods.factored import MergedFactors
 from covmerge.plan import AdapterFactors, AdapterTensor, Merge, ModelTensor, PackedTensor, WorkItem
 from covmerge.types import Json, LowRank
@@ -76,21 +77,32 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
     exact = merged.add_(layer.base()) if change.weights is None else change.weights
     if isinstance(form, PackedTensor):  # which takes all rows of the item
         return Result((exact.cpu(),), {**stats, "rounding": 0.0})
-    rows = exact.to(item.tensor.output.dtype)
+    rows = as_output(item, exact, "merged weights")
     lossy = rows.dtype != exact.dtype
     lost = torch.sub(exact, rows.to(exact.dtype), out=merged) if lossy else None
     stats["rounding"] = 0.0 if lost is None else square_norm(lost)
-    if not isfinite(stats["rounding"]):
-        raise TensorError(
-            f"'{item.tensor.name}': the merged weights overflow {rows.dtype}; store them in "
-            "another dtype (--out-dtype float32)"
-        )
     rows = rows.cpu()
     if isinstance(form, AdapterTensor):
         return held_whole(form, rows, stats)
     nothing = torch.zeros(rows.shape, dtype=torch.bool)
     bits = (pack(masks[expert].cpu() if expert in masks else nothing) for expert in form.masks)
     return Result((rows, *bits), stats)
+
+
+def as_output(item: WorkItem, rows: Tensor, what: str) -> Tensor:
+    """Round to the dtype of the output.
+
+    Raises:
+        TensorError: `what` these rows are does not fit it.
+    """
+    dtype = item.tensor.output.dtype
+    try:
+        return rounded_to(rows, dtype)
+    except OverflowError as error:
+        raise TensorError(
+            f"'{item.tensor.name}': the {what} overflow {dtype} ({error}); store them in "
+            "another dtype (--out-dtype float32)"
+        ) from error
 
 
 def held_whole(form: AdapterTensor, rows: Tensor, stats: Mapping[str, Json]) -> Result:
@@ -106,15 +118,20 @@ def _as_factors(
     place = form.place
     transposed = merge.layout is not None and merge.layout.transposed
     delta, sigma = _factored(update, place.rank, transposed=transposed)
-    rounded = delta.to(form.dtype)
+    try:
+        rounded = LowRank(rounded_to(delta.left, form.dtype), rounded_to(delta.right, form.dtype))
+    except OverflowError as error:
+        raise TensorError(
+            f"'{item.tensor.name}': the factors of the merged update overflow {form.dtype} ({error}); "
+            "store them in another dtype (--out-dtype float32)"
+        ) from error
     energy = sigma.double().square()
     total, kept = float(energy.sum()), float(energy[: place.rank].sum())
     lost = _rounding(delta, rounded)
     if not isfinite(total + lost):
         raise TensorError(
-            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf from finite updates, "
-            f"or factors that {form.dtype} cannot hold: store them in another dtype "
-            "(--out-dtype float32), or merge by `average`"
+            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf from finite updates: "
+            "merge by `average`"
         )
     return tuple(place.factors(rounded.to(torch.device("cpu")))), {
         "merged": total,

@@ -154,17 +154,18 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     if first.overview:
         return Inputs(torch.empty(0), {}, sources=sources)
     merging = [item for item in items if not isinstance(item.tensor.operation, Copy)]
+    reading = merging or [item for item in items if is_compared(item)]
     base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
     alike = next((item for item in items if is_as_base(item)), None)
     packed = () if alike is None else sources.read_packed(alike)
-    as_stored = bool(packed) and not merging  # nothing is asked of what is copied packed
+    as_stored = bool(packed) and not reading  # nothing is asked of what is copied packed
 
     def read_base() -> Tensor:
         if base is None or as_stored:
             return torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
         return sources.read_rows(base, first.rows)
 
-    operands: Mapping[str, Operand] = merging[0].tensor.operands if merging else {}
+    operands: Mapping[str, Operand] = reading[0].tensor.operands if reading else {}
     own, *updates = sources.together(
         [
             ("" if base is None or as_stored else base.source, read_base),
@@ -172,9 +173,10 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
         ]
     )
     assert isinstance(own, Tensor)
+    rows = dict(zip(operands, updates, strict=True))
     if not merging:
-        return Inputs(own, {}, packed=packed)
-    tensor, rows = merging[0].tensor, dict(zip(operands, updates, strict=True))
+        return Inputs(own, rows, packed=packed)
+    tensor = merging[0].tensor
     look = tensor.operation
     merged = (
         sources.read(look.merged, first.rows) if isinstance(look, Look) and look.merged else None
@@ -190,6 +192,11 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     seen = next((item.tensor.base_inputs for item in merging if item.tensor.base_inputs), None)
     base_inputs = None if seen is None else sources.statistics[OF_BASE].read("gram", seen)
     return Inputs(own, rows, measured, merged, base_inputs, packed=packed)
+
+
+def is_compared(item: WorkItem) -> bool:
+    """Whether an item is copied from the base, and the experts' rows are held against it."""
+    return isinstance(item.tensor.operation, Copy) and item.tensor.operation.compared
 
 
 def is_as_base(item: WorkItem) -> bool:

@@ -58,7 +58,10 @@ def _rounded(
     """Parts of some rows, and how far what a client reads of them is from the rows; sums, which add up."""
     packing, rows = form.packing, item.rows
     assert rows is not None, "scalars are not packed"
-    parts = packing.quantise(exact.float())
+    try:
+        parts = packing.quantise(exact.float())
+    except OverflowError as problem:
+        raise _not_held(item, form) from problem
     weights, error, along = 0.0, 0.0, None if base is None else 0.0
     for few, read in packing.unpacked(parts, rows):
         own = slice(few.start - rows.start, few.stop - rows.start)
@@ -70,11 +73,15 @@ def _rounded(
             update = wanted - base[own].to(wanted.dtype)
             along += dot(lost.add_(update), update)
     if not isfinite(error):
-        raise TensorError(
-            f"'{item.tensor.name}': the merged weights are not finite, or beyond what {form.format} can "
-            f"hold: keep the tensor plain (keep: ['{item.tensor.name}'])"
-        )
+        raise _not_held(item, form)
     return packing.placed(parts, rows), _sums(weights, error, along)
+
+
+def _not_held(item: WorkItem, form: PackedTensor) -> TensorError:
+    return TensorError(
+        f"'{item.tensor.name}': the merged weights are not finite, or beyond what {form.format} can "
+        f"hold: keep the tensor plain (keep: ['{item.tensor.name}'])"
+    )
 
 
 def _sums(weights: float, error: float, along: float | None) -> dict[str, Json]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from covmerge.engine.device_room import naming_where_full
-from covmerge.engine.encode import Result, encode, held_whole
-from covmerge.engine.inputs import Inputs, Sizes, Sources, in_parts, read_inputs
+from covmerge.engine.encode import Result, as_output, encode, held_whole
+from covmerge.engine.inputs import Inputs, Sizes, Sources, in_parts, is_compared, read_inputs
 from covmerge.engine.layer import Context, Layer
 from covmerge.engine.look import look_at
 from covmerge.engine.overview import in_lanes, overview
@@ -166,12 +166,32 @@ def _merged(
 
 
 def _copied(item: WorkItem, inputs: Inputs) -> Result:
+    result = _as_base(item, inputs)
+    if not is_compared(item):
+        return result
+    differ = [
+        expert
+        for expert, rows in inputs.experts.items()
+        if isinstance(rows, Tensor) and not _equal(rows, inputs.base)
+    ]
+    return Result(result.tensors, {**result.stats, "differ": differ})
+
+
+def _equal(own: Tensor, base: Tensor) -> bool:
+    """Whether tensors that are not floating point have the same values, in whatever dtypes."""
+    if own.dtype == base.dtype:
+        return torch.equal(own, base)
+    wide = torch.int64  # which has no place for half of uint64's values
+    return torch.uint64 not in (own.dtype, base.dtype) and torch.equal(own.to(wide), base.to(wide))
+
+
+def _as_base(item: WorkItem, inputs: Inputs) -> Result:
     form = item.tensor.form
     if isinstance(form, Unwritten):
         return Result()
     if isinstance(form, PackedTensor):
         return packed_copy(item, form, inputs)
-    rows = inputs.base.to(item.tensor.output.dtype)
+    rows = as_output(item, inputs.base, "base's weights")
     if isinstance(form, AdapterTensor):
         nothing = {**Sizes({}, {}, 0.0).as_json(), "merged": 0.0, "rounding": 0.0}
         return held_whole(form, rows, nothing)

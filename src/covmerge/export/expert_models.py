@@ -18,8 +18,9 @@ from covmerge.checkpoints.json_file import read_object, shorten
 from covmerge.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.strict_json import dumps
-from covmerge.errors import CheckpointError, InputError, did_you_mean
+from covmerge.errors import CheckpointError, InputError, TensorError, did_you_mean
 from covmerge.linalg.bits import unpack
+from covmerge.linalg.stored import rounded_to
 from covmerge.quantised import open_plain
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.store import Store, StoredFile, WritableFile, WritableStore
@@ -104,7 +105,13 @@ def load_expert(
             wide = torch.float64 if weights[name].dtype is torch.float64 else torch.float32
             origin = start.read(name).to(wide)
             update = (weights[name].to(wide) - origin) * mask * factor
-            weights[name] = (origin + update).to(weights[name].dtype)
+            try:
+                weights[name] = rounded_to(origin + update, weights[name].dtype)
+            except OverflowError as error:
+                raise TensorError(
+                    f"'{name}': the weights of expert '{expert}' overflow the dtype of the merged model "
+                    f"({error}): merge to another dtype (--out-dtype float32)"
+                ) from error
         head = folder / "heads" / f"{expert}.safetensors"
         if head.is_file():
             own = opened(head)

@@ -18,6 +18,7 @@ from covmerge.engine import (
     RunOptions,
     RunResult,
     Threads,
+    is_compared,
     look_cost,
     peak_memory,
     run,
@@ -28,7 +29,7 @@ from covmerge.findings import Finding, Severity
 from covmerge.inspection.compatibility import check_headers, check_tokenizers, lenient
 from covmerge.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.inspection.verdicts import findings_of
-from covmerge.judgement import judge
+from covmerge.judgement import changed_integers, judge
 from covmerge.judgement.names import by_depth
 from covmerge.measures.rounding import Lost
 from covmerge.measures.sums import Sums, sums_from_json
@@ -131,6 +132,7 @@ class InspectJob:
                 "peak_memory": peak_memory(),
                 "expected_peak_memory": memory.peak,
             }
+            findings += changed_integers(plan, done.items, "the base")
             findings += self._chosen(checkpoints, len(fitting))
             if layers:
                 judged = [layer.judged for layer in layers]
@@ -185,6 +187,9 @@ class InspectJob:
         }
         items: list[WorkItem] = []
         for item in plan.items:
+            if is_compared(item):
+                unwritten = replace(item.tensor, form=Unwritten())
+                items.append(replace(item, tensor=unwritten, write_bytes=0))
             if item.tensor.key not in looks:
                 continue
             tensor, size = looks[item.tensor.key], item.read_bytes
@@ -297,7 +302,7 @@ def _layers(
     for item, stats in zip(plan.items, done.items, strict=True):
         if "fault" in stats:
             findings.append(_not_finite(item.tensor.name, cast("Mapping[str, Any]", stats)))
-        elif stats:
+        elif "pieces" in stats:
             rows[item.tensor.name].append((item, cast("Mapping[str, Any]", stats)))
     for name in by_depth(rows):
         own = rows[name]

@@ -2,12 +2,14 @@
 
 layers    how long every update is, and whether it goes along the base
 verdicts  from these numbers to findings, by thresholds
+integers  tensors of the experts that are not merged, and are not the base's
 swaps     which other layer of the base a layer holds
 judge     all of it: for an inspection, and of a finished run, which it may stop
 names     blocks and layers for people
 """
 
+from covmerge.judgement.integers import changed_integers
 from covmerge.judgement.judge import check_fit, judge
 from covmerge.judgement.layers import Layer
 
-__all__ = ["Layer", "check_fit", "judge"]
+__all__ = ["Layer", "changed_integers", "check_fit", "judge"]

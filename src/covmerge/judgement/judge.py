@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import InputError
-from covmerge.findings import Finding, Severity
+from covmerge.findings import Finding, Fit, Severity
+from covmerge.judgement.integers import changed_integers
 from covmerge.judgement.layers import Layer, layers_of
 from covmerge.judgement.swaps import find_swaps
 from covmerge.judgement.verdicts import (
@@ -58,10 +59,8 @@ def judge(
         yield different
 
 
-def check_fit(
-    plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenCheckpoints
-) -> tuple[str, ...]:
-    """Judge the experts by what a run measured, and return warnings.
+def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenCheckpoints) -> Fit:
+    """Judge the experts by what a run measured.
 
     Args:
         plan: what was carried out.
@@ -71,28 +70,35 @@ def check_fit(
     Raises:
         InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
     """
-    if isinstance(checkpoints.base, Donor):
-        return ()  # there is nothing that they should be fine-tunes of
-    layers = list(layers_of(plan, done))
-    findings = list(judge(layers, checkpoints.base, checkpoints.experts, plan.heads))
+    if isinstance(checkpoints.base, Donor):  # there is nothing that they should be fine-tunes of
+        first = next(iter(checkpoints.experts))
+        findings = list(changed_integers(plan, done, f"expert '{first}'"))
+    else:
+        layers = list(layers_of(plan, done))
+        findings = list(judge(layers, checkpoints.base, checkpoints.experts, plan.heads))
+        findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
+        findings += changed_integers(plan, done, "the base")
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
     if stopping:
-        names = dict.fromkeys(str(fault.name) for fault in stopping)
-        raise InputError(
-            "\n".join(
-                (
-                    *(f"{fault.name}: {fault}" for fault in stopping),
-                    "The merge is stopped and nothing is kept of it. `covmerge inspect` shows more; "
-                    f"if this is meant, go on with {' '.join(f'--allow {name}' for name in names)}",
-                )
-            )
-        )
-    warnings = (finding for finding in findings if finding.severity is Severity.WARNING)
-    return (
-        *(f"{fault.name}, which is allowed: {fault}" for fault in faults),
-        *map(str, warnings),
-    )
+        raise InputError("\n".join((*map(_named, stopping), _way_on(stopping))))
+    warnings = (str(finding) for finding in findings if finding.severity is Severity.WARNING)
+    allowed = (f"{fault.name}, which is allowed: {fault}" for fault in faults)
+    notes = (str(finding) for finding in findings if finding.severity is Severity.NOTE)
+    return Fit((*allowed, *warnings), tuple(notes))
+
+
+def _named(fault: Finding) -> str:
+    return str(fault) if fault.name is None else f"{fault.name}: {fault}"
+
+
+def _way_on(stopping: Sequence[Finding]) -> str:
+    stopped = "The merge is stopped and nothing is kept of it. `covmerge inspect` shows more"
+    if any(fault.name is None for fault in stopping):
+        return stopped
+    names = dict.fromkeys(str(fault.name) for fault in stopping)
+    flags = " ".join(f"--allow {name}" for name in names)
+    return f"{stopped}; if this is meant, go on with {flags}"
 
 
 def _model(checkpoint: Checkpoint) -> Model:

@@ -16,7 +16,7 @@ from covmerge.errors import InputError, RecipeError, TensorError
 from covmerge.plan.adapter_names import Naming, naming_of
 from covmerge.plan.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.lora_names import LoraNames
-from covmerge.plan.operations import Merge
+from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.serving import who_loads_it
 from covmerge.plan.work import TensorPlan
 from covmerge.recipe import Recipe
@@ -85,7 +85,7 @@ def plan_adapter(
         **{name: AdapterFactors(place, dtype) for name, place in factors.items()},
         **{name: AdapterTensor(place) for name, place in held_whole.items()},
     }
-    held = [t for t in tensors if t.name in merged or t.name in forms]
+    held = [t for t in tensors if t.name in merged or t.name in forms or _is_compared(t)]
     vocabulary = [factors[name].module for name in factors if merged[name].of_vocabulary]
     notes = [who_loads_it(factors.values(), held_whole.values(), vocabulary, form)]
     notes += filter(None, [naming.note])
@@ -100,6 +100,12 @@ def plan_adapter(
         tuple(naming.of(tensor) for tensor in tensors),
         tuple(notes),
     )
+
+
+def _is_compared(tensor: TensorPlan) -> bool:
+    """Whether the experts' tensors are held against the base's, and some expert has it."""
+    copy = tensor.operation
+    return isinstance(copy, Copy) and copy.compared and bool(tensor.operands or copy.reshaped)
 
 
 def _with_form(tensor: TensorPlan, form: Form, own: _Merged | None) -> TensorPlan:

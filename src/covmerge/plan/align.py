@@ -134,9 +134,12 @@ def align(
             own_heads.append(found)
             head_bases.append(name)
             continue
-        if use == "base" or (info.role is Role.BUFFER and not header.dtype.is_floating_point):
+        integers = info.role is Role.BUFFER and not header.dtype.is_floating_point
+        if use == "base" or integers:
             if found is not None:
                 names[name] = found
+                if use != "base":
+                    _check_dtypes(expert_name, header, expert.headers[found])
             continue
         if found is None:
             # What the expert ties it to is its weight, whether or not the base ties the two. One that has
@@ -205,6 +208,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         if found is None:
             continue
         shape = header.shape
+        _check_adapted(expert_name, adapter, header, found, chosen(name, info.role))
         if found in adapter.low_rank:
             shape = (shape[0], prod(shape[1:])) if shape else shape
         if shape == shapes[found] and chosen(name, info.role) != "head":
@@ -253,6 +257,23 @@ def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[s
                 f"and the base ({base.checkpoint.source}) ties its own, under another name, to an "
                 f"embedding ({some(tied, 3, quoted=True)}): save the expert again under the base's names"
             )
+
+
+def _check_adapted(
+    expert_name: str, adapter: Model, header: TensorHeader, found: str, use: str | None
+) -> None:
+    """Refuse an update of weights that are no floating-point numbers: nothing can be added to codes."""
+    if use == "base":
+        return
+    if found in adapter.headers:
+        _check_dtypes(expert_name, header, adapter.headers[found])
+    elif not header.dtype.is_floating_point:
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) has an update of '{header.name}', "
+            f"which is {header.dtype} in the base: nothing can be added to codes. Give the base in a "
+            "floating-point dtype, or leave the tensor to the base with the rule "
+            f"{{match: '{header.name}', use: base}}"
+        )
 
 
 def stored_ties(model: Model) -> dict[str, str]:

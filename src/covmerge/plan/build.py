@@ -44,6 +44,7 @@ from covmerge.plan.work import (
     looked_over_at_once,
     parts_at_once,
 )
+from covmerge.quantised.undeclared import scales_of_codes
 from covmerge.recipe import Recipe
 from covmerge.recipe.varied import patterns_in
 from covmerge.tensors import Donor, describe_checkpoint, matrix_shapes, stack_order
@@ -361,6 +362,7 @@ def _plan_tensors(
 ) -> Iterator[TensorPlan]:
     skip_missing = recipe.tensors.missing == "present"
     experts = list(recipe.experts)
+    scales = scales_of_codes(base.headers)
     for name, header in base.headers.items():
         info = base.description.tensors[name]
         if info.tied_to is not None and info.tied_to in base.headers:
@@ -381,6 +383,13 @@ def _plan_tensors(
             rule = "base (task head: each expert's own is kept under heads/)"
         elif isinstance(action, Merge):
             action, rule = _for_experts(action, rule, operands, experts, skip_missing=skip_missing)
+        if isinstance(action, Copy) and name in scales:
+            scale = scales[name]
+            of_scale = rules.decide(base.headers[scale], base.description.tensors[scale]).action
+            if isinstance(of_scale, Merge):  # whatever a rule says of the codes alone
+                action = replace(action, compared=True, scale=scale)
+        if isinstance(action, Copy) and action.compared:
+            action, operands = _compared(action, header, operands, models)
         output = TensorHeader(name, header.shape, _output_dtype(recipe, header))
         if skip_missing:
             operands = {expert: o for expert, o in operands.items() if o.tensor is not None}
@@ -403,6 +412,23 @@ def _plan_tensors(
             in_blocks=info.in_blocks,
             ties=tuple(other for other, to in base.description.tied.items() if to == name),
         )
+
+
+def _compared(
+    copy: Copy,
+    header: TensorHeader,
+    operands: Mapping[str, Operand],
+    models: Mapping[str, Model],
+) -> tuple[Copy, dict[str, Operand]]:
+    """A copy that is held against the experts' tensors, and those of them that have the base's shape."""
+    shapes = {
+        expert: models[expert].headers[operand.tensor].shape
+        for expert, operand in operands.items()
+        if operand.tensor in models[expert].headers
+    }
+    reshaped = tuple(expert for expert, shape in shapes.items() if shape != header.shape)
+    alike = {expert: operands[expert] for expert in shapes if expert not in reshaped}
+    return replace(copy, reshaped=reshaped), alike
 
 
 def _for_experts(
@@ -455,7 +481,8 @@ def _row_ranges(
 
     What an adapter has of a tensor is one piece.
     """
-    if not isinstance(tensor.form, ModelTensor | PackedTensor) or step is None:
+    by_rows = isinstance(tensor.form, ModelTensor | PackedTensor | Unwritten)
+    if not by_rows or step is None:
         yield range(tensor.output.shape[0]) if tensor.output.shape else None
         return
     action, shape = tensor.operation, tensor.output.shape
@@ -510,16 +537,17 @@ def _work_item(
     itemsize = getattr(torch, draft.recipe.dtype).itemsize
     stored = 0 if tensor.base is None else numel * tensor.stored.dtype.itemsize
     write = tensor.written_bytes(rows)
-    if isinstance(tensor.operation, Copy):
-        space = _packing_space(tensor, numel, itemsize)
-        return WorkItem(tensor, rows, stored, write, workspace=space, flops=0.0)
-
     present = [
         (expert, operand.tensor)
         for expert, operand in tensor.operands.items()
         if operand.tensor is not None
     ]
     raw = stored + sum(models[expert].stored_bytes(name, numel) for expert, name in present)
+    if isinstance(tensor.operation, Copy):
+        space = _packing_space(tensor, numel, itemsize)
+        read = raw if tensor.operation.compared else stored
+        return WorkItem(tensor, rows, read, write, workspace=space, flops=0.0)
+
     count = max(1, len(tensor.operands))
     thin = draft.adapter is not None and tensor.name in draft.adapter.thin
     if thin:

@@ -54,7 +54,17 @@ class Merge:
 
 @dataclass(frozen=True)
 class Copy:
-    """Take the base operand as it is."""
+    """Take the base operand as it is.
+
+    Attributes:
+        compared: whether the experts' tensors are read too, and held against the base's.
+        reshaped: experts that have it in another shape.
+        scale: a floating-point tensor that is merged, and that scales this one's codes; "" where none does.
+    """
+
+    compared: bool = False
+    reshaped: tuple[str, ...] = ()
+    scale: str = ""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Rules:
         if rule is not None:
             return self._by_rule(rule, header, info)
         if not header.dtype.is_floating_point:
-            return Decision(Copy(), f"base ({header.dtype} is not merged)")
+            return Decision(Copy(compared=True), f"base ({header.dtype} is not merged)")
         setting, value = self._setting(info.role)
         if value == "base":
             return Decision(Copy(), f"base ({setting})")
@@ -134,8 +134,10 @@ class Rules:
         text = "rule " + ", ".join(
             f"{key} {value}" for key, value in (("match", rule.match), ("role", rule.role)) if value
         )
-        if rule.use in ("base", "head") or not header.dtype.is_floating_point:
-            return Decision(Copy(), f"{rule.use or 'base'} ({text})")
+        if rule.use in ("base", "head"):
+            return Decision(Copy(), f"{rule.use} ({text})")
+        if not header.dtype.is_floating_point:
+            return Decision(Copy(compared=True), f"base ({header.dtype} is not merged)")
         if rule.use == "average":
             return self._average(text)
         return self._merge(self._way_of(rule), header, info, reason=text)

@@ -6,6 +6,7 @@ without the other is plain: a model that was cast to float8, a parameter that is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -22,6 +23,11 @@ _OF_MODULE = (
 _OF_WEIGHT = "scale"  # a name that others have too
 _WEIGHTS = ("weight", "W_q")
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
+# What packed numbers may be, and words that scales are called by.
+_CODES = (*_WORDS, torch.uint16, torch.uint32)
+_SCALE = re.compile(
+    r"scale|scb\b|absmax|amax|quant|step_size|codebook|lut\b|zero|range", re.IGNORECASE
+)
 _STATE = ".quant_state.bitsandbytes__"  # whose codes may be stored as any dtype
 
 
@@ -42,6 +48,39 @@ def packed_pair(headers: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
             if scale is not None:
                 return name, scale
     return None
+
+
+def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """Return the integer tensors that have a floating-point scale beside them, and that scale.
+
+    A scale is known by a word of its name. It lies in the module of the codes, or in one whose name begins
+    with theirs.
+
+    Example:
+        >>> held = {"a.fc.weight": torch.int8, "a.fc.weight_quantizer._scale": torch.float32}
+        >>> scales_of_codes({name: TensorHeader(name, (2, 2), held[name]) for name in held})
+        {'a.fc.weight': 'a.fc.weight_quantizer._scale'}
+    """
+    codes = [name for name, header in headers.items() if header.dtype in _CODES]
+    if not codes:
+        return {}
+    inside: dict[str, list[str]] = {}
+    for name, header in headers.items():
+        if header.dtype.is_floating_point and _SCALE.search(name):
+            module = name.rpartition(".")[0]
+            for own in {module, module.rpartition(".")[0]}:
+                inside.setdefault(own, []).append(name)
+    found: dict[str, str] = {}
+    for name in codes:
+        module, dot, leaf = name.rpartition(".")
+        rests = {other: other[len(module + dot) :] for other in inside.get(module, ())}
+        beside = (
+            o for o, rest in rests.items() if rest.startswith(leaf) or (module and "." not in rest)
+        )
+        scale = next(beside, None)
+        if scale is not None:
+            found[name] = scale
+    return found
 
 
 def _scales_of(name: str) -> list[str]:

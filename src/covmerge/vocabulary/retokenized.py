@@ -14,7 +14,8 @@ from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.base import find_header
 from covmerge.checkpoints.view import View
 from covmerge.checkpoints.vocabulary_size import with_vocabulary
-from covmerge.errors import InputError
+from covmerge.errors import InputError, TensorError
+from covmerge.linalg.stored import rounded_to
 from covmerge.types import TensorHeader
 from covmerge.vocabulary.rows import NONE, PADDING, Vocabulary
 from covmerge.vocabulary.tables import Tables
@@ -78,7 +79,7 @@ class Retokenized(View):
         found = self._of_tokens(name, rows)
         padding = self._own[rows.start : rows.stop] == PADDING
         if bool(padding.any()):
-            found[padding] = self._mean(name).to(found.dtype)
+            found[padding] = self._fitting(name, self._mean(name))
         return found
 
     def _of_tokens(self, name: str, rows: range) -> Tensor:
@@ -91,8 +92,18 @@ class Retokenized(View):
         _gather(self._stored, name, own, own >= 0, found)
         lacks = (own == NONE).nonzero()[:, 0]
         if len(lacks):
-            found[lacks] = self._given_rows(name, lacks + rows.start).to(header.dtype)
+            found[lacks] = self._fitting(name, self._given_rows(name, lacks + rows.start))
         return found
+
+    def _fitting(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of other models in the dtype of the table."""
+        try:
+            return rounded_to(rows, self.headers[name].dtype)
+        except OverflowError as error:
+            raise TensorError(
+                f"'{name}' of {self.source} would get rows of other models that its dtype cannot hold "
+                f"({error}): store the model in another dtype"
+            ) from error
 
     def _given_rows(self, name: str, rows: Tensor) -> Tensor:
         """Rows that this source lacks, of those that have them: the mean of several, 0 of none."""

@@ -1,0 +1,89 @@
+"""Tensors that are not floating point are the base's: which experts have others, and what that means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from covmerge.findings import Finding, Severity
+from covmerge.plan import Copy, Plan
+from covmerge.text import counted, some
+from covmerge.types import Json
+
+# By the last part of the name. BatchNorm counts its training batches there, and looks at the count only if
+# it has no momentum; the others are index tables that the model's code makes from its config.
+HARMLESS = {
+    "num_batches_tracked": "counters of training batches",
+    "position_ids": "tables of positions",
+    "relative_position_index": "tables of positions",
+}
+_SHOWN = 5
+
+
+def changed_integers(
+    plan: Plan, done: Sequence[Mapping[str, Json]], whose: str
+) -> Iterator[Finding]:
+    """Say which experts have other values than the output in tensors that are not merged.
+
+    Args:
+        plan: what was carried out.
+        done: the statistics of its items.
+        whose: what the output's values are, in words.
+    """
+    found = _differing(plan, done)
+    scales = {t.name: t.operation.scale for t in plan.tensors if isinstance(t.operation, Copy)}
+    for expert in plan.recipe.experts:
+        names = [name for name, experts in found.items() if expert in experts]
+        codes = [name for name in names if scales[name]]
+        if codes:
+            yield _of_codes(expert, codes, scales, whose)
+        others = [name for name in names if not scales[name]]
+        strange = [name for name in others if _leaf(name) not in HARMLESS]
+        if strange:
+            yield _of_integers(expert, strange, whose)
+        for meaning in dict.fromkeys(HARMLESS.values()):
+            own = tuple(name for name in others if HARMLESS.get(_leaf(name)) == meaning)
+            if own:
+                text = (
+                    f"has other values in {counted(len(own), 'tensor')} ({some(own, 1, quoted=True)}), "
+                    f"{meaning}: the output has those of {whose}"
+                )
+                yield Finding(Severity.NOTE, text, expert, own)
+
+
+def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[str]]:
+    """By tensor, the experts that have another shape or other values."""
+    found = {
+        tensor.name: set(tensor.operation.reshaped)
+        for tensor in plan.tensors
+        if isinstance(tensor.operation, Copy) and tensor.operation.compared
+    }
+    for item, facts in zip(plan.items, done, strict=True):
+        if "differ" in facts:
+            found[item.tensor.name].update(cast("Sequence[Any]", facts["differ"]))
+    return {name: experts for name, experts in found.items() if experts}
+
+
+def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whose: str) -> Finding:
+    first = codes[0]
+    text = (
+        f"has other values than {whose} in {counted(len(codes), 'integer tensor')} "
+        f"({some(codes, _SHOWN, quoted=True)}), and '{scales[first]}' beside '{first}' would be merged: "
+        "these look like quantised weights and their scales, in a format that is not read. Give "
+        "the models in a floating-point dtype, or leave both tensors to the base: "
+        f"{{match: ['{first}', '{scales[first]}'], use: base}}"
+    )
+    return Finding(Severity.FAULT, text, expert, tuple(codes))
+
+
+def _of_integers(expert: str, names: Sequence[str], whose: str) -> Finding:
+    text = (
+        f"has other values than {whose} in {counted(len(names), 'tensor')} of integers or truth values, "
+        f"which are not merged: {some(names, _SHOWN, quoted=True)}. The output would have those of "
+        f"{whose}. If that is right, say it by the rule {{match: '{names[0]}', use: base}}"
+    )
+    return Finding(Severity.FAULT, text, expert, tuple(names), "changed-integers")
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
