@@ -15,13 +15,16 @@ from covmerge.types import TensorHeader
 
 _PART = re.compile(
     r"(?P<flat>lora_(?:unet|te\d?|transformer|prior)_|lycoris_)"
-    r"|(?:unet|transformer(?:_2)?|text_encoder(?:_\d)?|prior)\."
+    r"|(?:unet|transformer(?:_2)?|text_encoder(?:_\d)?|prior|diffusion_model)\."  # the last is ComfyUI's
 )
 _UNET = "model.diffusion_model."
 # Where a single-file checkpoint of a whole pipeline has its parts. A second text encoder lies there
 # under other names, with query, key and value in one tensor.
 _REGIONS: Mapping[str, tuple[str, ...]] = {
-    _UNET: ("lora_unet_", "lora_transformer_", "lycoris_", "unet.", "transformer."),
+    _UNET: (
+        *("lora_unet_", "lora_transformer_", "lycoris_"),
+        *("unet.", "transformer.", "diffusion_model."),
+    ),
     "cond_stage_model.transformer.": ("lora_te_", "text_encoder."),
     "conditioner.embedders.0.transformer.": ("lora_te1_", "text_encoder."),
 }

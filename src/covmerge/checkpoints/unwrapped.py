@@ -1,9 +1,8 @@
-"""A checkpoint whose names begin with what a wrapper of the model put before them, seen without that."""
+"""A checkpoint under its model's own names, where a wrapper or another version wrote other ones."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -12,15 +11,17 @@ from torch import Tensor
 
 from covmerge.checkpoints.adapter import AdapterCheckpoint
 from covmerge.checkpoints.base import Checkpoint, find_header
+from covmerge.checkpoints.equivalent_names import (
+    WRAPPERS,
+    differences,
+    respelled,
+    without_wrappers,
+)
 from covmerge.checkpoints.view import View
 from covmerge.types import TensorHeader
 
-# DistributedDataParallel and DataParallel name the model so, torch.compile each module that it compiled.
-_PARALLEL = "module."
-_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
-# A training script's module that holds the model calls it so (Lightning's mostly); but it is also the
-# name of many models' own backbone.
-_HELD = "model."
+_PARALLEL = "module."  # DistributedDataParallel, DataParallel and AveragedModel name the model so
+_AVERAGED = "n_averaged"  # AveragedModel's own: how many models it has averaged
 
 
 class Unwrapped(View):
@@ -28,21 +29,18 @@ class Unwrapped(View):
 
     Args:
         stored: the checkpoint.
-        names: of all its tensors, the name there by the name here.
-        said: what was taken off, for a note.
+        names: of its tensors, the name there by the name here.
+        notes: what is called otherwise here.
     """
 
-    def __init__(self, stored: Checkpoint, names: Mapping[str, str], said: str) -> None:
+    def __init__(self, stored: Checkpoint, names: Mapping[str, str], notes: Sequence[str]) -> None:
         super().__init__(stored)
         self.source = stored.source
         self.config: Mapping[str, Any] | None = stored.config
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: replace(stored.headers[own], name=name) for name, own in names.items()}
         )
-        self.notes = (
-            *stored.notes,
-            f"{stored.source}: {said} was left out of the names of its tensors",
-        )
+        self.notes = (*stored.notes, *(f"{stored.source}: {note}" for note in notes))
         self._names = dict(names)
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
@@ -54,8 +52,8 @@ class Unwrapped(View):
 def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
     """Return a checkpoint under the names that its model has by itself; often it is the same.
 
-    `module.` before all names, and `_orig_mod.` anywhere, are no model's. `model.` before all names is
-    taken off where there is no config, and only so the names are the base's.
+    `module.` before all names, and what wraps single modules, are no model's. An expert's tensors that
+    the base has under an equivalent name (`equivalent_names`) get that.
 
     Args:
         checkpoint: the checkpoint. An adapter stays as it is.
@@ -69,19 +67,29 @@ def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
     """
     if isinstance(checkpoint, AdapterCheckpoint):
         return checkpoint
-    names, said = {name: name for name in checkpoint.headers}, list[str]()
-    if any(_COMPILED.search(name) for name in names):
-        names = {_COMPILED.sub("", name): own for name, own in names.items()}
-        said.append("'_orig_mod.' (torch.compile)")
+    stored = list(checkpoint.headers)
+    notes, left_out = list[str](), list[str]()
+    if _AVERAGED in stored and all(n == _AVERAGED or n.startswith(_PARALLEL) for n in stored):
+        stored.remove(_AVERAGED)
+        notes.append(f"'{_AVERAGED}' (AveragedModel) is not the model's, and was left out")
+    names = {without_wrappers(name): name for name in stored}
+    left_out += [
+        f"'{part}' ({by})" for part, by in WRAPPERS.items() if any(part in own for own in stored)
+    ]
     while names and all(name.startswith(_PARALLEL) for name in names):
         names = {name.removeprefix(_PARALLEL): own for name, own in names.items()}
-        said.append(f"'{_PARALLEL}' (DistributedDataParallel)")
-    inner = {name.removeprefix(_HELD): own for name, own in names.items()}
-    held = all(name.startswith(_HELD) for name in names) and not names.keys() & set(base)
-    if held and checkpoint.config is None and inner.keys() & set(base):
-        names = inner
-        said.append(f"'{_HELD}' (the module that was trained)")
+        left_out.append(f"'{_PARALLEL}' (DistributedDataParallel)")
+    renamed = respelled(names, base)
+    for theirs, ours in differences(renamed):
+        if ours:
+            notes.append(f"'{theirs}' in the names of its tensors is the base's '{ours}'")
+        else:
+            left_out.append(f"'{theirs}.' (which the base has not)")
+    names = {renamed.get(name, name): own for name, own in names.items()}
     # Two tensors must not become one.
-    if not said or len(names) < len(checkpoint.headers) or "" in names:
+    if len(names) < len(stored) or "" in names or list(names) == list(checkpoint.headers):
         return checkpoint
-    return Unwrapped(checkpoint, names, " and ".join(dict.fromkeys(said)))
+    if left_out:
+        said = " and ".join(dict.fromkeys(left_out))
+        notes.append(f"{said} was left out of the names of its tensors")
+    return Unwrapped(checkpoint, names, notes)
