@@ -338,5 +338,7 @@ def _run(server: Any, work: Callable[[], Awaitable[Found]]) -> Found:
 
 
 def _stamp(look: Look) -> Stamp:
+    if not look.version:
+        return look.size, 0, 0
     version = hashlib.sha256(look.version.encode()).digest()[:8]
     return look.size, int.from_bytes(version, "big"), 0
