@@ -188,24 +188,6 @@ def test_a_method_that_does_not_look_at_them(models):
     assert "'ties' does not look at the base's inputs" in words(ran.stderr)
 
 
-@pytest.mark.parametrize("given", ["base.covstats.safetensors", "random"])
-def test_a_comparison_writes_models_that_can_be_computed_again(models, given, monkeypatch):
-    """Their recipes have the base's inputs where the method looks at them, and else no word of them."""
-    monkeypatch.setenv("COVMERGE_CACHE", str(models / "cache"))
-    file = given if given == "random" else models / given
-    out = models / "compared"
-    covmerge.compare(models / "base", full(models), ["auto", "ties"], out=out, base_statistics=file)
-    for method, looks in (("auto", True), ("ties", False)):
-        manifest = json.loads((out / method / "covmerge.json").read_text())
-        assert ("base_statistics" in manifest["recipe"]) is looks
-        assert ("statistics base inputs" in manifest["sources"]) is looks
-        assert any("the base's layers see" in note for note in manifest["notes"]) is (
-            looks and given == "random"
-        )
-        assert recompute(out / method).ok
-        assert command("report", out / method, f"--html={models}/{method}.html").code == 0
-
-
 def test_of_one_expert_no_inputs_of_the_base_are_asked_for(models):
     one = {"e1": models / "e1"}
     file = models / "base.covstats.safetensors"
