@@ -157,7 +157,8 @@ def merge(
             experts are adapters, there are `base_statistics`, or the base can be run to make them;
             `average` of one expert alone, else `ace`.
         out: output folder, also `s3://` or `gs://`; None keeps the result in memory.
-        weights: one positive number per expert, by name or in order; 1 is neutral.
+        weights: one positive number per expert, by name or in order; 1 is neutral. Of an expert that is
+            alone it is the share of its update.
         statistics: statistics files by expert name, for methods that use data.
         base_statistics: a statistics file of the base, for methods that look at its layers' inputs;
             `random`: the base is run on random inputs first.

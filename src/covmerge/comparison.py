@@ -44,6 +44,7 @@ from covmerge.stores.address import local_path
 from covmerge.table import Table, Tabular
 from covmerge.text import some
 from covmerge.types import Json
+from covmerge.unsaid import looks_at_base
 from covmerge.version import __version__
 
 # Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
@@ -318,6 +319,7 @@ class CompareJob:
             check_not_input(self.out, checkpoints.paths())
             Staging(self.out, overwrite=self.options.overwrite).check()
         plans, checkpoints = checkpoints.plans_to_run(recipes, self.options, whole=True)
+        plans = [_of_its_method(plan) for plan in plans]
         memory = self.options.memory(plans, shared=_SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()
@@ -350,11 +352,16 @@ class CompareJob:
             sources = checkpoints.recorded(hashes)
             fit = check_fit(plans[0], done[0].items, checkpoints)
             notes: list[str] = []
-            for name, model, own in zip(labels, models, done, strict=True):
+            for name, plan, model, own in zip(labels, plans, models, done, strict=True):
                 # To give the base is a failure of one merge; of a comparison it is a result.
+                looks = looks_at_base(plan.recipe)
                 result = model.finish(
                     own,
-                    sources,
+                    {
+                        key: one
+                        for key, one in sources.items()
+                        if looks or key != f"statistics {OF_BASE}"
+                    },
                     memory,
                     staging.out.output.inside(name),
                     fit=fit,
@@ -433,6 +440,13 @@ class CompareJob:
             notes=(*dict.fromkeys(note for plan in plans for note in plan.notes), *fit.notes),
             adapters=checkpoints.adapters,
         )
+
+
+def _of_its_method(plan: Plan) -> Plan:
+    """The plan as its method alone has it: without the base's inputs, if it does not look at them."""
+    if looks_at_base(plan.recipe):
+        return plan
+    return replace(plan, recipe=plan.recipe.model_copy(update={"base_statistics": None}))
 
 
 def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:

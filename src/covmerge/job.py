@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from covmerge.checkpoints import COMPUTED, THREADS, Journal, Staging, check_not_input
+from covmerge.checkpoints import (
+    COMPUTED,
+    ORDER,
+    PROCESSOR,
+    THREADS,
+    Journal,
+    Staging,
+    check_not_input,
+)
+from covmerge.code import own_version
 from covmerge.engine import (
     Contents,
     Context,
@@ -36,6 +45,7 @@ from covmerge.recipe import Recipe, dump_recipe
 from covmerge.result import MergedTensors, MergeResult
 from covmerge.sources import OpenCheckpoints
 from covmerge.stores.destination import Destination
+from covmerge.text import shown
 
 
 @dataclass(frozen=True)
@@ -145,16 +155,30 @@ class Job:
             )
             if must_resume and not staging.resuming:
                 raise _NothingBegunError
+            if staging.resuming:
+                work.checkpoints.check_resumable()
             session = None if gathering is None else stack.enter_context(gathering.lead())
             work.checkpoints.materialize()
             sources = {**work.checkpoints.identity(), COMPUTED: options.computed(work.memory)}
             # Ranks take the threads of the one that leads, so these belong to its journal alone.
             own = {**sources, THREADS: options.threads_for(work.plan)}
-            told = {"recipe": dump_recipe(work.plan.recipe), "torch": torch.__version__, **own}
+            told = {
+                "covmerge": own_version(),
+                "torch": torch.__version__,
+                "recipe": dump_recipe(work.plan.recipe),
+                ORDER: list(work.plan.recipe.experts),
+                **own,
+                PROCESSOR: options.processor,
+            }
             # A journal of another plan is an error that leaves the earlier work as it is; whatever
             # goes wrong after it leaves nothing behind.
             begin = Journal.resume if staging.resuming else Journal.create
             journal = begin(staging.journal, work.plan.digest(own), told)
+            if journal.processor not in (None, options.processor):
+                staging.notes.append(
+                    f"the merge was begun on another processor ({shown(journal.processor)}; this one is "
+                    f"{options.processor}), so the last bits of its sums may be those of either"
+                )
             for entry in () if gathering is None else gathering.earlier():
                 journal.append(entry)
             try:

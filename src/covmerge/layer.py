@@ -74,7 +74,8 @@ def merge_layer(
             computed in float32. Adapters may be given by their factors.
         method: a registered name. Without one it is `auto` where all updates are given by their factors or
             there are `base_inputs`, of one update alone the update, and else `ace`.
-        weights: one positive number per update; 1 is neutral.
+        weights: one positive number per update; 1 is neutral. That of one update alone is the share of
+            what it is merged to.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
         base: for methods and steps that need it or look at how long it is, W_0 `(d_out, d_in)`.
@@ -127,6 +128,9 @@ def merge_layer(
         raise RecipeError(
             f"weights {shares} for {len(updates)} updates: pass one positive, finite number each"
         )
+    # The weight of an update that is alone is the share of what it is merged to.
+    scale = shares[0] if len(shares) == 1 else 1.0
+    shares = [1.0] if len(shares) == 1 else shares
     stored = updates[0].dtype
     dtype = torch.promote_types(stored, torch.float32)
     adapters = all(isinstance(update, LowRank) for update in updates)
@@ -144,7 +148,7 @@ def merge_layer(
             base_norm=_size(chosen, base),
             base_outputs=_outputs(chosen, base, seen),
         )
-        delta = found.delta
+        delta = found.times(scale).delta
         norms = [sqrt(update.square_norm()) for update in factors]
         _say_if_long(chosen, found.stats, sqrt(delta.square_norm()), norms)
         return _stored(delta, stored)
@@ -165,7 +169,7 @@ def merge_layer(
         base_outputs=_outputs(chosen, base, inputs),
         inputs=inputs,
     )
-    merged = chosen(group, **parameters)
+    merged = chosen(group, **parameters).times(scale, group.base)
     norms = [norm(update) for update in dense]
     _say_if_long(chosen, merged.stats, norm(merged.delta), norms)
     return _stored(merged.delta, stored)

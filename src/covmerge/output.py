@@ -84,6 +84,8 @@ class OutputFiles:
         self._layouts = plan_parts(plan)
         self._files = files_of(self._layouts)
         self._removed = remove_others(store, self._files)
+        linked = [name for name in self._removed if name in self._files]
+        self._linked = (f"merged anew, as a link lay there: {some(linked)}",) if linked else ()
         self.output = open_output(store, self._layouts)
         self._copied = Companions()
         if not self._is_adapter:  # which is loaded over a base that has them
@@ -165,7 +167,7 @@ class OutputFiles:
             stats=stats,
             run=run_figures(done, memory, self._checkpoints),
             noticed=account.rows,
-            notes=(*notes, *sealed.notes),
+            notes=(*notes, *self._linked, *sealed.notes),
             warnings=warnings,
             verification=sealed.report,
             seconds=tensor_seconds(plan, done),

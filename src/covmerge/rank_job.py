@@ -27,7 +27,7 @@ from covmerge.engine import (
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import open_output, plan_parts
 from covmerge.plan import Plan
-from covmerge.recipe import dump_recipe
+from covmerge.recipe import differing, dump_recipe
 from covmerge.result import MergedFolder, MergeResult, RunFigures, Stats
 from covmerge.sources import OpenCheckpoints
 from covmerge.stores.destination import Destination
@@ -176,7 +176,7 @@ class RankJob:
             manifest = read_manifest(self.out.output)
         except InputError:
             return False
-        return bool(manifest["recipe"] == dump_recipe(self.plan.recipe))
+        return not differing(manifest["recipe"], dump_recipe(self.plan.recipe))
 
     def _published(self, own: int) -> MergeResult:
         """What there is to say of a merge that another rank has ended.

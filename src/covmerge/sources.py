@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -37,8 +37,9 @@ from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
 from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs, is_made
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import Donor, conv1d_names, describe_checkpoint
+from covmerge.text import some
 from covmerge.types import Json
-from covmerge.unsaid import Settled, settle
+from covmerge.unsaid import Settled, looks_at_base, settle
 from covmerge.vocabulary import Text, decide
 
 Source = str | Path | Mapping[str, Tensor] | nn.Module
@@ -138,7 +139,11 @@ class OpenCheckpoints:
             except InputError as error:  # nobody asked for them
                 settled = settled.without(f"the base could not be run ({error})")
         plans, checkpoints = checkpoints.plans(settled.recipes, options, whole=whole)
-        return [replace(plan, notes=(*plan.notes, *settled.notes)) for plan in plans], checkpoints
+        found: list[Plan] = []
+        for plan in plans:
+            notes = settled.notes if looks_at_base(plan.recipe) else ()
+            found.append(replace(plan, notes=(*plan.notes, *notes)))
+        return found, checkpoints
 
     def settled(self, recipes: Sequence[Recipe], options: RunOptions) -> Settled:
         """Return the recipes with what they leave open of the base's inputs."""
@@ -208,6 +213,21 @@ class OpenCheckpoints:
             "companions": dict(self.companions),
             **self.text.identity(),
         }
+
+    def check_resumable(self) -> None:
+        """Refuse sources of which nothing tells whether they are what an earlier run read.
+
+        Raises:
+            InputError: a server has no versions of their files.
+        """
+        for key, checkpoint in self.all():
+            files = cast("dict[str, dict[str, int]]", checkpoint.identity().get("files", {}))
+            unknown = [name for name, said in files.items() if said.get("version") == 0]
+            if unknown:
+                raise InputError(
+                    f"the server of {key} ({checkpoint.source}) does not say whether {some(unknown)} "
+                    "changed since the merge was begun: start over with --overwrite"
+                )
 
     @property
     def _given(self) -> dict[str, StatisticsFile]:

@@ -314,3 +314,13 @@ class Merged:
         """What the method noticed, as it goes into covmerge.json."""
         noticed = self.noticed
         return noticed.as_json() if isinstance(noticed, Noticed) else noticed
+
+    def times(self, scale: float, base: Tensor | None = None) -> Merged:
+        """Return the update times a number; the base is needed where the weights are known."""
+        if scale == 1.0:
+            return self
+        delta = self.delta * scale
+        if self.weights is None:
+            return replace(self, delta=delta)
+        assert base is not None
+        return replace(self, delta=delta, weights=base + delta)

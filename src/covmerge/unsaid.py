@@ -75,7 +75,7 @@ def settle(
         max_memory: bytes that the process may take; None: no limit is given.
         made: whether an earlier run has made them, which is asked where the disk has no room for them.
     """
-    looks = any(_looks(recipe) for recipe in recipes)
+    looks = any(looks_at_base(recipe) for recipe in recipes)
     if not looks or any(recipe.base_statistics is not None for recipe in recipes):
         return Settled(recipes)
     settled = Settled(_all_with(recipes, RANDOM), wanted=True)
@@ -83,7 +83,7 @@ def settle(
     return settled if reason is None else settled.without(reason)
 
 
-def _looks(recipe: Recipe) -> bool:
+def looks_at_base(recipe: Recipe) -> bool:
     """Whether one of its methods looks at the base's inputs, or will where none is named."""
     if recipe.method == UNNAMED:
         return len(recipe.experts) > 1

@@ -1,5 +1,6 @@
 """What every store does alike."""
 
+import os
 import pickle
 import time
 from pathlib import Path
@@ -126,6 +127,26 @@ def test_links_and_folders_of_this_machine(tmp_path: Path) -> None:
             file_at(store, path)
     assert sorted(remove_others(store, ["file"])) == ["file", "folder"]
     assert list(tree(store)) == [] and (elsewhere / "a").read_text() == "precious"
+
+
+def test_nothing_is_written_through_a_hard_link(tmp_path: Path) -> None:
+    store, outside = LocalFolder(tmp_path), tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    for name in ("a", ".b.new"):
+        os.link(outside, tmp_path / name)
+    for write in (
+        lambda: store.write("a", memoryview(b"x"), 0),
+        lambda: store.append("a", b"x"),
+        lambda: store.truncate("a", 0),
+    ):
+        with pytest.raises(InputError, match="is a hard link"):
+            write()
+    with pytest.raises(OSError, match="is a hard link"):
+        store.open("a", follow=False)
+    assert store.is_file("a") and not store.is_file("a", follow=False)
+    store.create("a", 1, b"1", needed=1)
+    store.create("b", 1, b"2", needed=1)
+    assert outside.read_bytes() == b"precious" and outside.stat().st_nlink == 1
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "/etc/passwd", "a/b", "a\\b", "a\0b"])

@@ -512,3 +512,58 @@ def test_steps_that_are_exact_on_factors(family):  # noqa: F811
     assert any(
         "norm_balance + ace + rescale" in e["rule"] for e in merged.stats["tensors"].values()
     )
+
+
+class Layers(torch.nn.Module):
+    """One layer of each kind that PEFT has factors for."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 8)
+        self.turned = transformers.pytorch_utils.Conv1D(12, 8)  # (d_in, d_out), as GPT-2 has it
+        self.along = torch.nn.Conv1d(12, 5, 3, padding=1)
+        self.plane = torch.nn.Conv2d(5, 4, (2, 3), bias=False)
+        self.space = torch.nn.Conv3d(4, 3, (1, 2, 1))
+
+    def forward(self, ids):
+        found = self.along(self.turned(self.table(ids)).mT)
+        return self.space(self.plane(found.unsqueeze(2).repeat(1, 1, 4, 1)).unsqueeze(2))
+
+
+def test_every_kind_of_layer_that_peft_has_factors_for(tmp_path):
+    torch.manual_seed(0)
+    base, kinds = Layers().eval(), [name for name, _ in Layers().named_children()]
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    given = {}
+    for name, rank in (("a", 2), ("b", 1)):
+        config = peft.LoraConfig(r=rank, lora_alpha=3, target_modules=kinds)
+        expert = peft.get_peft_model(copy.deepcopy(base), config)
+        for key, value in expert.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(value, std=0.1)
+        expert.save_pretrained(tmp_path / name)
+        given[name] = tmp_path / name
+    merged = covmerge.merge(
+        tmp_path / "base.safetensors", given, "task_arithmetic", scale=1.0
+    ).tensors
+    expected = Layers().eval()
+    expected.load_state_dict(merged)
+    # Independently: what PEFT itself adds to each weight.
+    weights = dict(base.state_dict())
+    for folder in given.values():
+        own = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder).merge_and_unload()
+        for key, value in own.state_dict().items():
+            weights[key] = weights[key] + (value - base.state_dict()[key])
+    for key, value in weights.items():
+        assert torch.allclose(merged[key], value, atol=1e-5), key
+    flags = [f"--expert={name}={folder}" for name, folder in given.items()]
+    out = tmp_path / "out"
+    command(
+        *("merge", f"--base={tmp_path}/base.safetensors", *flags, "--method=task_arithmetic"),
+        *("--set=scale=1", "--as=adapter", out),
+    )
+    adapted = peft.PeftModel.from_pretrained(copy.deepcopy(base), out).eval()
+    ids = torch.arange(10).view(1, 10)
+    with torch.no_grad():
+        change = (expected(ids) - base(ids)).norm()
+        assert (adapted(ids) - expected(ids)).norm() < 1e-3 * change

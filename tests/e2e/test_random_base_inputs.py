@@ -93,6 +93,24 @@ def test_it_is_what_collect_makes_and_is_made_once(models, tmp_path, monkeypatch
     assert recompute(out).ok and len(kept(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("given", ["random", "a file"])
+def test_a_comparison_writes_models_that_can_be_computed_again(models, tmp_path, given):
+    """Their recipes have the base's inputs where the method looks at them, and else no word of them."""
+    (base, experts), out, file = models, tmp_path / "compared", "random"
+    if given == "a file":
+        file = tmp_path / "base.covstats.safetensors"
+        covmerge.collect(base, Generated("random"), file)
+    covmerge.compare(base, experts, ["auto", "ties"], out=out, base_statistics=file)
+    for method, looks in (("auto", True), ("ties", False)):
+        manifest = json.loads((out / method / "covmerge.json").read_text())
+        assert ("base_statistics" in manifest["recipe"]) is looks
+        assert ("statistics base inputs" in manifest["sources"]) is looks
+        told = any("the base's layers see" in note for note in manifest["notes"])
+        assert told is (looks and file == "random")
+        assert recompute(out / method).ok
+        assert covmerge.report(out / method, spectra="none").manifest["recipe"]["method"] == method
+
+
 def test_on_the_command_line_and_in_a_recipe(models, tmp_path):
     base, experts = models
     recipe = tmp_path / "recipe.yml"

@@ -156,6 +156,71 @@ def test_changed_sources_are_not_resumed(tmp_path):
         covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
 
 
+def test_another_order_of_experts_is_not_resumed(tmp_path):
+    """Sums are rounded by it, and the output had some of each."""
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    interrupt_after(tmp_path, base, experts, items=2)
+    other = dict(reversed(experts.items()))
+    said = r'order of experts was \["e0", "e1", "e2"\] and is now \["e2", "e1", "e0"\]\. Take these back'
+    with pytest.raises(InputError, match=said):
+        covmerge.merge(base, other, out=tmp_path / "out", resume=True)
+    assert covmerge.merge(base, experts, out=tmp_path / "out", resume=True).run["resumed_items"]
+
+
+def test_other_code_is_not_resumed(tmp_path, monkeypatch):
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    interrupt_after(tmp_path, base, experts, items=2)
+    for module in ("job", "plan.types"):
+        monkeypatch.setattr(f"covmerge.{module}.own_version", lambda: "0.1.0, code 1f2e")
+    with pytest.raises(
+        InputError, match=r"covmerge was '0\.1\.0, code \w{12}' and is now '0\.1\.0, c"
+    ):
+        covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+
+
+def test_products_of_less_precision_are_not_resumed(tmp_path):
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    interrupt_after(tmp_path, base, experts, items=2)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with pytest.raises(
+            InputError, match="is now 'on cpu, float32 products in medium precision'"
+        ):
+            covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_another_processor_goes_on_and_says_so(tmp_path, monkeypatch):
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    interrupt_after(tmp_path, base, experts, items=2)
+    monkeypatch.setattr("covmerge.engine.options.processor_of", lambda device: "Z80")
+    done = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+    assert done.run["resumed_items"] == 2
+    assert any("another processor" in note and "this one is Z80" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("name", ["output/model.safetensors", "journal.jsonl"])
+def test_nothing_is_written_through_a_hard_link(tmp_path, name):
+    base, experts = save_plain(tmp_path, layers=4, width=32)
+    covmerge.merge(base, experts, out=tmp_path / "undisturbed")
+    interrupt_after(tmp_path, base, experts, items=2)
+    planted, outside = tmp_path / PARTIAL / name, tmp_path / "outside"
+    planted.rename(outside)
+    before = outside.read_bytes()
+    os.link(outside, planted)
+    if name == "journal.jsonl":  # what is finished is not known without it
+        with pytest.raises(InputError, match=r"is a hard link.*start over with overwrite=True"):
+            covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+        done = covmerge.merge(base, experts, out=tmp_path / "out", overwrite=True)
+    else:
+        done = covmerge.merge(base, experts, out=tmp_path / "out", resume=True)
+        assert "merged anew, as a link lay there: model.safetensors" in done.notes
+    assert outside.read_bytes() == before and outside.stat().st_nlink == 1
+    assert digests(tmp_path / "out") == digests(tmp_path / "undisturbed")
+
+
 def test_the_same_recipe_gives_the_same_bytes(tmp_path):
     base, experts = save_family("gpt2", tmp_path)
     for out in ("a", "b"):

@@ -7,6 +7,7 @@ import torch
 
 import covmerge
 from covmerge.errors import RecipeError, TensorError
+from covmerge.registry.packages import origin_of
 from covmerge.types import LinearGroup
 
 pytestmark = pytest.mark.usefixtures("forget")
@@ -28,6 +29,25 @@ def test_a_method_in_three_lines():
     assert torch.equal(merged["fc.weight"], 2 * torch.eye(3))
     assert torch.equal(merged["norm.weight"], torch.ones(3))  # averaged, as it is no matrix
     covmerge.testing.check_method("largest")
+
+
+def test_code_that_no_file_has_is_known_by_what_it_does():
+    """A notebook's method that was typed anew and changed is not gone on with."""
+
+    def typed(text):
+        found = {"__name__": "a_notebook"}
+        exec(compile(text, "<cell>", "exec"), found)
+        return origin_of("method", "m", found["m"], None).code
+
+    text = "def m(group):\n    return sum(1.0 * u for u in group.updates if u in {'a', 'b'})"
+    assert typed(text) == typed(f"\n\n{text}  # said")
+    codes = [
+        text,
+        text.replace("1.0", "2.0"),
+        text.replace("updates", "models"),
+        text.replace("b", "c"),
+    ]
+    assert len({*map(typed, codes)}) == 4
 
 
 def test_what_is_not_declared():

@@ -124,6 +124,10 @@ class TestMerging:
         ran = run(file, "out", "--resume")
         assert ran.exit_code == 2
         assert "is a finished stage of another recipe (parameters)" in " ".join(ran.output.split())
+        head, *models = MEAN.rstrip().split("\n  - ")
+        file_of(here, LAST, "\n  - ".join([head, *reversed(models)]) + "\n", SOUP)
+        ran = run(file, "out", "--resume")
+        assert "is a finished stage of another recipe (experts)" in " ".join(ran.output.split())
         file_of(here, LAST, MEAN, SOUP)
         changed = load_file(here / "llama" / "t1" / "model.safetensors")
         save_file(

@@ -26,6 +26,7 @@ from covmerge.stores.store import StoredFile
 from covmerge.verification import verify
 from tests.checkpoints.test_distributed import save as save_shards
 from tests.e2e.models import build
+from tests.interrupted import InterruptAfter
 from tests.remote.conftest import Bucket
 from tests.remote.servers import KEYS, Server, cut, files, late, serving, status
 from tests.statistics.models import save_family
@@ -376,6 +377,22 @@ def test_where_a_web_server_may_not_lead(pages, models, leads: str, said: str) -
         open_checkpoint(f"{server.url}/base/{BASE}")
     with pytest.raises(RefusedError, match="not protected as https is"):
         page_server.onward("https://example.org/a", "http://example.org/a")
+
+
+def test_a_merge_of_files_without_versions_is_not_resumed(tmp_path, models) -> None:
+    """Nothing tells whether they are what the first run read."""
+    folder = tmp_path / "pages"
+    shutil.copytree(models[0], folder / "base")
+    _, experts = models
+    with serving(files(folder, {})) as server:
+        base, out = f"{server.url}/base/{BASE}", tmp_path / "out"
+        with pytest.raises(KeyboardInterrupt):
+            covmerge.merge(base, experts, out=out, progress=InterruptAfter(2))
+        with pytest.raises(
+            InputError, match=r"server of base .* does not say whether model.safetens"
+        ):
+            covmerge.merge(base, experts, out=out, resume=True)
+        assert covmerge.merge(base, experts, out=out, overwrite=True).verification.ok
 
 
 def test_a_range_that_was_not_asked_for(pages, models) -> None:

@@ -9,7 +9,7 @@ from covmerge.checkpoints.adapter import AdapterCheckpoint, FactorHeader
 from covmerge.checkpoints.base import CARD_NAME, Checkpoint
 from covmerge.checkpoints.content import Content, fingerprint
 from covmerge.checkpoints.folder import FileCheckpoint
-from covmerge.checkpoints.journal import COMPUTED, THREADS, Entry, Journal
+from covmerge.checkpoints.journal import COMPUTED, ORDER, PROCESSOR, THREADS, Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.masks import MASKS_FOLDER
 from covmerge.checkpoints.open import open_checkpoint, open_store
@@ -28,6 +28,8 @@ __all__ = [
     "CARD_NAME",
     "COMPUTED",
     "MASKS_FOLDER",
+    "ORDER",
+    "PROCESSOR",
     "THREADS",
     "AdaptedBase",
     "AdapterCheckpoint",

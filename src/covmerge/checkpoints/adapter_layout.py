@@ -70,9 +70,10 @@ class AdaptedTensor:
         """A and B."""
         if self.embedding or self.transposed:
             return update.left.mT.contiguous(), update.right.mT.contiguous()
-        if len(self.shape) == 4:
-            window = (self.rank, *self.shape[1:])
-            return update.right.reshape(window), update.left.reshape(self.shape[0], self.rank, 1, 1)
+        if len(self.shape) > 2:  # a convolution: A has its window, and B one of a single place
+            one = (1,) * len(self.shape[2:])
+            left = update.left.reshape(self.shape[0], self.rank, *one)
+            return update.right.reshape(self.rank, *self.shape[1:]), left
         return update.right.contiguous(), update.left.contiguous()
 
     def headers(self, dtype: torch.dtype) -> tuple[TensorHeader, ...]:

@@ -310,7 +310,10 @@ class _Reader:
         down, up = parts[ends[0]], parts[ends[1]]
         rank, d_out, d_in = self._sizes(down, up, rows=table)
         target, weight = self._target(module)
-        transposed = table or (self._config is not None and self._config.transposed)
+        # Of layers that are stored as (d_in, d_out); PEFT says so of all, and it is of no convolution.
+        flat = len(self._stored[down].shape) == 2
+        turned = flat and self._config is not None and self._config.transposed
+        transposed = table or turned
         scale = self._scale(target, rank, parts)
         update = Update(
             name=weight,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from covmerge.checkpoints.differences import changes
 from covmerge.checkpoints.json_file import shorten
@@ -30,7 +30,16 @@ FORMAT = 2
 _MAX_BYTES = 2**30
 COMPUTED = "computed"  # how, see `RunOptions.computed`
 THREADS = "threads"  # that computed large matrices, see `RunOptions.threads_for`
-_TOLD = ("recipe", "torch", COMPUTED, THREADS)  # of what a hash is of, what is told with its values
+ORDER = "order of experts"
+PROCESSOR = "processor"  # that began the merge; another one may go on with it
+_TOLD = (
+    "covmerge",
+    "torch",
+    "recipe",
+    ORDER,
+    COMPUTED,
+    THREADS,
+)  # of what a hash is of, what is told with its values
 _MOST_CHANGES = 5  # that are named
 
 Key = tuple[str, tuple[int, int]]
@@ -88,6 +97,9 @@ class Entry:
 class Journal:
     """An append-only record of finished work; use `create` or `resume`. One thread at a time.
 
+    Attributes:
+        processor: what began the merge, as `of` says; None: it does not say.
+
     Example:
         >>> from tempfile import mkdtemp
         >>> path = Path(mkdtemp()) / "journal.jsonl"
@@ -96,9 +108,12 @@ class Journal:
         'c0ffee'
     """
 
-    def __init__(self, file: WritableFile, finished: dict[Key, Entry]) -> None:
+    def __init__(
+        self, file: WritableFile, finished: dict[Key, Entry], processor: str | None = None
+    ) -> None:
         self._file = file
         self._finished = finished
+        self.processor = processor
 
     @classmethod
     def create(
@@ -137,13 +152,13 @@ class Journal:
         lines, size = _complete_lines(file)
         if not lines:
             raise _damaged(file, 1, "it is missing")
-        _check_plan(file, lines[0], plan_hash, of)
+        known = _check_plan(file, lines[0], plan_hash, of)
         finished: dict[Key, Entry] = {}
         for number, line in enumerate(lines[1:], start=2):
             entry = _parse_entry(file, number, line)
             finished[entry.key] = entry
         file.store.truncate(file.name, size)
-        return cls(file, finished)
+        return cls(file, finished, known.get(PROCESSOR))
 
     @property
     def finished(self) -> Mapping[Key, Entry]:
@@ -182,7 +197,8 @@ def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
 
 def _check_plan(
     file: StoredFile, line: bytes, plan_hash: str, of: Mapping[str, Json] | None
-) -> None:
+) -> Mapping[str, Any]:
+    """Return what the journal's plan is of, if it is this one."""
     head = _parse(file, 1, line)  # its checksum is looked at when its format is known
     if head.get("format") != FORMAT:
         raise CheckpointError(
@@ -190,9 +206,10 @@ def _check_plan(
             "resume with the version that began the merge, or start over with --overwrite"
         )
     _check_seal(file, 1, line)
+    known = head.get("of")
+    known = cast("dict[str, Any]", known) if isinstance(known, dict) else {}
     if head.get("plan") != plan_hash:
-        known = head.get("of")
-        changed = changes(known, of, _TOLD) if known and of else []
+        changed = changes(known, {**of, PROCESSOR: known.get(PROCESSOR)}, _TOLD) if of else []
         what = (
             some(changed, _MOST_CHANGES, between="; ")
             if changed
@@ -201,6 +218,7 @@ def _check_plan(
         raise InputError(
             f"{file} is of another merge: {what}. Take these back to go on, or start over with --overwrite"
         )
+    return known
 
 
 def _parse_entry(file: StoredFile, number: int, line: bytes) -> Entry:

@@ -79,7 +79,7 @@ class RemoteCheckpoint(View):
         self.companions()
 
     def identity(self) -> dict[str, Json]:
-        """Sizes and versions of the files, as they were opened."""
+        """Sizes and versions of the files, as they were opened; 0: the server has no version of one."""
         files: dict[str, Json] = {
             file.name: {"size": stamp[0], "version": stamp[1]}
             for file, stamp in self._files.stamps.items()

@@ -29,7 +29,9 @@ Experts = Annotated[
 Weights = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME=NUMBER", rich_help_panel=WHAT, help="Share of an expert; 1 is neutral."
+        metavar="NAME=NUMBER",
+        rich_help_panel=WHAT,
+        help="Share of an expert, 1 is neutral; of an expert alone the share of its update.",
     ),
 ]
 Run = Annotated[

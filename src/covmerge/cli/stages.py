@@ -13,7 +13,7 @@ from covmerge.checkpoints.staging import Staging, check_not_input
 from covmerge.cli.console import say
 from covmerge.engine import RunOptions
 from covmerge.errors import InputError
-from covmerge.recipe import Recipe, dump_recipe
+from covmerge.recipe import Recipe, differing, dump_recipe
 from covmerge.recompute.sources import check_sources, sources_of
 from covmerge.sources import statistics_of
 from covmerge.stores.address import local_path
@@ -120,7 +120,8 @@ def _check_same(folder: Path, recipe: Recipe) -> None:
             "merges it anew"
         )
     wanted = dump_recipe(recipe)
-    differs = [key for key, value in wanted.items() if manifest["recipe"].get(key) != value]
+    settled = {"method", "base_statistics"} - wanted.keys()  # by the merge, where nothing was said
+    differs = [key for key in differing(manifest["recipe"], wanted) if key not in settled]
     if differs:
         raise InputError(
             f"{folder} is a finished stage of another recipe ({', '.join(differs)}): --overwrite "

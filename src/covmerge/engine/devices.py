@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+from contextlib import suppress
+from pathlib import Path
+
 import torch
 
 from covmerge.errors import InputError
@@ -77,6 +81,20 @@ def gpus_of(name: str, count: int | None = None) -> int:
     if device.type != "cuda" or is_one(device):
         return 0
     return torch.cuda.device_count() if count is None else count
+
+
+def processor_of(device: torch.device) -> str:
+    """Return the processor's or the GPU's name; of a CPU also the instructions that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return f"{device.type} of {platform.machine()}"
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            key, _, name = line.partition(":")
+            if key.strip() == "model name":
+                return f"{name.strip()}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def is_one(device: torch.device) -> bool:

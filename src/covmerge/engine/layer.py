@@ -127,6 +127,7 @@ class Layer:
                 )
                 for own, size in zip(factors, sizes, strict=True)
             ]
+        found = [own.times(merge.scale) for own in found]
         noticed = [merged.stats for merged in found]
         if merge.layout is None or not merge.layout.stacked:
             return Change(found[0], noticed)
@@ -154,7 +155,9 @@ class Layer:
         method = merge.around(self._context.method(merge.method))
         with naming(item.tensor):
             results = [
-                method(group, **merge.parameters) if own is None else own
+                (method(group, **merge.parameters) if own is None else own).times(
+                    merge.scale, group.base
+                )
                 for group, own in zip_longest(groups, done)
             ]
         noticed = [result.stats for result in results]

@@ -18,6 +18,7 @@ from covmerge.engine.devices import (
     is_one,
     named_device,
     own_device,
+    processor_of,
     usable_device,
 )
 from covmerge.engine.executor import Executor
@@ -160,7 +161,14 @@ class RunOptions:
         A run is gone on with in the same way: else the output would have some of each.
         """
         batches = ", in batches" if memory is not None and memory.lots else ""
-        return f"on {self.torch_device.type}{batches}"
+        precision = torch.get_float32_matmul_precision()
+        products = "" if precision == "highest" else f", float32 products in {precision} precision"
+        return f"on {self.torch_device.type}{batches}{products}"
+
+    @property
+    def processor(self) -> str:
+        """What computes: on another one of its kind sums may be rounded otherwise."""
+        return "a cluster's" if self.cluster is not None else processor_of(self.torch_device)
 
     def threads_for(self, plan: Plan) -> int | None:
         """Return how many threads compute a large matrix of a plan: it decides how sums are rounded.

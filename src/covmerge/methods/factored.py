@@ -49,6 +49,10 @@ class MergedFactors:
         """The merged update, exact, of rank min(p, q)."""
         return self.truncated(min(self.core.shape))[0]
 
+    def times(self, scale: float) -> MergedFactors:
+        """Return it times a number."""
+        return self if scale == 1.0 else replace(self, core=self.core * scale)
+
     def truncated(self, rank: int) -> tuple[LowRank, Tensor]:
         """Return the best approximation of a rank, and all singular values.
 

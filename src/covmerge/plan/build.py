@@ -371,6 +371,8 @@ def _plan_tensors(
         action, rule, role = decision.action, decision.rule, info.role
         taking_part = rules.layers.experts(name, alignments)
         weights = {expert: rules.weight(expert, name) for expert in taking_part}
+        if len(experts) == 1 and isinstance(action, Merge):
+            action, weights = _of_one(action, weights, recipe)
         operands = {
             expert: models[expert].operand(
                 expert_key(expert), alignments[expert].names.get(name), weight
@@ -429,6 +431,30 @@ def _compared(
     reshaped = tuple(expert for expert, shape in shapes.items() if shape != header.shape)
     alike = {expert: operands[expert] for expert in shapes if expert not in reshaped}
     return replace(copy, reshaped=reshaped), alike
+
+
+def _of_one(
+    merge: Merge, weights: Mapping[str, float], recipe: Recipe
+) -> tuple[Merge, Mapping[str, float]]:
+    """The merge of an expert that is alone: its weight is the share of the merged update.
+
+    Many methods divide by the sum of the weights, which would make it nothing.
+    """
+    weight = next(iter(weights.values()), 1.0)
+    if weight in (0.0, 1.0):
+        return merge, weights
+    why = ""
+    if recipe.base is None:
+        why = "there is no base that its update is a difference to"
+    elif merge.writes_masks:
+        why = f"'{merge.method}' writes what gives the expert back as it was"
+    if why:
+        (expert,) = weights
+        raise RecipeError(
+            f"the weight {weight:g} of '{expert}', which is alone, is the share of its update, and {why}: "
+            "leave out its weight"
+        )
+    return replace(merge, scale=weight), dict.fromkeys(weights, 1.0)
 
 
 def _for_experts(

@@ -131,9 +131,10 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
         TensorError: only some of the experts have statistics of it, they are of another shape, or
             there are too few rows behind them.
     """
-    if not isinstance(tensor.operation, Merge):
+    merge = tensor.operation
+    if not isinstance(merge, Merge):
         return tensor
-    method = registry.get(tensor.operation.method)
+    method = registry.get(merge.method)
     if method.base_inputs and OF_BASE in statistics:
         seen = _base_inputs(tensor, statistics[OF_BASE])
         rule = tensor.rule if seen is not None else f"{tensor.rule} (no base inputs of it)"
@@ -145,7 +146,7 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     names = {expert: operand.tensor for expert, operand in tensor.operands.items()}
     found = {e: name for e, name in names.items() if name is not None and name in held[e]}
     if not found:
-        average = Merge("average", {}, layout=None)
+        average = Merge("average", {}, layout=None, scale=merge.scale)
         return replace(tensor, operation=average, rule=f"average (no {_KINDS[kind]} of it)")
     for expert, name in names.items():
         if expert not in found:
@@ -188,7 +189,7 @@ def notes_on_statistics(
     Raises:
         InputError: there are some of none of them.
     """
-    if recipe.base_statistics == RANDOM:
+    if recipe.base_statistics == RANDOM and any(m.base_inputs for m in _methods_of(recipe)):
         needed = ""
         if OF_BASE not in statistics:
             memory, disk = format_size(memory_by_block(base)), format_size(disk_needed(base))

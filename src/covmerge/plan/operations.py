@@ -23,6 +23,7 @@ class Merge:
         layout: how the tensor holds `(d_out, d_in)` matrices; None: any shape, as it lies.
         before: steps before the method.
         after: steps after it.
+        scale: what the merged update is multiplied by: the weight of an expert that is alone.
     """
 
     method: str
@@ -30,6 +31,7 @@ class Merge:
     layout: MatrixLayout | None
     before: tuple[StepUse, ...] = ()
     after: tuple[StepUse, ...] = ()
+    scale: float = 1.0
 
     @property
     def procedure(self) -> Method:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from covmerge.checkpoints.gguf_layout import GgufHead
+from covmerge.code import own_version
 from covmerge.methods import registry
 from covmerge.plan.forms import MODEL, ModelTensor, PackedTensor, Unwritten
 from covmerge.plan.operations import Count, Merge
@@ -200,14 +201,21 @@ class Plan:
         return [(role, rule, counts[role, rule], sizes[role, rule]) for role, rule in counts]
 
     def digest(self, sources: Mapping[str, Json]) -> str:
-        """Hash of all that decides the output's bytes: recipe, sources, tensors and actions."""
+        """Hash of all that decides the output's bytes: recipe, sources, code, tensors and actions.
+
+        The experts count in their order, in which they are summed up.
+        """
         content: dict[str, Any] = {
+            "covmerge": own_version(),
             "recipe": dump_recipe(self.recipe),
             "sources": sources,
             "torch": torch.__version__,
             "origins": [origin.as_json() for origin in self.origins],
+            "experts": list(self.recipe.experts),
             "tensors": [
                 [t.name, list(t.output.shape), str(t.output.dtype), t.rule, repr(t.operation)]
+                + [repr(t.base), t.base_inputs, dict(t.statistics)]
+                + [[expert, repr(operand)] for expert, operand in t.operands.items()]
                 for t in self.tensors
             ],
             "packed": [repr(t.form) for t in self.tensors if isinstance(t.form, PackedTensor)],

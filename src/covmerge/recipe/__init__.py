@@ -1,6 +1,6 @@
 """Recipes: what to merge, how, and what to do with which tensor."""
 
-from covmerge.recipe.load import dump_recipe, load_recipe, parse_recipe
+from covmerge.recipe.load import differing, dump_recipe, load_recipe, parse_recipe
 from covmerge.recipe.schema import (
     NOTHING,
     RANDOM,
@@ -26,6 +26,7 @@ __all__ = [
     "Slice",
     "TensorRules",
     "TokenizerRules",
+    "differing",
     "dump_recipe",
     "format_size",
     "json_schema",

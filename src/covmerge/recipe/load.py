@@ -215,6 +215,24 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value or key not in optional}
 
 
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys under which two recipes, as `dump_recipe` gives them, do not say the same.
+
+    The order of the experts counts: sums are rounded by it, and some methods go by it.
+
+    Example:
+        >>> before = {"method": "ties", "experts": {"a": 1, "b": 2}}
+        >>> differing(before, {"method": "ties", "experts": {"b": 2, "a": 1}})
+        ['experts']
+    """
+
+    def said(recipe: Mapping[str, Any], key: str) -> object:
+        value = recipe.get(key)
+        return [*value.items()] if key == "experts" and value else value
+
+    return [key for key in {**one, **other} if said(one, key) != said(other, key)]
+
+
 def _without_run(data: Any, origin: Origin, beside: Path, told: Told | None) -> Any:
     """Return a recipe with the checkpoints of its run as experts; any other as it is."""
     given = cast("dict[str, Any]", data)

@@ -172,8 +172,11 @@ class Expert(StrictModel):
     )
     weight: Weight = Field(
         default=1.0,
-        description="Share of this expert in the merge; 1 is neutral. It may differ from tensor to tensor: "
-        "`{by_depth: [...]}`, `{by_name: [...]}`; 0 there is no part in it.",
+        description="Share of this expert in the merge, above 0; 1 is neutral. Among several experts it "
+        "counts beside the others', and many methods divide by the sum. That of an expert alone is the "
+        "share of its merged update: 0.5 gives the base and half of it. It may differ from tensor to "
+        "tensor: `{by_depth: [...]}`, `{by_name: [...]}`; 0 there is no part in it. To subtract an update, "
+        "merge it by `task_arithmetic` with a negative `scale`.",
     )
     statistics: Source | None = Field(
         default=None,

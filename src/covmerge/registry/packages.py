@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, distribution, entry_points, packages_distributions
+from inspect import unwrap
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
-from covmerge.code import digest
+from covmerge.code import digest, digest_of_code
 from covmerge.errors import RecipeError
 from covmerge.types import Json
 
@@ -76,7 +78,7 @@ class Origin:
         module: where it is defined.
         distribution: the installed package; None for a script, or a folder on the path.
         version: of the package.
-        code: hash of the Python files of its package; None where there are none.
+        code: hash of the Python files of its package; of a function that no file has, of the function.
     """
 
     kind: str
@@ -84,12 +86,11 @@ class Origin:
     module: str
     distribution: str | None
     version: str | None
-    code: str | None
+    code: str
 
     def __str__(self) -> str:
         if self.distribution is None:
-            code = "" if self.code is None else f", code {self.code[:12]}"
-            return f"module {self.module}, of no installed package{code}"
+            return f"module {self.module}, of no installed package, code {self.code[:12]}"
         return f"{self.distribution} {self.version}"
 
     def as_json(self) -> dict[str, Json]:
@@ -104,9 +105,11 @@ def origin_of(
     package = _package(function)
     if package == _OURS:
         return None
-    module = sys.modules.get(package)
-    file = getattr(module, "__file__", None)
-    code = None if module is None or file is None else digest(module)
+    found = [sys.modules.get(name) for name in (package, function.__module__)]
+    # The top of a namespace package has no file, and neither has what is typed into a notebook.
+    module = next((m for m in found if m is not None and getattr(m, "__file__", None)), None)
+    file = None if module is None else module.__file__
+    code = digest_of_code(_code(function)) if module is None else digest(module)
     own = _distribution(package, file) if by is None else (by.distribution, by.version)
     return Origin(kind, name, function.__module__, *own, code)
 
@@ -120,6 +123,10 @@ def _distribution(package: str, file: str | None) -> tuple[str | None, str | Non
         if file is not None and Path(file).is_relative_to(Path(str(found.locate_file("")))):
             return name, found.version
     return None, None
+
+
+def _code(function: Any) -> CodeType:
+    return unwrap(function).__code__
 
 
 def _package(function: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from io import FileIO
@@ -33,12 +34,35 @@ def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Generator[int, None, None]:
-    """Open a file of covmerge's own, which is no link, and close it again."""
+    """Open a file of covmerge's own, as `check_own` has it, and close it again."""
     fd = open_descriptor(path, flags)
     try:
+        check_own(fd, path)
         yield fd
     finally:
         os.close(fd)
+
+
+def is_own(path: Path) -> bool:
+    """Whether a path is a regular file that has no other name, and no link."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+
+
+def check_own(fd: int, path: Path) -> None:
+    """Refuse a file that is not regular, or has another name: who writes to it would change that file too.
+
+    Raises:
+        OSError: it is such a file.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "It is no regular file", str(path))
+    if status.st_nlink > 1:
+        raise OSError(errno.EMLINK, "It is a hard link: the same file has another name", str(path))
 
 
 def read_at(file: FileIO, target: memoryview, offset: int) -> int:

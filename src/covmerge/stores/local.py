@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from covmerge.stores.descriptor import opened, read_at, reserve, write_at
+from covmerge.stores.descriptor import is_own, opened, read_at, reserve, write_at
 from covmerge.stores.disk import disk_errors, fsync_path
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import open_raw
@@ -22,7 +22,7 @@ AnyFile = TypeVar("AnyFile", bound=StoredFile)
 class LocalFolder:
     r"""Files of a folder. None stays open between calls, so that it may be sent to another process.
 
-    What is read may be a link; nothing is written through one.
+    What is read may be a link; nothing is written, or gone on with, through one, symbolic or hard.
 
     Args:
         folder: it is there, unless it is an inner one.
@@ -68,7 +68,7 @@ class LocalFolder:
     def is_file(self, name: str, *, follow: bool = True) -> bool:
         """See `Store.is_file`."""
         path = self._folder / name
-        return path.is_file() and (follow or not path.is_symlink())
+        return path.is_file() if follow else is_own(path)
 
     def stamp(self, name: str) -> Stamp:
         """See `Store.stamp`."""
@@ -76,7 +76,7 @@ class LocalFolder:
 
     def open(self, name: str, *, follow: bool = True) -> OpenedFile:
         """See `Store.open`."""
-        return OpenedFile(open_raw(self._folder / name, follow=follow))
+        return OpenedFile(open_raw(self._folder / name, follow=follow, own=not follow))
 
     def inside(self, folder: str) -> LocalFolder:
         """See `Store.inside`."""
@@ -94,7 +94,8 @@ class LocalFolder:
             try:
                 if self._inner:
                     self._folder.mkdir(parents=True, exist_ok=True)
-                with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+                unfinished.unlink(missing_ok=True)
+                with opened(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                     reserve(fd, size)
                     write_at(fd, memoryview(start), 0)
                 unfinished.replace(path)

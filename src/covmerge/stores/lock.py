@@ -46,6 +46,8 @@ class Lock:
         self.works = True
         while True:
             try:
+                if folder.is_symlink():  # what it leads to would be emptied
+                    raise OSError(errno.ELOOP, "It is a link, and is not followed", str(folder))
                 folder.mkdir(parents=True, exist_ok=True)
                 fd = open_descriptor(self._path, os.O_RDWR | os.O_CREAT)
             except (FileNotFoundError, FileExistsError):

@@ -11,7 +11,7 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 
 from covmerge.errors import CheckpointError
-from covmerge.stores.descriptor import open_descriptor
+from covmerge.stores.descriptor import check_own, open_descriptor
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -19,8 +19,10 @@ def open_regular(path: Path) -> BufferedReader:
     return BufferedReader(open_raw(path))
 
 
-def open_raw(path: Path, *, follow: bool = True) -> FileIO:
+def open_raw(path: Path, *, follow: bool = True, own: bool = False) -> FileIO:
     """Open a regular file to read its bytes; `follow` says whether `path` may be a link.
+
+    `own` says that it may have no other name either (`check_own`).
 
     A pipe would be waited for, and a device may have no end. What a path is may change between a
     question and its use, so that the file is asked when it is open.
@@ -40,7 +42,14 @@ def open_raw(path: Path, *, follow: bool = True) -> FileIO:
         raise OSError(errno.EINVAL, f"No file can have this name ({error})", repr(path)) from error
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
-        return FileIO(fd)
+        file = FileIO(fd)
+        if own:
+            try:
+                check_own(fd, path)
+            except OSError:
+                file.close()
+                raise
+        return file
     os.close(fd)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

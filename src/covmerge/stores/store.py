@@ -87,7 +87,7 @@ class Store(Protocol):
         ...
 
     def open(self, name: str, *, follow: bool = True) -> Opened:
-        """Open a file to be read; `follow` says whether it may be a link, where there are links.
+        """Open a file to be read; `follow` says whether it may be a link, symbolic or hard.
 
         Raises:
             OSError: there is no such file, or it cannot be read.

@@ -71,7 +71,9 @@ def choice_of(recipe: Recipe) -> Choice | None:
     given = {name: expert.weight for name, expert in recipe.experts.items()}
     default = registry.get(SUM).resolve({})["scale"]
     scale = recipe.parameters.get("scale", default) if recipe.method == SUM else 1.0
-    return _grouped(cast("Any", recipe.method), given, scale, default)
+    # The weight of an expert alone is the share of its update: on the page that is a sum.
+    method = SUM if len(given) == 1 else recipe.method
+    return _grouped(cast("Any", method), given, scale, default)
 
 
 def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Recipe:
@@ -99,6 +101,11 @@ def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Rec
     }
     if not experts:
         raise RecipeError("all weights are 0: that is the base; give one expert a weight")
+    if len(experts) == 1 and choice.method == MEAN:
+        # The mean of one is itself; the weight of an expert alone would be the share of its update.
+        (name,) = experts
+        whole = [float(own.weights.get(name, 0.0) != 0.0) for own in parts]
+        experts = {name: Expert(source=sources[name], weight=_value(choice, whole))}
     scale = _value(choice, [own.scale for own in parts])
     missing = "base" if recipe.tensors.missing == "present" else recipe.tensors.missing
     changed: dict[str, Any] = {

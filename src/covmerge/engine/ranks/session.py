@@ -277,6 +277,8 @@ class Gathering:
         )
 
     def _sessions(self) -> list[Path]:
+        if self._folder.is_symlink():
+            raise InputError(f"{self._folder} is a symbolic link, not ours: remove it")
         try:
             folders = [path for path in self._folder.iterdir() if path.name.isdecimal()]
         except FileNotFoundError:
