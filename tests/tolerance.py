@@ -1,4 +1,10 @@
-"""What rounding alone may change, whatever the processor, its kernels and the number of threads."""
+"""What rounding alone may change, whatever the processor, its kernels and the number of threads.
+
+The rule for all tests: bits that another machine made are compared with bits only where every operation
+between is elementwise and correctly rounded (add, multiply, divide, compare, cast). All else, sums,
+products of matrices, logarithms and `torch.randn` among it, is compared with a tolerance of this
+module, or with what the same run made. `python -m tests.processors` shows that it holds.
+"""
 
 import torch
 from torch import Tensor
@@ -8,6 +14,7 @@ EPS = torch.finfo(torch.float32).eps
 # evaluations of the networks in these tests, by unlike kernels or in unlike batches, agree to a
 # few eps of an input's size (5 at most were seen): a wrong row, mask or dtype is thousands.
 ACTIVATIONS = 32
+OPERATIONS = 8
 
 
 def assert_same_gram(actual: Tensor, expected: Tensor, rows: int) -> None:
@@ -42,4 +49,26 @@ def assert_same_fisher(actual: Tensor, expected: Tensor, largest: float) -> None
     off = 2 * ACTIVATIONS * EPS * largest**0.5  # on the way there, and on the way back
     allowed = EPS * expected + 2 * off * expected.sqrt() + off**2
     beyond = (actual.double() - expected).abs() - allowed
+    assert beyond.max() <= 0, f"{int((beyond > 0).sum())} entries, by {float(beyond.max()):.1e}"
+
+
+def assert_rounded_alike(
+    actual: Tensor, expected: Tensor, arithmetic: torch.dtype, terms: int
+) -> None:
+    """Compare results whose factors come of sums over a tensor, made on different machines.
+
+    Args:
+        actual: of this machine.
+        expected: of another.
+        arithmetic: the dtype that each operation rounds to.
+        terms: of the longest sum. Of n terms a sum in any order is off by √n roundings, with a
+            probability that leaves no exceptions (Higham and Mary, 2019); torch adds up half precision
+            in float32.
+
+    Entries are about 1. `OPERATIONS` elementwise ones come before and after a sum, each a rounding.
+    """
+    eps = max(torch.finfo(dtype).eps for dtype in (arithmetic, expected.dtype))
+    summed = min(eps, EPS)
+    allowed = (OPERATIONS * eps + terms**0.5 * summed) / 2 * (1 + expected.double().abs())
+    beyond = (actual.double() - expected.double()).abs() - allowed
     assert beyond.max() <= 0, f"{int((beyond > 0).sum())} entries, by {float(beyond.max()):.1e}"

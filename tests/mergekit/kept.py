@@ -66,7 +66,6 @@ class Kept:
         metadata = {
             "cases": json.dumps(self._cases),
             "torch": torch.__version__.split("+")[0],
-            "cpu": torch.backends.cpu.get_cpu_capability(),
         }
         save_file(self._samples, self._file, metadata=metadata)
 
@@ -76,9 +75,3 @@ def goldens(drawn_of: str = "models") -> Iterator[tuple[int, dict[str, Any], str
     with safe_open(FILES[drawn_of], "pt") as file:
         for seed, case in json.loads(file.metadata()["cases"]).items():
             yield int(seed), case["recipe"], case["sha256"], file.get_tensor(seed)
-
-
-def made_on(drawn_of: str = "models") -> str:
-    """Return which instructions of the processor they were made with."""
-    with safe_open(FILES[drawn_of], "pt") as file:
-        return file.metadata()["cpu"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from tests.mergekit.numbers import normal, normals
 
 LAYERS = 4
 CONFIGS = {
@@ -107,18 +108,14 @@ def layout(arch: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from (("model.norm.weight", (8,)), ("lm_head.weight", (24, 8)))
 
 
-def drawn(*key: object) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, key)).encode()))
-
-
 def weights(arch: str, model: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of the base (`base`), or of an expert (`t0`, ...)."""
     found: dict[str, Tensor] = {}
     for name, shape in layout(arch):
-        own = torch.randn(shape, generator=drawn(arch, name))
+        own = normal(shape, arch, name)
         if model != "base":
             number = int(model[1:]) + 1
-            own += 0.05 * number * torch.randn(shape, generator=drawn(arch, model, name))
+            own += 0.05 * number * normal(shape, arch, model, name)
         found[name] = own.to(dtype).contiguous()
     return found
 
@@ -143,9 +140,9 @@ def _save_adapter(path: Path, number: int) -> None:
     for i in range(LAYERS):
         for module, columns in (("attn.c_attn", 24), ("mlp.c_fc", 32)):
             key = f"base_model.model.transformer.h.{i}.{module}."
-            generator = drawn("lora", number, i, module)
-            tensors[f"{key}lora_A.weight"] = 0.2 * torch.randn(2, 8, generator=generator)
-            tensors[f"{key}lora_B.weight"] = 0.2 * torch.randn(columns, 2, generator=generator)
+            a, b = normals([(2, 8), (columns, 2)], "lora", number, i, module)
+            tensors[f"{key}lora_A.weight"] = 0.2 * a
+            tensors[f"{key}lora_B.weight"] = 0.2 * b
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4},

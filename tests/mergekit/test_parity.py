@@ -16,14 +16,11 @@ from covmerge.recipe.load import import_recipe
 from covmerge.recipe.mergekit import Told
 from covmerge.recipe.mergekit.methods import METHODS
 from covmerge.recompute import recompute
+from tests.mergekit.agreement import assert_agrees
 from tests.mergekit.cases import RECIPES, SEED
 from tests.mergekit.models import EXPERTS, LAYERS, flat, save_models
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "mergekit_recipes.safetensors"
-# Those that are not bit for bit, with how far they may be off: an entry is about 1.
-# karcher's angles are dot products, which libraries add up by who made the processor.
-OFF = {"lora_dare_linear": 1e-6, "karcher": 1e-6}
-
 # Updates of other layers than the base's are no fine-tunes, which mergekit does not look at.
 ALLOWED = {"stack_over_a_base": ("not-a-fine-tune",)}
 
@@ -57,14 +54,7 @@ def merged(text, out, **flags):
 @pytest.mark.parametrize("name", RECIPES)
 def test_equals_mergekit(name, golden, here, tmp_path):
     found = flat(merged(RECIPES[name], tmp_path / "out", allow=ALLOWED.get(name, ())))
-    wanted = golden[name]
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    if name in OFF:
-        torch.testing.assert_close(found, wanted, rtol=0, atol=OFF[name])
-    else:
-        worst = (found.double() - wanted.double()).abs().max()
-        assert torch.equal(found, wanted), f"off by {worst:.2g}"
+    assert_agrees(found, golden[name], yaml.safe_load(RECIPES[name]))
     assert covmerge.verify(tmp_path / "out").ok
 
 

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from tests.mergekit.models import CONFIGS, drawn, flat, layout
+from tests.mergekit.models import CONFIGS, flat, layout
+from tests.mergekit.numbers import normal
 
 LETTERS = "abcdefghijklmnop"
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -90,15 +91,15 @@ def weights(arch: str, model: str, words: Words, dtype: torch.dtype) -> dict[str
             padding = torch.full((max(words.padding, 0), shape[1]), 9.0)  # seen if it is ever used
             own = torch.cat([own[: len(words.tokens) + min(words.padding, 0)], padding])
         else:
-            own = torch.randn(shape, generator=drawn(arch, name))
-            own += learnt * torch.randn(shape, generator=drawn(arch, model, name))
+            own = normal(shape, arch, name)
+            own += learnt * normal(shape, arch, model, name)
         found[name] = own.to(dtype).contiguous()
     return found
 
 
 def _row(model: str, name: str, token: str, learnt: float) -> Tensor:
-    row = torch.randn(8, generator=drawn(name, token))
-    return row + learnt * torch.randn(8, generator=drawn(model, name, token))
+    row = normal((8,), name, token)
+    return row + learnt * normal((8,), model, name, token)
 
 
 # By folder: the architecture, and the dtype.

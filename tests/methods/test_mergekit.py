@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from covmerge.errors import RecipeError, TensorError
@@ -18,6 +17,7 @@ from covmerge.methods.mergekit import SETTINGS, Drawn, places
 from covmerge.methods.sparsify import Rows, keep
 from covmerge.twins import TWINS
 from covmerge.types import LinearGroup
+from tests.mergekit.agreement import assert_agrees
 from tests.methods.mergekit_cases import (
     CASES,
     DTYPES,
@@ -100,23 +100,18 @@ def everything():
 
 
 def test_the_table():
-    """Bit for bit where torch adds and sorts as it did for mergekit; else to rounding.
+    print(table(everything()))
 
-    How many numbers are added at once, and which of equal magnitudes comes first, is the processor's. Of
-    dot products (karcher's angles) that goes by who made it, too, which torch does not tell.
-    """
-    found = everything()
-    print(table(found))
-    with safe_open(FILE, "pt") as file:
-        made = file.metadata()
-    here = (torch.__version__.split("+")[0], torch.backends.cpu.get_cpu_capability())
-    alike = here == (made["torch"], made["cpu"])
-    for (case, dtype), off in found.items():
-        for name, error in off.items():
-            equal = dtype == torch.bfloat16 or name == "h.2.fc.weight"  # magnitudes are
-            rounds = str(case).startswith("karcher") and dtype == torch.float32
-            limit = 1e-5 if rounds else 0.0 if alike else 1e-5 if not equal else 1.0
-            assert error <= limit, (str(case), dtype, name, error)
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_mergekit(case, dtype):
+    """Bit for bit by methods whose bits are the same on every machine; else to rounding."""
+    theirs = theirs_of((stable_key if case.theirs in ORDERED else key)(case, dtype), case.names)
+    recipe = {"merge_method": case.theirs, "dtype": str(dtype).removeprefix("torch.")}
+    recipe["parameters"] = dict(case.parameters)
+    for name, ours in merged(case, dtype).items():
+        assert_agrees(ours.to(theirs[name].dtype), theirs[name], recipe)
 
 
 def kept_sizes(case, dtype, name, expert):

@@ -81,7 +81,7 @@ def arcee_fusion(group: LinearGroup, *, arithmetic: ArithmeticParameter = "float
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to. Rows that
             changed little have a divergence that is rounding, so that it is named whatever computes.
 
-    Departs from the paper: there is none; it is bit for bit mergekit's up to a million entries. Of more
+    Departs from the paper: there is none; it is mergekit's result up to a million entries. Of more
     it takes quartiles of a million random ones, which change from run to run; here of all.
 
     Example:

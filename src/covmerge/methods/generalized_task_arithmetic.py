@@ -167,10 +167,10 @@ def generalized_task_arithmetic(
     m_t = w_t S(W_t − W_0);  without consensus W̄ = W₀ + λ Σ m_t [/ Σ w_t];  with it
     γ = sgn Σ m_t (+ where it is 0), M_t = [sgn m_t = γ], W̄ = W₀ + λ Σ m_t M_t [/ Σ w_t M_t]
 
-    Bit for bit what mergekit computes under task_arithmetic, ties, dare_linear, dare_ties, della,
+    What mergekit computes under task_arithmetic, ties, dare_linear, dare_ties, della,
     della_linear, breadcrumbs and breadcrumbs_ties, which are settings of it
     (`covmerge.methods.mergekit.SETTINGS`); of equal magnitudes at a threshold those of a stable sort are
-    kept, where mergekit's choice hangs on the processor. covmerge's own `ties`, `dare_ties` and `della`
+    kept, where mergekit's choice depends on the processor. covmerge's own `ties`, `dare_ties` and `della`
     trim by one threshold over the model, divide by probabilities, and elect nobody in a tie.
 
     Random numbers are drawn for all experts of a density below 1, one for each entry in order.

@@ -119,8 +119,7 @@ def karcher(
         base_place: where the base stands among the models; sums are in this order.
         arithmetic: dtype that the inputs are cast to, and that vectors round to.
 
-    Departs from the paper: it stops as mergekit does, of which it is the result, bit for bit on a processor
-    of the same kind.
+    Departs from the paper: it stops as mergekit does, of which it is the result.
 
     Example:
         >>> import torch

@@ -148,7 +148,7 @@ def multislerp(
     Raises:
         TensorError: directions of three or more models cancel, so that there is no mean of them.
 
-    Departs from the paper: there is none; it is bit for bit mergekit's, but that updates which are all
+    Departs from the paper: there is none; it is mergekit's result, but that updates which are all
     zero give the base, where three or more are an error there.
 
     Example:

@@ -98,7 +98,7 @@ def nuslerp(
         around: the centre of the sphere.
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
-    Departs from the paper: there is none; it is bit for bit mergekit's, of which `nuslerp_row_wise`
+    Departs from the paper: there is none; it is mergekit's result, of which `nuslerp_row_wise`
     without `nuslerp_flatten` is `by: columns` here, as it goes along the first axis.
 
     Example:

@@ -92,7 +92,7 @@ def ram(
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Departs from the paper: RAM+ counts over one tensor, not over the model, as mergekit's `ramplus_tl`
-    (`boost: 0.1`), of which, and of its `ram`, it is the result bit for bit.
+    (`boost: 0.1`), of which, and of its `ram`, it is the result.
 
     Example:
         >>> import torch

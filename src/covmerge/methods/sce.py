@@ -120,7 +120,7 @@ def sce(
         arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Departs from the paper: the two floors of 1e-6, and that the sign is elected by the sum of the
-    updates, as in mergekit, of which it is the result bit for bit.
+    updates, as in mergekit, of which it is the result.
 
     Example:
         >>> import torch

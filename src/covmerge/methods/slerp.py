@@ -82,8 +82,8 @@ def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter
         t: place on the way.
         arithmetic: dtype that the inputs are cast to, and the result.
 
-    Departs from the paper: there is none for weights; it is Shoemake's curve (SIGGRAPH 1985), and bit
-    for bit mergekit's.
+    Departs from the paper: there is none for weights; it is Shoemake's curve (SIGGRAPH 1985), and
+    mergekit's result.
 
     Example:
         >>> import torch
