@@ -361,6 +361,14 @@ def test_ties_that_nobody_knows(pair):
     assert_computes(loaded(pair / "out"), wanted)
 
 
+def test_an_expert_by_masks(pair):
+    """A model for each expert, of one that unties the base."""
+    covmerge.merge(pair / "base", {"x": pair / "own"}, "emr", pair / "out")
+    held = covmerge.load_expert(pair / "out", "x", pair / "base")
+    for name, value in load_file(pair / "own" / "model.safetensors").items():
+        torch.testing.assert_close(held[name], value, rtol=0, atol=1e-6)
+
+
 def test_packed_layers_beside_an_untied_head(tmp_path):
     base = built("llama")
     base.save_pretrained(tmp_path / "base")

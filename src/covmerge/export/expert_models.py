@@ -25,6 +25,7 @@ from covmerge.quantised import open_plain
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.store import Store, StoredFile, WritableFile, WritableStore
 from covmerge.stores.walk import file_at
+from covmerge.tensors import seen_untied
 from covmerge.types import Json
 
 _FILE = "rescalers.json"
@@ -95,7 +96,8 @@ def load_expert(
             checkpoint.materialize()
             return checkpoint
 
-        unified, start, masks = opened(folder), opened(base), open_file(str(file), file)
+        unified, masks = opened(folder), open_file(str(file), file)
+        start = seen_untied(opened(base), read_manifest(folder).get("untied"))
         stack.callback(masks.close)
         _check_base(folder, start)
         weights = {name: unified.read(name) for name in unified.headers}

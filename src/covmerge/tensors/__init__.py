@@ -12,7 +12,14 @@ from covmerge.tensors.donor import Donor, stack_order
 from covmerge.tensors.layers import LayerName, layer_name, relative_depth, relative_depths
 from covmerge.tensors.names import find_name
 from covmerge.tensors.stacked import Stacked, comes_before
-from covmerge.tensors.untied import TIED, Untied, same_values, undone_ties, untied_config
+from covmerge.tensors.untied import (
+    TIED,
+    Untied,
+    same_values,
+    seen_untied,
+    undone_ties,
+    untied_config,
+)
 from covmerge.tensors.views import (
     FusedParts,
     MatrixLayout,
@@ -43,6 +50,7 @@ __all__ = [
     "relative_depth",
     "relative_depths",
     "same_values",
+    "seen_untied",
     "stack_order",
     "undone_ties",
     "untied_config",

@@ -12,6 +12,7 @@ from torch import Tensor
 from covmerge.checkpoints.base import Checkpoint, find_header
 from covmerge.checkpoints.layer_count import language_parts
 from covmerge.checkpoints.view import View
+from covmerge.errors import InputError
 from covmerge.tensors.donor import Donor
 from covmerge.types import TensorHeader
 
@@ -43,6 +44,25 @@ class Untied(View):
         """See `Checkpoint.read`."""
         find_header(self.headers, name, rows, self.source)
         return self._stored.read(self._copies.get(name, name), rows)
+
+
+def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Checkpoint:
+    """Return a base as it was seen by a merge: untied, if that merge undid ties.
+
+    Args:
+        checkpoint: the base.
+        ties: what covmerge.json says under `untied`.
+
+    Raises:
+        InputError: the base has not the tensors that were tied.
+    """
+    if ties is None or undone_ties(checkpoint) is not None:
+        return checkpoint
+    if lost := [name for name in ties.values() if name not in checkpoint.headers]:
+        raise InputError(
+            f"the base at {checkpoint.source} is another than was merged: it has no '{lost[0]}'"
+        )
+    return Untied(checkpoint, ties)
 
 
 def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:

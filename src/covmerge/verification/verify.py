@@ -18,7 +18,7 @@ from covmerge.recipe import Slice
 from covmerge.stores.remote import store_at
 from covmerge.stores.store import Store
 from covmerge.stores.walk import file_at
-from covmerge.tensors import Untied, describe_checkpoint, same_values, undone_ties
+from covmerge.tensors import describe_checkpoint, same_values, seen_untied
 from covmerge.text import counted, some
 from covmerge.types import Json, Role, TensorHeader
 from covmerge.verification.adapter import check_adapter
@@ -101,11 +101,13 @@ def examine(
             try:
                 opened = open_plain(_base_of(manifest))
                 opened.materialize()
-                base = stacked(_slices_of(manifest), None, _untied(opened, manifest))
+                base = stacked(
+                    _slices_of(manifest), None, seen_untied(opened, manifest.get("untied"))
+                )
             except InputError as error:
                 base, missing = None, str(error)
-        elif undone_ties(base) is None:
-            base = _untied(base, manifest)
+        else:
+            base = seen_untied(base, manifest.get("untied"))
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
         values = _Values(entries, base, missing, apart, manifest["recipe"].get("allow", ()))
         weights = _weights(stored) if coverage.ok else ()
@@ -153,16 +155,6 @@ def _base_of(manifest: Mapping[str, Any]) -> str:
         manifest.get("sources", {}).get("base", {}).get("content", {}).get("revision")
     )
     return source if commit is None else f"{source.partition('@')[0]}@{commit}"
-
-
-def _untied(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
-    """The base as it was seen: with tensors that its config ties apart, if they were merged so."""
-    ties: Mapping[str, str] | None = manifest.get("untied")
-    if ties is None:
-        return base
-    if lost := [name for name in ties.values() if name not in base.headers]:
-        raise InputError(f"the base is another by now: it has no '{lost[0]}'")
-    return Untied(base, ties)
 
 
 def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:
