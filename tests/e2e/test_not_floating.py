@@ -105,6 +105,7 @@ class TestComplex:
         own = covmerge.load_expert(tmp_path / "out", "a", base)
         assert own["h.0.filter"].dtype == torch.complex64 and own["h.0.filter"].shape == (6, 8)
 
+    @pytest.mark.filterwarnings("ignore:ComplexHalf")
     @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
     def test_a_dtype_that_no_file_holds_is_refused(self, dtype, drawn):
         with pytest.raises(

@@ -422,9 +422,9 @@ def _compared(
 ) -> tuple[Copy, dict[str, Operand]]:
     """A copy that is held against the experts' tensors, and those of them that have the base's shape."""
     shapes = {
-        expert: models[expert].headers[operand.tensor].shape
+        expert: models[expert].headers[name].shape
         for expert, operand in operands.items()
-        if operand.tensor in models[expert].headers
+        if (name := operand.tensor) is not None and name in models[expert].headers
     }
     reshaped = tuple(expert for expert, shape in shapes.items() if shape != header.shape)
     alike = {expert: operands[expert] for expert in shapes if expert not in reshaped}
