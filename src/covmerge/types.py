@@ -39,11 +39,26 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Name, shape and dtype of a stored tensor; nothing of its content."""
+    """Name, shape and dtype of a stored tensor; nothing of its content.
+
+    Attributes:
+        name: in its checkpoint.
+        shape: of the tensor.
+        dtype: of its numbers.
+        complex: whether it is stored complex, and its last axis is the real and imaginary part.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    complex: bool = False
+
+    @property
+    def as_stored(self) -> TensorHeader:
+        """The header of the complex tensor that it is stored as, or itself."""
+        if not self.complex:
+            return self
+        return TensorHeader(self.name, self.shape[:-1], self.dtype.to_complex())
 
     @property
     def numel(self) -> int:

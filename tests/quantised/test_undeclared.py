@@ -74,3 +74,23 @@ def test_neither_are_those_of_a_file_or_of_memory(tmp_path):
 )
 def test_a_plain_model_is_not_taken_for_one(stored):
     assert open_plain(stored).headers.keys() == stored.keys()
+
+
+@pytest.mark.parametrize("scale", ["fc.scale_factor", "fc.weight_quantizer._scale", "fc.wscales"])
+def test_float8_weights_are_not_merged_beside_a_scale_of_any_name(scale):
+    held = {
+        "h.fc.weight": torch.randn(8, 8).to(torch.float8_e4m3fn),
+        f"h.{scale}": torch.ones(8, 1),
+    }
+    with pytest.raises(CheckpointError, match=rf"tensor 'h\.fc\.weight' beside 'h\.{scale}'"):
+        open_plain(held)
+
+
+def test_float8_weights_beside_scales_of_others_are_plain():
+    """A model that was cast to float8, with the scale of its logits and of a norm."""
+    held = {
+        "fc.weight": torch.randn(8, 8).to(torch.float8_e4m3fn),
+        "norm.scale": torch.ones(8).to(torch.float8_e4m3fn),
+        "logit_scale": torch.ones(()),
+    }
+    assert set(open_plain(held).headers) == set(held)

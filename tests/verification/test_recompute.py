@@ -67,6 +67,32 @@ def test_an_output_that_its_sources_do_not_give(merged, tmp_path, kind):
     assert "h.2" not in failed["detail"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("updates", [-3, 3])
+def test_one_element_of_many(tmp_path, dtype, updates):
+    """Moved by as little as three updates, it is lost in what storing all of a matrix changes."""
+    draw, moved = torch.Generator().manual_seed(0), 0.002
+    base = 0.02 * torch.randn(512, 512, generator=draw)
+    for name in ("base", "a", "b"):
+        update = moved * torch.randn(512, 512, generator=draw) if name != "base" else 0
+        (tmp_path / name).mkdir()
+        save_file(
+            {"h.0.fc.weight": (base + update).to(dtype)}, tmp_path / name / "model.safetensors"
+        )
+    experts = {name: tmp_path / name for name in "ab"}
+    covmerge.merge(tmp_path / "base", experts, "average", tmp_path / "out")
+    assert recompute(tmp_path / "out").ok
+
+    def edit(weight):
+        changed = weight.clone()
+        changed[3, 5] += updates * moved
+        return changed
+
+    forge(tmp_path / "out", "h.0.fc.weight", edit)
+    detail = recompute(tmp_path / "out").detail
+    assert detail.startswith("not what the sources give") and "element [3, 5] by 0.00" in detail
+
+
 def test_two_layers_that_were_swapped(merged, tmp_path):
     out = shutil.copytree(merged / "ace", tmp_path / "out")
     tensors = load_file(out / "model.safetensors")

@@ -69,6 +69,8 @@ class ShardWriter:
     def write(self, name: str, tensor: Tensor, rows: range | None = None) -> str:
         """Write a tensor, or `rows` of its dimension 0, and return the checksum of the bytes.
 
+        A complex tensor may be given by its real and imaginary parts along a last axis.
+
         Raises:
             TensorError: the tensor is not as planned: its name, shape, dtype, device or strides.
             ResourceError: the disk is full (where it cannot reserve space beforehand).
@@ -76,6 +78,8 @@ class ShardWriter:
         """
         file_name, slot = self._find(name)
         offset, _ = slot.span(rows)
+        if slot.header.dtype.is_complex and not tensor.is_complex():
+            tensor = torch.view_as_complex(tensor)
         _refuse_unplanned(tensor, slot, rows)
         data = _bytes_of(tensor)
         with self._missed():

@@ -45,6 +45,8 @@ class MemoryOutput:
         """Copy the rows in place; nobody asks for a checksum."""
         for place, tensor in zip(places, tensors, strict=True):
             kept, rows = self.tensors[place.part][place.tensor], place.rows
+            if kept.is_complex():
+                kept = torch.view_as_real(kept)
             own = kept if rows is None or not kept.dim() else kept[rows.start : rows.stop]
             own.copy_(tensor)
         return ""

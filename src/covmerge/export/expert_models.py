@@ -100,7 +100,8 @@ def load_expert(
         start = seen_untied(opened(base), read_manifest(folder).get("untied"))
         stack.callback(masks.close)
         _check_base(folder, start)
-        weights = {name: unified.read(name) for name in unified.headers}
+        headers = dict(unified.headers)
+        weights = {name: unified.read(name) for name in headers}
         for name in masks.headers:
             _check_shapes(name, masks, unified, start)
             mask = unpack(masks.read(name), unified.headers[name].shape)
@@ -118,7 +119,11 @@ def load_expert(
         if head.is_file():
             own = opened(head)
             weights.update({name: own.read(name) for name in own.headers})
-    return weights
+            headers.update(own.headers)
+    return {
+        name: torch.view_as_complex(weight) if headers[name].complex else weight
+        for name, weight in weights.items()
+    }
 
 
 def find_masks(store: Store, expert: str) -> tuple[float, StoredFile]:

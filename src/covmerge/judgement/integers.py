@@ -70,8 +70,8 @@ def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whos
         f"has other values than {whose} in {counted(len(codes), 'integer tensor')} "
         f"({some(codes, _SHOWN, quoted=True)}), and '{scales[first]}' beside '{first}' would be merged: "
         "these look like quantised weights and their scales, in a format that is not read. Give "
-        "the models in a floating-point dtype, or leave both tensors to the base: "
-        f"{{match: ['{first}', '{scales[first]}'], use: base}}"
+        "the models in a floating-point dtype, or leave both tensors to the base by the rules "
+        f"{{match: '{first}', use: base}} and {{match: '{scales[first]}', use: base}}"
     )
     return Finding(Severity.FAULT, text, expert, tuple(codes))
 

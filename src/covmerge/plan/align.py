@@ -306,10 +306,11 @@ def _is_vocabulary(base: Model, name: str, header: TensorHeader, other: TensorHe
 
 
 def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -> None:
-    if header.dtype.is_floating_point != other.dtype.is_floating_point:
+    floating = header.dtype.is_floating_point != other.dtype.is_floating_point
+    if floating or header.complex != other.complex:
         raise TensorError(
-            f"'{header.name}' is {header.dtype} in the base and {other.dtype} in expert "
-            f"'{expert_name}': numbers of different kinds cannot be merged. "
+            f"'{header.name}' is {header.as_stored.dtype} in the base and {other.as_stored.dtype} in "
+            f"expert '{expert_name}': numbers of different kinds cannot be merged. "
             "Is one of them quantised?"
         )
 

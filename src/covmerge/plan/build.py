@@ -392,7 +392,7 @@ def _plan_tensors(
                 action = replace(action, compared=True, scale=scale)
         if isinstance(action, Copy) and action.compared:
             action, operands = _compared(action, header, operands, models)
-        output = TensorHeader(name, header.shape, _output_dtype(recipe, header))
+        output = replace(header, dtype=_output_dtype(recipe, header))
         if skip_missing:
             operands = {expert: o for expert, o in operands.items() if o.tensor is not None}
         masked = isinstance(action, Merge) and action.writes_masks
@@ -424,9 +424,9 @@ def _compared(
 ) -> tuple[Copy, dict[str, Operand]]:
     """A copy that is held against the experts' tensors, and those of them that have the base's shape."""
     shapes = {
-        expert: models[expert].headers[operand.tensor].shape
+        expert: models[expert].headers[name].shape
         for expert, operand in operands.items()
-        if operand.tensor in models[expert].headers
+        if (name := operand.tensor) is not None and name in models[expert].headers
     }
     reshaped = tuple(expert for expert, shape in shapes.items() if shape != header.shape)
     alike = {expert: operands[expert] for expert in shapes if expert not in reshaped}
@@ -488,7 +488,8 @@ def _for_experts(
 
 
 def _output_dtype(recipe: Recipe, header: TensorHeader) -> torch.dtype:
-    if recipe.output.dtype == "base" or not header.dtype.is_floating_point:
+    as_it_is = header.complex or not header.dtype.is_floating_point
+    if recipe.output.dtype == "base" or as_it_is:
         return header.dtype
     return getattr(torch, recipe.output.dtype)
 
@@ -766,6 +767,13 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
     order = stack_order(base.checkpoint)
     if order is not None:
         yield f"the output has {len(order)} layers, stacked of slices; config.json says so"
+    complex_ones = [t.name for t in tensors if t.stored.complex]
+    if complex_ones:
+        yield (
+            f"{counted(len(complex_ones), 'tensor is', 'tensors are')} complex "
+            f"({some(complex_ones, 1, quoted=True)}): real and imaginary parts are merged as numbers by "
+            "methods of any shape, else as other tensors that are no matrices, and keep their dtype"
+        )
     double = [t.name for t in tensors if t.stored.dtype == torch.float64]
     if double and dtype != "float64":
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -60,12 +60,13 @@ class ModelTensor:
     def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
         """See `Form.headers`."""
         packed = packed_header(output)
-        return {self.part: (output,), **{mask_part(e): (packed,) for e in self.masks}}
+        return {self.part: (output.as_stored,), **{mask_part(e): (packed,) for e in self.masks}}
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
         """See `Form.places`."""
         beside = (Place(mask_part(expert), output.name, rows) for expert in self.masks)
-        return (Place(self.part, output.name, rows), *beside)
+        own = rows if output.as_stored.shape else None
+        return (Place(self.part, output.name, own), *beside)
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,12 @@ class AdapterTensor:
 
     def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
         """See `Form.headers`."""
-        return {MODEL: tuple(TensorHeader(k, output.shape, output.dtype) for k in self.place.keys)}
+        return {MODEL: tuple(replace(output.as_stored, name=key) for key in self.place.keys)}
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
         """See `Form.places`."""
-        del output
-        return tuple(Place(MODEL, key, rows) for key in self.place.keys)
+        own = rows if output.as_stored.shape else None
+        return tuple(Place(MODEL, key, own) for key in self.place.keys)
 
 
 @dataclass(frozen=True)

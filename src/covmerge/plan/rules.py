@@ -175,9 +175,10 @@ class Rules:
         parameters = self._parameters(way, header.name)
         if method.takes_any_shape:
             return Decision(way.merge(None, parameters), text)
-        if len(header.shape) < 2:
+        if len(header.shape) < 2 or header.complex:
+            what = "complex" if header.complex else "not a matrix"
             raise RecipeError(
-                f"'{header.name}' {list(header.shape)} ({info.role}) is not a matrix, and method "
+                f"'{header.name}' {list(header.as_stored.shape)} ({info.role}) is {what}, and method "
                 f"'{method.name}' merges matrices: use `average` or `base` for it."
             )
         layout = info.layout

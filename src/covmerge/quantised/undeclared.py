@@ -7,7 +7,7 @@ without the other is plain: a model that was cast to float8, a parameter that is
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -47,7 +47,12 @@ def packed_pair(headers: Mapping[str, TensorHeader]) -> tuple[str, str] | None:
             scale = next((n for n in _scales_of(name) if n != name and n in headers), None)
             if scale is not None:
                 return name, scale
-    return None
+    weights = [name for name, own in headers.items() if _is_float8_weight(own)]
+    return next(iter(_beside(headers, weights).items()), None)
+
+
+def _is_float8_weight(header: TensorHeader) -> bool:
+    return "float8" in str(header.dtype) and "weight" in header.name.rpartition(".")[2]
 
 
 def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
@@ -61,26 +66,38 @@ def scales_of_codes(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
         >>> scales_of_codes({name: TensorHeader(name, (2, 2), held[name]) for name in held})
         {'a.fc.weight': 'a.fc.weight_quantizer._scale'}
     """
-    codes = [name for name, header in headers.items() if header.dtype in _CODES]
+    return _beside(headers, [name for name, own in headers.items() if own.dtype in _CODES])
+
+
+def _beside(headers: Mapping[str, TensorHeader], codes: Sequence[str]) -> dict[str, str]:
+    """Return those of some tensors that have a scale beside them, and that scale."""
     if not codes:
         return {}
     inside: dict[str, list[str]] = {}
     for name, header in headers.items():
-        if header.dtype.is_floating_point and _SCALE.search(name):
+        if _is_scale(header):
             module = name.rpartition(".")[0]
             for own in {module, module.rpartition(".")[0]}:
                 inside.setdefault(own, []).append(name)
     found: dict[str, str] = {}
     for name in codes:
         module, dot, leaf = name.rpartition(".")
-        rests = {other: other[len(module + dot) :] for other in inside.get(module, ())}
-        beside = (
-            o for o, rest in rests.items() if rest.startswith(leaf) or (module and "." not in rest)
-        )
-        scale = next(beside, None)
+        rests = {other: other.removeprefix(module + dot) for other in inside.get(module, ())}
+        scale = next((o for o, r in rests.items() if _belongs(r, leaf, module)), None)
         if scale is not None:
             found[name] = scale
     return found
+
+
+def _is_scale(header: TensorHeader) -> bool:
+    """Whether it is called a scale, and has the dtype of one; no scale is float8 but an exponent."""
+    wide = header.dtype.itemsize > 1 or "e8m0" in str(header.dtype)
+    return header.dtype.is_floating_point and wide and bool(_SCALE.search(header.name))
+
+
+def _belongs(rest: str, leaf: str, module: str) -> bool:
+    """Whether a scale, named from the module of the codes on, is theirs."""
+    return rest.startswith(leaf) or bool(module and "." not in rest)
 
 
 def _scales_of(name: str) -> list[str]:

@@ -14,6 +14,7 @@ from covmerge.checkpoints import Checkpoint, open_checkpoint
 from covmerge.checkpoints.base import find_header
 from covmerge.checkpoints.folder import QUANTISATION
 from covmerge.checkpoints.gguf_file import GgufSettings
+from covmerge.checkpoints.real_parts import in_real_parts
 from covmerge.checkpoints.unwrapped import unwrapped
 from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
@@ -106,11 +107,12 @@ def is_derived(checkpoint: Checkpoint) -> bool:
 
 
 def dequantised(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint as a plain one: itself, unless it is quantised.
+    """Return a checkpoint as a plain one: itself, unless it is quantised or has complex tensors.
 
     Raises:
         CheckpointError: as `Dequantised`, or it is quantised and does not say how.
     """
+    checkpoint = in_real_parts(checkpoint)
     if is_quantised(checkpoint):
         return Dequantised(checkpoint)
     pair = packed_pair(checkpoint.headers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,19 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
+class _Element:
+    """The element of a tensor that is farthest from the one computed again.
+
+    Attributes:
+        beyond: by how much, beside what storing it may change.
+        place: where.
+    """
+
+    beyond: float = 0.0
+    place: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class _Distance:
     """How far the stored rows of a tensor are from those computed again, in squared norms."""
 
@@ -52,6 +65,7 @@ class _Distance:
     update: float = 0.0
     weights: float = 0.0
     rounding: float | None = None  # to a quantised format
+    element: _Element = field(default_factory=_Element)
 
     def __add__(self, other: _Distance) -> _Distance:
         lost = [own.rounding for own in (self, other) if own.rounding is not None]
@@ -60,26 +74,38 @@ class _Distance:
             self.update + other.update,
             self.weights + other.weights,
             sum(lost) if lost else None,
+            max(self.element, other.element, key=lambda own: own.beyond),
         )
+
+    def computed(self, compute_eps: float) -> float:
+        """What the computation may be off by, e = TOLERANCE · ‖Δ‖ + 4 eps ‖W‖."""
+        return TOLERANCE * sqrt(self.update) + 4 * compute_eps * sqrt(self.weights)
 
     def share(self, stored: torch.dtype, compute_eps: float) -> float:
         """How much of what it may be off by a tensor is off by.
 
-        Its computation may be off by e = TOLERANCE · ‖Δ‖ + 4 eps ‖W‖. Storage rounds both results; of
-        entries that e moves over the middle of two numbers the difference is the distance of these,
-        together √(e · eps' ‖W‖) on average; of a quantised format √(e · √12 ‖Q(W) − W‖), and as much
-        again as its scales move.
+        Its computation may be off by e (`computed`). Storage rounds both results. Where e moves an
+        element over the middle of two numbers, the difference is the distance of these: together
+        √(e · eps' ‖W‖) on average, in a quantised format √(e · √12 ‖Q(W) − W‖), and as much again as
+        its scales move. A single element is not off by more than the whole matrix: by e, beside what
+        storing it changes (`_farthest`).
         """
-        weights = sqrt(self.weights)
-        error = TOLERANCE * sqrt(self.update) + 4 * compute_eps * weights
+        weights, error = sqrt(self.weights), self.computed(compute_eps)
         if self.rounding is None:
             allowed = error + sqrt(error * torch.finfo(stored).eps * weights)
         else:
             allowed = error + 2 * sqrt(error * sqrt(12 * self.rounding))
-        return sqrt(self.error) / allowed if allowed else float(self.error > 0) * 2
+        return max(_share(sqrt(self.error), allowed), _share(self.element.beyond, error))
 
     def __str__(self) -> str:
-        return f"off by {sqrt(self.error):.2g}, where its update has norm {sqrt(self.update):.2g}"
+        return (
+            f"off by {sqrt(self.error):.2g}, where its update has norm {sqrt(self.update):.2g}, and "
+            f"element {list(self.element.place)} by {self.element.beyond:.2g} beside its rounding"
+        )
+
+
+def _share(found: float, allowed: float) -> float:
+    return found / allowed if allowed else float(found > 0) * 2
 
 
 @dataclass(frozen=True)
@@ -182,8 +208,9 @@ def _compare(
                 lost = square_norm(rounded - exact)
             else:
                 rounded, lost = exact.to(stored.dtype).double(), None
+            farthest = _farthest(stored, exact, rounded, item, packed=lost is not None)
             error = square_norm(stored.double() - rounded)
-            total += _Distance(error, merged, square_norm(rounded), lost)
+            total += _Distance(error, merged, square_norm(rounded), lost, farthest)
         return total
 
     found: list[_Tensor] = []
@@ -201,6 +228,35 @@ def _compare(
                 f"{output.source} cannot be computed again by the recipe in its covmerge.json: {error}"
             ) from error
     return found
+
+
+def _farthest(
+    stored: Tensor, exact: Tensor, rounded: Tensor, item: WorkItem, *, packed: bool
+) -> _Element:
+    """Find the element that is farthest from the exact one, beside what storing it may change.
+
+    Storing a number changes it by half of the distance to the next one, at most. In a quantised format the
+    numbers are as far apart as the scale of a block says, which may be another one: there it is twice the
+    most that rounding the exact rows changes.
+    """
+    if not stored.numel():
+        return _Element()
+    off = (stored.double() - exact).abs()
+    allowed = 2 * (rounded - exact).abs().max() if packed else _half_step(stored)
+    beyond = off.sub_(allowed).flatten()
+    where = int(beyond.argmax())
+    place = [int(axis) for axis in torch.unravel_index(torch.tensor(where), stored.shape)]
+    if place and item.rows is not None:
+        place[0] += item.rows.start
+    return _Element(max(0.0, float(beyond[where])), tuple(place))
+
+
+def _half_step(stored: Tensor) -> Tensor:
+    """Half of the distance from each stored number to the next one in its dtype."""
+    info = torch.finfo(stored.dtype)
+    size = stored.double().abs().clamp_min(info.tiny)
+    exponent = torch.frexp(size).exponent - 1
+    return torch.ldexp(torch.full_like(size, info.eps / 2), exponent)
 
 
 def _read_packed(exact: Tensor, form: PackedTensor, item: WorkItem) -> Tensor:

@@ -233,6 +233,8 @@ def _skeleton(
 def _identify(
     header: TensorHeader, headers: Mapping[str, TensorHeader], skeleton: Skeleton | None
 ) -> tuple[Kind, FusedParts | None]:
+    if header.complex:
+        return Kind(Role.OTHER, "complex numbers, by real and imaginary part"), None
     if not header.dtype.is_floating_point:
         return Kind(Role.BUFFER, f"dtype {str(header.dtype).removeprefix('torch.')}"), None
     place = skeleton.places.get(header.name) if skeleton else None

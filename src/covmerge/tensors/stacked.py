@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -49,10 +50,7 @@ class Stacked(View):
             )
         self._names = dict(self._renamed(stack))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {
-                name: TensorHeader(name, stored.headers[own].shape, stored.headers[own].dtype)
-                for name, own in self._names.items()
-            }
+            {name: replace(stored.headers[own], name=name) for name, own in self._names.items()}
         )
 
     def gives(self, name: str) -> bool:

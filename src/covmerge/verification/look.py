@@ -44,6 +44,8 @@ class Onlooker:
     def look(self, header: TensorHeader, rows: range | None, block: Tensor) -> None:
         """See some rows of a tensor."""
         name = header.name
+        if block.is_complex():
+            block = torch.view_as_real(block)
         if not all_finite(block):
             self.not_finite.add(name)
         if self._base is None or name in self.changed or name in self._apart or self.error:

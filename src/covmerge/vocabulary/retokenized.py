@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -63,7 +64,7 @@ class Retokenized(View):
         )
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {
-                name: TensorHeader(name, (vocabulary.rows, *header.shape[1:]), header.dtype)
+                name: replace(header, shape=(vocabulary.rows, *header.shape[1:]))
                 if name in self._own_tables.names
                 else header
                 for name, header in stored.headers.items()
