@@ -17,14 +17,15 @@ from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import norm_seen
 from covmerge.linalg.random import Stream
+from covmerge.linalg.spectral import rank_tolerance, singular_values
 from covmerge.linalg.stored import rounded_to
 from covmerge.measures.length import times_as_long
-from covmerge.measures.rounding import rounding_of
+from covmerge.measures.rounding import has_few_digits, rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.choice import UNNAMED, choose
 from covmerge.methods.factored import merge_factors
 from covmerge.steps import Steps, resolve_steps, with_steps
-from covmerge.types import Json, LinearGroup, LowRank, Measured
+from covmerge.types import Json, LinearGroup, LowRank, Measured, Rounding
 
 _Update = TypeVar("_Update", Tensor, LowRank)
 
@@ -38,6 +39,7 @@ def merge_layer(
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
     base_inputs: Tensor | None = None,
+    stored: torch.dtype | None = None,
     before: Steps = (),
     after: Steps = (),
     **params: Any,
@@ -51,6 +53,7 @@ def merge_layer(
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
     base_inputs: Tensor | None = None,
+    stored: torch.dtype | None = None,
     before: Steps = (),
     after: Steps = (),
     **params: Any,
@@ -63,6 +66,7 @@ def merge_layer(
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
     base_inputs: Tensor | None = None,
+    stored: torch.dtype | None = None,
     before: Steps = (),
     after: Steps = (),
     **params: Any,
@@ -78,9 +82,13 @@ def merge_layer(
             what it is merged to.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the
             diagonal Fisher information in the update's shape.
-        base: for methods and steps that need it or look at how long it is, W_0 `(d_out, d_in)`.
+        base: for methods and steps that need it or look at how long it is, and beside `stored`, W_0
+            `(d_out, d_in)`.
         base_inputs: for methods that look at it, the mean input Gram matrix `(d_in, d_in)` of this layer
             in the base.
+        stored: the dtype that the weights W_0 + Δ_t were rounded to, with W_0 as `base`; without a base
+            the dtype that the Δ_t were rounded to. By default that of the updates. What rounding gave to
+            an update is no direction of it.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
         after: steps after it.
         **params: the method's parameters.
@@ -90,7 +98,8 @@ def merge_layer(
         rank at most Σr + 1, where all updates are and the method is exact on them.
 
     A merged update that is longer than all updates together is warned of (`UserWarning`): no mean and
-    no sum of them is.
+    no sum of them is. So are updates in float64 whose smallest directions look like rounding of a narrower
+    dtype, where `stored` is left out.
 
     Random numbers of methods with a `seed` belong to an update's content, not to its place.
 
@@ -121,7 +130,7 @@ def merge_layer(
     parameters = registry.get(method).resolve(params)
     names = [f"update {place}" for place in range(len(updates))]
     parameters = registry.get(method).for_experts(parameters, names)
-    _check(chosen, updates, data or (), base)
+    _check(chosen, updates, data or (), base, stored)
     _check_inputs(chosen, base_inputs, updates[0].shape[1:])
     shares = [1.0] * len(updates) if weights is None else list(weights)
     if len(shares) != len(updates) or not all(0 < weight < inf for weight in shares):
@@ -131,8 +140,8 @@ def merge_layer(
     # The weight of an update that is alone is the share of what it is merged to.
     scale = shares[0] if len(shares) == 1 else 1.0
     shares = [1.0] if len(shares) == 1 else shares
-    stored = updates[0].dtype
-    dtype = torch.promote_types(stored, torch.float32)
+    given = updates[0].dtype
+    dtype = torch.promote_types(given, torch.float32)
     adapters = all(isinstance(update, LowRank) for update in updates)
     factors = [u.to(dtype) for u in cast("Sequence[LowRank]", updates)] if adapters else []
     if factors and chosen.factored_for(parameters):
@@ -151,7 +160,7 @@ def merge_layer(
         delta = found.times(scale).delta
         norms = [sqrt(update.square_norm()) for update in factors]
         _say_if_long(chosen, found.stats, sqrt(delta.square_norm()), norms)
-        return _stored(delta, stored)
+        return _stored(delta, given)
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
     start = None if base is None else base.to(dense[0].device, dtype)
     inputs = None if base_inputs is None else base_inputs.to(dense[0].device, dtype)
@@ -161,7 +170,7 @@ def merge_layer(
         tuple(shares),
         models=tuple(seen_models),
         streams=_streams(dense, shares) if chosen.seeded else (),
-        rounding=() if stored == dtype else rounding_of(dense, [stored] * len(dense)),
+        rounding=_rounding(chosen, dense, given, stored, start),
         measured=_measured(data or (), dense[0]),
         factors=tuple(factors),
         base=start if chosen.needs_base else None,
@@ -172,7 +181,45 @@ def merge_layer(
     merged = chosen(group, **parameters).times(scale, group.base)
     norms = [norm(update) for update in dense]
     _say_if_long(chosen, merged.stats, norm(merged.delta), norms)
-    return _stored(merged.delta, stored)
+    return _stored(merged.delta, given)
+
+
+def _rounding(
+    method: Method,
+    updates: Sequence[Tensor],
+    given: torch.dtype,
+    stored: torch.dtype | None,
+    base: Tensor | None,
+) -> tuple[Rounding, ...]:
+    """What rounding gave to each update: that of `stored`, or of the dtype that they were given in."""
+    if stored is not None:
+        return rounding_of(updates, [stored] * len(updates), base)
+    if given != updates[0].dtype:
+        return rounding_of(updates, [given] * len(updates))
+    if given == torch.float64 and not method.takes_any_shape:
+        _say_if_rounded(updates)
+    return ()
+
+
+def _say_if_rounded(updates: Sequence[Tensor]) -> None:
+    """Warn of the first update in float64 that was made of numbers with fewer digits."""
+    index = next((t for t, update in enumerate(updates) if has_few_digits(update)), None)
+    if index is None:
+        return
+    sigma = singular_values(updates[index])
+    shape = updates[index].shape
+    seen, told = (
+        int((sigma > rank_tolerance(shape, dtype, None) * sigma.max()).sum())
+        for dtype in (torch.float64, torch.float32)
+    )
+    if seen > told:
+        warnings.warn(
+            f"update {index} is float64 and its entries have the digits of a narrower dtype: {seen - told} "
+            f"of its {seen} directions look like rounding of float32, and are merged as its own. Pass "
+            "stored=torch.float32 if the update was rounded to it, and base= too if the weights were; "
+            "or stored=torch.float64 if it is exact",
+            stacklevel=4,
+        )
 
 
 def _size(method: Method, base: Tensor | None) -> float | None:
@@ -255,6 +302,7 @@ def _check(
     updates: Sequence[Tensor | LowRank],
     data: Sequence[Tensor],
     base: Tensor | None,
+    stored: torch.dtype | None,
 ) -> None:
     """Refuse what cannot be merged, with the index of the update."""
     if not updates:
@@ -278,7 +326,14 @@ def _check(
             raise TensorError(f"data {index} holds NaN or Inf: collect it again")
     if method.needs_base and base is None:
         raise TensorError(f"method '{method.name}' needs the base's weights: pass them as `base=`")
-    if base is not None and not (method.needs_base or method.base_norm):
+    if stored is not None and not stored.is_floating_point:
+        raise TensorError(f"stored={stored}: pass a floating-point dtype, as torch.float32")
+    if stored is not None and any(isinstance(update, LowRank) for update in updates):
+        raise TensorError(
+            f"stored={stored}, and updates are given by their factors, which are taken as they are: leave "
+            "out `stored=`, or pass the updates multiplied out, as update.dense()"
+        )
+    if base is not None and not (method.needs_base or method.base_norm or stored):
         raise TensorError(f"method '{method.name}' does not look at the base: leave out `base=`")
     if base is not None and (base.shape != first.shape or not all_finite(base)):
         raise TensorError(

@@ -155,20 +155,26 @@ class Rounding:
     Attributes:
         edge: its largest singular value.
         energy: ‖E‖²_F.
+        eps: of the arithmetic that made the matrix, relative to the matrix; 0: it is exact.
     """
 
     edge: float = 0.0
     energy: float = 0.0
+    eps: float = 0.0
 
     def times(self, factor: float) -> Rounding:
         """The same of factor · E."""
-        return Rounding(abs(factor) * self.edge, factor**2 * self.energy)
+        return Rounding(abs(factor) * self.edge, factor**2 * self.energy, self.eps)
 
     @staticmethod
     def together(parts: Iterable[Rounding]) -> Rounding:
         """Of a sum of independent errors, or of errors side by side."""
         errors = list(parts)
-        return Rounding(hypot(*(e.edge for e in errors)), sum(e.energy for e in errors))
+        return Rounding(
+            hypot(*(e.edge for e in errors)),
+            sum(e.energy for e in errors),
+            max((e.eps for e in errors), default=0.0),
+        )
 
 
 @dataclass(frozen=True)

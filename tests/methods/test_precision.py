@@ -92,6 +92,72 @@ def test_bfloat16_weights(name, norms, computed):
     assert relative(found, expected) < 0.1
 
 
+FOLDS = {  # an adapter in the dtype of its base, as PEFT merges it
+    "float32": ((256, 256), torch.float32, torch.float32),
+    "float32 held in float64": ((96, 128), torch.float32, torch.float64),
+    "bfloat16": ((256, 256), torch.bfloat16, torch.bfloat16),
+    "bfloat16 held in float32": ((96, 128), torch.bfloat16, torch.float32),
+    "float64": ((96, 128), torch.float64, torch.float64),
+}
+
+
+@pytest.mark.parametrize(
+    ("fold", "name"),
+    [
+        *((fold, name) for fold in FOLDS for name in ("core_space", "iso_c", "tsv_m")),
+        # Entries decide there, which eight bits leave open.
+        *(("float32", name) for name in ("dc_merge", "knots")),
+    ],
+)
+@pytest.mark.parametrize("computed", ["float32", "float64"])
+@pytest.mark.parametrize("ratio", [0.1, 0.8, 5.0])
+def test_the_rounding_of_a_fold_is_no_direction(name, fold, computed, ratio):
+    """W = fl(W_0 + fl(BA)), ‖BA‖ up to 5 ‖W_0‖, against the merge of B and A in float64."""
+    shape, arithmetic, held = FOLDS[fold]
+    generator = torch.Generator().manual_seed(0)
+    base = (0.02 * torch.randn(shape, generator=generator)).to(arithmetic)
+    factors, experts = list[LowRank](), list[dict[str, torch.Tensor]]()
+    for _ in range(3):
+        left, right = (torch.randn(n, 16, generator=generator) for n in shape)
+        root = (ratio * float(base.double().norm() / (left @ right.mT).norm())) ** 0.5
+        left, right = (root * left).to(arithmetic), (root * right.mT).to(arithmetic)
+        factors.append(LowRank(left.double(), right.double()))
+        experts.append({"layer.weight": (base + left @ right).to(held)})
+    merged = covmerge.merge(
+        {"layer.weight": base.to(held)},
+        experts,
+        name,
+        dtype=computed,
+        out_dtype="float64",
+        allow=["not-a-fine-tune"],
+    )
+    found = merged.tensors["layer.weight"].double() - base.double()
+    expected = covmerge.merge_layer(factors, name).dense()
+    assert relative(found, expected) < (4e-2 if "bfloat16" in fold else 2e-5)
+
+
+def test_a_fine_tune_in_float32_keeps_its_small_directions_in_float64():
+    """σ_i from 1 to 1e-5 is above all rounding; each direction counts as much in Iso-C."""
+    generator = torch.Generator().manual_seed(0)
+    base = 0.02 * torch.randn(96, 128, generator=generator)
+    left, _, right = torch.linalg.svd(
+        torch.randn(96, 128, generator=generator).double(), full_matrices=False
+    )
+    update = left * torch.logspace(0, -5, 96, dtype=torch.float64) @ right
+    expert = (base.double() + update).float()
+    models = [{"layer.weight": weights} for weights in (base, expert, expert)]
+    merged = covmerge.merge(
+        models[0],
+        models[1:],
+        "iso_c",
+        dtype="float64",
+        out_dtype="float64",
+        allow=["not-a-fine-tune"],
+    )
+    found = merged.tensors["layer.weight"] - base.double()
+    assert relative(found, covmerge.merge_layer([update, update], "iso_c")) < 2e-2
+
+
 def stored_group(method, shape, rank, spread, stored, computed, alike):
     """A layer of experts whose weights were rounded to a dtype, of which the group knows."""
     generator = torch.Generator().manual_seed(7)

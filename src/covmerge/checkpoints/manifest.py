@@ -85,6 +85,7 @@ class _Totals(_Part):
     by_rule: list[_Rule]
     merged_norm: float
     rounding_loss: float
+    arithmetic: list[str] = []
     left_out_energy: float = 0.0
     discarded_energy: float = 0.0
     quantised: _Quantised | None = None
@@ -105,6 +106,7 @@ class _Tensor(_Part):
     update_norm: dict[str, float] = {}
     merged_norm: float | None = None
     rounding_loss: float = 0.0
+    arithmetic: str | None = None
     matrices: list[dict[str, Any]] = []
     adapter: _Place | None = None
     left_out: bool = False

@@ -18,7 +18,7 @@ from covmerge.checkpoints.folder import read_config
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
 from covmerge.cli.units import format_flops, format_seconds
-from covmerge.engine import MemoryPlan, Room
+from covmerge.engine import MemoryPlan, Room, not_counted
 from covmerge.export.library import architecture, part_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
@@ -272,8 +272,9 @@ def _rounding(result: MergeResult) -> list[tuple[str, str]]:
     """What storing loses of the merged update; without a base there is none."""
     if result.recipe.base is None:
         return []
-    loss = result.stats["totals"]["rounding_loss"]
-    return [("rounding", f"storing loses {loss:.2%} of the update's norm")]
+    totals = result.stats["totals"]
+    loss = f"{totals['rounding_loss']:.2%} of the update's norm"
+    return [("rounding", f"storing loses {loss}{not_counted(totals)}")]
 
 
 def _heads(heads: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:

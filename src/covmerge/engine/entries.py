@@ -11,7 +11,7 @@ from covmerge.engine.losses import losses_of, quantised_entry
 from covmerge.errors import InputError
 from covmerge.methods import registry
 from covmerge.noticed import Seen
-from covmerge.plan import Merge, PackedTensor, Plan
+from covmerge.plan import Merge, PackedTensor, Plan, TensorPlan
 from covmerge.types import Json
 
 
@@ -50,6 +50,8 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
             }
             entry["merged_norm"] = merged
             entry["rounding_loss"] = rounding / merged if merged else 0.0
+            if arithmetic := _half_precision(tensor):
+                entry["arithmetic"] = arithmetic
             matrices = [matrix for part in parts for matrix in part.get("matrices", [])]
             if matrices:
                 entry["matrices"] = matrices
@@ -99,6 +101,7 @@ def totals(
     merged = [entry for entry in entries.values() if "merged_norm" in entry]
     change = _root(entry["merged_norm"] ** 2 for entry in merged)
     lost = _root((entry["merged_norm"] * entry["rounding_loss"]) ** 2 for entry in merged)
+    arithmetic = sorted({entry["arithmetic"] for entry in merged if "arithmetic" in entry})
     return {
         "by_rule": [
             {"role": role, "rule": rule, "tensors": count}
@@ -110,7 +113,32 @@ def totals(
         **_of_adapter(merged, change),
         **losses_of(entries),
         "rounding_loss": lost / change if change else 0.0,
+        **({"arithmetic": arithmetic} if arithmetic else {}),
     }
+
+
+def not_counted(totals: Mapping[str, Any]) -> str:
+    """What `rounding_loss` leaves out: the rounding of a method's own steps in half precision; or "".
+
+    Example:
+        >>> not_counted({"arithmetic": ["bfloat16"]})[:71]
+        '; not counted is what the merge lost before: it computed in bfloat16, a'
+    """
+    dtypes = totals.get("arithmetic", ())
+    if not dtypes:
+        return ""
+    return (
+        f"; not counted is what the merge lost before: it computed in {' and '.join(dtypes)}, and each "
+        "step rounded the weights. To lose less, merge with `dtype: float32` in the mergekit recipe, and "
+        f"`out_dtype: {dtypes[0]}` to store as now"
+    )
+
+
+def _half_precision(tensor: TensorPlan) -> str | None:
+    """The dtype that a tensor's method computes in, where that is half precision."""
+    merge = tensor.operation
+    found = merge.parameters.get("arithmetic") if isinstance(merge, Merge) else None
+    return found if found in ("float16", "bfloat16") else None
 
 
 def _of_adapter(merged: Sequence[Mapping[str, Any]], change: float) -> dict[str, Json]:

@@ -17,6 +17,7 @@ from covmerge.checkpoints.remote import RemoteCheckpoint
 from covmerge.engine.thread_count import use_threads
 from covmerge.errors import NotFiniteError, TensorError
 from covmerge.linalg.lapack import dot, square_norm
+from covmerge.measures.rounding import rounded_to
 from covmerge.plan import (
     OF_BASE,
     Copy,
@@ -127,6 +128,10 @@ class Inputs:
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """In which dtype the experts' weights are stored; adapters have none of their own."""
         return {name: own.dtype for name, own in self.experts.items() if isinstance(own, Tensor)}
+
+    def rounded_to(self) -> dict[str, torch.dtype]:
+        """To which dtype the experts' weights were rounded; adapters have none of their own."""
+        return {n: rounded_to(own) for n, own in self.experts.items() if isinstance(own, Tensor)}
 
 
 @dataclass(frozen=True)

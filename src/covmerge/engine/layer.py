@@ -90,8 +90,9 @@ class Layer:
         self._item = next(i for i in items if not isinstance(i.tensor.operation, Copy))
         operands = self._item.tensor.operands
         self._weights = tuple(operand.weight for operand in operands.values())
-        self._stored = inputs.stored_dtypes()
-        merges = filter(None, map(_merge_of, items))
+        merges = list(filter(None, map(_merge_of, items)))
+        ranked = any(merge.layout is not None for merge in merges)
+        self._rounded_to = inputs.rounded_to() if ranked else {}
         sees = {merge.around(context.method(merge.method)).sees for merge in merges}
         self._models: dict[str, Tensor] = {}
         self._given, self.sizes = take_updates(
@@ -300,10 +301,10 @@ class Layer:
     ) -> list[tuple[Rounding, ...]]:
         """What rounding of the stored weights gives to the updates of each matrix."""
         if layout not in self._rounding:
-            stored = [self._stored.get(expert) for expert in self._updates]
-            base = self._bases(layout) if any(stored) else [None] * len(views)
+            dtypes = [self._rounded_to.get(expert) for expert in self._updates]
+            base = self._bases(layout) if any(dtypes) else [None] * len(views)
             self._rounding[layout] = [
-                rounding_of(updates, stored, own) for updates, own in zip(views, base, strict=True)
+                rounding_of(updates, dtypes, own) for updates, own in zip(views, base, strict=True)
             ]
         return self._rounding[layout]
 

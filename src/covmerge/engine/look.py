@@ -17,7 +17,7 @@ from covmerge.linalg.auto import Cost, svd_cost
 from covmerge.linalg.spectral import numerical_rank, rank_tolerance
 from covmerge.measures.quadratics import quadratics
 from covmerge.measures.retention import retention
-from covmerge.measures.rounding import lost_when_stored, rounding_of
+from covmerge.measures.rounding import lost_when_stored, rounded_to, rounding_of
 from covmerge.measures.spectrum import Spectrum, leading, spectrum_of
 from covmerge.measures.sums import numbers, sums_of
 from covmerge.measures.table_rows import table_rows
@@ -36,7 +36,10 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
 
     What could not be read is a fault in the statistics: the next item goes on.
     """
-    stored, merged_dtype = inputs.stored_dtypes(), _dtype_of(inputs.merged)
+    stored = inputs.stored_dtypes()
+    dtypes, merged_dtype = (
+        (inputs.rounded_to(), _rounded_to(inputs.merged)) if look.spectra else ({}, None)
+    )
     result = {} if look.merged is None else {MERGED: inputs.merged}
     whose = "experts"
     try:
@@ -90,7 +93,7 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
                 n: spectrum_of(_factors(given[n], place, layout) or part)
                 for n, part in parts.items()
             }
-            errors = rounding_of(list(parts.values()), [stored.get(n) for n in parts], own)
+            errors = rounding_of(list(parts.values()), [dtypes.get(n) for n in parts], own)
             shown = zip(taken.items(), errors, strict=True)
             pairs = combinations(taken.values(), 2)
             overlaps: list[Json] = [one.overlap(other) for one, other in pairs]
@@ -100,7 +103,7 @@ def look_at(item: WorkItem, look: Look, inputs: Inputs, context: Context) -> Res
                 (error,) = rounding_of(results, [merged_dtype], own)
                 spectrum = spectrum_of(_factors(made[MERGED], place, layout) or results[0])
                 piece["after"] = _ranked(spectrum, own, error)
-            again = look.redo and _merged_again(look.redo, item, parts)
+            again = look.redo and _merged_again(look.redo, item, parts, errors)
             if again is not None:
                 spectrum = spectrum_of(again)
                 piece["before"] = _shown(spectrum, spectrum.rank(0.0))
@@ -125,10 +128,12 @@ def _lost(
     }
 
 
-def _merged_again(redo: Merge, item: WorkItem, updates: Mapping[str, Tensor]) -> Tensor | None:
+def _merged_again(
+    redo: Merge, item: WorkItem, updates: Mapping[str, Tensor], rounding: tuple[Rounding, ...]
+) -> Tensor | None:
     """Merge a matrix once more; None where the method's gate did not fire."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
-    group = LinearGroup(tuple(updates.values()), weights)
+    group = LinearGroup(tuple(updates.values()), weights, rounding=rounding)
     method = redo.procedure
     merged = method(group, **redo.parameters)
     return merged.delta if method.noticed.from_json(merged.stats).fired else None
@@ -173,7 +178,7 @@ def look_cost(
 
 def _ranked(spectrum: Spectrum, base: Tensor, error: Rounding) -> dict[str, Json]:
     """A spectrum with its numerical rank, which ends where rounding of stored weights begins."""
-    rtol = rank_tolerance(base.shape, base.dtype, None)
+    rtol = rank_tolerance(base.shape, base.dtype, None, [error])
     rank, _ = numerical_rank(spectrum.sigma, base.shape, rtol=rtol, rounding=error)
     return _shown(spectrum, rank)
 
@@ -191,9 +196,9 @@ def _shown(spectrum: Spectrum, rank: int) -> dict[str, Json]:
     }
 
 
-def _dtype_of(update: Update) -> torch.dtype | None:
-    """In which dtype weights are stored; factors are no weights."""
-    return update.dtype if isinstance(update, Tensor) else None
+def _rounded_to(update: Update) -> torch.dtype | None:
+    """To which dtype weights were rounded; factors are no weights."""
+    return rounded_to(update) if isinstance(update, Tensor) else None
 
 
 def _factors(update: Update, place: int, layout: MatrixLayout) -> LowRank | None:

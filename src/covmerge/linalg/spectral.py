@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -93,16 +93,29 @@ class LeadingDirections:
         return int((self.kept.square() <= _made(self.right, errors)).sum())
 
 
-def rank_tolerance(shape: Sequence[int], dtype: torch.dtype, given: float | None) -> float:
-    """Return where the numerical rank ends: `given`, or √max(d_out, d_in) · eps of the dtype.
+def rank_tolerance(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    given: float | None,
+    roundings: Iterable[Rounding] = (),
+) -> float:
+    """Return where the numerical rank ends: `given`, or √max(d_out, d_in) · eps.
+
+    eps is the larger one of the dtype that computes and of the arithmetic that made the matrices. A dtype
+    that computes with more digits than a file was made with does not find more directions in it.
 
     Rounding errors of the entries are independent, so their matrix has a norm of order √d · eps.
     The customary d · eps is a worst case, and cuts real directions of updates whose spectrum is
     long: one of 64 changes a flat spectrum by an eighth.
+
+    Example:
+        >>> found = rank_tolerance((4, 4), torch.float64, None, [Rounding(eps=2.0**-23)])
+        >>> found == rank_tolerance((4, 4), torch.float32, None)
+        True
     """
     if given is not None:
         return given
-    return sqrt(max(shape)) * torch.finfo(dtype).eps
+    return sqrt(max(shape)) * max(torch.finfo(dtype).eps, Rounding.together(roundings).eps)
 
 
 def with_equals(sigma: Tensor, k: int) -> int:

@@ -8,6 +8,18 @@ most eps·|w|/√12:
 
     σ₁(E) ≈ eps/√12 · ( max_i ‖W_i:‖ + max_j ‖W_:j‖ )
 
+A weight is the sum of a base's and of an update, W = W_0 + Δ, and Δ was rounded before. Factors BA in the
+dtype of the file are rounded as a product and as they are scaled: two more errors, of variance
+(eps δ)²/12 at most in each entry. A row of the error then has the squared norm (eps²/12)(‖w‖² + 2‖δ‖²),
+where w = w_0 + δ. With ‖·‖ for the sum of the largest row and column norm
+
+    σ₁(E) ≲ eps/√12 · √( (‖W_0‖ + ‖Δ‖)² + 2‖Δ‖² ),    ‖E‖²_F ≲ Σ u²/12 + eps²/6 ‖Δ‖²_F
+
+The r terms of an entry of BA are summed in float32 at least. Each addition is off by eps/√12 of what is
+summed by then, all r by √(r/2) · eps/√12 · |δ|. The largest singular value of these errors is at most
+√(r/2) · eps/√12 · 2 σ₁(Δ) ≤ 0.41 √d eps σ₁(Δ), as r ≤ d: less than √d · eps of float32, the tolerance of a
+computation in float32. `Rounding.eps` says that this tolerance holds in float64 too.
+
 What is below this edge in an update W_t − W_0 may be the file's rounding and not the expert.
 
 A weight that an update moves by less than u/2 stays where it was, and the update is lost there: ‖E‖² of a
@@ -18,12 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import erfc, inf, sqrt
+from math import erfc, hypot, inf, sqrt
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from covmerge.linalg.lapack import square_norm
 from covmerge.measures.sums import numbers
 from covmerge.types import Rounding
 
@@ -31,6 +44,13 @@ _linalg: Any = torch.linalg
 # Looked at together: what is made of them meanwhile stays in the cache, and in no memory plan.
 _PART_ELEMENTS = 2**18
 _HALVINGS = 40
+# How often an update is rounded before it is added to the base: as a product, and as it is scaled.
+_BEFORE = 2
+_SUMS = torch.finfo(torch.float32).eps  # products of half precision are summed in float32
+_LAST_DIGITS = 2**16 - 1
+_NEARLY_ALL = 0.99
+# Dtypes that files may have been written from in a wider one; the coarsest first.
+_ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,8 @@ def rounding_of(
 
     Args:
         updates: Δ_t `(d_out, d_in)`.
-        stored: the dtype that W_0 + Δ_t was rounded to; None: it was not.
+        stored: the dtype that W_0 + Δ_t was rounded to; None: it was not. Weights of more digits than the
+            updates' dtype were rounded to this one as they were read.
         base: W_0 `(d_out, d_in)`; None: Δ_t itself was rounded.
 
     An entry that is 0 has no error of its own: it is stored as the base's. So the error of an update
@@ -98,16 +119,65 @@ def rounding_of(
     """
     own = 0.0 if base is None else _width(base)
     return tuple(
-        Rounding() if dtype is None else _rounding(update, dtype, base, own)
+        Rounding() if dtype is None else _rounding(update, _coarser(dtype, update.dtype), base, own)
         for update, dtype in zip(updates, stored, strict=True)
     )
 
 
+def holds(dtype: torch.dtype, weights: Tensor) -> bool:
+    """Whether all weights are numbers of a dtype.
+
+    Example:
+        >>> holds(torch.bfloat16, torch.tensor([[0.5, 1.0]])), holds(torch.bfloat16, torch.tensor([[0.1]]))
+        (True, False)
+    """
+    return all(
+        bool((part.to(dtype).to(part.dtype) == part).all())
+        for part in (weights[rows] for rows in _parts(weights))
+    )
+
+
+def rounded_to(weights: Tensor) -> torch.dtype:
+    """The dtype that stored weights `(d_out, d_in)` were rounded to: the coarsest that holds them all.
+
+    A file in float32 may have been written from weights in bfloat16, and one in float64 from float32.
+
+    Example:
+        >>> rounded_to(torch.tensor([[0.1]]).bfloat16().double()), rounded_to(torch.tensor([[0.1]]))
+        (torch.bfloat16, torch.float32)
+    """
+    finer = (dtype for dtype in _ROUNDED if dtype.itemsize < weights.dtype.itemsize)
+    return next((dtype for dtype in finer if holds(dtype, weights)), weights.dtype)
+
+
+def has_few_digits(update: Tensor) -> bool:
+    """Whether an update in float64 was made of numbers of a narrower dtype.
+
+    Of float32 numbers and of their differences the last 16 of 52 digits are 0, unless one number is 2¹³
+    times shorter than the difference. Of numbers in float64 that is one entry in 2¹⁶.
+
+    Example:
+        >>> a, b = (torch.randn(9, 9, generator=torch.Generator().manual_seed(s)).double() for s in (0, 1))
+        >>> has_few_digits(a - b), has_few_digits(a / b)
+        (True, False)
+    """
+    counts = [
+        int((part.contiguous().view(torch.int64).bitwise_and_(_LAST_DIGITS) == 0).sum())
+        for part in (update[rows].clone() for rows in _parts(update))
+    ]
+    return sum(counts) >= _NEARLY_ALL * update.numel()
+
+
+def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, own: float) -> Rounding:
     changed = float(update.count_nonzero()) / max(1, update.numel())
-    eps = torch.finfo(dtype).eps
-    edge = eps * sqrt(changed / 12.0) * (own + _width(update))
-    return Rounding(edge, _energy(base, update, dtype))
+    eps, before, width = torch.finfo(dtype).eps, 0 if base is None else _BEFORE, _width(update)
+    edge = eps * sqrt(changed / 12.0) * hypot(own + width, sqrt(before) * width)
+    energy = _energy(base, update, dtype) + before * eps**2 / 12.0 * square_norm(update)
+    return Rounding(edge, energy, min(eps, _SUMS))
 
 
 def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:

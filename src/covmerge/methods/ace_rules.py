@@ -55,7 +55,7 @@ def known_rank(active: Active, shape: Sequence[int], dtype: torch.dtype, enough:
     Where one update alone has `enough` directions of it, and more is not asked, that is the answer: of
     updates below one another no singular value is less than of one of them.
     """
-    rtol = rank_tolerance(shape, dtype, None)
+    rtol = rank_tolerance(shape, dtype, None, active.rounding)
     errors = [e.times(1 / size) for e, size in zip(active.rounding, active.norms, strict=True)]
     # Updates of norm 1 have no singular value together that is more than √T.
     floor = max(rtol * sqrt(len(errors)), Rounding.together(errors).edge)

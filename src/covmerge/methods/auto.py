@@ -148,7 +148,7 @@ def auto(group: LinearGroup) -> Merged:
     known = measured is not None
     if measured is None:
         measured, told = _told(counted.active, counted.shares)
-    rtol = rank_tolerance(group.shape, first.dtype, None)
+    rtol = rank_tolerance(group.shape, first.dtype, None, group.rounding)
     fused = least_squares(counted, rtol).to(first.dtype)
     noticed = Equalised(counted.active.unchanged, inputs_known=known, inputs_told=told)
     seen = Metric.of(measured, counted.untold)

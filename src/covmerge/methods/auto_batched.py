@@ -29,9 +29,9 @@ from covmerge.types import LinearGroup, Merged
 def auto_batched(groups: Sequence[LinearGroup]) -> list[Merged | None]:
     """Merge layers `(d_out, d_in)` as `covmerge.methods.auto.auto` merges each; None: it is to do that one.
 
-    Layers whose inputs were measured are one stack, and the others another. Left to the kernel are an
-    expert that did not change a layer, a C₀ without a Cholesky factor, and a layer of which nothing is
-    seen.
+    Layers of one tolerance whose inputs were measured are one stack, and the others another. Left to the
+    kernel are an expert that did not change a layer, a C₀ without a Cholesky factor, and a layer of which
+    nothing is seen.
 
     Raises:
         LinAlgError: LAPACK ends over one of the eigenproblems; nothing is returned then.
@@ -45,13 +45,20 @@ def auto_batched(groups: Sequence[LinearGroup]) -> list[Merged | None]:
     """
     found: list[Merged | None] = [None] * len(groups)
     active = {place: own for place, own in enumerate(all_active(groups)) if own is not None}
-    for known in (False, True):
-        own = {p: a for p, a in active.items() if (groups[p].inputs is not None) == known}
+    kinds = {place: _kind(groups[place]) for place in active}
+    for known, rtol in sorted(set(kinds.values())):
+        own = {p: a for p, a in active.items() if kinds[p] == (known, rtol)}
         if len(own) > 1:
             layers = _counted([groups[place] for place in own], [*own.values()])
-            for place, merged in zip(own, _merged(layers, known=known), strict=True):
+            for place, merged in zip(own, _merged(layers, rtol, known=known), strict=True):
                 found[place] = merged
     return found
+
+
+def _kind(group: LinearGroup) -> tuple[bool, float]:
+    """Whether its inputs were measured, and its tolerance."""
+    rtol = rank_tolerance(group.shape, group.updates[0].dtype, None, group.rounding)
+    return group.inputs is not None, rtol
 
 
 def _counted(groups: Sequence[LinearGroup], active: Sequence[Active]) -> list[Counted]:
@@ -65,10 +72,8 @@ def _counted(groups: Sequence[LinearGroup], active: Sequence[Active]) -> list[Co
     return [Counted.of_active(group, own, used) for group, own, used in each]
 
 
-def _merged(layers: Sequence[Counted], *, known: bool) -> list[Merged | None]:
-    """Merge layers of all of which C₀ was measured, or of none."""
-    first = layers[0].active.updates[0]
-    rtol = rank_tolerance(layers[0].group.shape, first.dtype, None)
+def _merged(layers: Sequence[Counted], rtol: float, *, known: bool) -> list[Merged | None]:
+    """Merge layers of one tolerance, of all of which C₀ was measured, or of none."""
     fused, solved = least_squares_all(layers, rtol)
     inputs, told = _measured(layers) if known else _told(layers)
     seen = Metrics.of(inputs, [layer.untold for layer in layers])

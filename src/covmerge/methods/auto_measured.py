@@ -144,7 +144,7 @@ def auto_measured(group: LinearGroup) -> Merged:
     inputs = fused.new_zeros(grams[0].shape)
     for own, weight in zip(grams, group.weights, strict=True):
         inputs.add_(own, alpha=weight)
-    rtol = rank_tolerance(group.shape, fused.dtype, None)
+    rtol = rank_tolerance(group.shape, fused.dtype, None, group.rounding)
     noticed = EqualisedMeasured(
         unchanged, inputs_known=True, unheard=unheard, updates_told=tuple(told)
     )

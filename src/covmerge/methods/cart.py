@@ -81,7 +81,7 @@ def cart(
     weights = [weight / mean_weight for weight in group.weights]
     average = stack_weighted(updates, [weight / count for weight in weights])
     k = max(1, int(rank_ratio * min(group.shape)))
-    rtol = rank_tolerance(group.shape, group.updates[0].dtype, None)
+    rtol = rank_tolerance(group.shape, group.updates[0].dtype, None, group.rounding)
     merged = average.clone()
     for update, weight in zip(updates, weights, strict=True):
         top = leading_svd(update - average, k, rtol=rtol)

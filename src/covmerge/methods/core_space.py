@@ -149,11 +149,13 @@ def core_space(
     if far_apart([norm(update) for update in group.updates]):
         cores = _exact_cores(dict(zip(changed, factors, strict=True)), group, left, right)
         rtol = rank_tolerance(group.shape, torch.float64, rank_rtol)
+        # Their factors end where the arithmetic of the file does: of the cores no direction is that.
+        errors = tuple(replace(error, eps=0.0) for error in group.rounding)
     else:
-        cores = cores_of(group.updates, left, right)
+        cores, errors = cores_of(group.updates, left, right), group.rounding
     del factors
     merged = merge_inside(
-        LinearGroup(cores, group.weights, rounding=group.rounding),
+        LinearGroup(cores, group.weights, rounding=errors),
         inner,
         scale=scale,
         density=density,

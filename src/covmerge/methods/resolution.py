@@ -1,4 +1,4 @@
-"""Where the numerical rank of a layer's updates ends: by the dtype of the computation and of the file."""
+"""Where the numerical rank of a layer's updates ends: by the computation, the file and what made it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Resolution:
     """What can be told from rounding.
 
     Attributes:
-        rtol: of the computation: √max(d_out, d_in) · eps of its dtype.
+        rtol: of all arithmetic: √max(d_out, d_in) · eps, the larger one of the dtype that computes and of
+            what made the updates.
         rounding: of the stored weights, per expert (`LinearGroup.rounding`).
     """
 
@@ -55,8 +56,8 @@ def resolution(group: LinearGroup, rank_rtol: float | None) -> Resolution:
         >>> import torch
         >>> group = LinearGroup((torch.eye(4),), (1.0,), rounding=(Rounding(0.1, 0.2),))
         >>> resolution(group, None).rounding, resolution(group, 0.5).rounding
-        ((Rounding(edge=0.1, energy=0.2),), (Rounding(edge=0.0, energy=0.0),))
+        ((Rounding(edge=0.1, energy=0.2, eps=0.0),), (Rounding(edge=0.0, energy=0.0, eps=0.0),))
     """
-    rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol)
+    rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol, group.rounding)
     unknown = rank_rtol is not None or not group.rounding
     return Resolution(rtol, (EXACT,) * len(group.updates) if unknown else group.rounding)

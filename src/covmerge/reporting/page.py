@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import yaml
 
-from covmerge.engine import account_of_losses
+from covmerge.engine import account_of_losses, not_counted
 from covmerge.inspection import Severity
 from covmerge.methods import registry
 from covmerge.noticed import account_of
@@ -129,7 +129,8 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
             yield f"{when} it", f"{name}: {steps.get(name).summary}{chosen}"
     yield (
         "rounding",
-        f"storing the result loses {share(totals['rounding_loss'])} of the merged update's norm",
+        f"storing the result loses {share(totals['rounding_loss'])} of the merged update's norm"
+        f"{not_counted(totals)}",
     )
     if "discarded_energy" in totals:
         yield (

@@ -1,9 +1,10 @@
 """Where a numerical rank ends, and which singular values are one: the rules of all methods, typed once.
 
 Of a matrix, the singular values at or below √max(d_out, d_in) · eps of the largest are rounding of the
-computation. Of weights that were stored, those below the edge of the rounding are no direction of the
-expert either, where all of them together are no more than rounding. A `rank_rtol` that the user gives
-takes the place of both rules. A cut never goes between singular values that are equal.
+arithmetic: of the computation, or of what made the file, whichever has the larger eps. Of weights that were
+stored, those below the edge of the rounding are no direction of the expert either, where all of them
+together are no more than rounding. A `rank_rtol` that the user gives takes the place of both rules. A cut
+never goes between singular values that are equal.
 """
 
 from __future__ import annotations
@@ -35,9 +36,14 @@ class Spectrum:
 
 
 def tolerance(group: LinearGroup, given: float | None) -> float:
-    """Where the rank ends for the computation, relative to the largest singular value."""
-    dtype = group.updates[0].dtype
-    return max(group.shape) ** 0.5 * torch.finfo(dtype).eps if given is None else given
+    """Where the rank ends for the computation and for the arithmetic that made the file.
+
+    It is relative to the largest singular value.
+    """
+    if given is not None:
+        return given
+    eps = [torch.finfo(group.updates[0].dtype).eps, *(error.eps for error in group.rounding)]
+    return max(group.shape) ** 0.5 * max(eps)
 
 
 def roundings(group: LinearGroup, given: float | None) -> tuple[Rounding, ...]:

@@ -124,6 +124,7 @@ def core_space(
         exact = dict(zip(changed, (b @ a for b, a in zip(B, A, strict=True)), strict=True))
         deltas = [exact.get(t, torch.zeros_like(d)) for t, d in enumerate(deltas)]
         rtol = max(group.shape) ** 0.5 * 2**-52 if rank_rtol is None else rank_rtol
+        group = replace(group, rounding=tuple(replace(e, eps=0.0) for e in group.rounding))
     cores = replace(group, updates=tuple(U.T @ d @ V for d in deltas), factors=(), thresholds=None)
     merged = inside(
         cores,

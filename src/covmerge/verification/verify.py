@@ -9,7 +9,7 @@ from typing import Any, cast
 from covmerge.checkpoints import Checkpoint, FileCheckpoint, fingerprint, open_store
 from covmerge.checkpoints.gguf_file import GGUF
 from covmerge.checkpoints.manifest import read_manifest
-from covmerge.engine import ReadFiles, read_files
+from covmerge.engine import ReadFiles, not_counted, read_files
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.plan import stacked
@@ -352,5 +352,6 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
         "rounding",
         loss < 1.0,
         f"storing the result loses {loss:.2%} of the merged update's norm"
-        + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else ""),
+        + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else "")
+        + not_counted(totals),
     )
