@@ -15,6 +15,9 @@ FAULTS = {
     "unchanged-expert": "an expert equals the base in all that is merged",
 }
 
+# One that no recipe may allow: the output would have next to nothing of what an expert stores.
+LOST = "lost-update"
+
 
 def fault_name(name: str) -> str:
     """Return a name of `FAULTS`.
