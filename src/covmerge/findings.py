@@ -16,6 +16,9 @@ FAULTS = {
     "changed-integers": "an expert has other integers or truth values than the base",
 }
 
+# One that no recipe may allow: the output would have next to nothing of what an expert stores.
+LOST = "lost-update"
+
 
 def fault_name(name: str) -> str:
     """Return a name of `FAULTS`.

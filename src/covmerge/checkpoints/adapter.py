@@ -457,8 +457,8 @@ def _open(
     file = child(store, weights)
     read = {file: open_weights(file)}
     stored = stored_as(FileCheckpoint(source, read, store=store, beside=beside))
-    more = (_without_scale(store),) if config is None else config.notes
     contents = read_names(stored.headers, config, source)
+    more = (_without_scale(store),) if config is None else config.notes
     if not contents.updates and not contents.wrapped:
         raise CheckpointError(
             f"{store} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "

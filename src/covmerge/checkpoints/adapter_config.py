@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, cast
@@ -21,6 +21,7 @@ MERGE_FIRST = (
 _ADALORA = "ADALORA"
 _ALL_LINEAR = "all-linear"
 _MAX_NUMBER = 1e30
+_FROM_END = " from its end"  # a field of patterns, in the other order
 _EPSILON = 1e-5  # AdaLoRA divides by the rank plus this
 
 _WITHOUT_WEIGHTS = {
@@ -125,11 +126,23 @@ class AdapterConfig:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Fields that are not known here, all of them off."""
+        """What a user should know of it, as far as it was asked for layers."""
         unknown = sorted(set(self.fields) - _READ - _WITHOUT_EFFECT - _KNOWN_OFF)
-        if not unknown:
-            return ()
-        return (f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}",)
+        later = f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
+        return (*((later,) if unknown else ()), *self._notes_on_order())
+
+    def _notes_on_order(self) -> Iterator[str]:
+        for name, of_modules in self._ordered.items():
+            module, (first, last, taken) = next(iter(of_modules.items()))
+            others = len(of_modules) - 1
+            why = "the rank that is stored" if name == "rank_pattern" else "what PEFT reads too"
+            yield (
+                f"{self.where}: several keys of {name} match '{module}'"
+                + (f" and {others} more" if others else "")
+                + f", and their order decides: the first gives {first:g}, the last {last:g}. {taken:g} was "
+                f"taken, {why}. PEFT sorts the keys when it saves, so that training may have had another "
+                "order"
+            )
 
     @property
     def base_model(self) -> str | None:
@@ -173,18 +186,22 @@ class AdapterConfig:
             if alpha <= 0:
                 self.refuse("lora_alpha", "and AdaLoRA has it positive")
             return alpha
-        configured = self.rank(module)
-        if rank != configured:
+        configured, last = self._readings("r", "rank_pattern", module)
+        if rank not in (configured, last):
             raise CheckpointError(
                 f"{self.where} stores rank {rank} for '{module}', and its configuration says "
-                f"{configured}: the files are of different versions, fetch them again"
+                f"{configured}: correct r or rank_pattern in adapter_config.json, or save the adapter again"
             )
-        alpha = self._of_module("lora_alpha", "alpha_pattern", module)
+        if configured != last:
+            self._ordered.setdefault("rank_pattern", {})[module] = (configured, last, rank)
+        alpha, last = self._readings("lora_alpha", "alpha_pattern", module)
+        if alpha != last:
+            self._ordered.setdefault("alpha_pattern", {})[module] = (alpha, last, alpha)
         return alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
 
     def rank(self, module: str) -> int:
         """Return the rank that a layer, or a parameter by its full name, was given."""
-        return int(self._of_module("r", "rank_pattern", module))
+        return int(self._readings("r", "rank_pattern", module)[0])
 
     @property
     def rank_divisor(self) -> float:
@@ -240,12 +257,22 @@ class AdapterConfig:
             "the files are of different versions, fetch them again"
         )
 
-    def _of_module(self, name: str, pattern_name: str, module: str) -> float:
+    def _readings(self, name: str, pattern_name: str, module: str) -> tuple[float, float]:
+        """What the first pattern that matches a module gives it, and what the last one gives."""
         number = self._rank if name == "r" else self._number
-        found = self._matcher.first(pattern_name, module)
-        if found is None:
-            return number(name, self.fields.get(name, 8))
-        return number(pattern_name, list(self._patterns(pattern_name).values())[found[0]])
+        first = self._matcher.first(pattern_name, module)
+        if first is None:
+            value = number(name, self.fields.get(name, 8))
+            return value, value
+        values = list(self._patterns(pattern_name).values())
+        last = self._matcher.first(f"{pattern_name}{_FROM_END}", module)
+        given = values[first[0]], values[first[0] if last is None else -1 - last[0]]
+        return number(pattern_name, given[0]), number(pattern_name, given[1])
+
+    @cached_property
+    def _ordered(self) -> dict[str, dict[str, tuple[float, float, float]]]:
+        """By field and module, what its first and its last matching key give, and what was taken."""
+        return {}
 
     @cached_property
     def _listed(self) -> dict[str, frozenset[str]]:
@@ -266,6 +293,10 @@ class AdapterConfig:
         of_numbers = {
             name: ([rf"(.*\.)?({pattern})$" for pattern in self._patterns(name)], False)
             for name in ("rank_pattern", "alpha_pattern")
+        }
+        of_numbers |= {
+            f"{name}{_FROM_END}": (patterns[::-1] if len(patterns) > 1 else [], whole)
+            for name, (patterns, whole) in of_numbers.items()
         }
         of_modules = {
             name: ([value], True)

@@ -54,7 +54,7 @@ def respelled(names: Iterable[str], base: Collection[str]) -> dict[str, str]:
     own, known = list(names), set(base)
     if not known:
         return {}
-    spellings = [found for pair in _SPELLINGS if (found := _towards(pair, known)) is not None]
+    spellings = [way for pair in _SPELLINGS if (way := _towards(pair, known)) is not None]
     held = Counter(_inner(name) for name in known)
     by_inner = {_inner(name): name for name in known if held[_inner(name)] == 1}
     found: dict[str, str] = {}

@@ -21,6 +21,7 @@ from covmerge.checkpoints.base import (
     check_unchanged,
     find_header,
 )
+from covmerge.checkpoints.beside import check_modules, notes_on_others
 from covmerge.checkpoints.content import Content, Pace
 from covmerge.checkpoints.distributed import METADATA, DistributedFiles
 from covmerge.checkpoints.gguf_file import GGUF, GgufFile
@@ -68,7 +69,7 @@ class FileCheckpoint:
 
     Args:
         source: as the user wrote it.
-        weights: the files of weights, opened; no two hold the same tensor.
+        weights: the files of weights, opened; of a tensor that several hold the last is read.
         store: where a whole model lies; None for a file by itself.
         beside: further files that say what the checkpoint is: index and config.
         notes: what is particular about how it was opened.
@@ -179,19 +180,11 @@ class WeightsChoice:
     """Which file of a folder leads to its weights."""
 
     name: str
-    unread: tuple[str, ...] = ()
 
     @property
     def is_index(self) -> bool:
         """Whether the file is an index of shards."""
         return self.name.endswith(_INDEX)
-
-    def notes(self, where: str, shards: Collection[str]) -> tuple[str, ...]:
-        """Say which files of weights are left aside, given the ones that are read."""
-        unread = [name for name in self.unread if name not in shards]
-        if not unread:
-            return ()
-        return (f"{where}: {self.name} was read, and not {', '.join(unread)}",)
 
 
 def choose_weights(
@@ -212,8 +205,7 @@ def choose_weights(
     found = sorted(n for n in names if n.endswith(_SAFETENSORS))
     for name in PREFERRED:
         if name in names:
-            rivals = (n for n in (*found, PREFERRED[1]) if n in names and n != name)
-            return WeightsChoice(name, tuple(rivals))
+            return WeightsChoice(name)
     present = [n for n in found if not _is_adapter(n)]
     _refuse_lone_shard(present or sorted(n for n in names if n.endswith(_TORCH)), where)
     if len(present) == 1:
@@ -309,8 +301,11 @@ def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
 
 def check_weight_map(
     where: str, weight_map: Mapping[str, str], held: Mapping[str, Collection[str]]
-) -> None:
-    """Check an index against what its shards hold, in both directions.
+) -> tuple[str, ...]:
+    """Check an index against what its shards hold, in both directions; return notes.
+
+    A file may hold an older copy of a tensor that the index places in a later file, by name: transformers
+    reads the files in that order, and takes the last.
 
     Args:
         where: the index, for errors.
@@ -326,13 +321,21 @@ def check_weight_map(
                 f"{where} says that '{name}' is in {file}, and it is not: the files are of "
                 "different versions, fetch them again"
             )
+    older: list[str] = []
     for file, names in held.items():
-        stray = [name for name in names if weight_map.get(name) != file]
+        stray = [name for name in names if weight_map.get(name, "") < file]
+        older += [name for name in names if weight_map.get(name, "") > file]
         if stray:
             raise CheckpointError(
                 f"{file} holds {_some(stray)}, which {where} does not place there: the files are of "
                 "different versions, fetch them again"
             )
+    if not older:
+        return ()
+    files = sorted({weight_map[name] for name in older})
+    return (
+        f"{where} places {_some(older)} in {some(files)}, and the copies in other files were not read",
+    )
 
 
 def open_folder(source: str, store: Store) -> FileCheckpoint:
@@ -350,10 +353,12 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         files = DistributedFiles(found)
         beside = [*files.files, *([_existing(store, CONFIG)] if CONFIG in names else [])]
         return FileCheckpoint(source, {found: files}, store=store, beside=beside)
+    check_modules(store, names, (_SAFETENSORS, *_TORCH))
     packed = [name for name in names if name.endswith(GGUF)]
     alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
     choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where, store.folders())
     beside = [_existing(store, CONFIG)] if CONFIG in names else []
+    notes: tuple[str, ...] = ()
     if not choice.is_index:
         weights = _open_all([_existing(store, choice.name)])
     else:
@@ -362,11 +367,25 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         weight_map = read_weight_map(index)
         _check_all_listed(str(index), set(weight_map.values()), names)
         weights = _open_all([_existing(store, name) for name in sorted(set(weight_map.values()))])
-        check_weight_map(
+        notes = check_weight_map(
             str(index), weight_map, {file.name: read.headers for file, read in weights.items()}
         )
-    notes = choice.notes(where, {file.name for file in weights})
-    return FileCheckpoint(source, weights, store=store, beside=beside, notes=notes)
+    found = FileCheckpoint(source, weights, store=store, beside=beside, notes=notes)
+    others = _others(names, {choice.name, *found.weight_names})
+    found.notes += tuple(notes_on_others(store, choice.name, others, found.headers, open_weights))
+    return found
+
+
+def _others(names: Collection[str], read: Collection[str]) -> list[str]:
+    """Files of weights, and indices of such, that are not read; an adapter's are not among them."""
+    indices = [name for name in PREFERRED if name.endswith(_INDEX)]
+    return [
+        name
+        for name in names
+        if name not in read
+        and not _is_adapter(name)
+        and (name in indices or name.endswith((_SAFETENSORS, *_TORCH)))
+    ]
 
 
 def _distributed(store: Store, names: Collection[str]) -> StoredFile | None:

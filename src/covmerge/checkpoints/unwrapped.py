@@ -81,7 +81,9 @@ def unwrapped(checkpoint: Checkpoint, base: Collection[str] = ()) -> Checkpoint:
         left_out.append(f"'{_PARALLEL}' (DistributedDataParallel)")
     renamed = respelled(names, base)
     for theirs, ours in differences(renamed):
-        if ours:
+        if not theirs:
+            notes.append(f"its tensors have no '{ours}.' in their names, as the base's have")
+        elif ours:
             notes.append(f"'{theirs}' in the names of its tensors is the base's '{ours}'")
         else:
             left_out.append(f"'{theirs}.' (which the base has not)")

@@ -7,16 +7,18 @@ kind of dtype either falls under a rule of the recipe or is a named error.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
+from covmerge.checkpoints.equivalent_names import respelled
 from covmerge.errors import InputError, TensorError
 from covmerge.plan.operands import Operand
 from covmerge.plan.packed_experts import check_packing
+from covmerge.plan.reached import check_reached
 from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription, Stacked, find_name, undone_ties
@@ -26,6 +28,7 @@ from covmerge.types import Role, TensorHeader
 
 # (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
 ChosenUse = Callable[[str, Role], str | None]
+_IGNORED = "extra tensor (tensors.extra: ignore)"
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,13 @@ def align(
                 f"{{match: '{name}', use: head}}."
             )
     taken = {*names.values(), *own_heads}
-    extra_heads, ignored = _extras(base, expert_name, expert, taken, rules, chosen)
+    extra_heads, ignored, refused = _extras(expert, taken, rules, chosen)
+    if refused or missing:
+        _check_packing(base, expert_name, expert)
+    # Before an advice that lets them pass.
+    kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
+    _check_reached(base, expert_name, expert, kept, (*extra_heads, *refused), ignored, missing)
+    _check_extras(base, expert_name, expert, refused)
     _check_missing(base, expert_name, expert, missing, rules)
     _check_resized(expert_name, base, resized, rules)
     heads = tuple([*own_heads, *extra_heads])
@@ -198,6 +207,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         **{name: header.shape for name, header in adapter.low_rank.items()},
     }
     prefixes = [base.description.prefix] if base.description.prefix else []
+    renamed = {to: name for name, to in respelled(shapes, base.headers).items()}
     pieces = Counter(info.parameter for info in base.description.tensors.values())
     for name, header in base.headers.items():
         info = base.description.tensors[name]
@@ -205,6 +215,8 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         if found is None and pieces[info.parameter] == 1:
             # The model may call it otherwise than its files do, and PEFT goes by the model.
             found = find_name(info.parameter, prefixes, shapes)
+        if found is None:
+            found = renamed.get(name)
         if found is None:
             continue
         shape = header.shape
@@ -240,7 +252,10 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             f"{counted(len(unknown), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
             f"{some(unknown, 5, quoted=True)}. Is it an adapter of this base?"
         )
-    heads = tuple([*own_heads, *(name for name in adapter.headers if name not in taken)])
+    others = [name for name in adapter.headers if name not in taken]
+    kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
+    _check_reached(base, expert_name, adapter, kept, others, {}, ())
+    heads = tuple([*own_heads, *others])
     _check_heads(base, expert_name, adapter, heads)
     return Alignment(names, (), {}, heads, tuple(head_bases), {}, {})
 
@@ -274,6 +289,36 @@ def _check_adapted(
             "floating-point dtype, or leave the tensor to the base with the rule "
             f"{{match: '{header.name}', use: base}}"
         )
+
+
+def _check_reached(
+    base: Model,
+    expert_name: str,
+    expert: Model,
+    placed: Mapping[str, str],
+    extra_heads: Collection[str],
+    ignored: Mapping[str, str],
+    missing: Collection[str],
+) -> None:
+    """Check that what the expert stores reaches the output; its own task head is kept beside it.
+
+    What a rule of the recipe leaves to the base by its name is left out on purpose.
+    """
+    infos = expert.description.tensors
+    lost = [name for name, why in ignored.items() if why == _IGNORED]
+    lost += [name for name in extra_heads if not infos[name].outside_backbone]
+    sizes = {name: header.elements for name, header in expert.low_rank.items()}
+    sizes |= {name: prod(header.shape) for name, header in expert.headers.items()}
+    check_reached(
+        base.checkpoint,
+        base.description,
+        expert_name,
+        expert.checkpoint,
+        sizes=sizes,
+        placed=placed,
+        lost=lost,
+        missing=missing,
+    )
 
 
 def stored_ties(model: Model) -> dict[str, str]:
@@ -316,13 +361,9 @@ def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -
 
 
 def _extras(
-    base: Model,
-    expert_name: str,
-    expert: Model,
-    taken: set[str],
-    rules: TensorRules,
-    chosen: ChosenUse,
-) -> tuple[list[str], dict[str, str]]:
+    expert: Model, taken: set[str], rules: TensorRules, chosen: ChosenUse
+) -> tuple[list[str], dict[str, str], list[str]]:
+    """Sort what the base lacks into heads, what is left out with the reason, and what is refused."""
     heads: list[str] = []
     ignored: dict[str, str] = {}
     refused: list[str] = []
@@ -347,11 +388,14 @@ def _extras(
         elif info.outside_backbone:
             heads.append(name)
         elif rules.extra == "ignore":
-            ignored[name] = "extra tensor (tensors.extra: ignore)"
+            ignored[name] = _IGNORED
         else:
             refused.append(name)
+    return heads, ignored, refused
+
+
+def _check_extras(base: Model, expert_name: str, expert: Model, refused: list[str]) -> None:
     if refused:
-        _check_packing(base, expert_name, expert)
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) has "
             f"{counted(len(refused), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
@@ -359,7 +403,6 @@ def _extras(
             "If these tensors may be left out, set `tensors: {extra: ignore}`; if they are a "
             "task head, add a rule with `use: head`."
         )
-    return heads, ignored
 
 
 def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
@@ -373,7 +416,6 @@ def _check_missing(
     base: Model, expert_name: str, expert: Model, missing: list[str], rules: TensorRules
 ) -> None:
     if missing and rules.missing == "error":
-        _check_packing(base, expert_name, expert)
         raise TensorError(
             f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "
             f"base's tensors: {some(missing, 5, quoted=True)}. Is it a fine-tune of this base? "
