@@ -224,7 +224,8 @@ def _on_hub(ended: Ended, there: Mapping[str, bytes], out: Path) -> Verdict:
     if ended.code == 0:
         return (RIGHT, "") if there == files else (WRONG, f"there are {sorted(there)}")
     verdict = judge(ended, out / "nothing", None, (REPOSITORY,))
-    if verdict[0] == NAMED and there:
+    lost = "or its answer was lost" in ended.said and there == files  # which is said
+    if verdict[0] == NAMED and there and not lost:
         return LEFT, f"there are {sorted(there)}\n{ended.said}"
     return verdict
 
