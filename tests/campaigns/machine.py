@@ -35,9 +35,11 @@ from tests.campaigns.outcomes import (
     average,
     covmerge,
     judge,
-    main,
     models,
     recipe,
+)
+from tests.campaigns.outcomes import (
+    main as campaign_of,
 )
 from tests.quantised.models import llama
 from tests.remote.servers import KEYS
@@ -164,5 +166,7 @@ if os.geteuid() == 0:
         "cache full: an output for a bucket": partial(full, _of_files, True),
     }
 
+main = partial(campaign_of, __doc__, KINDS)
+
 if __name__ == "__main__":
-    sys.exit(main(__doc__, KINDS, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -42,12 +42,14 @@ from tests.campaigns.outcomes import (
     average,
     covmerge,
     judge,
-    main,
     models,
     recipe,
 )
 from tests.campaigns.outcomes import (
     REFUSED as NAMED,
+)
+from tests.campaigns.outcomes import (
+    main as campaign_of,
 )
 from tests.checkpoints.hub_server import REPOSITORY, WRITER, connect, serve
 from tests.remote.servers import KEYS
@@ -260,5 +262,7 @@ KINDS: dict[str, Kind] = {
 }
 del KINDS["web: wrong listings"]  # a web server has none
 
+main = partial(campaign_of, __doc__, KINDS)
+
 if __name__ == "__main__":
-    sys.exit(main(__doc__, KINDS, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
