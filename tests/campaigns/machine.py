@@ -152,6 +152,8 @@ def little_memory(by: str, folder: Path, random: Random) -> Verdict:
     else:
         ended = covmerge(folder, *arguments, "--max-memory", random.randrange(1, 2**30))
     verdict = judge(ended, folder / "out", right, names)
+    if "cannot allocate memory for thread-local data: ABORT" in ended.said:
+        verdict = REFUSED, ended.said  # the C library ends the process, and asks no program
     run = partial(covmerge, folder, *arguments, "--resume")
     return _again(verdict, lambda: judge(run(), folder / "out", right, names))
 
