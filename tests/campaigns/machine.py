@@ -126,7 +126,7 @@ def full(
         if bucket is not None:
             bucket_out = folder / f"copied{len(more)}"
             return judge(ended, servers._copied(bucket, bucket_out), right, (target, str(place)))
-        return judge(ended, out, right, (str(place),))
+        return judge(ended, out, right, (str(place), *map(str, sources.values())))
 
     verdict = run(at=steps)
     _disk().widen()
