@@ -40,9 +40,11 @@ from tests.campaigns.outcomes import (
     average,
     covmerge,
     judge,
-    main,
     models,
     recipe,
+)
+from tests.campaigns.outcomes import (
+    main as campaign_of,
 )
 
 _METADATA = ".metadata"
@@ -292,5 +294,7 @@ KINDS: Mapping[str, Kind] = {
     }.items()
 }
 
+main = partial(campaign_of, __doc__, KINDS)
+
 if __name__ == "__main__":
-    sys.exit(main(__doc__, KINDS, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

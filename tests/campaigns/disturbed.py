@@ -364,19 +364,20 @@ class Disk:
     """A file system in memory, which only this process and its children see, of a size that can change.
 
     Attributes:
+        place: where it is mounted.
         real: whether it could be mounted; else it is a folder like any other, and cannot fill up.
     """
 
     _LARGE = 64 << 20
 
     def __init__(self, place: Path) -> None:
-        self._place = place
+        self.place = place
         place.mkdir()
         self.real = self._mount(self._LARGE, private=True)
 
     def used(self) -> int:
         """Return how many bytes are taken."""
-        about = os.statvfs(self._place)
+        about = os.statvfs(self.place)
         return (about.f_blocks - about.f_bfree) * about.f_frsize
 
     def resize(self, size: int) -> None:
@@ -395,7 +396,7 @@ class Disk:
     def close(self) -> None:
         """Take it off."""
         if self.real:
-            ctypes.CDLL(None).umount(os.fsencode(self._place))
+            ctypes.CDLL(None).umount(os.fsencode(self.place))
 
     def _mount(self, size: int, *, private: bool = False, again: bool = False) -> bool:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -405,5 +406,5 @@ class Disk:
             or libc.mount(b"none", b"/", None, ctypes.c_ulong(recursive_private), None)
         ):
             return False
-        place, flags = os.fsencode(self._place), ctypes.c_ulong(remount if again else 0)
+        place, flags = os.fsencode(self.place), ctypes.c_ulong(remount if again else 0)
         return not libc.mount(b"none", place, b"tmpfs", flags, f"size={size}".encode())

@@ -49,6 +49,7 @@ from tests.campaigns.disturbed import (
     start_server,
 )
 from tests.campaigns.failing_disk import FailingDisk
+from tests.campaigns.outcomes import difference
 from tests.campaigns.scenes import FORMS, Digests, Scene, digests
 
 EXECUTORS = {"threads": 6, "processes": 3, "ranks": 2}  # and how often, as some take longer
@@ -155,6 +156,8 @@ class Set:
             if found != (self.scene.expected or found):
                 raise SystemExit(f"{self.scene.name}: two undisturbed merges differ")
             self.scene.expected = found
+            if self.scene.form.mean and (wrong := difference(self.scene.out, self.scene.mean())):
+                raise SystemExit(f"{self.scene.name}: {wrong}")
         self.used = sum(path.stat().st_size for path in self.scene.out.rglob("*"))
         if not self.scene.changed:
             self.scene.expert.write_bytes(self.scene.variant)

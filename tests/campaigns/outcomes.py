@@ -109,7 +109,7 @@ def judge(
     if "it hung" in ended.said:
         return HUNG, ended.said
     if ended.code == 0:
-        fault = "it is to be refused" if right is None else _difference(out, right)
+        fault = "it is to be refused" if right is None else difference(out, right)
         fault = fault or _other_file(out, files or {})
         return (RIGHT, "") if fault is None else (WRONG, f"{fault}\n{ended.said}")
     if not (ended.named and any(name in ended.said for name in names)):
@@ -119,8 +119,8 @@ def judge(
     return REFUSED, ended.said
 
 
-def _difference(out: Path, right: Tensors) -> str | None:
-    """What of an output's tensors is not as it should be; None: nothing."""
+def difference(out: Path, right: Tensors) -> str | None:
+    """Return what of an output's tensors is not as it should be; None: nothing."""
     found: dict[str, Tensor] = {}
     for path in out.glob("*.safetensors"):
         try:

@@ -16,6 +16,8 @@ import yaml
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
+from tests.campaigns.outcomes import average
+
 EXPERTS = ("a", "b")
 LAYERS, WIDTH = 8, 16
 
@@ -34,6 +36,7 @@ class Form:
         resumes: whether the command can go on with what was begun.
         models: folders of the output that are models; "": itself.
         stored: whether the output lies in a bucket (`buckets.py`).
+        mean: whether the output is the experts' mean, and is compared with one computed in float64.
     """
 
     recipe: Mapping[str, Any]
@@ -43,6 +46,7 @@ class Form:
     resumes: bool = True
     models: tuple[str, ...] = ("",)
     stored: bool = False
+    mean: bool = False
 
 
 def _plain(folder: Path, head: int = 0) -> None:
@@ -84,6 +88,7 @@ def _llama(folder: Path) -> None:
 
 FORMS = {
     "model": Form({"method": "ace"}, _plain),
+    "average": Form({"method": "average"}, _plain, mean=True),
     "shards": Form({"method": "ties", "output": {"shard_size": "3KB"}}, _plain),
     "adapter": Form({"method": "average", "output": {"format": "adapter", "rank": 2}}, _plain),
     "masks": Form({"method": "emr"}, _plain),
@@ -156,6 +161,10 @@ class Scene:
         given = [word.format(**names) for word in self.form.command]
         anew = {} if self.form.resumes else {"--resume": "--overwrite"}
         return [*given, *dict.fromkeys(anew.get(str(own), str(own)) for own in more)]
+
+    def mean(self) -> dict[str, Tensor]:
+        """Return the mean of the experts in float64."""
+        return average(*(load(self.kept[self.inputs / f"{name}.safetensors"]) for name in EXPERTS))
 
     def look(self) -> None:
         """See what is there after processes have ended, where `out` does not say it by itself."""

@@ -130,6 +130,16 @@ def test_memory_that_the_system_refuses_exits_with_2(models, monkeypatch, error)
     assert "fewer --workers and --threads" in words(ran.stderr)
 
 
+def test_memory_that_is_refused_while_a_source_is_opened_is_no_wrong_path(models, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("covmerge.checkpoints.open.open_adapter_file", refuse)
+    ran = covmerge("merge", *flags(models), models / "out", code=2)
+    assert "correct the path" not in ran.stderr
+    assert words(ran.stderr).startswith("error: the memory is used up (can't start new thread)")
+
+
 def test_an_interrupt_exits_with_130_and_a_hint(models, monkeypatch):
     replace_run(monkeypatch, KeyboardInterrupt())
     ran = covmerge("merge", *flags(models), models / "out", code=130)

@@ -218,8 +218,22 @@ def test_a_file_that_is_not_taken(merged, hub):
 def test_a_hub_out_of_reach(merged, hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     told = refused(merged, "org/name")
-    assert "org/name could not be pushed to http://127.0.0.1:9 (ConnectError" in told
+    assert "org/name could not be pushed to http://127.0.0.1:9, or its answer was lost" in told
     assert "check the connection" in told
+
+
+def test_an_answer_that_is_lost_after_the_commit(merged, hub):
+    def wrong():
+        while True:  # what is asked after the commit was made
+            yield "done, and cut" if hub.stored else ""
+
+    hub.wrong = wrong()
+    told = refused(merged, "org/name")
+    assert len(hub.commits) == 1
+    assert "has all of the files or none of them; check the connection and push again" in told
+    hub.wrong = iter(())
+    covmerge("push", merged, "org/name")
+    assert hub.files == contents(merged)
 
 
 def test_without_the_client_the_extra_is_named(merged, monkeypatch):

@@ -59,14 +59,17 @@ def open_checkpoint(source: str | Path | Mapping[str, Tensor] | nn.Module) -> Ch
     if (address := address_of(source)) is not None:
         return open_remote(address)
     try:
-        path = Path(source).expanduser()
+        try:
+            path = Path(source).expanduser()
+        except RuntimeError as error:  # a home folder that nobody has
+            raise ValueError(error) from error
+        # A RuntimeError of these says that there is no memory for a thread.
         if path.is_dir():
             return open_store(str(source), LocalFolder(path))
         if path.is_file():
             return open_adapter_file(str(source), path)
         exists = path.exists()
-    # RuntimeError: a home folder that nobody has; ValueError: a NUL.
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL
         raise CheckpointError(
             f"{str(source)!r} cannot be opened ({error}): correct the path"
         ) from error

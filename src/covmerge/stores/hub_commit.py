@@ -111,6 +111,7 @@ def _named_refusals(repository: str) -> Generator[None, None, None]:
                 f"{hub} refuses what is pushed to {repository} ({reason}): mend it and push again"
             ) from error
         raise InputError(
-            f"{repository} could not be pushed to {hub} ({reason}): check the connection and push "
-            "again; nothing is there before all of it is"
+            f"{repository} could not be pushed to {hub}, or its answer was lost ({reason}): {hub}/"
+            f"{repository} has all of the files or none of them; check the connection and push again, "
+            "which replaces them by the same"
         ) from error
