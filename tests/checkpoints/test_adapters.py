@@ -444,6 +444,29 @@ def test_files_of_kohyas_scripts(alpha: float | None, tmp_path: Path) -> None:
     torch.testing.assert_close(result["down_blocks.0.resnets.0.conv1.weight"], 1 + kernel * scale)
 
 
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [
+        ("input_blocks_2_1_transformer_blocks_0_attn1_to_q", "down_blocks.0.attentions.1.to_q"),
+        ("input_blocks_1_0_in_layers_2", "down_blocks.0.resnets.0.conv1"),
+        ("middle_block_2_emb_layers_1", "mid_block.resnets.1.time_emb_proj"),
+        ("output_blocks_2_1_conv", "up_blocks.0.upsamplers.0.conv"),
+        ("label_emb_0_2", "add_embedding.linear_2"),
+    ],
+)
+def test_kohyas_names_of_sdxl_over_a_folder_of_diffusers(theirs, ours, tmp_path: Path) -> None:
+    """Its scripts name the layers as single files do; they were said to be of another base."""
+    ours = ours.replace(".to_q", ".transformer_blocks.0.attn1.to_q")
+    factors = {"lora_down": torch.randn(2, 6), "lora_up": torch.randn(8, 2)}
+    tensors = {f"lora_unet_{theirs}.{end}.weight": own for end, own in factors.items()}
+    save_file(tensors, tmp_path / "style.safetensors")
+    adapter = open_checkpoint(tmp_path / "style.safetensors")
+    assert isinstance(adapter, AdapterCheckpoint)
+    base = {f"{ours}.weight": torch.ones(8, 6)}
+    result = applied(adapter.named_as(base), base)[f"{ours}.weight"]
+    torch.testing.assert_close(result, 1 + factors["lora_up"] @ factors["lora_down"])
+
+
 @pytest.mark.parametrize("alpha", [math.nan, -math.inf])
 def test_a_scale_that_is_no_number_is_told_by_its_name(alpha: float, tmp_path: Path) -> None:
     save_file(kohya(alpha), file := tmp_path / "style.safetensors")

@@ -164,6 +164,38 @@ def test_a_part_that_is_not_read_is_refused(tmp_path):
         open_plain(save(tmp_path, case, layer))
 
 
+@pytest.mark.parametrize("dtype", ["float016", "float64", ["bfloat16"], 16])
+def test_a_dtype_that_weights_are_not_read_as_is_refused(tmp_path, dtype):
+    """They were read as bfloat16 without a word."""
+    config = json.loads((save(tmp_path, "awq") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    with pytest.raises(CheckpointError, match=r"its dtype is .*, where bfloat16, float16, float32"):
+        open_plain(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("case", "scheme", "said"),
+    [
+        (
+            "compressed-tensors int channel True",
+            {"symmetric": False},
+            "fc.weight_zero_point' is miss",
+        ),
+        ("compressed-tensors packed 4", {"symmetric": False}, "fc.weight_zero_point' is missing"),
+        ("compressed-tensors int channel True", {"symmetric": 2}, "symmetric of its weights is 2"),
+        ("compressed-tensors float channel True", {"num_bits": [8]}, "num_bits of its weights is"),
+        ("compressed-tensors float channel True", "channel", "config_groups are 'channel'"),
+    ],
+)
+def test_what_a_config_says_of_weights_must_be_theirs(tmp_path, case, scheme, said):
+    """Asymmetric codes without zero points were read as symmetric ones."""
+    kept = packed(4)["config_groups"]["group_0"]["weights"] if "packed" in case else {}
+    weights = {**kept, **scheme} if isinstance(scheme, dict) else scheme
+    groups = {"config_groups": {"group_0": {"weights": weights}}}
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(save(tmp_path, case, **groups))
+
+
 @pytest.mark.parametrize("group", [-1, 3, 2**30])
 def test_a_group_of_inputs_that_is_not_there_is_refused(tmp_path, group):
     layer = {**LAYERS["gptq 4 gptq"]}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from covmerge.checkpoints.adapter_names import Update
-from covmerge.checkpoints.ldm_names import diffusers_name
+from covmerge.checkpoints.ldm_names import diffusers_name, flat_diffusers_name
 from covmerge.errors import CheckpointError
 from covmerge.types import TensorHeader
 
@@ -28,6 +28,8 @@ _REGIONS: Mapping[str, tuple[str, ...]] = {
     "cond_stage_model.transformer.": ("lora_te_", "text_encoder."),
     "conditioner.embedders.0.transformer.": ("lora_te1_", "text_encoder."),
 }
+
+_OF_UNET = _REGIONS[_UNET]
 
 
 def part_of(name: str) -> str:
@@ -115,7 +117,10 @@ class _Names:
         """Return the tensor that an update is of; None: there is none."""
         stem = flat_name(update.name.removeprefix(part))
         regions = ["", *(region for region, parts in _REGIONS.items() if part in parts)]
-        found = [name for region in regions for name in self._known.get((region, stem), ())]
+        # Kohya's scripts name SDXL's layers as single files do, also over a folder of diffusers.
+        stems = [stem, flat_diffusers_name(stem)] if part in _OF_UNET else [stem]
+        known = [self._known.get((region, own or ""), ()) for region in regions for own in stems]
+        found = list(dict.fromkeys(name for names in known for name in names))
         found = [name for name in found if _matrix(self._base[name].shape) == update.shape]
         exact = [name for name in found if update.name.endswith(name)]
         if len(found) > 1 and len(exact) != 1:

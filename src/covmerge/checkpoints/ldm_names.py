@@ -59,6 +59,22 @@ def diffusers_name(name: str) -> str | None:
     return f"{prefix}.attentions.{layer}.{inner}"
 
 
+def flat_diffusers_name(name: str) -> str | None:
+    """Return the same of a name whose dots are underscores, as Kohya's scripts write it.
+
+    Example:
+        >>> flat_diffusers_name("input_blocks_4_0_in_layers_2_weight")
+        'down_blocks_1_resnets_0_conv1_weight'
+    """
+    for dotted in (*_FIRST, *_IN_RESNET):
+        name = name.replace(dotted.replace(".", "_"), dotted)
+    name = re.sub(r"^(input|output)_blocks_(\d+)_(\d)_", r"\1_blocks.\2.\3.", name)
+    name = re.sub(r"^middle_block_(\d)_", r"middle_block.\1.", name)
+    name = re.sub(r"\.(op|conv)_", r".\1.", name)
+    found = diffusers_name(name)
+    return None if found is None else found.replace(".", "_")
+
+
 def _in_resnet(prefix: str, inner: str) -> str | None:
     renamed = _renamed(inner, _IN_RESNET)
     return None if renamed is None else f"{prefix}.{renamed}"

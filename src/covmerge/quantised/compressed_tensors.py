@@ -10,12 +10,14 @@ from typing import Any, cast
 
 import torch
 
+from covmerge.checkpoints.json_file import shorten
 from covmerge.quantised import packed_integers
 from covmerge.quantised.fp8 import FLOAT8, Scaled, as_block, how_scaled, of_activations, scaled
 from covmerge.quantised.packed import Found, Stored
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _WORDS = "pack-quantized"
+_KINDS = {"num_bits": int, "type": str, "symmetric": bool, "strategy": str}
 
 
 def find(stored: Stored) -> Found:
@@ -34,6 +36,8 @@ def find(stored: Stored) -> Found:
     for scale in [name for name in headers if name.endswith(".weight_scale")]:
         name = scale.removesuffix("_scale")
         zeros = f"{name}_zero_point"
+        if zeros not in headers:
+            packed_integers.check_zeros(stored, schemes, zeros)
         tensors.append(
             scaled(
                 stored,
@@ -52,14 +56,24 @@ def find(stored: Stored) -> Found:
 
 
 def _of_weights(stored: Stored) -> list[dict[str, Any]]:
-    """What a config says of the weights of each group of layers."""
-    groups: object = stored.settings.get("config_groups")
-    schemes = cast("dict[str, Any]", groups).values() if isinstance(groups, dict) else ()
+    """What a config says of the weights of each group of layers.
+
+    Raises:
+        CheckpointError: it says what no such weights have.
+    """
+    groups: object = stored.settings.get("config_groups") or {}
+    schemes = cast("dict[str, Any]", groups).values() if isinstance(groups, dict) else [groups]
     found: list[dict[str, Any]] = []
     for scheme in schemes:
-        weights: object = (
-            cast("dict[str, Any]", scheme).get("weights") if isinstance(scheme, dict) else None
-        )
-        if isinstance(weights, dict):
-            found.append(cast("dict[str, Any]", weights))
+        group = cast("dict[str, Any]", scheme) if isinstance(scheme, dict) else {"weights": scheme}
+        weights: object = group.get("weights")
+        if weights is None:  # a group of activations alone
+            continue
+        if not isinstance(weights, dict):
+            stored.refuse(f"the weights of its config_groups are {shorten(weights)}, not settings")
+        own = cast("dict[str, Any]", weights)
+        for key, kind in _KINDS.items():
+            if type(own.get(key)) not in (kind, type(None)):
+                stored.refuse(f"{key} of its weights is {shorten(own[key])}")
+        found.append(own)
     return found

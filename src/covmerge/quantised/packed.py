@@ -85,13 +85,15 @@ def pieces(rows: range, width: int) -> Iterator[range]:
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype that a config states; bfloat16 where it states none."""
+    return getattr(torch, next((name for name in _stated(config) if name in _DTYPES), "bfloat16"))
+
+
+def _stated(config: Mapping[str, Any]) -> Iterator[Any]:
+    """What a config, and the parts of it, say of their dtype."""
     nested = [value for key, value in config.items() if key.endswith("text_config")]
-    parts = [
-        config,
-        *(cast("Mapping[str, Any]", part) for part in nested if isinstance(part, dict)),
-    ]
-    stated = (part.get(key) for part in parts for key in DTYPE_KEYS)
-    return getattr(torch, next((name for name in stated if name in _DTYPES), "bfloat16"))
+    parts = [cast("Mapping[str, Any]", part) for part in nested if isinstance(part, dict)]
+    for part in (config, *parts):
+        yield from (part[key] for key in DTYPE_KEYS if part.get(key) not in (None, "auto"))
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,16 @@ class Stored:
         raise CheckpointError(
             f"{self.checkpoint.source} is stored quantised ({told}), and {why}. {HOW_ELSE}"
         )
+
+    def check_dtype(self) -> None:
+        """See that the dtype that its config states is one that weights are read as.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        stated = next(_stated(self.checkpoint.config or {}), "bfloat16")
+        if stated not in _DTYPES:
+            self.refuse(f"its dtype is {shorten(stated)}, where {', '.join(_DTYPES)} can be read")
 
     def setting(self, key: str, *allowed: object, default: object = None) -> Any:
         """Return a setting, one of those that are read.

@@ -69,7 +69,19 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> Found:
         stored.refuse(f"its group_size is {shorten(group)}, where {SMALLEST} or more can be read")
     names = [name for name in stored.checkpoint.headers if name.endswith(".weight_packed")]
     tensors = tuple(_weight(stored, n.removesuffix("_packed"), bits, group) for n in names)
+    for tensor in tensors:
+        check_zeros(stored, schemes, f"{tensor.header.name}_zero_point")
     return Found(tensors, f"compressed-tensors, INT{bits}, {said_of_groups(group or -1)}")
+
+
+def check_zeros(stored: Stored, schemes: Sequence[Mapping[str, Any]], name: str) -> None:
+    """See that a weight without zero points is one of a symmetric scheme.
+
+    Raises:
+        CheckpointError: all schemes have zero points.
+    """
+    if schemes and all(scheme.get("symmetric") is False for scheme in schemes):
+        stored.refuse(f"its weights are asymmetric, and '{name}' is missing")
 
 
 def _weight(stored: Stored, name: str, bits: int, group: int | None) -> Words:

@@ -52,6 +52,7 @@ class Dequantised(View):
         super().__init__(stored)
         config = stored.config or {}
         seen = Stored(stored, _settings(config), dtype_of(config))
+        seen.check_dtype()
         found = _find(seen)
         self.settings = seen.settings
         self.unused = found.unused
