@@ -171,7 +171,7 @@ def align(
                 f"{{match: '{name}', use: head}}."
             )
     taken = {*names.values(), *own_heads}
-    extra_heads, ignored, refused = _extras(expert, taken, rules, chosen)
+    extra_heads, ignored, refused = _extras(base, expert, taken, rules, chosen)
     if refused or missing:
         _check_packing(base, expert_name, expert)
     # Before an advice that lets them pass.
@@ -361,7 +361,7 @@ def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -
 
 
 def _extras(
-    expert: Model, taken: set[str], rules: TensorRules, chosen: ChosenUse
+    base: Model, expert: Model, taken: set[str], rules: TensorRules, chosen: ChosenUse
 ) -> tuple[list[str], dict[str, str], list[str]]:
     """Sort what the base lacks into heads, what is left out with the reason, and what is refused."""
     heads: list[str] = []
