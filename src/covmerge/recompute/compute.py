@@ -235,14 +235,22 @@ def _farthest(
 ) -> _Element:
     """Find the element that is farthest from the exact one, beside what storing it may change.
 
-    Storing a number changes it by half of the distance to the next one, at most. In a quantised format the
-    numbers are as far apart as the scale of a block says, which may be another one: there it is twice the
-    most that rounding the exact rows changes.
+    Storing a number changes it by half of the distance to the next one, at most. Where each operation of
+    the method rounds to a dtype, an operation may have rounded the other way, by the whole distance there.
+    In a quantised format the numbers are as far apart as the scale of a block says, which may be another
+    one: there it is twice the most that rounding the exact rows changes.
     """
     if not stored.numel():
         return _Element()
     off = (stored.double() - exact).abs()
-    allowed = 2 * (rounded - exact).abs().max() if packed else _half_step(stored)
+    if packed:
+        allowed = 2 * (rounded - exact).abs().max()
+    else:
+        allowed = _step(stored, stored.dtype) / 2
+        merge = item.tensor.operation
+        arithmetic = merge.parameters.get("arithmetic") if isinstance(merge, Merge) else None
+        if arithmetic is not None:
+            allowed += _step(stored, getattr(torch, arithmetic))
     beyond = off.sub_(allowed).flatten()
     where = int(beyond.argmax())
     place = [int(axis) for axis in torch.unravel_index(torch.tensor(where), stored.shape)]
@@ -251,12 +259,12 @@ def _farthest(
     return _Element(max(0.0, float(beyond[where])), tuple(place))
 
 
-def _half_step(stored: Tensor) -> Tensor:
-    """Half of the distance from each stored number to the next one in its dtype."""
-    info = torch.finfo(stored.dtype)
-    size = stored.double().abs().clamp_min(info.tiny)
+def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance from each number to the next one in a dtype."""
+    info = torch.finfo(dtype)
+    size = values.double().abs().clamp_min(info.tiny)
     exponent = torch.frexp(size).exponent - 1
-    return torch.ldexp(torch.full_like(size, info.eps / 2), exponent)
+    return torch.ldexp(torch.full_like(size, info.eps), exponent)
 
 
 def _read_packed(exact: Tensor, form: PackedTensor, item: WorkItem) -> Tensor:
