@@ -27,6 +27,9 @@ from covmerge.types import Role, TensorHeader
 
 # (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
 ChosenUse = Callable[[str, Role], str | None]
+_ANOTHER_BASE = (
+    "it is no adapter of this base. Name the base that it was trained on, or leave it out"
+)
 _IGNORED = "extra tensor (tensors.extra: ignore)"
 
 
@@ -229,10 +232,13 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
                 f"with the rule {{match: '{name}', use: base}}, or merge it"
             )
         else:
+            resized = found in adapter.headers and _is_vocabulary(
+                base, name, header, adapter.headers[found]
+            )
             raise TensorError(
                 f"'{name}' is {list(header.shape)} in the base, and expert '{expert_name}' "
-                f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: it is "
-                "no adapter of this base. Name the base that it was trained on, or leave it out"
+                f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: "
+                + (_resize_first(shapes[found][0]) if resized else _ANOTHER_BASE)
             )
     taken = {*names.values(), *own_heads}
     unknown = [name for name in adapter.low_rank if name not in taken]
@@ -254,6 +260,14 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     _check_reached(base, expert_name, adapter, kept, others, {}, ())
     heads = tuple([*own_heads, *others])
     return Alignment(names, (), {}, heads, tuple(head_bases), {}, tied)
+
+
+def _resize_first(rows: int) -> str:
+    return (
+        "its base's vocabulary was resized for the training. Resize the base as well (transformers: "
+        f"model.resize_token_embeddings({rows}), then model.save_pretrained(NEW), and the adapter's "
+        "tokenizer into NEW), and pass NEW as the base"
+    )
 
 
 def _check_reached(
