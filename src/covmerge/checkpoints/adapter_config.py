@@ -17,6 +17,11 @@ MERGE_FIRST = (
     "merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge full "
     "models"
 )
+# PEFT's own merge adds the updates of all copies of a layer to the one tensor that they share.
+_STACK_FIRST = (
+    "stack the layers of its base first (a recipe with `slices` and the method passthrough), set "
+    "layer_replication to null in adapter_config.json, and merge the adapter over the stacked base"
+)
 
 _ADALORA = "ADALORA"
 _ALL_LINEAR = "all-linear"
@@ -237,7 +242,8 @@ class AdapterConfig:
     def refuse(self, name: str, why: str) -> NoReturn:
         """Refuse the adapter over one field."""
         value = shorten(self.fields.get(name))
-        raise CheckpointError(f"{self.where} has {name} = {value}, {why}: {MERGE_FIRST}")
+        step = _STACK_FIRST if name == "layer_replication" else MERGE_FIRST
+        raise CheckpointError(f"{self.where} has {name} = {value}, {why}: {step}")
 
     def _refuse_kind(self, kind: object) -> NoReturn:
         if isinstance(kind, str) and kind in _WITHOUT_WEIGHTS:

@@ -339,6 +339,15 @@ class _Reader:
                 self._refuse_shape(header, "which is no matrix of floating numbers")
         rank, d_out = first.shape[0], second.shape[0]
         fits = len(first.shape) == len(second.shape) and second.shape[1] == rank
+        groups = rank // max(1, second.shape[1])
+        if second.shape[2:] and groups > 1 and groups * second.shape[1] == rank:
+            self._refuse_shape(
+                second,
+                f"of a convolution with {groups} groups, whose update is no kernel of such a convolution "
+                "(PEFT does not merge it either)",
+                "train without that layer, or remove its tensors from a copy of the adapter, and it from "
+                "target_modules",
+            )
         if not fits or any(size != 1 for size in second.shape[2:]):
             self._refuse_shape(second, f"which does not fit '{down}' of shape {list(first.shape)}")
         d_in = first.numel // rank if rank else first.shape[1]
@@ -426,8 +435,13 @@ class _Reader:
         one, other = self._stored[down].dtype, self._stored[up].dtype
         return one if one == other else wider(one, other)
 
-    def _refuse_shape(self, header: TensorHeader, why: str) -> NoReturn:
+    def _refuse_shape(
+        self,
+        header: TensorHeader,
+        why: str,
+        step: str = "save the adapter again from gathered weights",
+    ) -> NoReturn:
         raise CheckpointError(
             f"{self._where}: '{header.name}' is {header.dtype} of shape {list(header.shape)}, "
-            f"{why}: save the adapter again from gathered weights"
+            f"{why}: {step}"
         )

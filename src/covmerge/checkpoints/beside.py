@@ -19,8 +19,9 @@ MODULES = (
 
 _MOST_BYTES = 1_000_000
 _MOST_VALUES = 10_000
-# What training leaves, which no model needs.
-_OF_TRAINING = re.compile(
+# What training leaves, which no model needs; and adapters, which are opened as such.
+_KNOWN = re.compile(
+    r"adapter_model\..*|"
     r"(optimizer|scheduler|scaler|sampler|rng_state|random_states|training_args|trainer_state)\b.*"
     r"|(optimizer|rng_state|random_states)_.*"
 )
@@ -86,7 +87,7 @@ def notes_on_others(
             fetched to look.
     """
     for name in sorted(others):
-        if store.folder is not None and not _OF_TRAINING.fullmatch(name):
+        if store.folder is not None and not _KNOWN.fullmatch(name):
             _check_no_part(store, name, headers, opened)
     if others:
         yield f"{store}: {chosen} was read, and not {', '.join(sorted(others))}"

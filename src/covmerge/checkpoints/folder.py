@@ -50,6 +50,7 @@ _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed so
 WEIGHT_SUFFIXES = (_SAFETENSORS, *_TORCH, GGUF)
 _INDEX = ".index.json"
 _FSDP = re.compile(r"pytorch_model_fsdp_[0-9]+", re.ASCII)
+_SLICES = re.compile(r"shard-[0-9]+-model-[0-9]+-of-[0-9]+\.safetensors", re.ASCII)
 _SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
 PREFERRED = (  # the order in which transformers looks
     "model.safetensors",
@@ -207,6 +208,7 @@ def choose_weights(
         if name in names:
             return WeightsChoice(name)
     present = [n for n in found if not _is_adapter(n)]
+    _refuse_slices(present, where)
     _refuse_lone_shard(present or sorted(n for n in names if n.endswith(_TORCH)), where)
     if len(present) == 1:
         return WeightsChoice(present[0])
@@ -236,6 +238,19 @@ def choose_weights(
 def _trained(folders: Collection[str]) -> str:
     """The part of a pipeline that is mostly trained."""
     return next((name for name in ("transformer", "unet") if name in folders), "unet")
+
+
+def _refuse_slices(present: Sequence[str], where: str) -> None:
+    """Refuse what torch's HuggingFaceStorageWriter wrote, of every rank its part of the tensors."""
+    slices = [name for name in present if _SLICES.fullmatch(name)]
+    if slices:
+        raise CheckpointError(
+            f"{where} holds {counted(len(slices), 'file')} of torch.distributed.checkpoint, such as "
+            f"{slices[0]}, with a part of the tensors for each rank. Put them together first: "
+            "consolidate_safetensors_files(FOLDER, NEW, fqn_to_index_mapping={name of each tensor: 1}) of "
+            "torch.distributed.checkpoint._consolidate_hf_safetensors. Copy config.json and the tokenizer "
+            "to NEW, and pass NEW"
+        )
 
 
 def _refuse_lone_shard(present: Sequence[str], where: str) -> None:
@@ -377,14 +392,17 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
 
 
 def _others(names: Collection[str], read: Collection[str]) -> list[str]:
-    """Files of weights, and indices of such, that are not read; an adapter's are not among them."""
-    indices = [name for name in PREFERRED if name.endswith(_INDEX)]
+    """Files of weights that are not read; the model's own in an older format are no news."""
+    older = ("pytorch_model", DIFFUSERS)
     return [
         name
         for name in names
         if name not in read
-        and not _is_adapter(name)
-        and (name in indices or name.endswith((_SAFETENSORS, *_TORCH)))
+        and (
+            name.endswith(_SAFETENSORS)
+            or name == PREFERRED[1]
+            or (name.endswith(_TORCH) and not name.startswith(older))
+        )
     ]
 
 

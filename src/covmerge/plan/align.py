@@ -28,6 +28,9 @@ from covmerge.types import Role, TensorHeader
 
 # (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
 ChosenUse = Callable[[str, Role], str | None]
+_ANOTHER_BASE = (
+    "it is no adapter of this base. Name the base that it was trained on, or leave it out"
+)
 _IGNORED = "extra tensor (tensors.extra: ignore)"
 
 
@@ -237,10 +240,13 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
                 f"with the rule {{match: '{name}', use: base}}, or merge it"
             )
         else:
+            resized = found in adapter.headers and _is_vocabulary(
+                base, name, header, adapter.headers[found]
+            )
             raise TensorError(
                 f"'{name}' is {list(header.shape)} in the base, and expert '{expert_name}' "
-                f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: it is "
-                "no adapter of this base. Name the base that it was trained on, or leave it out"
+                f"({adapter.checkpoint.source}) has an update of {list(shapes[found])} for it: "
+                + (_resize_first(shapes[found][0]) if resized else _ANOTHER_BASE)
             )
     # Nobody changes tied tensors differently, or the base would be seen untied.
     tied = (find_name(name, prefixes, shapes) for name in base.description.tied)
@@ -289,6 +295,14 @@ def _check_adapted(
             "floating-point dtype, or leave the tensor to the base with the rule "
             f"{{match: '{header.name}', use: base}}"
         )
+
+
+def _resize_first(rows: int) -> str:
+    return (
+        "its base's vocabulary was resized for the training. Resize the base as well (transformers: "
+        f"model.resize_token_embeddings({rows}), then model.save_pretrained(NEW), and the adapter's "
+        "tokenizer into NEW), and pass NEW as the base"
+    )
 
 
 def _check_reached(
