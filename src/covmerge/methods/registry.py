@@ -361,8 +361,8 @@ class Method(Declared):
         except MemoryError as error:
             sizes = [list(own.shape) for own in group.tensors]
             raise ResourceError(
-                f"method '{self.name}' had no memory for updates of {sizes} ({str(error) or 'refused'}): free "
-                "some, pass a smaller --max-memory and fewer --workers and --threads, or choose another "
+                f"method '{self.name}' had no memory for updates of {sizes} ({str(error) or 'refused'}): "
+                "free some, pass a smaller --max-memory and fewer --workers and --threads, or another "
                 "method"
             ) from error
         except (LinAlgError, ArithmeticError) as error:
