@@ -117,5 +117,5 @@ def test_a_method_that_ends_the_program_ends_the_merge_in_words(
     out = tmp_path / "out"
     ran = run([folder], ["merge", *own, "--method=ends", f"--workers={workers}", out], code=2)
     assert said in words(ran.stderr) and "Traceback" not in ran.stderr
-    assert ran.stderr.startswith("error: 'layers.0.")
+    assert "error: 'layers." in ran.stderr
     assert not out.exists() and not (tmp_path / ".out.covmerge-partial").exists()
