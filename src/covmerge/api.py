@@ -153,9 +153,8 @@ def merge(
         base: folder, file, address of one (`s3://…`), hub id `org/name@revision`, a state dict or a
             torch module.
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
-        method: a registered name; see `covmerge.methods.names()`. Without one it is `auto` where all
-            experts are adapters, there are `base_statistics`, or the base can be run to make them;
-            `average` of one expert alone, else `ace`.
+        method: a registered name; see `covmerge.methods.names()`. Without one it is `average` of one
+            expert alone, which is added to its base, and `auto` of several.
         out: output folder, also `s3://` or `gs://`; None keeps the result in memory.
         weights: one positive number per expert, by name or in order; 1 is neutral. Of an expert that is
             alone it is the share of its update.
@@ -643,8 +642,9 @@ def _recipe(
 
 def _check_spelling(method: str, params: Mapping[str, Any]) -> None:
     """Refuse what is no parameter of the method and was to be an argument of `merge`."""
-    methods = [method] if method else ["auto", "ace", "average"]  # one of which is chosen
-    known = {parameter.name for name in methods for parameter in registry.get(name).parameters}
+    # Where none is named, what is a parameter of another than the chosen one is said later.
+    methods = [registry.get(method)] if method else list(registry)
+    known = {parameter.name for one in methods for parameter in one.parameters}
     arguments = [name for name in signature(merge).parameters if name != "params"]
     for name in params.keys() - known:
         near = get_close_matches(name, [*arguments, *known], n=1)

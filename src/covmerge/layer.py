@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
+from covmerge.choice import UNNAMED, choose
 from covmerge.errors import RecipeError, TensorError
 from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.finite import all_finite
@@ -22,7 +23,6 @@ from covmerge.linalg.stored import rounded_to
 from covmerge.measures.length import times_as_long
 from covmerge.measures.rounding import has_few_digits, rounding_of
 from covmerge.methods import Method, registry
-from covmerge.methods.choice import UNNAMED, choose
 from covmerge.methods.factored import merge_factors
 from covmerge.steps import Steps, resolve_steps, with_steps
 from covmerge.types import Json, LinearGroup, LowRank, Measured, Rounding
@@ -76,8 +76,8 @@ def merge_layer(
     Args:
         updates: Δ_t = W_t − W_0, each `(d_out, d_in)`, of one dtype and device; half precision is
             computed in float32. Adapters may be given by their factors.
-        method: a registered name. Without one it is `auto` where all updates are given by their factors or
-            there are `base_inputs`, of one update alone the update, and else `ace`.
+        method: a registered name. Without one it is `average` of one expert alone, which is added to its
+            base, and `auto` of several.
         weights: one positive number per update; 1 is neutral. That of one update alone is the share of
             what it is merged to.
         data: for methods that need it, per update the mean input Gram matrix `(d_in, d_in)`, or the

@@ -15,10 +15,10 @@ import psutil
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.memory import MemoryCheckpoint
 from covmerge.checkpoints.unwrapped import Unwrapped
+from covmerge.choice import UNNAMED
 from covmerge.errors import InputError
 from covmerge.memory import all_memory
 from covmerge.methods import registry
-from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import NOTHING, RANDOM, Recipe, format_size
 from covmerge.statistics.needed import disk_needed, memory_by_block
 from covmerge.statistics.of_base import kept_in

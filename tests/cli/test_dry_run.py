@@ -1,11 +1,13 @@
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
 
-from covmerge.cli import machine
-from covmerge.recipe import parse_recipe
+from covmerge.api import plan_recipe
+from covmerge.cli import machine, show
+from covmerge.recipe import load_recipe, parse_recipe
 from tests.cli.runs import covmerge, flags, words, write_recipe
 from tests.e2e.models import save_family
 
@@ -105,6 +107,19 @@ def test_sources_on_the_hub_are_not_measured():
     recipe = parse_recipe({"base": "org/base", "experts": {"a": "org/a"}})
     speed = machine.measure_speed(recipe, torch.float32, "cpu", None)
     assert (speed.read, speed.read_from) == (None, None)
+
+
+def test_products_and_eigenproblems_are_counted_apart_and_a_busy_machine_is_named(models):
+    plan, _ = plan_recipe(load_recipe(write_recipe(models, "method: tsv_m")))
+    eigen = sum(item.eigen_flops for item in plan.items)
+    assert 0 < eigen < plan.flops
+    free = machine.Speed(flops=1e3, eigen=1e2, share=1.0, read=None, read_from=None)
+    assert free.seconds(plan) == pytest.approx((plan.flops - eigen) / 1e3 + eigen / 1e2)
+    busy = replace(free, share=0.25)
+    assert busy.seconds(plan) == free.seconds(plan)
+    assert "25% of the processors' time" in show._time(plan, busy) and "busy" not in show._time(
+        plan, free
+    )
 
 
 def test_real_model(tmp_path):

@@ -1,7 +1,9 @@
-"""Where no method is named: one expert alone as it is, several by auto."""
+"""Where no method is named: one expert alone by its weight, several by auto."""
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import peft
 import pytest
@@ -9,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import covmerge
+from covmerge.choice import TAKEN, choose
 from covmerge.errors import RecipeError
+from covmerge.recipe import json_schema
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build, fine_tuned
@@ -39,13 +43,32 @@ def full(folder, *numbers):
 def test_one_adapter_folded_is_what_peft_makes_of_it(models):
     out = models / "out"
     shown = command("merge", "--base", models / "base", f"--expert=e1={lora(models, 1)['e1']}", out)
-    assert "as one expert alone is added to its base as it is" in words(shown.stdout)
+    assert "as one expert alone is added to its base, by its weight" in words(shown.stdout)
     merged, wanted = (
         load_file(path / "model.safetensors") for path in (out, models / "e1" / "full")
     )
     assert merged.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(merged[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_all_that_tells_of_the_choice_tells_what_is_taken():
+    """Help, docstrings, schema and docs; the run's own line comes of the same place."""
+    assert (
+        f"`{choose(1)[0]}` of one expert alone" in TAKEN and f"`{choose(2)[0]}` of several" in TAKEN
+    )
+    shown = [
+        " ".join(words(command("merge", "--help").stdout).replace("│", " ").split()),
+        json.dumps(json_schema(), ensure_ascii=False),
+        covmerge.merge.__doc__,
+        covmerge.merge_layer.__doc__,
+        Path("docs/full-models.md").read_text("utf-8"),
+    ]
+    for text in shown:
+        assert TAKEN.replace("`", "") in " ".join(text.replace("`", "").split())
+    told = [*Path("docs").glob("*.md"), *Path("examples").glob("*.yml"), Path("README.md")]
+    told += Path("src/covmerge").rglob("*.py")
+    assert not [path for path in told if re.search(r"\belse `?ace\b", path.read_text("utf-8"))]
 
 
 def test_the_help_and_the_readme_show_how_to_fold_an_adapter():

@@ -90,3 +90,32 @@ print(covmerge.methods.names()[0], covmerge.methods.names()[0])
 def test_a_name_that_the_literature_has_and_we_have_not(package, run):
     folder = package("theirs", GOOD.replace('"good"', '"adamerging"'), methods=["adamerging"])
     assert "Take the first." in run([folder], ["methods", "adamerging"]).stdout
+
+
+ENDS = """
+import covmerge
+@covmerge.register("ends")
+def ends(group):
+    "End the program."
+    raise {0}
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("SystemExit(0)", "method 'ends' tried to end the program (SystemExit: 0)"),
+        ("MemoryError", "method 'ends' had no memory for updates of"),
+    ],
+)
+def test_a_method_that_ends_the_program_ends_the_merge_in_words(
+    raised, said, workers, package, run, tmp_path
+):
+    folder = package("odd", ENDS.format(raised), methods=["ends"])
+    own = flags(save_plain(tmp_path))
+    out = tmp_path / "out"
+    ran = run([folder], ["merge", *own, "--method=ends", f"--workers={workers}", out], code=2)
+    assert said in words(ran.stderr) and "Traceback" not in ran.stderr
+    assert "error: 'layers." in ran.stderr
+    assert not out.exists() and not (tmp_path / ".out.covmerge-partial").exists()

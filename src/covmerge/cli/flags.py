@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from covmerge.choice import UNNAMED
 from covmerge.cli.console import say, stderr
 from covmerge.cli.outcome import RECIPES
 from covmerge.cli.progress import BytesProgress, ExamplesProgress
@@ -15,7 +16,6 @@ from covmerge.comparison import Wanted
 from covmerge.engine import AUTO, RunOptions, Workers, with_executor
 from covmerge.errors import RecipeError, did_you_mean
 from covmerge.methods import registry
-from covmerge.methods.choice import UNNAMED
 from covmerge.recipe import Recipe, dump_recipe, load_recipe, output_as, parse_recipe, parse_size
 from covmerge.recipe.load import load_stages
 from covmerge.recipe.mergekit import Told

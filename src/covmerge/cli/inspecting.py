@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge import api
+from covmerge.choice import PREFERRED
 from covmerge.cli.console import check_one_form, print_csv, print_json, printable, stdout
 from covmerge.cli.show import facts, table
 from covmerge.cli.units import format_seconds
@@ -23,7 +24,6 @@ from covmerge.engine import RunOptions
 from covmerge.inspection import Inspection, InspectJob, LayerView, Severity, SpectraOf
 from covmerge.inspection.result import root_mean_square
 from covmerge.judgement.names import block_of, kind_of
-from covmerge.methods.choice import PREFERRED
 from covmerge.recipe import Recipe, format_size
 from covmerge.reporting import Report, check_page, write_html
 from covmerge.text import counted

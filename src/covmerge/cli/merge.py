@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from covmerge.choice import TAKEN
 from covmerge.cli import options
 
 
@@ -41,8 +42,8 @@ def merge(
         typer.Option(
             metavar="NAME",
             rich_help_panel=options.HOW,
-            help="Merge method, see `covmerge methods`. Without one, and without one in the recipe: "
-            "one expert alone as it is, auto of adapters and wherever there is --base-stats, else ace.",
+            help="Merge method, see `covmerge methods`. Without one, and without one in the recipe, "
+            f"it is {TAKEN}.".replace("`", ""),
         ),
     ] = None,
     parameter: Annotated[

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from covmerge.cli.console import say, stderr
-from covmerge.errors import CovmergeError, ResourceError
+from covmerge.errors import CovmergeError, InputError, ResourceError
 from covmerge.phrasing import Form, in_form
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -91,6 +91,13 @@ class ReportingGroup(TyperGroup):
         except KeyboardInterrupt as stop:
             stderr().print(str(stop) or "interrupted")
             raise typer.Exit(_interrupted()) from None
+        except SystemExit as error:  # not a command's own: these end by typer.Exit
+            _fail(
+                InputError(
+                    f"code of another package ended the program (SystemExit: {error}), and nothing was "
+                    "finished: leave out what uses it (`covmerge methods` names the packages), or repair it"
+                )
+            )
         except (MemoryError, RuntimeError, OSError) as error:
             if _of_memory(error):
                 said = str(error).partition("\n")[0] or "refused"

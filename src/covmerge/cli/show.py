@@ -113,6 +113,8 @@ def plan_summary(
         "estimate": {
             "seconds": speed.seconds(plan),
             "flops_per_second": speed.flops,
+            "eigen_flops_per_second": speed.eigen,
+            "processor_share": speed.share,
             "read_bytes_per_second": speed.read,
         },
     }
@@ -290,13 +292,18 @@ def _disk(plan: Plan, room: Room | None) -> str:
 
 def _time(plan: Plan, speed: Speed) -> str:
     rates = f"{format_flops(speed.flops)}/s in matrix products"
+    rates += f", {format_flops(speed.eigen)}/s in eigenproblems"
     if speed.read is not None and speed.read_from is not None:
         rates += f", {format_size(int(speed.read))}/s read from {speed.read_from.name}"
     else:
         rates += "; downloading and reading are not counted"
-    return (
-        f"about {format_seconds(speed.seconds(plan))}, a rough estimate from a short test: {rates}"
-    )
+    busy = ""
+    if speed.is_busy:
+        busy = (
+            f". The machine was busy: this test got {speed.share:.0%} of the processors' time, and the "
+            "estimate is for all of it"
+        )
+    return f"about {format_seconds(speed.seconds(plan))}, a rough estimate from a short test: {rates}{busy}"
 
 
 def _run(run: Mapping[str, Any]) -> str:

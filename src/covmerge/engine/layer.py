@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covmerge.engine.inputs import Inputs, dense, take_updates
 from covmerge.engine.measures import Measures
-from covmerge.errors import TensorError
+from covmerge.errors import ResourceError, TensorError
 from covmerge.linalg.lapack import square_norm
 from covmerge.linalg.metric import norm_seen
 from covmerge.measures.rounding import rounding_of
@@ -358,8 +358,8 @@ def naming(tensor: TensorPlan) -> Generator[None]:
     """Say which tensor a method cannot merge; the method itself knows no names."""
     try:
         yield
-    except TensorError as error:
-        raise TensorError(f"'{tensor.name}': {error}") from error
+    except (TensorError, ResourceError) as error:
+        raise type(error)(f"'{tensor.name}': {error}") from error
 
 
 def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float | None:

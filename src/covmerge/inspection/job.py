@@ -12,6 +12,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from covmerge.checkpoints import Checkpoint
+from covmerge.choice import PREFERRED, UNNAMED, choose
 from covmerge.engine import (
     Context,
     NoOutput,
@@ -34,7 +35,6 @@ from covmerge.judgement.names import by_depth
 from covmerge.measures.rounding import Lost
 from covmerge.measures.sums import Sums, sums_from_json
 from covmerge.measures.table_rows import TableRows
-from covmerge.methods.choice import PREFERRED, UNNAMED, choose
 from covmerge.methods.registry import cost_with
 from covmerge.plan import (
     MERGED,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from covmerge.errors import TensorError
+from covmerge.errors import ResourceError, TensorError
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import LinAlgError, norm
@@ -351,6 +351,20 @@ class Method(Declared):
                 merged = run_near_one(self._run, group, parameters, self.noticed.lengths)
             else:
                 merged = self._run(group, **parameters)
+        except (
+            SystemExit
+        ) as error:  # in a thread it would end no more than that, and look like success
+            raise TensorError(
+                f"method '{self.name}' tried to end the program (SystemExit: {error}) and gave no update: "
+                "choose another method, or repair it"
+            ) from error
+        except MemoryError as error:
+            sizes = [list(own.shape) for own in group.tensors]
+            raise ResourceError(
+                f"method '{self.name}' had no memory for updates of {sizes} ({str(error) or 'refused'}): "
+                "free some, pass a smaller --max-memory and fewer --workers and --threads, or another "
+                "method"
+            ) from error
         except (LinAlgError, ArithmeticError) as error:
             raise self._beyond(
                 group, f"fails ({type(error).__name__.strip('_')})", parameters
@@ -391,7 +405,7 @@ class Method(Declared):
             return found
         try:
             merged = self.batched([groups[place] for place in taken], **parameters)
-        except (LinAlgError, ArithmeticError):
+        except (LinAlgError, ArithmeticError, MemoryError, SystemExit):
             return found  # whichever it was of, the kernel finds and names
         for place, own in zip(taken, merged, strict=True):
             fitting = None if own is None else self._fitting(groups[place], own)

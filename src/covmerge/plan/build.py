@@ -12,10 +12,10 @@ import torch
 
 from covmerge.checkpoints import Checkpoint
 from covmerge.checkpoints.folder import weights_stem
+from covmerge.choice import UNNAMED, choose
 from covmerge.errors import InputError, RecipeError, pattern_meant
 from covmerge.linalg.auto import svd_cost
 from covmerge.methods import registry
-from covmerge.methods.choice import UNNAMED, choose
 from covmerge.methods.mergekit import IN_ORDER
 from covmerge.methods.registry import Unit, cost_with
 from covmerge.plan.adapter import AdapterPlan, plan_adapter

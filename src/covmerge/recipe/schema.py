@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from covmerge.checkpoints.adapter_layout import LoraForm
+from covmerge.choice import TAKEN
 from covmerge.errors import InputError, RecipeError, did_you_mean
 from covmerge.findings import FAULTS, fault_name
 from covmerge.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH, expert_name
@@ -500,9 +501,7 @@ class Recipe(StrictModel):
     )
     method: MethodName = Field(
         default="",
-        description="Merge method; `covmerge methods` lists the names. Without one it is `auto` where all "
-        "experts are adapters, or the base's inputs are known (`base_statistics`) or can be made by "
-        "running it; `average` of one expert alone, which is the expert; else `ace`.",
+        description=f"Merge method; `covmerge methods` lists the names. Without one it is {TAKEN}.",
     )
     parameters: Parameters = Field(
         default_factory=dict[str, Any],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 UNNAMED = ""  # stands where no method is named
-PREFERRED = "auto"  # of several experts
+ALONE, PREFERRED = "average", "auto"  # of one expert, and of several
+# What help, docstrings, schema and docs say; `tests/e2e/test_choice.py` holds them to it.
+TAKEN = f"`{ALONE}` of one expert alone, which is added to its base, and `{PREFERRED}` of several"
 
 
 def choose(count: int) -> tuple[str, str]:
@@ -20,5 +22,5 @@ def choose(count: int) -> tuple[str, str]:
         ('average', 'auto')
     """
     if count == 1:
-        return "average", "one expert alone is added to its base as it is"
+        return ALONE, "one expert alone is added to its base, by its weight"
     return PREFERRED, "that is the default for several experts and needs no parameter"
