@@ -37,6 +37,7 @@ def test_what_is_wrong_is_told_from_rounding(tmp_path: Path, dtype: torch.dtype)
     assert verdict() == outcomes.WRONG
 
 
+@pytest.mark.slow
 def test_servers_that_lie_and_fail():
     kinds = (
         "web: a file without",
