@@ -285,7 +285,7 @@ def damaged(tensors: dict[str, Tensor], random: Random) -> Iterator[dict[str, Te
                 f"{name[:-9]}x{name[-9:]}": own
             }
         case _:
-            yield {**tensors, name: own[:1]}
+            yield {**tensors, name: own[:1] if own.ndim else own.repeat(3)}
 
 
 def merge(kind: str, form: str, folder: Path, random: Random) -> outcomes.Verdict:

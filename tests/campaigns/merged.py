@@ -75,13 +75,22 @@ class Mean:
         scale = self.scale or 1 / sum(self.weights.values())
         result: dict[str, Tensor] = {}
         for name, weight in base.items():
+            # Buffers that the base does not store are left out, which a note says.
             own = {key: tensors.get(name) for key, tensors in experts.items()}
             start, result[name] = weight.double(), weight.double()
             for key, tensor in own.items():
-                if tensor is None or tensor.shape != start.shape or len(experts[key]) != len(base):
+                if (
+                    tensor is None
+                    or tensor.shape != start.shape
+                    or _count(experts[key]) != len(base)
+                ):
                     return f"expert '{key}' has other tensors than the base"
                 result[name] = result[name] + scale * self.weights[key] * (tensor.double() - start)
         return result
+
+
+def _count(tensors: Tensors) -> int:
+    return sum(tensor.is_floating_point() for tensor in tensors.values())
 
 
 def command(*arguments: object) -> Ended:

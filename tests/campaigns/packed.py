@@ -243,12 +243,17 @@ def _read_4bit(settings: Settings, stored: Stored, dtype: torch.dtype) -> Tensor
     )
 
 
+# What of a scheme the values depend on.
+_OF_VALUES = ("num_bits", "type", "strategy", "symmetric", "group_size", "block_structure")
+
+
 def _scheme(settings: Settings) -> Any:
     from compressed_tensors.quantization import QuantizationScheme
 
     assert settings["quant_method"] == "compressed-tensors"
     (group,) = settings["config_groups"].values()
-    return QuantizationScheme(**group)
+    weights = {key: own for key, own in group["weights"].items() if key in _OF_VALUES}
+    return QuantizationScheme(targets=["Linear"], weights=weights)
 
 
 def _compressed(form: str, **weights: Any) -> Settings:

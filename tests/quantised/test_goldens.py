@@ -184,6 +184,7 @@ def test_a_dtype_that_weights_are_not_read_as_is_refused(tmp_path, dtype):
         ("compressed-tensors packed 4", {"symmetric": False}, "fc.weight_zero_point' is missing"),
         ("compressed-tensors int channel True", {"symmetric": 2}, "symmetric of its weights is 2"),
         ("compressed-tensors float channel True", {"num_bits": [8]}, "num_bits of its weights is"),
+        ("compressed-tensors float channel True", {"strategy": "ensor"}, "strategy of its weights"),
         ("compressed-tensors float channel True", "channel", "config_groups are 'channel'"),
     ],
 )

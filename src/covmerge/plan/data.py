@@ -248,8 +248,10 @@ def _check(
                 f"'{expert}', and `tokenizer` gives the output's rows to other tokens: average such "
                 "tables, by `tensors: {embeddings: average, output_head: average}`"
             )
-        if shape[1:] != tensor.stored.shape[1:]:
-            raise _wrong_shape(tensor, file, name, shape, tensor.stored.shape)
+        rows = tensor.operands[expert].rows  # a table may have fewer than the output's
+        wanted = tensor.stored.shape if rows is None else (rows, *tensor.stored.shape[1:])
+        if shape != wanted:
+            raise _wrong_shape(tensor, file, name, shape, wanted)
         return
     assert isinstance(tensor.operation, Merge) and tensor.operation.layout is not None
     for _, d_in in matrix_shapes(tensor.stored.shape, tensor.operation.layout):

@@ -18,6 +18,7 @@ from covmerge.quantised.packed import Found, Stored
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _WORDS = "pack-quantized"
 _KINDS = {"num_bits": int, "type": str, "symmetric": bool, "strategy": str}
+_STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
 
 
 def find(stored: Stored) -> Found:
@@ -75,5 +76,7 @@ def _of_weights(stored: Stored) -> list[dict[str, Any]]:
         for key, kind in _KINDS.items():
             if type(own.get(key)) not in (kind, type(None)):
                 stored.refuse(f"{key} of its weights is {shorten(own[key])}")
+        if own.get("strategy") not in (None, *_STRATEGIES):
+            stored.refuse(f"strategy of its weights is {shorten(own['strategy'])}")
         found.append(own)
     return found
