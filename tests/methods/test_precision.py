@@ -92,6 +92,19 @@ def test_bfloat16_weights(name, norms, computed):
     assert relative(found, expected) < 0.1
 
 
+@pytest.mark.parametrize(("decay", "unsure"), [(0, False), (4, True)])
+def test_iso_cts_says_where_rounding_turns_its_task_directions(decay, unsure):
+    sizes = torch.arange(1, 9, dtype=torch.float64) ** -decay
+    updates = [LowRank(u.left * sizes, u.right) for u in adapters(WIDE, rank=8, norms=(1, 2, 3))]
+    base = 0.05 * torch.randn(WIDE, generator=torch.Generator().manual_seed(7))
+    experts = [{"layer.weight": (base.double() + u.dense()).float()} for u in updates]
+    merged = covmerge.merge({"layer.weight": base}, experts, "iso_cts", out_dtype="float64")
+    found = merged.tensors["layer.weight"] - base.double()
+    off = relative(found, covmerge.merge_layer(updates, "iso_cts").dense())
+    assert (off > 1e-3) == unsure
+    assert any("task directions of 1 tensors" in note for note in merged.notes) == unsure
+
+
 FOLDS = {  # an adapter in the dtype of its base, as PEFT merges it
     "float32": ((256, 256), torch.float32, torch.float32),
     "float32 held in float64": ((96, 128), torch.float32, torch.float64),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
@@ -19,8 +19,9 @@ from covmerge.linalg.spectral import TruncatedSvd, leading_svd, numerical_rank, 
 from covmerge.methods.closed_form import stack_weighted
 from covmerge.methods.registry import Laws, Reference, register
 from covmerge.methods.resolution import Resolution, resolution
-from covmerge.methods.words import DEPENDENT, UNCHANGED
-from covmerge.noticed import Noticed, Words
+from covmerge.methods.words import DEPENDENT, UNCHANGED, facts
+from covmerge.noticed import Noticed, Seen, Words
+from covmerge.text import some
 from covmerge.types import LinearGroup, Merged, Rounding
 
 _PAPER = Reference(
@@ -73,6 +74,26 @@ class Flattened(Noticed):
     sigma: float | None = None
 
 
+class UnsureTasks(Words):
+    """Tensors whose task directions rounding of stored weights may have turned, by `turned_by`."""
+
+    def notes(self, seen: Sequence[Seen]) -> Iterator[str]:
+        """Where they may be off by more than a thousandth."""
+        found = {one.tensor: max(facts([one], "turned_by"), default=0.0) for one in seen}
+        unsure = {name: off for name, off in found.items() if off > _UNSURE}
+        if unsure:
+            yield (
+                f"rounding of the stored weights may turn task directions of {len(unsure)} tensors by "
+                f"about {min(1.0, max(unsure.values())):.1%} ({some(list(unsure), 2)}), and the merge by "
+                "several times that: what the common directions leave of an update is small there. Merge "
+                "the adapters themselves if you have them, or by iso_c, which has no task directions"
+            )
+
+
+_UNSURE = 1e-3
+UNSURE_TASKS = UnsureTasks()
+
+
 @dataclass(frozen=True)
 class FlattenedTasks(Noticed):
     """What Iso-CTS noticed in one matrix; of a sum that is zero its rank alone.
@@ -84,10 +105,11 @@ class FlattenedTasks(Noticed):
         per_task: directions of each task.
         directions: of both kinds.
         dependent: directions that experts have nearly in common.
+        turned_by: how far rounding of stored weights may turn the weakest direction of a task.
         sigma: the mean of the singular values.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT)
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, UNSURE_TASKS)
     lengths: ClassVar[tuple[str, ...]] = ("sigma",)
 
     unchanged: int | None = None
@@ -96,6 +118,7 @@ class FlattenedTasks(Noticed):
     per_task: int | None = None
     directions: int | None = None
     dependent: int | None = None
+    turned_by: float | None = None
     sigma: float | None = None
 
 
@@ -294,9 +317,36 @@ def iso_cts(
         per_task=s,
         directions=len(common.right) + sum(map(len, sigma)),
         dependent=joined.dependent,
+        turned_by=_turned_by(whole, common, tasks, changed, known.of_sum(group.weights)),
         sigma=flat,
     )
     return Merged((joined.left @ joined.right).mul_(scale * flat), noticed)
+
+
+def _turned_by(
+    whole: TruncatedSvd,
+    common: TruncatedSvd,
+    tasks: Sequence[TruncatedSvd],
+    changed: Sequence[tuple[Tensor, float, Rounding]],
+    rounding: Rounding,
+) -> float | None:
+    """How far errors E of the sum and E_t of Δ_t turn the weakest direction of a task, to first order.
+
+    E turns u_i of U_c out of it by ‖E‖/(σ_i − σ_{c+1}), so that of Δ_t the length
+    ‖E‖ ‖diag(σ_i − σ_{c+1})⁻¹ U_cᵀΔ_t‖ comes in beside E_t. Over the task's smallest singular value that is
+    the angle.
+    """
+    if not rounding.edge:
+        return None
+    c = len(common.right)
+    gaps = common.kept - (whole.kept[c] if c < whole.rank else 0.0)
+    off = [
+        (rounding.edge * norm((common.left.mT @ update).double() / gaps[:, None]) + error.edge)
+        / float(part.kept[-1])
+        for part, (update, _, error) in zip(tasks, changed, strict=True)
+        if len(part.right)
+    ]
+    return max(off, default=None)
 
 
 def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:
