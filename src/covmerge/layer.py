@@ -19,7 +19,7 @@ from covmerge.linalg.lapack import norm
 from covmerge.linalg.metric import norm_seen
 from covmerge.linalg.random import Stream
 from covmerge.linalg.spectral import rank_tolerance, singular_values
-from covmerge.linalg.stored import rounded_to
+from covmerge.linalg.stored import stored_as
 from covmerge.measures.length import times_as_long
 from covmerge.measures.rounding import has_few_digits, rounding_of
 from covmerge.methods import Method, registry
@@ -254,7 +254,7 @@ def _say_if_long(
 def _stored(merged: _Update, dtype: torch.dtype) -> _Update:
     """The merged update in the dtype of the updates."""
     try:
-        parts = [rounded_to(part, dtype) for part in _parts(merged)]
+        parts = [stored_as(part, dtype) for part in _parts(merged)]
     except OverflowError as error:
         raise TensorError(
             f"the merged update is finite in {merged.dtype} and overflows {dtype}, the dtype of the "

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import TensorError
-from covmerge.linalg.stored import rounded_to
+from covmerge.linalg.stored import stored_as
 
 # The largest number and the end of what rounds to it, from the formats' definitions: IEEE 754's (a number
 # with an odd last bit loses the tie), and the OCP's FP8, whose 480 is NaN.
@@ -30,10 +30,10 @@ def test_what_rounds_to_the_largest_number_is_no_overflow(dtype, sign):
     source = (
         torch.float64 if dtype in (torch.float32, torch.bfloat16, torch.float16) else torch.float32
     )
-    kept = rounded_to(torch.tensor([most, last, 0.0], dtype=source), dtype)
+    kept = stored_as(torch.tensor([most, last, 0.0], dtype=source), dtype)
     assert kept.double().tolist() == [most, most, 0.0]
     with pytest.raises(OverflowError, match="the largest number is"):
-        rounded_to(torch.tensor([0.0, first], dtype=source), dtype)
+        stored_as(torch.tensor([0.0, first], dtype=source), dtype)
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])

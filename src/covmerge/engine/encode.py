@@ -15,7 +15,7 @@ from covmerge.errors import TensorError
 from covmerge.linalg.bits import pack
 from covmerge.linalg.lapack import square_norm
 from covmerge.linalg.spectral import truncated_svd
-from covmerge.linalg.stored import rounded_to
+from covmerge.linalg.stored import stored_as
 from covmerge.methods.factored import MergedFactors
 from covmerge.plan import AdapterFactors, AdapterTensor, Merge, ModelTensor, PackedTensor, WorkItem
 from covmerge.types import Json, LowRank
@@ -97,7 +97,7 @@ def as_output(item: WorkItem, rows: Tensor, what: str) -> Tensor:
     """
     dtype = item.tensor.output.dtype
     try:
-        return rounded_to(rows, dtype)
+        return stored_as(rows, dtype)
     except OverflowError as error:
         raise TensorError(
             f"'{item.tensor.name}': the {what} overflow {dtype} ({error}); store them in "
@@ -119,7 +119,7 @@ def _as_factors(
     transposed = merge.layout is not None and merge.layout.transposed
     delta, sigma = _factored(update, place.rank, transposed=transposed)
     try:
-        rounded = LowRank(rounded_to(delta.left, form.dtype), rounded_to(delta.right, form.dtype))
+        rounded = LowRank(stored_as(delta.left, form.dtype), stored_as(delta.right, form.dtype))
     except OverflowError as error:
         raise TensorError(
             f"'{item.tensor.name}': the factors of the merged update overflow {form.dtype} ({error}); "

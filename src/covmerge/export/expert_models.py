@@ -20,7 +20,7 @@ from covmerge.checkpoints.masks import packed_header
 from covmerge.checkpoints.strict_json import dumps
 from covmerge.errors import CheckpointError, InputError, TensorError, did_you_mean
 from covmerge.linalg.bits import unpack
-from covmerge.linalg.stored import rounded_to
+from covmerge.linalg.stored import stored_as
 from covmerge.quantised import open_plain
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.store import Store, StoredFile, WritableFile, WritableStore
@@ -109,7 +109,7 @@ def load_expert(
             origin = start.read(name).to(wide)
             update = (weights[name].to(wide) - origin) * mask * factor
             try:
-                weights[name] = rounded_to(origin + update, weights[name].dtype)
+                weights[name] = stored_as(origin + update, weights[name].dtype)
             except OverflowError as error:
                 raise TensorError(
                     f"'{name}': the weights of expert '{expert}' overflow the dtype of the merged model "

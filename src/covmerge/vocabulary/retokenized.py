@@ -16,7 +16,7 @@ from covmerge.checkpoints.base import find_header
 from covmerge.checkpoints.view import View
 from covmerge.checkpoints.vocabulary_size import with_vocabulary
 from covmerge.errors import InputError, TensorError
-from covmerge.linalg.stored import rounded_to
+from covmerge.linalg.stored import stored_as
 from covmerge.types import TensorHeader
 from covmerge.vocabulary.rows import NONE, PADDING, Vocabulary
 from covmerge.vocabulary.tables import Tables
@@ -99,7 +99,7 @@ class Retokenized(View):
     def _fitting(self, name: str, rows: Tensor) -> Tensor:
         """Rows of other models in the dtype of the table."""
         try:
-            return rounded_to(rows, self.headers[name].dtype)
+            return stored_as(rows, self.headers[name].dtype)
         except OverflowError as error:
             raise TensorError(
                 f"'{name}' of {self.source} would get rows of other models that its dtype cannot hold "

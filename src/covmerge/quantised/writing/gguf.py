@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from covmerge.linalg.stored import rounded_to
+from covmerge.linalg.stored import stored_as
 from covmerge.quantised.gguf import PLAIN, Blocks, Whole
 from covmerge.quantised.packed import Packed, pieces
 from covmerge.quantised.writing.packing import Packing, Part
@@ -65,7 +65,7 @@ class ToBlocks:
             mixed[:, list(self.order)] = groups
             stored = mixed.flatten(0, 1)
         if self.kind in PLAIN:
-            return (rounded_to(stored, PLAIN[self.kind]),)
+            return (stored_as(stored, PLAIN[self.kind]),)
         package: Any = importlib.import_module("gguf")
         kind = package.GGMLQuantizationType[self.kind]
         rows = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from covmerge.linalg.stored import rounded_to
+from covmerge.linalg.stored import stored_as
 from covmerge.quantised import awq, gptq
 from covmerge.quantised.integers import WORD, Grouped, run_of
 from covmerge.quantised.packed import pieces
@@ -71,7 +71,7 @@ class Rounding:
 
     def _stored(self, scales: Tensor) -> Tensor:
         known = scales.clamp_min(smallest(self.scales))
-        return rounded_to(torch.where(scales == 0, 1.0, known), self.scales)
+        return stored_as(torch.where(scales == 0, 1.0, known), self.scales)
 
     def _rounded(self, weights: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         return (weights / scale + zero).round_().clamp_(0, self.most)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from covmerge.linalg.stored import rounded_to
+from covmerge.linalg.stored import stored_as
 from covmerge.quantised.fp8 import Scaled
 from covmerge.quantised.packed import pieces
 from covmerge.quantised.writing.packing import Packing, Part
@@ -168,6 +168,6 @@ def _spread(scales: Tensor) -> Tensor:
 def _as_stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales in a dtype; torch's own cast to exponents alone rounds them up by a way of its own."""
     if "e8m0" not in str(dtype):
-        return rounded_to(scales, dtype)
+        return stored_as(scales, dtype)
     exponents = torch.frexp(scales).exponent.sub(1).clamp(-_E8M0_BIAS, _E8M0_BIAS)
     return (exponents + _E8M0_BIAS).to(torch.uint8).view(dtype)
