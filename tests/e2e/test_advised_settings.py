@@ -8,7 +8,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.checkpoints.adapters import llama
 from tests.cli.runs import covmerge, words
 
 W = torch.diag(torch.arange(1.0, 9))
@@ -16,7 +19,13 @@ STEP = 0.01 * torch.ones(8, 8).triu()
 LAYER = "layers.0.mlp.up_proj.weight"
 HEAD = "readout.weight"
 TABLE = "embed_tokens.weight"
-CODES = "layers.0.mlp.codes"
+CODES, SCALES = "layers.0.mlp.codes", "layers.0.mlp.quant_step"
+OTHER = "layers.1.mlp.up_proj.weight"
+FIVE = {
+    f"layers.{number}.mlp.up_proj.weight": matrix
+    for number, matrix in enumerate(torch.randn(5, 8, 8, generator=torch.manual_seed(0)))
+}
+LONG = "layers.0.norm.weight"
 BASE = {LAYER: W, "layers.0.norm.weight": torch.ones(8)}
 EXPERT = BASE | {LAYER: W + STEP}
 
@@ -123,6 +132,30 @@ CASES = {
         {"layers.0.norm.weight": 1.1 * torch.ones(8)},
         settings={"method": "average", "output": {"format": "adapter", "rank": 2}},
     ),
+    "codes and their scales": Case(
+        BASE | {CODES: torch.ones(4, dtype=torch.int8), SCALES: torch.ones(4)},
+        EXPERT | {CODES: torch.zeros(4, dtype=torch.int8), SCALES: 2 * torch.ones(4)},
+        rf"by the rules {rule(CODES, 'base')} and {rule(SCALES, 'base')}",
+        {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int8), SCALES: torch.ones(4)},
+    ),
+    "layers in each other's place": Case(
+        FIVE,
+        FIVE | {LAYER: FIVE[OTHER] + STEP, OTHER: FIVE[LAYER] + STEP},
+        r"go on with `(allow: \[swapped-tensors\])`",
+        {LAYER: FIVE[OTHER] + STEP, OTHER: FIVE[LAYER] + STEP},
+    ),
+    "too long for float32": Case(
+        BASE | {LONG: torch.full((8,), -3e38)},
+        EXPERT | {LONG: torch.full((8,), 3e38)},
+        r"compute in float64 \(`(dtype: float64)`\)",
+        {LAYER: W + STEP, LONG: torch.full((8,), 3e38)},
+    ),
+    "too short for float32": Case(
+        {n: 1e-60 * t.double() for n, t in BASE.items()},
+        {n: 1e-60 * t.double() for n, t in EXPERT.items()},
+        r"compute in float64 \(`(dtype: float64)`\)",
+        {LAYER: 1e-60 * (W + STEP).double()},
+    ),
 }
 
 
@@ -135,11 +168,12 @@ def save(folder, case):
     return {"base": "./base.safetensors", "experts": named, **case.settings}
 
 
-def with_setting(recipe, setting):
-    """The recipe with what an error advised: a rule, or some of its keys."""
-    given = yaml.safe_load(setting)
+def with_settings(recipe, settings):
+    """The recipe with what an error advised: rules, or some of its keys."""
+    rules = [yaml.safe_load(setting) for setting in settings]
+    given = rules[0]
     if "match" in given:
-        return recipe | {"rules": [given]}
+        return recipe | {"rules": rules}
     if "missing" in given:  # the rest of a setting that was said before
         given = {"tensors": given}
     return recipe | given
@@ -153,7 +187,7 @@ def test_the_advised_setting_works(name, tmp_path):
     said = words(covmerge("merge", file, out, code=2).stderr)
     found = re.search(case.said, said)
     assert found is not None, said
-    file.write_text(json.dumps(with_setting(recipe, found[1])))
+    file.write_text(json.dumps(with_settings(recipe, found.groups())))
     covmerge("merge", file, out)
     covmerge("verify", out)
     merged = load_file(out / "model.safetensors")
@@ -191,3 +225,35 @@ def test_a_full_rank_for_an_adapter(advised, tmp_path):
     )
     merged = load_file(tmp_path / "x" / "model.safetensors")
     torch.testing.assert_close(merged[LAYER], W + left @ right)
+
+
+def tokenizer(words):
+    ids = {word: number for number, word in enumerate(words)}
+    core = Tokenizer(models.WordLevel(ids, unk_token="t0"))
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="t0")
+
+
+def test_tokens_of_an_expert_are_merged_as_advised(tmp_path):
+    words_of = {"base": [f"t{n}" for n in range(32)], "a": [f"t{n}" for n in range(33)]}
+    torch.manual_seed(0)
+    model, held = llama(), {}
+    for name, known in words_of.items():
+        model.resize_token_embeddings(len(known))
+        model.save_pretrained(tmp_path / name)
+        tokenizer(known).save_pretrained(tmp_path / name)
+        held[name] = {n: t.clone() for n, t in model.state_dict().items()}
+        for parameter in model.parameters():
+            parameter.data += 1e-3 * torch.randn_like(parameter)
+    file, out = tmp_path / "recipe.yml", tmp_path / "out"
+    recipe = {"base": "./base", "experts": {"a": "./a"}, "method": "average"}
+    file.write_text(json.dumps(recipe))
+    said = words(covmerge("merge", file, out, code=2).stderr)
+    found = re.search(r"Merge them by token with `(tokenizer: {source: union})`", said)
+    assert found is not None, said
+    file.write_text(json.dumps(with_settings(recipe, found.groups())))
+    covmerge("merge", file, out)
+    covmerge("verify", out)
+    merged = load_file(out / "model.safetensors")
+    for name, right in held["a"].items():
+        torch.testing.assert_close(merged[name], right)
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("t32") == 32

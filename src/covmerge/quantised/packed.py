@@ -43,8 +43,8 @@ def how_else(method: object) -> str:
     """Return what to do with a checkpoint of some format that is not read; None: it is not known."""
     way = _DEQUANTISING.get(str(method))
     if way is None:
-        return "Pass the model as it was before it was quantised"
-    return f"Dequantise it first (transformers: {way}), or pass the model as it was before"
+        return "pass the model as it was before it was quantised"
+    return f"dequantise it first (transformers: {way}), or pass the model as it was before"
 
 
 class Packed(Protocol):
@@ -139,7 +139,7 @@ class Stored:
             else f"{shorten(self.method)}; quantization_config in config.json"
         )
         raise CheckpointError(
-            f"{self.checkpoint.source} is stored quantised ({told}), and {why}. {how_else(self.method)}"
+            f"{self.checkpoint.source} is stored quantised ({told}), and {why}: {how_else(self.method)}"
         )
 
     def check_dtype(self) -> None:

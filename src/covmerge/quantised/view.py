@@ -128,7 +128,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     raise CheckpointError(
         f"{checkpoint.source} stores quantised weights (tensor '{packed}' beside '{scale}'), and "
         f"{told} says how: if it is one of {', '.join(FORMATS)}, state its {QUANTISATION} at the top "
-        f"of a config.json beside it, and pass the folder. {how_else(None)}"
+        f"of a config.json beside it, and pass the folder. Else {how_else(None)}"
     )
 
 
