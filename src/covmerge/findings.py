@@ -8,11 +8,13 @@ from enum import Enum
 from covmerge.errors import did_you_mean
 from covmerge.types import Json
 
+UNCHANGED = "unchanged-expert"
+
 # Faults that make a merge worthless, by the names under which `allow` lets them pass.
 FAULTS = {
     "not-a-fine-tune": "an expert was trained from another base than this one",
     "swapped-tensors": "an expert holds a layer of the base under the name of another",
-    "unchanged-expert": "an expert equals the base in all that is merged",
+    UNCHANGED: "an expert equals the base in all that is merged",
     "changed-integers": "an expert has other integers or truth values than the base",
 }
 

@@ -67,6 +67,36 @@ def test_what_transformers_saves(tmp_path: Path, shard_size: str) -> None:
     assert checkpoint.identity()["files"].keys() == on_disk
 
 
+def test_an_index_that_places_a_tensor_in_an_overlay(tmp_path: Path) -> None:
+    """The shards still hold the older one; transformers takes the overlay's."""
+    config = BertConfig(
+        vocab_size=60,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    BertModel(config).save_pretrained(tmp_path, max_shard_size="20KB")
+    name = "encoder.layer.0.output.dense.weight"
+    save_file(
+        {name: torch.full((16, 32), 3.0)}, tmp_path / "model-overlay.safetensors", {"format": "pt"}
+    )
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"][name] = "model-overlay.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    right = BertModel.from_pretrained(tmp_path).state_dict()
+    assert bool((right[name] == 3).all())
+    assert_reads(open_checkpoint, tmp_path, right)
+    assert f"places '{name}' in " in open_checkpoint(tmp_path).notes[0]
+    # In an order in which the shard would be read after it, clients take the older one.
+    (tmp_path / "model-overlay.safetensors").rename(tmp_path / "early.safetensors")
+    index["weight_map"][name] = "early.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert not bool((BertModel.from_pretrained(tmp_path).state_dict()[name] == 3).any())
+    with pytest.raises(CheckpointError, match="does not place there"):
+        open_checkpoint(tmp_path)
+
+
 def test_shards_of_torch_files(tmp_path: Path) -> None:
     torch.save(A, tmp_path / "pytorch_model-00001-of-00002.bin")
     torch.save(B, tmp_path / "pytorch_model-00002-of-00002.bin")

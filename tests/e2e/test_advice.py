@@ -11,7 +11,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 
 import covmerge
 from covmerge.errors import CheckpointError, TensorError
@@ -169,3 +170,128 @@ def test_modules_of_sentence_transformers_with_weights(tmp_path):
         shutil.copy(out / "model.safetensors", tmp_path / "copy" / file)
         for tensor in load_file(tmp_path / "copy" / file).values():
             assert bool((tensor == 1).all())
+
+
+def mlx_adapter(folder, rank=3, scale=20.0, factors=None, **fields):
+    """As mlx-lm 0.32.2 writes it."""
+    folder.mkdir()
+    torch.manual_seed(1)
+    q = "model.layers.0.self_attn.q_proj"
+    factors = factors or {f"{q}.lora_a": torch.randn(16, 3), f"{q}.lora_b": torch.randn(3, 16)}
+    save_file(factors, folder / "adapters.safetensors")
+    config = {"fine_tune_type": "lora", "num_layers": 1, "optimizer": "adam"} | fields
+    config |= {"lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return q, factors
+
+
+def test_an_adapter_of_mlx(tmp_path):
+    """mlx-lm 0.32.2 fuses weight + ((scale * lora_b.T) @ lora_a.T)."""
+    base = {n: 9 * t for n, t in llama().state_dict().items()}
+    q, factors = mlx_adapter(tmp_path / "a")
+    base[f"{q}.weight"] = 400 * torch.randn(16, 16)
+    a, b = (factors[f"{q}.lora_{side}"].double().numpy() for side in "ab")
+    right = base[f"{q}.weight"].double() + torch.from_numpy((20.0 * b.T) @ a.T)
+    for source in ("a", "a/adapters.safetensors"):
+        merged = covmerge.merge(base, {"a": tmp_path / source}, "average").tensors
+        torch.testing.assert_close(merged[f"{q}.weight"].double(), right, rtol=1e-6, atol=1e-5)
+        for name in base.keys() - {f"{q}.weight"}:
+            assert torch.equal(merged[name], base[name])
+
+
+def test_adapters_of_mlx_that_are_not_read(tmp_path):
+    base = llama().state_dict()
+    mlx_adapter(tmp_path / "dora", fine_tune_type="dora")
+    table = {"model.embed_tokens.lora_a": torch.ones(32, 3)}
+    mlx_adapter(tmp_path / "table", factors=table)
+    experts = {"model.layers.0.mlp.switch_mlp.up_proj.lora_b": torch.ones(2, 24, 3)}
+    mlx_adapter(tmp_path / "experts", factors=experts)
+    for name in ("dora", "table", "experts"):
+        with pytest.raises(CheckpointError, match=r"mlx_lm\.fuse --model BASE"):
+            covmerge.merge(base, {"a": tmp_path / name}, "average")
+    mlx_adapter(tmp_path / "scale", scale=None)
+    with pytest.raises(CheckpointError, match="add those that it was trained with"):
+        covmerge.merge(base, {"a": tmp_path / "scale"}, "average")
+
+
+def test_advice_on_files_of_mlx_is_followed(tmp_path):
+    base = {n: 400 * t for n, t in llama().state_dict().items()}
+    mlx_adapter(tmp_path / "a", rank=8)
+    with pytest.raises(CheckpointError, match=r"rank = 8: correct that in adapter_config\.json"):
+        covmerge.merge(base, {"a": tmp_path / "a"}, "average")
+    file = tmp_path / "0000100_adapters.safetensors"
+    (tmp_path / "a" / "adapters.safetensors").rename(file)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: put that and this file"):
+        covmerge.merge(base, {"a": file}, "average")
+    mlx_adapter(tmp_path / "b")
+    (tmp_path / "b" / "adapters.safetensors").unlink()
+    file.rename(tmp_path / "b" / "adapters.safetensors")
+    covmerge.merge(base, {"a": tmp_path / "b"}, "average")
+
+
+@pytest.mark.parametrize("part", ["lokr_w1", "hada_w1_a", "oft_blocks", "diff", "lora_mid.weight"])
+def test_files_of_lycoris_are_merged_with_lycoris(part, tmp_path):
+    """LyCORIS 4.1.3 merges what it wrote by these lines; it is no package of the tests."""
+    save_file({f"lycoris_fc.{part}": torch.ones(2, 2)}, tmp_path / "a.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"with LyCORIS .*create_lycoris_from_weights"
+    ) as told:
+        covmerge.merge({"fc.weight": torch.eye(4)}, {"a": tmp_path / "a.safetensors"}, "average")
+    assert "PEFT" not in str(told.value)
+
+
+def deepseek_v4(folder, tensors, config):
+    """FP8 with `.scale` beside it; experts as two E2M1 numbers a byte, `.scale` of 32 inputs each."""
+    held = {}
+    for name, tensor in tensors.items():
+        scale = name.replace(".weight", ".scale")
+        if ".experts." in name:
+            codes = torch.randint(0, 8, tensor.shape, dtype=torch.uint8)
+            held[name] = (codes[:, ::2] | (codes[:, 1::2] << 4)).view(torch.int8)
+            held[scale] = torch.full((len(codes), codes.shape[1] // 32), 2**-6)
+        elif name.endswith("attn.wq_a.weight"):
+            held[name] = (64 * tensor).to(torch.float8_e4m3fn)
+            held[scale] = torch.full((1, 1), 2**-6)
+        else:
+            held[name] = tensor
+        if scale in held and scale != name:
+            held[scale] = held[scale].to(torch.float8_e8m0fnu)
+    folder.mkdir()
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = {"fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0"}
+    settings |= {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    about = {"expert_dtype": "fp4", "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config | about))
+
+
+def test_the_scales_of_deepseek_v4(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 64}
+    heads = {"num_attention_heads": 2, "o_groups": 2, "q_lora_rank": 64, "o_lora_rank": 64}
+    indexer = {"index_n_heads": 2, "index_head_dim": 64, "index_topk": 4, "qk_rope_head_dim": 32}
+    layers = {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"], "hc_mult": 2}
+    experts = {"n_routed_experts": 2, "num_experts_per_tok": 1, "mlp_layer_types": ["moe"]}
+    config = DeepseekV4Config(**sizes, **heads, **indexer, **layers, **experts, dtype="bfloat16")
+    model = DeepseekV4ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for name in ("base", "a"):
+        deepseek_v4(tmp_path / name, tensors, config.to_dict())
+    with pytest.raises(CheckpointError, match=r"quantization_config=FineGrainedFP8Config") as told:
+        covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average")
+    assert "if it is plain, remove that" not in str(told.value)
+    for name in ("base", "a"):
+        plain = AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, quantization_config=FineGrainedFP8Config(dequantize=True)
+        )
+        plain.save_pretrained(tmp_path / f"{name}-new", save_original_format=False)
+    covmerge.merge(
+        tmp_path / "base-new",
+        {"a": tmp_path / "a-new"},
+        "average",
+        tmp_path / "out",
+        allow=["not-a-fine-tune"],  # the experts are random
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(merged[name].float(), tensor.float(), rtol=0.02, atol=1e-4)

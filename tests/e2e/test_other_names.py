@@ -269,6 +269,4 @@ def test_what_no_output_needs_is_told(tmp_path):
         torch.save(tensors, tmp_path / folder / "pytorch_model.bin")
         torch.save({"state": {}}, tmp_path / folder / "optimizer.pt")
     notes = covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average").notes
-    assert any(
-        "model.safetensors was read, and not optimizer.pt, pytorch_model.bin" in n for n in notes
-    )
+    assert any(n.endswith("model.safetensors was read, and not optimizer.pt") for n in notes)

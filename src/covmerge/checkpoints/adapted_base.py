@@ -68,8 +68,7 @@ class AdaptedBase(View):
             raise InputError(
                 f"'{name}' is needed, and {self.source} stores it quantised: leave it out with the "
                 f"rule {{match: '{name}', use: base}}, choose a method that works on the updates "
-                "alone, or pass the base as it was before (transformers: model.dequantize(), then "
-                "save_pretrained)"
+                "alone, or pass the base as it was before it was quantised"
             )
         self._stored.materialize()
         return self._stored.read(name, rows)

@@ -37,6 +37,7 @@ from covmerge.checkpoints.folder import CONFIG, DIFFUSERS, FileCheckpoint, open_
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.checkpoints.hub import HubCheckpoint
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
+from covmerge.checkpoints.mlx_adapter import MLX_NAME, TurnedFactors, peft_fields
 from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub import HubStore, cached_snapshot, is_offline
@@ -47,6 +48,7 @@ from covmerge.types import LowRank, TensorHeader
 ADAPTER_CONFIG = "adapter_config.json"
 
 _WEIGHTS = (ADAPTER_NAME, "adapter_model.bin")  # in the order of PEFT
+_FILES = (*_WEIGHTS, MLX_NAME)
 _SCALES = {"lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
 _MAX_VALUES = 100_000  # of a configuration; one may list thousands of modules
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
@@ -337,7 +339,7 @@ def as_stored(files: FileCheckpoint) -> Checkpoint:
 def open_adapter_folder(
     source: str, store: Store, stored_as: StoredAs = as_stored
 ) -> Checkpoint | None:
-    """Open the adapter that PEFT or diffusers saved in a folder, or return None if there is none.
+    """Open the adapter that PEFT, mlx-lm or diffusers saved in a folder, or return None if there is none.
 
     A model beside the adapter has precedence.
 
@@ -383,8 +385,9 @@ def open_adapter_file(
         CheckpointError: the file is malformed, or an adapter of a kind that is not read.
     """
     file = local_file(given)
-    if file.name in _WEIGHTS:
-        beside = (ADAPTER_CONFIG,) if file.store.is_file(ADAPTER_CONFIG) else ()
+    configured = file.name in _FILES and file.store.is_file(ADAPTER_CONFIG)
+    if configured or file.name in _WEIGHTS:
+        beside = (ADAPTER_CONFIG,) if configured else ()
         return _open(source, file.store, (file.name, *beside), stored_as=stored_as)
     stored = stored_as(open_file(source, file))
     if not looks_like_adapter(stored.headers):
@@ -412,7 +415,7 @@ def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterChe
     names = store.names()
     if not holds_adapter(names):
         return None
-    weights = [file for file in _WEIGHTS if file in names][:1]
+    weights = [file for file in _FILES if file in names][:1]
     folder = store.download((*store.companions(), *weights))
     return _downloaded(store, folder, names)
 
@@ -446,17 +449,22 @@ def _open(
 ) -> AdapterCheckpoint:
     """Open the adapter of a folder; its configuration says first whether it can be read at all."""
     file = child(store, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
-    config = None if file is None else AdapterConfig(source, read_object(file, _MAX_VALUES))
-    weights = next((name for name in _WEIGHTS if name in names), None)
+    fields = None if file is None else read_object(file, _MAX_VALUES)
+    weights = next((name for name in _FILES if name in names), None)
+    if fields is not None and weights == MLX_NAME:
+        fields = peft_fields(source, fields)
+    config = None if fields is None else AdapterConfig(source, fields)
     if weights is None:
         raise CheckpointError(
-            f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_WEIGHTS)}: the download was "
+            f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_FILES)}: the download was "
             "probably cut short, fetch it again"
         )
     beside = [child(store, name) for name in (ADAPTER_CONFIG, CONFIG) if name in names]
     file = child(store, weights)
     read = {file: open_weights(file)}
     stored = stored_as(FileCheckpoint(source, read, store=store, beside=beside))
+    if weights == MLX_NAME and config is not None:
+        stored = TurnedFactors(stored, config.rank(""))
     contents = read_names(stored.headers, config, source)
     more = (_without_scale(store),) if config is None else config.notes
     if not contents.updates and not contents.wrapped:

@@ -19,7 +19,7 @@ PEFT_FORM: LoraForm = "peft"
 KOHYA_FORM: LoraForm = "kohya"
 DIFFUSERS_FORM: LoraForm = "diffusers"
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class AdaptedTensor:
         if self.form == KOHYA_FORM:
             ends = ("lora_down.weight", "lora_up.weight", "alpha")
             return tuple(f"{self.module}.{end}" for end in ends)
-        prefix = _PREFIX if self.form == PEFT_FORM else ""
+        prefix = PREFIX if self.form == PEFT_FORM else ""
         kind = "lora_embedding_{}" if self.embedding else "lora_{}.weight"
         return tuple(f"{prefix}{self.module}.{kind.format(side)}" for side in "AB")
 
@@ -110,4 +110,4 @@ class WholeTensor:
         """Its names in the file."""
         layer = ".base_layer" if self.beside_factors else ""
         split = (name.rpartition(".") for name in self.names)
-        return tuple(f"{_PREFIX}{module}{layer}.{leaf}" for module, _, leaf in split)
+        return tuple(f"{PREFIX}{module}{layer}.{leaf}" for module, _, leaf in split)

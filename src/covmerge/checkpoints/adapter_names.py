@@ -10,10 +10,11 @@ from typing import NoReturn
 import torch
 
 from covmerge.checkpoints.adapter_config import MERGE_FIRST, AdapterConfig
+from covmerge.checkpoints.adapter_layout import PREFIX
+from covmerge.checkpoints.mlx_adapter import MLX_ENDS, MLX_NAME
 from covmerge.errors import CheckpointError
 from covmerge.types import TensorHeader
 
-_PEFT_PREFIX = "base_model.model."
 _PARTS = {  # what a name ends in, longest first where one ends in another
     ".lora_A.weight": "down",
     ".lora_B.weight": "up",
@@ -37,6 +38,22 @@ _OWN = re.compile(
     r"(^|\.)(lora_|token_adapter\.|dora_scale$|lokr_|hada_|oft_|boft_|ia3_|vera_|diff$|diff_b$)"
 )
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
+_KINDS = {  # what is refused, by a part of its name
+    "lora_magnitude_vector": "DoRA's magnitudes",
+    "dora_scale": "DoRA's magnitudes",
+    "token_adapter": "trained tokens",
+    "lora_mid": "a Tucker core (LoCon)",
+    "hada_": "LoHa",
+    "lokr_": "LoKr",
+    "oft_": "OFT",
+}
+# PEFT reads no such file, and scales some kinds otherwise.
+_MERGE_FILE_FIRST = (
+    "merge it into its base with LyCORIS (names with lycoris_: net, _ = "
+    "lycoris.create_lycoris_from_weights(1.0, FILE, model); net.merge_to(1.0). Names with lora_unet_ and "
+    "lora_te: lycoris.utils.merge([pipe.text_encoder], pipe.unet, load_file(FILE))), save the model, and "
+    "merge full models"
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +160,7 @@ def looks_like_adapter(names: Iterable[str]) -> bool:
         >>> looks_like_adapter(["model.embed_tokens.weight"])
         False
     """
-    ends = tuple(end for end in _FILE_PARTS if end != ".alpha")
+    ends = (*(end for end in _FILE_PARTS if end != ".alpha"), *MLX_ENDS)
     return any(name.endswith(ends) or name.startswith(_FLAT) for name in names)
 
 
@@ -210,7 +227,7 @@ def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def _split(name: str, config: AdapterConfig | None, where: str) -> tuple[str, str]:
     """Return module and part; a tensor that is no part of an update is its own module."""
-    module = name.removeprefix(_PEFT_PREFIX)
+    module = name.removeprefix(PREFIX)
     adalora = config is not None and config.is_adalora
     table = _FILE_PARTS if config is None else _ADALORA_PARTS if adalora else _PARTS
     for end, part in table.items():
@@ -219,28 +236,19 @@ def _split(name: str, config: AdapterConfig | None, where: str) -> tuple[str, st
             # Diffusers' former attention processors stand for the layers beside them.
             return stem.replace(".processor.", ".") if end.startswith("_") else stem, part
     if _OWN.search(module) or (config is None and module == name):
-        _refuse_tensor(name, where)
+        _refuse_tensor(name, config, where)
     return module, ""
 
 
-def _refuse_tensor(name: str, where: str) -> NoReturn:
-    kind = next(
-        (
-            kind
-            for mark, kind in {
-                "lora_magnitude_vector": "DoRA's magnitudes",
-                "dora_scale": "DoRA's magnitudes",
-                "token_adapter": "trained tokens",
-                "lora_mid": "a Tucker core (LoCon)",
-                "hada_": "LoHa",
-                "lokr_": "LoKr",
-                "oft_": "OFT",
-            }.items()
-            if mark in name
-        ),
-        "of no kind that is read",
-    )
-    raise CheckpointError(f"{where}: '{name}' is {kind}, not a factor of LoRA: {MERGE_FIRST}")
+def _refuse_tensor(name: str, config: AdapterConfig | None, where: str) -> NoReturn:
+    if name.endswith(MLX_ENDS):
+        raise CheckpointError(
+            f"{where}: '{name}' is a factor of mlx-lm, whose scale is in adapter_config.json: put that and "
+            f"this file, called {MLX_NAME}, into one folder, and pass the folder"
+        )
+    kind = next((kind for mark, kind in _KINDS.items() if mark in name), "of no kind that is read")
+    step = MERGE_FIRST if config is not None else _MERGE_FILE_FIRST
+    raise CheckpointError(f"{where}: '{name}' is {kind}, not a factor of LoRA: {step}")
 
 
 def _base_name(module: str) -> str:

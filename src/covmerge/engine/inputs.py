@@ -292,7 +292,9 @@ def take_updates(
         updates[expert] = update if keep else None
         squares[expert] = _square(update)
         if stored is not None and not isfinite(squares[expert]):
-            _name_what_is_not_finite(item, inputs.base, expert, stored, dtype)
+            _name_what_is_not_finite(
+                item, inputs.base, expert, stored, dtype, in_place=update is stored
+            )
         if not squares[expert] and isinstance(stored, Tensor):
             _check_not_lost(item, expert, stored, dtype)
         if isinstance(update, Tensor):
@@ -371,15 +373,28 @@ def _check_not_lost(item: WorkItem, expert: str, stored: Tensor, dtype: torch.dt
 
 
 def _name_what_is_not_finite(
-    item: WorkItem, base: Tensor, expert: str, stored: Stored, dtype: torch.dtype
+    item: WorkItem,
+    base: Tensor,
+    expert: str,
+    stored: Stored,
+    dtype: torch.dtype,
+    *,
+    in_place: bool,
 ) -> None:
-    """Raise for the first NaN or Inf; its norm says that there is one."""
+    """Raise for the first NaN or Inf; its norm says that there is one.
+
+    `in_place`: the update took the place of the stored weights.
+    """
     start = 0 if item.rows is None else item.rows.start
     own = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
     read: list[tuple[str | None, Tensor]] = [] if base.is_meta else [(None, base)]
     name = item.tensor.name
     for source, values in (*read, (expert, own)):
         bad = ~torch.isfinite(values.double())
+        if in_place and source is not None and isinstance(stored, Tensor):
+            # Finite weights overflow only over a base as long as half a step of the largest number.
+            limit = torch.finfo(dtype).max * torch.finfo(dtype).eps / 4
+            bad &= ~(values.isinf() & (base.to(values.device).abs() >= limit))
         if bad.any():
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start

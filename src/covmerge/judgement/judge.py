@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import InputError
-from covmerge.findings import Finding, Fit, Severity
+from covmerge.findings import UNCHANGED, Finding, Fit, Severity
 from covmerge.judgement.integers import changed_integers
 from covmerge.judgement.layers import Layer, layers_of
 from covmerge.judgement.swaps import find_swaps
@@ -81,7 +81,9 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
     if stopping:
-        raise InputError("\n".join((*map(_named, stopping), _way_on(stopping))))
+        raise InputError(
+            "\n".join((*map(_named, stopping), _way_on(stopping, len(checkpoints.experts))))
+        )
     warnings = (str(finding) for finding in findings if finding.severity is Severity.WARNING)
     allowed = (f"{fault.name}, which is allowed: {fault}" for fault in faults)
     notes = (str(finding) for finding in findings if finding.severity is Severity.NOTE)
@@ -92,10 +94,12 @@ def _named(fault: Finding) -> str:
     return str(fault) if fault.name is None else f"{fault.name}: {fault}"
 
 
-def _way_on(stopping: Sequence[Finding]) -> str:
+def _way_on(stopping: Sequence[Finding], experts: int) -> str:
     stopped = "The merge is stopped and nothing is kept of it. `covmerge inspect` shows more"
     if any(fault.name is None for fault in stopping):
         return stopped
+    if sum(fault.name == UNCHANGED for fault in stopping) == experts:
+        return f"{stopped}. No expert differs from the base: pass models that were trained from it"
     names = dict.fromkeys(str(fault.name) for fault in stopping)
     flags = " ".join(f"--allow {name}" for name in names)
     return f"{stopped}; if this is meant, go on with {flags}"

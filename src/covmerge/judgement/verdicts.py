@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import hypot
 from statistics import median
 
-from covmerge.findings import Finding, Severity
+from covmerge.findings import UNCHANGED, Finding, Severity
 from covmerge.judgement.layers import Layer
 from covmerge.judgement.names import block_of, ranges
 
@@ -95,7 +95,7 @@ def untouched(layers: Sequence[Layer], expert: str, *, has_head: bool) -> Iterat
             Severity.FAULT,
             "equals the base in every tensor: was it trained, or saved?",
             expert,
-            name="unchanged-expert",
+            name=UNCHANGED,
         )
         return
     blocks: dict[int, list[Layer]] = {}

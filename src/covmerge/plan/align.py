@@ -370,7 +370,8 @@ def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -
         raise TensorError(
             f"'{header.name}' is {header.as_stored.dtype} in the base and {other.as_stored.dtype} in "
             f"expert '{expert_name}': numbers of different kinds cannot be merged. "
-            "Is one of them quantised?"
+            "If one of them is quantised, pass it as it was before; else leave the tensor to the base with "
+            f"the rule {{match: '{header.name}', use: base}}"
         )
 
 

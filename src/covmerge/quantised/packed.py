@@ -29,10 +29,22 @@ SMALLEST = 16  # weights that have one scale: those of a layer are read as a who
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of a config
 _DTYPES = ("bfloat16", "float16", "float32")
 
-HOW_ELSE = (
-    "Dequantise it first (transformers: model.dequantize(), then save_pretrained), or pass the "
-    "model as it was before"
-)
+# How transformers dequantises, by format; in no way where a format is not named.
+_DEQUANTISING = {
+    "fp8": "from_pretrained(FOLDER, quantization_config=FineGrainedFP8Config(dequantize=True)), then "
+    "save_pretrained(NEW, save_original_format=False)",
+    "mxfp4": "from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True)), then "
+    "save_pretrained(NEW)",
+    "bitsandbytes": "model.dequantize(), then save_pretrained(NEW)",
+}
+
+
+def how_else(method: object) -> str:
+    """Return what to do with a checkpoint of some format that is not read; None: it is not known."""
+    way = _DEQUANTISING.get(str(method))
+    if way is None:
+        return "pass the model as it was before it was quantised"
+    return f"dequantise it first (transformers: {way}), or pass the model as it was before"
 
 
 class Packed(Protocol):
@@ -127,7 +139,7 @@ class Stored:
             else f"{shorten(self.method)}; quantization_config in config.json"
         )
         raise CheckpointError(
-            f"{self.checkpoint.source} is stored quantised ({told}), and {why}. {HOW_ELSE}"
+            f"{self.checkpoint.source} is stored quantised ({told}), and {why}: {how_else(self.method)}"
         )
 
     def check_dtype(self) -> None:

@@ -20,7 +20,7 @@ from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
 from covmerge.quantised import gguf
 from covmerge.quantised.formats import FORMATS
-from covmerge.quantised.packed import HOW_ELSE, Found, Packed, Stored, dtype_of
+from covmerge.quantised.packed import Found, Packed, Stored, dtype_of, how_else
 from covmerge.quantised.undeclared import packed_pair
 from covmerge.tensors import conv1d_names, describe_checkpoint
 from covmerge.text import some
@@ -128,7 +128,7 @@ def dequantised(checkpoint: Checkpoint) -> Checkpoint:
     raise CheckpointError(
         f"{checkpoint.source} stores quantised weights (tensor '{packed}' beside '{scale}'), and "
         f"{told} says how: if it is one of {', '.join(FORMATS)}, state its {QUANTISATION} at the top "
-        f"of a config.json beside it, and pass the folder. {HOW_ELSE}"
+        f"of a config.json beside it, and pass the folder. Else {how_else(None)}"
     )
 
 
@@ -158,6 +158,8 @@ def _find(stored: Stored) -> Found:
         stored.refuse(f"formats that can be read are {', '.join(FORMATS)}")
     found = finder(stored)
     if not found.tensors:
+        if (pair := packed_pair(stored.checkpoint.headers)) is not None:
+            stored.refuse(f"'{pair[0]}' beside '{pair[1]}' is not how this format names its parts")
         stored.refuse("no tensor of it is packed: if it is plain, remove that from config.json")
     return found
 
