@@ -210,6 +210,18 @@ def test_what_a_rule_leaves_out_by_name_is_meant():
     torch.testing.assert_close(result.tensors["norm.weight"], EXPERT["norm.weight"])
 
 
+def test_an_expert_with_a_larger_part_that_the_base_lacks():
+    tower = {f"model.visual.{n}.fc.weight": torch.ones(20, 20) for n in range(3)}
+    said = r"All that the base has would be merged.*'model\.visual\.0\.fc\.weight', use: base"
+    with pytest.raises(TensorError, match=said):
+        covmerge.merge(BASE, {"a": EXPERT | tower}, "average", tensors={"extra": "ignore"})
+    # As it says.
+    rules = [{"match": "model.visual.*", "use": "base"}]
+    result = covmerge.merge(BASE, {"a": EXPERT | tower}, "average", rules=rules)
+    for name, tensor in EXPERT.items():
+        torch.testing.assert_close(result.tensors[name], tensor)
+
+
 def test_an_adapter_that_trained_whole_tensors_of_another_model(tmp_path):
     name = "base_model.model.layers.0.fc.lora_"
     adapter = {
@@ -262,6 +274,24 @@ def test_a_part_of_the_model_in_another_file_is_refused(tmp_path, file):
     covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["layers.0.fc.lora_A.weight", "layers.0.fc.lora_B.weight"],
+        ["layers.0.fc", "layers.1.fc"],  # scales of its inputs, or a direction of its outputs
+    ],
+)
+def test_files_about_the_modules_are_no_part_of_the_model(tmp_path, names):
+    for folder, tensors in (("base", BASE), ("a", EXPERT)):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        save_file({name: torch.ones(4) for name in names}, tmp_path / folder / "own.safetensors")
+    result = covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average")
+    assert any("model.safetensors was read, and not own.safetensors" in n for n in result.notes)
+    for name, tensor in EXPERT.items():
+        torch.testing.assert_close(result.tensors[name], tensor)
+
+
 def test_what_no_output_needs_is_told(tmp_path):
     for folder, tensors in (("base", BASE), ("a", EXPERT)):
         (tmp_path / folder).mkdir()
@@ -269,4 +299,7 @@ def test_what_no_output_needs_is_told(tmp_path):
         torch.save(tensors, tmp_path / folder / "pytorch_model.bin")
         torch.save({"state": {}}, tmp_path / folder / "optimizer.pt")
     notes = covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average").notes
-    assert any(n.endswith("model.safetensors was read, and not optimizer.pt") for n in notes)
+    # The same model in an older format is no news (test_read_sources.py).
+    told = [note for note in notes if "was read, and not" in note]
+    assert len(told) == 2
+    assert all(note.endswith("model.safetensors was read, and not optimizer.pt") for note in told)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import cast
 
+from covmerge.checkpoints.adapter_names import looks_like_adapter
 from covmerge.checkpoints.base import WeightFile
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.errors import CheckpointError
@@ -90,7 +91,7 @@ def notes_on_others(
         if store.folder is not None and not _KNOWN.fullmatch(name):
             _check_no_part(store, name, headers, opened)
     if others:
-        yield f"{store}: {chosen} was read, and not {', '.join(sorted(others))}"
+        yield f"{store}: {chosen} was read, and not {some(sorted(others), 12)}"
 
 
 def _check_no_part(
@@ -107,6 +108,9 @@ def _check_no_part(
     read.close()
     # A copy in another precision has the same names, one under its authors' names has other modules.
     if own & headers.keys() or not _modules(own) & _modules(headers):
+        return
+    # An adapter has its own place in a merge; scales of activations and directions are named by modules.
+    if looks_like_adapter(own) or all(f"{tensor}.weight" in headers for tensor in own):
         return
     raise CheckpointError(
         f"{store}: {name} holds {len(own)} tensors of the model that its other files lack "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from covmerge.checkpoints import Checkpoint
+from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import TensorError
 from covmerge.findings import LOST
 from covmerge.tensors import ModelDescription
@@ -55,13 +55,26 @@ def check_reached(
     )
     if share >= _LEAST and (layers or not has_layers) and not alike:
         return
+    whole = layers and not missing and not isinstance(expert, AdapterCheckpoint)
     lacking = f" What it lacks of the base has the same shapes: {_some(missing)}." if alike else ""
     raise TensorError(
         f"{LOST}: expert '{expert_name}' ({expert.source}) would lose {counted(len(lost), 'tensor')}: "
         f"{_some(lost)} are no names of the base ({base.source}), which has {_some(base.headers)}. "
-        f"{100 * share:.0f} % of its parameters would be merged.{lacking} Such a merge is nearly the base, "
-        "and no setting allows it. Rename the expert's tensors to the base's names, or pass the base that "
-        "it was trained from"
+        f"{100 * share:.0f} % of its parameters would be merged.{lacking} {_way_out(lost, whole)}"
+    )
+
+
+def _way_out(lost: Collection[str], whole: bool) -> str:
+    """Say what to do, where all of the base would be merged with the expert, and where it would not."""
+    rename = (
+        "Rename the expert's tensors to the base's names, or pass the base that it was trained from"
+    )
+    if not whole:
+        return f"Such a merge is nearly the base, and no setting allows it. {rename}"
+    return (
+        "All that the base has would be merged, and no setting allows it except a rule that names what is "
+        f"left out, such as {{match: '{next(iter(lost))}', use: base}}; `*` stands for any part of a name. "
+        f"If it is no part that the base lacks: {rename[0].lower()}{rename[1:]}"
     )
 
 
