@@ -29,7 +29,7 @@ from covmerge.statistics.model import require_transformers
 from covmerge.statistics.needed import check_disk, check_memory, disk_needed, memory_by_block
 from covmerge.stores.disk import disk_errors
 from covmerge.stores.lock import Lock, TakenError
-from covmerge.stores.regular_file import reading
+from covmerge.stores.regular_file import pieces, reading
 from covmerge.tensors.skeleton import in_short
 
 DRAWN = Generated("random")
@@ -227,8 +227,8 @@ def _beside(folder: Path | None) -> dict[str, str]:
         if path.suffix in _READ_FROM and path.is_file():
             digest = hashlib.sha256()
             with reading(path), path.open("rb") as file:
-                while chunk := file.read(2**20):
-                    digest.update(chunk)
+                for piece in pieces(file):
+                    digest.update(piece)
             found[path.name] = digest.hexdigest()
     return found
 
