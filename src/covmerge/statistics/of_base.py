@@ -108,7 +108,7 @@ def is_made(base: Checkpoint, device: torch.device) -> bool:
         path = _path(base, device)
     except InputError:  # nor is there a folder to keep the file in
         return False
-    return path.is_file()  # what it holds is checked where it is used
+    return _is_whole(path, base)
 
 
 def _made(
