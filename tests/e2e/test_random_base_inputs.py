@@ -2,8 +2,8 @@
 
 import json
 import os
-import re
 import shutil
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save_file
 
 import covmerge
 from covmerge.checkpoints import open_checkpoint
@@ -24,7 +24,7 @@ from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.models import build
 from tests.e2e.test_adapters import TARGETS, save_adapter
-from tests.statistics.models import save_family
+from tests.statistics.models import save, save_family
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 LAYER = "model.layers.0.mlp.down_proj.weight"
@@ -79,16 +79,12 @@ def test_it_is_what_collect_makes_and_is_made_once(models, tmp_path, monkeypatch
         assert (again / "covmerge.json").read_bytes() == (out / "covmerge.json").read_bytes()
         assert recompute(out).ok
         assert covmerge.report(out, spectra="none").noticed[LAYER].matrices[0].inputs_known
-    # What is kept is no more than a cache, and may be damaged or gone. What opens is read when a merge has
-    # begun, which cannot make it again.
+    # What is kept is no more than a cache, and may be damaged or gone.
     whole = kept(tmp_path)[0].read_bytes()
     header = 8 + int.from_bytes(whole[:8], "little")
     kept(tmp_path)[0].write_bytes(whole[:header] + b"\xff" * (len(whole) - header))
-    advice = (
-        rf"{re.escape(str(kept(tmp_path)[0]))}: the gram .* delete it, and the next merge makes it"
-    )
-    with pytest.raises(InputError, match=advice):
-        covmerge.merge(base, experts, base_statistics="random")
+    covmerge.merge(base, experts, out=tmp_path / "anew", base_statistics="random")
+    assert (tmp_path / "anew" / "model.safetensors").read_bytes() == weights[0].read_bytes()
     kept(tmp_path)[0].write_bytes(b"nothing")
     assert recompute(out).ok and len(kept(tmp_path)) == 1
 
@@ -301,3 +297,46 @@ def test_what_cannot_be_removed_stays_and_nobody_waits_for_it(models, monkeypatc
 
         monkeypatch.setattr(Path, "unlink", kept_by_another)
         assert base_inputs(other, device=torch.device("cpu")).path.exists() and path.exists()
+
+
+def _other_model(path: Path, folder: Path) -> None:
+    """Put what another base's layers see in the place of this one's."""
+    other = save(build("llama"), folder / "other")
+    tensors = load((other / "model.safetensors").read_bytes())
+    save_file({n: 2 * w for n, w in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+    covmerge.collect(other, Generated("random"), path, overwrite=True)
+
+
+def _value(value: float):
+    """Change the last number of the last Gram matrix."""
+
+    def change(path: Path, _: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", value))
+
+    return change
+
+
+POISONED = {
+    "empty": lambda path, _: path.write_bytes(b""),
+    "cut short": lambda path, _: path.write_bytes(path.read_bytes()[:-100]),
+    "NaN": _value(float("nan")),
+    "negative": _value(-1e3),
+    "another value": _value(0.5),
+    "another model": _other_model,
+}
+
+
+@pytest.mark.parametrize("how", POISONED)
+def test_a_kept_file_that_is_not_what_was_made_is_made_again(models, tmp_path, how):
+    """A changed value, or another model's, was used or stopped each merge from then on."""
+    base, _ = models
+    with closing(open_checkpoint(base)) as opened:
+        path = base_inputs(opened, device=torch.device("cpu")).path
+        right = load(path.read_bytes())  # mapped, it would change with the file
+        POISONED[how](path, tmp_path)
+        made = base_inputs(opened, device=torch.device("cpu"))
+        assert made.seconds is not None
+        found = load_file(path)
+        assert found.keys() == right.keys()
+        assert all(torch.equal(found[name], right[name]) for name in right)
+        assert base_inputs(opened, device=torch.device("cpu")).seconds is None

@@ -1,12 +1,14 @@
 """Ranks: as many processes as you like do one merge, with the same bytes, whatever becomes of them."""
 
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,6 +25,8 @@ from covmerge.engine.ranks.session import Session
 from covmerge.engine.ranks.shares import own_first, shares
 from covmerge.engine.ranks.sharing import Sharing
 from covmerge.errors import CheckFailed, CheckpointError, InputError, ResourceError, TensorError
+from covmerge.methods import registry
+from covmerge.methods.registry import Survey
 from covmerge.recipe import dump_recipe, parse_recipe
 from covmerge.stores.local import LocalFolder
 from covmerge.verification import WeightsLook
@@ -481,6 +485,29 @@ def test_an_error_of_one_ends_all(plain, tmp_path, together):
     assert all(isinstance(one, InputError) for one in results)
     assert any(isinstance(one, TensorError) and "layers.7" in str(one) for one in results)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "said"),
+    [
+        (SystemExit, TensorError, "'task_arithmetic' tried to end the program .* for its survey"),
+        (MemoryError, ResourceError, "'task_arithmetic' had no memory for its survey"),
+    ],
+)
+def test_a_survey_that_ends_the_program_ends_all_ranks(
+    plain, tmp_path, monkeypatch, raised, error, said
+):
+    """Its rank ended without a word, and what was unfinished stayed."""
+
+    def ends(*given):
+        raise raised
+
+    own = replace(registry.get("task_arithmetic"), survey=Survey(lambda given: 0.5, ends))
+    monkeypatch.setitem(registry._declared, "task_arithmetic", own)
+    results = merge_ranks(plain, "task_arithmetic", tmp_path / "out", 2, patience=1.0)
+    assert all(isinstance(one, InputError | ResourceError) for one in results)
+    assert any(isinstance(one, error) and re.search(said, str(one)) for one in results)
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_rank_without_one_that_leads(plain, tmp_path):

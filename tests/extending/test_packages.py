@@ -101,6 +101,35 @@ def ends(group):
 """
 
 
+COST_ENDS = """
+import covmerge
+def cost(d_out, d_in, count, itemsize):
+    raise {0}
+@covmerge.register("ends", cost=cost)
+def ends(group):
+    "Take the first."
+    return group.updates[0].clone()
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (
+            "SystemExit(0)",
+            "method 'ends' tried to end the program (SystemExit: 0) and gave nothing",
+        ),
+        ("MemoryError", "method 'ends' had no memory for its cost of a"),
+    ],
+)
+def test_a_cost_that_ends_the_program_ends_the_merge_in_words(raised, said, package, run, tmp_path):
+    folder = package("odd", COST_ENDS.format(raised), methods=["ends"])
+    own = flags(save_plain(tmp_path))
+    ran = run([folder], ["merge", *own, "--method=ends", tmp_path / "out"], code=2)
+    assert f"error: {said}" in words(ran.stderr) and "Traceback" not in ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("raised", "said"),

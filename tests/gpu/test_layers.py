@@ -134,7 +134,7 @@ def within(method, params, updates, shape):
     method(group, **given)
     torch.cuda.synchronize()
     itemsize = updates[0].dtype.itemsize
-    cost = cost_with(method.cost, given)(*shape, len(updates), itemsize)
+    cost = cost_with(method, method.cost, given)(*shape, len(updates), itemsize)
     return torch.cuda.max_memory_allocated() - before, cost.workspace + itemsize * shape[0] * shape[
         1
     ]

@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import socket
+import struct
 import threading
 from contextlib import closing
 from urllib.parse import urlsplit
@@ -183,6 +184,27 @@ def test_rubbish_does_not_end_it(server):
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1000)
     assert ask(server)[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n", b"GET /%b HTTP/1.1\r\nHost: %b\r\n\r\n"])
+def test_a_page_that_is_closed_early_leaves_no_traceback(scene, capfd, sent):
+    """Reset before its request ends, or before its answer."""
+    with closing(Server(scene)) as server:
+        server._server.daemon_threads = False  # so that `close` waits for its answers
+        place = urlsplit(server.url)
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        if b"%b" in sent:
+            sent %= (place.path.strip("/").encode() + b"/view.js", place.netloc.encode())
+        for _ in range(20):
+            with socket.create_connection((place.hostname, place.port), timeout=5) as connection:
+                connection.sendall(sent)
+                # Closing resets the connection, without waiting for what was sent.
+                linger = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        server.shutdown()
+        thread.join()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_port_that_is_taken_is_told(scene, server):

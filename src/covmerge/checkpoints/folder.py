@@ -154,7 +154,7 @@ class FileCheckpoint:
     def _hash(self, file: StoredFile, pace: Pace) -> str:
         """The SHA-256 of a file."""
         digest, done = hashlib.sha256(), 0
-        buffer = memoryview(bytearray(_CHUNK))
+        buffer = memoryview(bytearray(max(1, min(_CHUNK, self._stamps[file][0]))))
         with _named_errors(file), file.open() as opened:
             while True:
                 pace(done)

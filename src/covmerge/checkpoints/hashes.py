@@ -144,7 +144,7 @@ class _Reader:
 
     def rest(self) -> Iterator[memoryview]:
         """Read what is left, piece by piece; a piece holds until the next one is asked for."""
-        buffer = memoryview(bytearray(_CHUNK))
+        buffer = memoryview(bytearray(max(1, min(_CHUNK, self.size))))
         while count := self.some(buffer):
             yield buffer[:count]
 

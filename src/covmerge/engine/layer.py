@@ -179,7 +179,6 @@ class Layer:
     def survey_vectors(self, item: WorkItem, merge: Merge) -> Iterator[tuple[str, Tensor]]:
         """The values whose magnitudes the merge's survey ranks, by expert, matrix by matrix."""
         method = merge.procedure
-        assert method.survey is not None
         factors = self._factors(merge, method)
         if factors is not None:
             for own in factors:
@@ -187,7 +186,7 @@ class Layer:
                 yield from zip(self._given, vectors, strict=True)
             return
         for group in self._groups(item, merge, method, None):
-            vectors = method.survey.vectors(group, merge.parameters)
+            vectors = method.surveyed_vectors(group, merge.parameters)
             yield from zip(self._given, vectors, strict=True)
 
     @cached_property

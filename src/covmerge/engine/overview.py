@@ -20,6 +20,7 @@ from covmerge.types import LinearGroup
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+_WORK = "its look over the whole tensor"
 
 
 def overview(
@@ -32,14 +33,14 @@ def overview(
     experts = list(item.tensor.operands)
     if method.overview.together:
         groups = partial(_groups, item, experts, method, sources, context)
-        with naming(item.tensor), torch_threads(1):
+        with naming(item.tensor), method.ending_in_words(_WORK), torch_threads(1):
             known = look(groups, shape, method.for_experts(merge.parameters, experts, experts))
         return dict.fromkeys(experts, known)
 
     def of(expert: str) -> Known:
         own = method.for_experts(merge.parameters, experts, [expert])
         groups = partial(_groups, item, [expert], method, sources, context)
-        with naming(item.tensor):
+        with naming(item.tensor), method.ending_in_words(_WORK):
             return look(groups, shape, own)
 
     held = method.overview.entry_bytes(merge.parameters) > 0

@@ -18,13 +18,12 @@ from covmerge.checkpoints.manifest import MANIFEST_NAME
 from covmerge.errors import CheckpointError
 from covmerge.export.config import rewrite_config
 from covmerge.stores.paths import safe_child
-from covmerge.stores.regular_file import open_regular
+from covmerge.stores.regular_file import open_regular, pieces
 from covmerge.stores.store import WritableFile, WritableStore
 from covmerge.vocabulary import TOKENIZER_FILES, TokenizerFiles
 
 MAX_FILE_BYTES = 512 << 20
 _MAX_CONFIG_BYTES = 16 << 20  # parsed, which takes several times its size
-_CHUNK = 1 << 20
 
 _COMPANIONS = (
     "config.json",
@@ -88,7 +87,7 @@ def hash_companions(source: Path | None) -> dict[str, str]:
     for name in _companion_names(source):
         digest = hashlib.sha256()
         with _opened(_inside(source, name), MAX_FILE_BYTES) as file:
-            while chunk := file.read(_CHUNK):
+            for chunk in pieces(file):
                 digest.update(chunk)
         found[name] = digest.hexdigest()
     return found
@@ -223,7 +222,7 @@ def _copy(source: Path, copy: WritableFile) -> str:
     with _opened(source, MAX_FILE_BYTES) as file:
         size = source.stat().st_size
         copy.store.create(copy.name, size, b"", needed=size)
-        while chunk := file.read(_CHUNK):
+        for chunk in pieces(file):
             copy.store.write(copy.name, memoryview(chunk), done)
             digest.update(chunk)
             done += len(chunk)

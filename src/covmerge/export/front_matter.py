@@ -18,7 +18,7 @@ from yaml.events import (
 )
 
 from covmerge.errors import CheckpointError
-from covmerge.stores.regular_file import open_regular
+from covmerge.stores.regular_file import open_regular, read_some
 from covmerge.yaml_events import yaml_events
 
 _MAX_DEPTH = 64  # the parser's work grows with the square of it
@@ -41,7 +41,7 @@ def read_front_matter(card: Path, keys: Collection[str]) -> dict[str, tuple[str,
     """
     try:
         with open_regular(card) as file:
-            head = file.read(_MAX_BYTES)
+            head = read_some(file, _MAX_BYTES)
     except OSError as error:
         raise CheckpointError(f"{card} cannot be read: {error.strerror}") from error
     text = head.decode("utf-8-sig", errors="replace")

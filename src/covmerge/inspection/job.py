@@ -267,7 +267,8 @@ class InspectJob:
         ]
         attempt = item.tensor.operation.attempt if isinstance(item.tensor.operation, Look) else None
         if spectra and attempt is not None:
-            cost_of = cost_with(attempt.procedure.cost, attempt.parameters)
+            method = attempt.procedure
+            cost_of = cost_with(method, method.cost, attempt.parameters)
             costs += [cost_of(m, n, models, itemsize) for m, n in shapes]
         held = (models + 2) * numel * itemsize
         return replace(

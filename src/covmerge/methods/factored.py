@@ -128,9 +128,8 @@ def survey_factors(
     method: Method, updates: Sequence[LowRank], weights: Sequence[float], parameters: Parameters
 ) -> tuple[Tensor, ...]:
     """Return per update the values whose magnitudes the method's survey ranks, float64."""
-    assert method.survey is not None
     reduced = _reduce(method.sides_for(parameters), updates, weights)
-    return method.survey.vectors(reduced.group, parameters)
+    return method.surveyed_vectors(reduced.group, parameters)
 
 
 def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) -> _Reduced:

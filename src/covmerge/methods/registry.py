@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from covmerge.errors import ResourceError, TensorError
+from covmerge.errors import TensorError
 from covmerge.linalg.auto import Cost
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import LinAlgError, norm
@@ -174,9 +173,15 @@ def check_cost(declared: Declared, cost: CostModel) -> None:
         )
 
 
-def cost_with(cost: CostModel, parameters: Parameters) -> CostModel:
-    """Return a cost model `(d_out, d_in, experts, itemsize) -> Cost` at these parameters."""
-    return partial(cost, **{name: parameters[name] for name in followed_by(cost)})
+def cost_with(declared: Declared, cost: CostModel, parameters: Parameters) -> CostModel:
+    """Return its cost model `(d_out, d_in, experts, itemsize) -> Cost` at these parameters."""
+    known = {name: parameters[name] for name in followed_by(cost)}
+
+    def at(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+        with declared.ending_in_words(f"its cost of a {d_out} x {d_in} matrix"):
+            return cost(d_out, d_in, count, itemsize, **known)
+
+    return at
 
 
 @dataclass(frozen=True)
@@ -325,7 +330,16 @@ class Method(Declared):
 
     def surveyed(self, parameters: Parameters) -> float | None:
         """Return the density that its survey looks for; None: no survey."""
-        return None if self.survey is None else self.survey.density(parameters)
+        if self.survey is None:
+            return None
+        with self.ending_in_words("the density of its survey"):
+            return self.survey.density(parameters)
+
+    def surveyed_vectors(self, group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
+        """Return per expert the values whose magnitudes its survey ranks."""
+        assert self.survey is not None
+        with self.ending_in_words("its survey"):
+            return self.survey.vectors(group, parameters)
 
     def resolve(self, given: Parameters, family: str | None = None) -> dict[str, Any]:
         """Return all parameters: given ones over the family's over the paper's defaults.
@@ -346,25 +360,13 @@ class Method(Declared):
                 f"method '{self.name}' merges {self.experts_text}, and there are {len(group.weights)}: "
                 "choose another method"
             )
+        sizes = [list(own.shape) for own in group.tensors]
         try:
-            if self._scales(parameters):
-                merged = run_near_one(self._run, group, parameters, self.noticed.lengths)
-            else:
-                merged = self._run(group, **parameters)
-        except (
-            SystemExit
-        ) as error:  # in a thread it would end no more than that, and look like success
-            raise TensorError(
-                f"method '{self.name}' tried to end the program (SystemExit: {error}) and gave no update: "
-                "choose another method, or repair it"
-            ) from error
-        except MemoryError as error:
-            sizes = [list(own.shape) for own in group.tensors]
-            raise ResourceError(
-                f"method '{self.name}' had no memory for updates of {sizes} ({str(error) or 'refused'}): "
-                "free some, pass a smaller --max-memory and fewer --workers and --threads, or another "
-                "method"
-            ) from error
+            with self.ending_in_words(f"updates of {sizes}"):
+                if self._scales(parameters):
+                    merged = run_near_one(self._run, group, parameters, self.noticed.lengths)
+                else:
+                    merged = self._run(group, **parameters)
         except (LinAlgError, ArithmeticError) as error:
             raise self._beyond(
                 group, f"fails ({type(error).__name__.strip('_')})", parameters

@@ -592,7 +592,7 @@ def _work_item(
         shapes = [(part[0] if len(part) > 1 else 1, prod(part[1:] if len(part) > 1 else part))]
     else:
         shapes = list(matrix_shapes(shape, layout))
-    cost_of = cost_with(method.cost, tensor.operation.parameters)
+    cost_of = cost_with(method, method.cost, tensor.operation.parameters)
     costs = [cost_of(d_out, d_in, count, itemsize) for d_out, d_in in shapes]
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     # Beside other plans a method that sees weights has the updates there too.
@@ -678,7 +678,7 @@ def _thin_item(
     method, given = tensor.operation.procedure, tensor.operation.parameters
     sides = method.sides_for(given)
     core = (d_out if sides == "inputs" else rank, d_in if sides == "outputs" else rank)
-    cost = cost_with(method.cost, given)(*core, len(tensor.operands), 8)
+    cost = cost_with(method, method.cost, given)(*core, len(tensor.operands), 8)
     # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations. What the base's
     # inputs see of its weights is asked of the whole of them.
     factors = (d_out + d_in) * rank

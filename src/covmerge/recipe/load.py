@@ -23,7 +23,7 @@ from covmerge.recipe.run import RUN, compile_run
 from covmerge.recipe.schema import NOTHING, RANDOM, Recipe, WithRun
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_documents, parse_yaml
 from covmerge.stores.address import address_of, hub_address, local_path
-from covmerge.stores.regular_file import open_regular
+from covmerge.stores.regular_file import open_regular, read_some
 
 _MAX_BYTES = 1 << 20
 
@@ -156,7 +156,7 @@ def _documents(path: Path) -> list[tuple[Any, Origin]]:
 def _text(path: Path) -> str:
     try:
         with open_regular(path) as file:
-            content = file.read(_MAX_BYTES + 1)
+            content = read_some(file, _MAX_BYTES + 1)
     except OSError as error:
         raise RecipeError(f"{path}: the recipe cannot be read: {error.strerror}") from error
     if len(content) > _MAX_BYTES:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from covmerge.errors import RecipeError, did_you_mean
+from covmerge.errors import RecipeError, ResourceError, TensorError, did_you_mean
 from covmerge.text import shown
 
 Parameters = Mapping[str, Any]
@@ -78,6 +79,31 @@ class Declared:
                 f"{self.kind} '{self.name}': {declared}={given!r}; it is one of "
                 f"{', '.join(map(repr, allowed))}"
             )
+
+    @contextmanager
+    def ending_in_words(self, work: str) -> Generator[None]:
+        """Turn what would end the program, or no more than the thread that it comes in, into an error.
+
+        Args:
+            work: what is asked of it meanwhile, for messages.
+
+        Raises:
+            TensorError: it raised SystemExit.
+            ResourceError: it raised MemoryError.
+        """
+        try:
+            yield
+        except SystemExit as error:
+            raise TensorError(
+                f"{self.kind} '{self.name}' tried to end the program (SystemExit: {error}) and gave "
+                f"nothing for {work}: choose another {self.kind}, or repair it"
+            ) from error
+        except MemoryError as error:
+            raise ResourceError(
+                f"{self.kind} '{self.name}' had no memory for {work} ({str(error) or 'refused'}): "
+                "free some, pass a smaller --max-memory and fewer --workers and --threads, or another "
+                f"{self.kind}"
+            ) from error
 
     @property
     def operands(self) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ Kind = Literal["gram", "fisher"]
 Protocol = Literal["inputs", "regmean++"]
 
 _PROBED_BYTES = 4096
+_HASHED_AT_ONCE = 2**20  # elements
 _AGAIN = "collect it again with `covmerge collect`"
 
 
@@ -165,6 +166,21 @@ class StatisticsFile:
                 f"than {what} ({checkpoint.source}): pass the statistics of this "
                 f"model, or {self._again}"
             )
+
+    def check_content(self) -> None:
+        """Check all tensors against their hash, which reads them once.
+
+        Raises:
+            InputError: they are not what was written.
+        """
+        digest = hashlib.sha256()
+        for key, header in self._file.headers.items():  # in the order of the file
+            digest.update(key.encode())
+            for rows in header.row_blocks(_HASHED_AT_ONCE):
+                value = self._file.read(key, rows)
+                digest.update(value.contiguous().view(torch.uint8).numpy().data)
+        if self.about.content != f"sha256:{digest.hexdigest()}":
+            raise _damaged(self.path, "its tensors are not those whose hash it states")
 
     def identity(self) -> Json:
         """Return what tells this file from one of other content, wherever it lies."""

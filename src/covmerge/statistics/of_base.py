@@ -11,7 +11,7 @@ import importlib
 import json
 import time
 import warnings
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from covmerge.statistics.model import require_transformers
 from covmerge.statistics.needed import check_disk, check_memory, disk_needed, memory_by_block
 from covmerge.stores.disk import disk_errors
 from covmerge.stores.lock import Lock, TakenError
-from covmerge.stores.regular_file import reading
+from covmerge.stores.regular_file import pieces, reading
 from covmerge.tensors.skeleton import in_short
 
 DRAWN = Generated("random")
@@ -79,13 +79,13 @@ def base_inputs(
     require_transformers()
     base.materialize()
     path = _path(base, device)
-    if _is_whole(path):
+    if _is_whole(path, base):
         return BaseInputs(path, None)
     folder = path.parent
     with disk_errors(folder):
         lock = _alone(folder / f".making-{path.name.removesuffix(SUFFIX)}", base)
     try:
-        if _is_whole(path):
+        if _is_whole(path, base):
             return BaseInputs(path, None)
         return _made(base, path, device, max_memory, progress)
     finally:
@@ -108,7 +108,7 @@ def is_made(base: Checkpoint, device: torch.device) -> bool:
         path = _path(base, device)
     except InputError:  # nor is there a folder to keep the file in
         return False
-    return _is_whole(path)
+    return _is_whole(path, base)
 
 
 def _made(
@@ -148,13 +148,15 @@ def _made(
     return BaseInputs(path, made.seconds, made.notes)
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether the file is there and may be used, which is noted.
+def _is_whole(path: Path, base: Checkpoint) -> bool:
+    """Whether the file is there, of this base, and as it was written, so that it may be used.
 
-    Beside it and not on it: a merge that reads it now would find that it changed.
+    The use is noted beside it and not on it: a merge that reads it now would find that it changed.
     """
     try:
-        StatisticsFile.open(path).close()
+        with closing(StatisticsFile.open(path)) as file:
+            file.check_model("the base", base)
+            file.check_content()
     except InputError:
         return False
     with suppress(OSError):  # a cache that may be read and not written
@@ -227,8 +229,8 @@ def _beside(folder: Path | None) -> dict[str, str]:
         if path.suffix in _READ_FROM and path.is_file():
             digest = hashlib.sha256()
             with reading(path), path.open("rb") as file:
-                while chunk := file.read(2**20):
-                    digest.update(chunk)
+                for piece in pieces(file):
+                    digest.update(piece)
             found[path.name] = digest.hexdigest()
     return found
 

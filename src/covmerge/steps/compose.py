@@ -187,7 +187,9 @@ def _cost(method: Method, before: Sequence[StepUse], uses: Sequence[StepUse]) ->
         copies = (count if before else 0) * d_out * d_in * itemsize
         total = method.cost(d_out, d_in, count, itemsize, **parameters) + Cost(0.0, copies)
         for use in uses:
-            total += cost_with(use.step.cost, use.parameters)(d_out, d_in, count, itemsize)
+            total += cost_with(use.step, use.step.cost, use.parameters)(
+                d_out, d_in, count, itemsize
+            )
         return total
 
     return cost

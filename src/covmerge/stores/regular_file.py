@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
+from typing import IO
 
 from covmerge.errors import CheckpointError
 from covmerge.stores.descriptor import check_own, open_descriptor
+
+_PIECE = 2**20
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -68,6 +71,18 @@ def read_regular(path: Path, limit: int) -> bytes:
         if size > limit:
             raise CheckpointError(f"{path} is larger than {limit} bytes, which no such file is")
         return file.read(size)  # of the limit, memory would be asked for first
+
+
+def read_some(file: IO[bytes], limit: int) -> bytes:
+    """Return the next bytes of an open file, `limit` at most; memory is asked for by the file's size."""
+    size = os.fstat(file.fileno()).st_size
+    return file.read(min(limit, size + 1))  # one more, to notice that it grew
+
+
+def pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of an open file, 1 MiB at most at a time."""
+    while piece := read_some(file, _PIECE):
+        yield piece
 
 
 @contextmanager

@@ -8,6 +8,7 @@ what they may ask for is a table of names.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from hmac import compare_digest
@@ -71,7 +72,7 @@ class Server:
         content["scene.json"] = (_JSON, json.dumps(scene.as_json(), allow_nan=False).encode())
         handler = partial(_Handler, token, content, partial(recipe_text, scene))
         try:
-            self._server = ThreadingHTTPServer((HOST, port), handler)
+            self._server = _Pages((HOST, port), handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise InputError(
@@ -116,6 +117,15 @@ def recipe_text(scene: Scene, body: bytes) -> str:
     if parse_recipe(said, origin="the page's recipe") != found:
         raise InputError("the recipe of this choice is not what it says: report this to covmerge")
     return yaml.safe_dump(said, sort_keys=False, allow_unicode=True, width=88)
+
+
+class _Pages(ThreadingHTTPServer):
+    """The requests, a thread each."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a page that is closed before it has asked, or has its answer."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -209,12 +219,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
-        try:
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-        except (BrokenPipeError, ConnectionResetError):  # the page was closed before its answer
-            self.close_connection = True
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 def _file(name: str, kind: str) -> tuple[str, bytes]:

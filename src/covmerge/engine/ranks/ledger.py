@@ -14,7 +14,7 @@ from covmerge.checkpoints.sealed import check_seal, parsed, sealed
 from covmerge.errors import CovmergeError
 from covmerge.stores.disk import disk_errors
 from covmerge.stores.local import LocalFolder
-from covmerge.stores.regular_file import open_raw
+from covmerge.stores.regular_file import open_raw, read_some
 from covmerge.types import Json
 
 _SUFFIX = ".jsonl"
@@ -134,7 +134,7 @@ class Ledgers:
             if status.st_size <= begin:
                 return
             file.seek(begin)
-            content = file.read(_MOST_AT_ONCE)
+            content = read_some(file, _MOST_AT_ONCE)
         for line in content.split(b"\n")[:-1]:
             try:
                 check_seal(line)
