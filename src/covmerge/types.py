@@ -155,16 +155,21 @@ class Rounding:
     Attributes:
         edge: its largest singular value.
         energy: ‖E‖²_F.
+        before: what rounding of the update before it was stored may add to that.
         eps: of the arithmetic that made the matrix, relative to the matrix; 0: it is exact.
     """
 
     edge: float = 0.0
     energy: float = 0.0
+    before: float = 0.0
     eps: float = 0.0
 
     def times(self, factor: float) -> Rounding:
         """The same of factor · E."""
-        return Rounding(abs(factor) * self.edge, factor**2 * self.energy, self.eps)
+        square = factor**2
+        return Rounding(
+            abs(factor) * self.edge, square * self.energy, square * self.before, self.eps
+        )
 
     @staticmethod
     def together(parts: Iterable[Rounding]) -> Rounding:
@@ -173,6 +178,7 @@ class Rounding:
         return Rounding(
             hypot(*(e.edge for e in errors)),
             sum(e.energy for e in errors),
+            sum(e.before for e in errors),
             max((e.eps for e in errors), default=0.0),
         )
 

@@ -211,7 +211,7 @@ def only_rounding(sigma: Tensor, shape: Sequence[int], rounding: Rounding) -> bo
 def energy_of_rounding(energy: float, rank: int, shape: Sequence[int], rounding: Rounding) -> bool:
     """Whether so much energy beyond `rank` directions of a matrix is no more than rounding's."""
     share = max(0.0, 1.0 - rank / shape[0]) * max(0.0, 1.0 - rank / shape[1])
-    return energy <= _MOSTLY * share * rounding.energy
+    return energy <= _MOSTLY * share * (rounding.energy + rounding.before)
 
 
 @dataclass(frozen=True)

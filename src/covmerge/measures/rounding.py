@@ -176,8 +176,8 @@ def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, own: floa
     changed = float(update.count_nonzero()) / max(1, update.numel())
     eps, before, width = torch.finfo(dtype).eps, 0 if base is None else _BEFORE, _width(update)
     edge = eps * sqrt(changed / 12.0) * hypot(own + width, sqrt(before) * width)
-    energy = _energy(base, update, dtype) + before * eps**2 / 12.0 * square_norm(update)
-    return Rounding(edge, energy, min(eps, _SUMS))
+    earlier = before * eps**2 / 12.0 * square_norm(update)
+    return Rounding(edge, _energy(base, update, dtype), earlier, min(eps, _SUMS))
 
 
 def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:

@@ -55,8 +55,8 @@ def resolution(group: LinearGroup, rank_rtol: float | None) -> Resolution:
     Example:
         >>> import torch
         >>> group = LinearGroup((torch.eye(4),), (1.0,), rounding=(Rounding(0.1, 0.2),))
-        >>> resolution(group, None).rounding, resolution(group, 0.5).rounding
-        ((Rounding(edge=0.1, energy=0.2, eps=0.0),), (Rounding(edge=0.0, energy=0.0, eps=0.0),))
+        >>> resolution(group, None).rounding[0].edge, resolution(group, 0.5).rounding[0].edge
+        (0.1, 0.0)
     """
     rtol = rank_tolerance(group.shape, group.updates[0].dtype, rank_rtol, group.rounding)
     unknown = rank_rtol is not None or not group.rounding

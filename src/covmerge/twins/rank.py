@@ -77,7 +77,11 @@ def end_of_rank(
     r = len(S) - len(below)
     # Of an error's energy, r directions that are something else leave this share.
     share = (1 - r / shape[0]) * (1 - r / shape[1])
-    return rounding.edge if float((below**2).sum()) <= 1.5 * share * rounding.energy else end
+    return (
+        rounding.edge
+        if float((below**2).sum()) <= 1.5 * share * (rounding.energy + rounding.before)
+        else end
+    )
 
 
 def leading(
