@@ -115,7 +115,8 @@ def test_each_solver_gives_the_answer_of_float64(method, ratio, solver):
     single = tuple(update.float() for update in exact)
     rtol = 1e-9
     found = registry.get(method)(LinearGroup(single, (1.0,) * 4), rtol=rtol)
-    expected = merge_layer([update.double() for update in single], method, rtol=rtol)
+    double = [update.double() for update in single]
+    expected = merge_layer(double, method, stored=torch.float64, rtol=rtol)
     assert found.stats["solver"] == solver
     error = (found.delta.double() - expected).norm() / expected.norm()
     assert error < 2e-5

@@ -94,7 +94,10 @@ def merged(name, updates):
     group = group_for(name, single)
     column = COLUMNS[name]
     data = [measured.value for measured in group.measured]
-    delta = covmerge.merge_layer(updates, column.method, data=data, **column.parameters)
+    stored = torch.float64 if updates[0].dtype == torch.float64 else None  # exact, with few digits
+    delta = covmerge.merge_layer(
+        updates, column.method, data=data, stored=stored, **column.parameters
+    )
     return torch.tensor(rescalers([kernel(name, group).noticed])) if name == FACTORS else delta
 
 

@@ -14,7 +14,7 @@ from covmerge.linalg.finite import all_finite
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def rounded_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+def stored_as(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to a narrower dtype, or return the values as they are.
 
     A cast to float8_e4m3fn gives the largest number of the dtype where others give Inf, so that its result
@@ -28,9 +28,9 @@ def rounded_to(values: Tensor, dtype: torch.dtype) -> Tensor:
         OverflowError: a number is too large for the dtype.
 
     Example:
-        >>> rounded_to(torch.tensor([460.0]), torch.float8_e4m3fn)
+        >>> stored_as(torch.tensor([460.0]), torch.float8_e4m3fn)
         tensor([448.], dtype=torch.float8_e4m3fn)
-        >>> rounded_to(torch.tensor([512.0]), torch.float8_e4m3fn)
+        >>> stored_as(torch.tensor([512.0]), torch.float8_e4m3fn)
         Traceback (most recent call last):
         OverflowError: the largest number is 512, and float8_e4m3fn ends at 448
     """

@@ -80,6 +80,8 @@ class Subject:
             weights=weights,
             data=[measured.value for measured in group.measured],
             base=group.base,
+            # Strange updates may have few digits in float64, and are exact.
+            stored=torch.float64 if updates[0].dtype == torch.float64 else None,
             before=self.before,
             after=self.after,
         )
