@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# peft 0.21.2: add_weighted_adapter of one rsLoRA adapter with weight 1 is not that adapter.
+#
+# Expected: the adapter itself.
+# Seen: an update √r times as long (twice, at rank 4), by linear, cat, svd and ties: the new adapter
+#   has the other's scale in its weights, and is scaled as rsLoRA once more.
+# So: merge rsLoRA adapters as updates, or set use_rslora to false with alpha multiplied by √r
+#   before.
+set -euo pipefail
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+python3 -m venv venv
+venv/bin/pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2
+venv/bin/python - <<'PY'
+import copy, warnings
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+warnings.filterwarnings("ignore")
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                     num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=False)
+base = LlamaForCausalLM(config).eval()
+tokens = torch.arange(10)[None]
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+def off(is_, should):
+    """The error, beside what the adapter does."""
+    return float((is_ - should).norm() / (should - logits(base)).norm())
+
+def tuned(model, size=0.1):
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data += size * torch.randn_like(parameter)
+    return model
+
+from peft import LoraConfig, get_peft_model
+model = tuned(get_peft_model(copy.deepcopy(base), LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj"]), adapter_name="a"))
+layer = model.base_model.model.model.layers[0].self_attn.q_proj
+length = layer.get_delta_weight("a").norm()
+seen = {}
+for how in ("linear", "cat", "svd", "ties"):
+    model.add_weighted_adapter(["a"], [1.0], how, combination_type=how, **({"density": 1.0} if how == "ties" else {}))
+    seen[how] = round(float(layer.get_delta_weight(how).norm() / length), 3)
+print("length of the copy beside the original:", seen)
+assert all(abs(v - 2) < 0.01 for v in seen.values()), seen
+PY
