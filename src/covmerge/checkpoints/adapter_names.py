@@ -51,8 +51,9 @@ _KINDS = {  # what is refused, by a part of its name
 _MERGE_FILE_FIRST = (
     "merge it into its base with LyCORIS (names with lycoris_: net, _ = "
     "lycoris.create_lycoris_from_weights(1.0, FILE, model); net.merge_to(1.0). Names with lora_unet_ and "
-    "lora_te: lycoris.utils.merge([pipe.text_encoder], pipe.unet, load_file(FILE))), save the model, and "
-    "merge full models"
+    "lora_te: lycoris.utils.merge([pipe.text_encoder], pipe.unet, load_file(FILE), 1.0). For LoHa pass "
+    "dim/alpha in place of the last 1.0, as LyCORIS 4.1.3 applies alpha/dim to it twice), save the model, "
+    "and merge full models"
 )
 
 
