@@ -8,33 +8,14 @@
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+cp "$(dirname "$0")/tiny_llama.py" "$work"
 cd "$work"
 python3 -m venv venv
 venv/bin/pip install --quiet torch==2.13.0 transformers==5.23.0 safetensors==0.8.0
 venv/bin/python - <<'PY'
-import copy, warnings
+import copy
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-warnings.filterwarnings("ignore")
-torch.manual_seed(0)
-config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                     num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=False)
-base = LlamaForCausalLM(config).eval()
-tokens = torch.arange(10)[None]
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(tokens).logits
-
-def off(is_, should):
-    """The error, beside what the adapter does."""
-    return float((is_ - should).norm() / (should - logits(base)).norm())
-
-def tuned(model, size=0.1):
-    for name, parameter in model.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            parameter.data += size * torch.randn_like(parameter)
-    return model
+from tiny_llama import AutoModelForCausalLM, LlamaForCausalLM, base, config, logits, off, tuned
 
 from safetensors.torch import load_file, save_model
 config.tie_word_embeddings = True
