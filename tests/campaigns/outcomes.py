@@ -199,13 +199,16 @@ def main(told: str | None, kinds: Mapping[str, Kind], arguments: Sequence[str] |
     parser.add_argument("--count", type=int, default=50, help="trials of each kind")
     parser.add_argument("--minutes", type=float, default=60.0)
     asked = parser.parse_args(arguments)
+    for begun in asked.kind or ():
+        if not any(name.startswith(begun) for name in kinds):
+            parser.error(f"no kind begins with '{begun}'; there are: {', '.join(kinds)}")
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "NO_COLOR": "1"}
     torch.set_num_threads(1)
     with TemporaryDirectory(prefix="campaign-cache-") as cache:
         os.environ["COVMERGE_CACHE"] = cache
-        begun = tuple(asked.kind or [""])
+        wanted = tuple(asked.kind or [""])
         tallies = run(
-            {name: kind for name, kind in kinds.items() if name.startswith(begun)},
+            {name: kind for name, kind in kinds.items() if name.startswith(wanted)},
             asked.seed,
             first=asked.first,
             count=asked.count,
