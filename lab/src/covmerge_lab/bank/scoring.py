@@ -1,0 +1,135 @@
+"""Merge each set by every method, from disk, and put what comes out to the test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+import covmerge
+from covmerge import code
+from covmerge.errors import CovmergeError
+from covmerge.methods import registry
+from covmerge_lab.bank import bases, data, experts, pretraining
+from covmerge_lab.bank.bases import Base
+from covmerge_lab.bank.cards import Card
+from covmerge_lab.bank.experts import BY_NAME
+from covmerge_lab.workers import OnProgress, ignore_progress
+
+_files: Any = safetensors.torch
+
+Scores = dict[str, float]  # the share of a task's test examples that are answered right, by expert
+_FOR_ADAPTERS = ("knots", "core_space", "ctm", "ssr")  # they merge inside a space that adapters share
+BASE_INPUTS = "auto, base's inputs"
+
+
+def data_free(card: Card) -> list[str]:
+    """Return the methods that merge a set into one model by updates alone."""
+    return [
+        method.name
+        for method in registry
+        if method.sees == "updates" and method.data == "none" and not method.writes_masks
+        if card.form == "adapters" or method.name not in _FOR_ADAPTERS
+    ]
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The tests of a set's tasks, with each expert's head."""
+
+    card: Card
+    base: Base
+    cache: Path
+    tests: Mapping[str, tuple[Tensor, Tensor, Any]]
+
+    def scores(self, net: Any) -> Scores:
+        """Return how a model does on every task."""
+        net.eval()
+        with torch.inference_mode():
+            return {name: self.score(net, name) for name in self.tests}
+
+    def score(self, net: Any, name: str) -> float:
+        """Return how a model does on the task of one expert."""
+        inputs, wanted, head = self.tests[name]
+        if head is None:
+            found = bases.next_tokens(net, inputs)
+        else:
+            found = bases.features(net, self.base, inputs) @ head["weight"].T + head["bias"]
+        return float((found.argmax(dim=1) == wanted).float().mean())
+
+    def of_folder(self, folder: Path) -> Scores:
+        """Return how a stored model does."""
+        return self.scores(bases.load(self.base, folder).float())
+
+
+def judge(card: Card, cache: Path) -> Judge:
+    """Read the tests of a set."""
+    base = BY_NAME[card.base]
+    tests: dict[str, tuple[Tensor, Tensor, Any]] = {}
+    for expert in card.scored:
+        task = data.tasks(base.kind, cache)[expert.task]
+        labels, head = task.test.labels, None
+        if base.answers == "heads":
+            path = experts.folder_of(card, cache) / expert.name / "head.safetensors"
+            head = _files.load_file(path)
+        else:
+            labels = bases.answers(base, labels, cache)
+        tests[expert.name] = bases.encode(base, task, task.test, cache), labels, head
+    return Judge(card, base, cache, tests)
+
+
+def models(card: Card, cache: Path) -> dict[str, Path]:
+    """Return the folders of a set's experts."""
+    return {e.name: experts.folder_of(card, cache) / e.name / "model" for e in card.experts}
+
+
+def bounds(judge: Judge) -> dict[str, Scores]:
+    """Return how the base does, and each expert on its own task."""
+    base_folder = pretraining.folder_of(judge.base, judge.cache)
+    own: Scores = {}
+    with tempfile.TemporaryDirectory() as work:
+        for name, folder in models(judge.card, judge.cache).items():
+            if name in judge.tests:
+                out = Path(work) / name
+                covmerge.merge(base_folder, {name: folder}, "average", out)
+                own[name] = judge.score(bases.load(judge.base, out).float().eval(), name)
+    return {"base": judge.of_folder(base_folder), "experts": own}
+
+
+def merged(
+    judge: Judge, methods: Sequence[str], on_progress: OnProgress = ignore_progress
+) -> dict[str, Scores]:
+    """Merge a set by methods at their defaults, and score each."""
+    base_folder = pretraining.folder_of(judge.base, judge.cache)
+    found: dict[str, Scores] = {}
+    for done, method in enumerate(methods):
+        on_progress(done, len(methods))
+        with tempfile.TemporaryDirectory() as work:
+            out = Path(work) / "merged"
+            random = method == BASE_INPUTS
+            started = time.perf_counter()
+            try:
+                covmerge.merge(
+                    base_folder,
+                    models(judge.card, judge.cache),
+                    "auto" if random else method,
+                    out,
+                    base_statistics="random" if random else "none",
+                )
+            except CovmergeError as error:
+                if not random:
+                    raise
+                print(judge.card.name, method, str(error)[:200], flush=True)
+                continue
+            seconds = time.perf_counter() - started
+            found[method] = judge.of_folder(out) | {"seconds": round(seconds, 3)}
+    return found

@@ -1,0 +1,125 @@
+"""What the bank says of methods: regret to the best method of each set, over all sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+LEARNT = 0.05  # an expert that is not so much better than the base has learnt nothing, and is not counted
+DRAWS = 2000
+
+Scored = Mapping[str, Any]  # a set as `scoring.score` writes it
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method over many sets; all but `wins` in points of accuracy or of share.
+
+    Attributes:
+        share: mean accuracy in % of the experts'.
+        regret: mean accuracy lost against the best method of each set, with its 95 % interval over bases.
+        worst: largest regret of a set, and that set.
+        worst_expert: mean of the smallest share that an expert of a set keeps.
+        wins: sets where no method is better.
+        rank: mean place among all methods.
+    """
+
+    method: str
+    sets: int
+    share: float
+    regret: float
+    low: float
+    high: float
+    worst: float
+    worst_set: str
+    worst_expert: float
+    wins: int
+    rank: float
+
+
+def counted(scored: Scored) -> list[str]:
+    """Return the experts of a set that learnt something."""
+    base, own = scored["base"], scored["experts"]
+    return [name for name in own if own[name] >= base[name] + LEARNT]
+
+
+def accuracy(scored: Scored, model: Mapping[str, float]) -> float:
+    """Return a model's mean accuracy over the experts that count."""
+    return fmean(model[name] for name in counted(scored))
+
+
+def usable(sets: Sequence[Scored]) -> list[Scored]:
+    """Return the sets in which at least three experts count."""
+    return [scored for scored in sets if len(counted(scored)) >= 3]
+
+
+def rows(
+    sets: Sequence[Scored], methods: Sequence[str] | None = None, rivals: Sequence[str] | None = None
+) -> list[Row]:
+    """Return a row for each method, smallest regret first.
+
+    Args:
+        sets: scored sets.
+        methods: which; by default all that every set has.
+        rivals: whose best is the measure of regret; `methods` by default.
+    """
+    kept = usable(sets)
+    names = methods or [m for m in kept[0]["methods"] if all(m in s["methods"] for s in kept)]
+    rivals = rivals or names
+    regrets: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in names}
+    for scored in kept:
+        every = scored["methods"]
+        values = {n: accuracy(scored, every[n]) for n in {*names, *rivals} if n in every}
+        best = max(values[name] for name in rivals if name in values)
+        whole = accuracy(scored, scored["experts"])
+        order = sorted((values[name] for name in names), reverse=True)
+        for name in names:
+            regrets[name].append(100 * (best - values[name]))
+            least = min(every[name][e] / scored["experts"][e] for e in counted(scored))
+            found[name].append((100 * values[name] / whole, 100 * least, order.index(values[name]) + 1))
+    groups = [scored["card"]["base"] for scored in kept]
+    return sorted(
+        (_row(name, regrets[name], found[name], kept, groups) for name in names),
+        key=lambda row: row.regret,
+    )
+
+
+def _row(
+    name: str, regrets: Sequence[float], found: Any, sets: Sequence[Scored], groups: Sequence[str]
+) -> Row:
+    worst = int(np.argmax(regrets))
+    low, high = over_bases(regrets, groups)
+    shares, leasts, ranks = zip(*found, strict=True)
+    return Row(
+        name, len(regrets), fmean(shares), fmean(regrets), low, high, regrets[worst],
+        sets[worst]["card"]["name"], fmean(leasts), sum(r < 1e-9 for r in regrets), fmean(ranks),
+    )  # fmt: skip
+
+
+def over_bases(values: Sequence[float], groups: Sequence[str]) -> tuple[float, float]:
+    """Return the 95 % interval of a mean: bases are drawn with replacement, each with all its sets."""
+    draw: Any = np.random.default_rng(0)
+    by_group = {g: [v for v, h in zip(values, groups, strict=True) if h == g] for g in set(groups)}
+    names = sorted(by_group)
+    means: list[float] = []
+    for _ in range(DRAWS):
+        drawn = draw.choice(len(names), len(names))
+        means.append(fmean(v for i in drawn for v in by_group[names[i]]))
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def markdown(found: Sequence[Row], columns: Callable[[Row], Sequence[str]] | None = None) -> str:
+    """Return rows as a table."""
+    head = "| method | share | regret | 95 % | worst set | worst expert | wins | rank |\n|---|---|---|---|---|---|---|---|"
+    lines = [
+        f"| {r.method} | {r.share:.1f} | {r.regret:.1f} | {r.low:.1f} to {r.high:.1f} | "
+        f"{r.worst:.1f} ({r.worst_set}) | {r.worst_expert:.0f} | {r.wins} | {r.rank:.1f} |"
+        for r in found
+    ]
+    return "\n".join([head, *lines])
