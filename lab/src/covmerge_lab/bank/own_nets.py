@@ -1,6 +1,8 @@
-"""Small networks of the bank that transformers does not have: mixer, tables, one-dimensional convolutions."""
+"""Networks of the bank that transformers does not have: mixer, tables, one-dimensional convolutions."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +124,7 @@ class SoundNet(nn.Module):
     def __init__(self, widths: tuple[int, ...] = (32, 48, 64, 96, 128)) -> None:
         super().__init__()
         self.first = nn.Conv1d(1, widths[0], 20, 8)
-        pairs = list(zip(widths, widths[1:], strict=False))
+        pairs = pairwise(widths)
         self.convolutions = nn.ModuleList(nn.Conv1d(a, b, 5, 2, 2) for a, b in pairs)
         self.norms = nn.ModuleList(nn.GroupNorm(8, width) for width in widths)
         self.last = nn.Linear(2 * widths[-1], 128)

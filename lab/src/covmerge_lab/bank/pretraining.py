@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 
 from covmerge_lab import training
-from covmerge_lab.bank import bases, data
-from covmerge_lab.bank.bases import PAD, Base
+from covmerge_lab.bank import architectures, bases, data
+from covmerge_lab.bank.architectures import PAD
+from covmerge_lab.bank.bases import Base
 from covmerge_lab.training import Settings
 from covmerge_lab.vision import pretraining as vision
 from covmerge_lab.workers import OnProgress
@@ -57,7 +58,7 @@ def prepare(base: Base, cache: Path, on_progress: OnProgress) -> None:
 def _shortened() -> Any:
     """Return the first layers of the package's model."""
     net = _Bert.from_pretrained(
-        bases.minilm_folder(), add_pooling_layer=False, num_hidden_layers=_LAYERS
+        architectures.minilm_folder(), add_pooling_layer=False, num_hidden_layers=_LAYERS
     )
     return net
 
@@ -98,8 +99,8 @@ class _Continued(_Texts):
     def batches(self, size: int) -> Iterator[Batch]:
         tokenizer = bases.tokenizer_of(self.base, self.cache)
         texts = [x for t in data.tasks("text", self.cache).values() for x in t.train.inputs]
-        found = [each.ids[: bases.LENGTH] for each in tokenizer.encode_batch(texts)]
-        rows = torch.tensor([row + [PAD] * (bases.LENGTH - len(row)) for row in found])
+        found = [each.ids[: architectures.LENGTH] for each in tokenizer.encode_batch(texts)]
+        rows = torch.tensor([row + [PAD] * (architectures.LENGTH - len(row)) for row in found])
         while True:
             yield (rows[self.drawn(size, len(rows))],)
 
@@ -120,7 +121,7 @@ class _Headed(_Learner):
 
     def __init__(self, net: Any, base: Base, cache: Path) -> None:
         super().__init__(net, base, cache)
-        example, labels = next(self.batches(2))
+        example, _ = next(self.batches(2))
         with torch.no_grad():
             width = bases.features(net, base, example).shape[1]
         self.head = nn.Linear(width, self.classes)

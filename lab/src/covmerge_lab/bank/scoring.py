@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 import covmerge
-from covmerge import code
 from covmerge.errors import CovmergeError
 from covmerge.methods import registry
+from covmerge_lab import training
 from covmerge_lab.bank import bases, data, experts, pretraining
 from covmerge_lab.bank.bases import Base
 from covmerge_lab.bank.cards import Card
@@ -28,8 +29,18 @@ from covmerge_lab.workers import OnProgress, ignore_progress
 _files: Any = safetensors.torch
 
 Scores = dict[str, float]  # the share of a task's test examples that are answered right, by expert
-_FOR_ADAPTERS = ("knots", "core_space", "ctm", "ssr")  # they merge inside a space that adapters share
+_FOR_ADAPTERS = (
+    "knots",
+    "core_space",
+    "ctm",
+    "ssr",
+)  # they merge inside a space that adapters share
 BASE_INPUTS = "auto, base's inputs"
+# Their merges stay on disk: candidates average them.
+KEPT = (
+    *("average", "task_arithmetic", "ties", "ace", "actmat", "aswudi", "swudi", "tsv_m", "iso_c"),
+    *("iso_cts", "dc_merge", "cart", "knots", "core_space", "auto"),
+)
 
 
 def data_free(card: Card) -> list[str]:
@@ -105,31 +116,66 @@ def bounds(judge: Judge) -> dict[str, Scores]:
     return {"base": judge.of_folder(base_folder), "experts": own}
 
 
-def merged(
-    judge: Judge, methods: Sequence[str], on_progress: OnProgress = ignore_progress
-) -> dict[str, Scores]:
-    """Merge a set by methods at their defaults, and score each."""
-    base_folder = pretraining.folder_of(judge.base, judge.cache)
-    found: dict[str, Scores] = {}
-    for done, method in enumerate(methods):
-        on_progress(done, len(methods))
-        with tempfile.TemporaryDirectory() as work:
-            out = Path(work) / "merged"
-            random = method == BASE_INPUTS
-            started = time.perf_counter()
-            try:
-                covmerge.merge(
-                    base_folder,
-                    models(judge.card, judge.cache),
-                    "auto" if random else method,
-                    out,
-                    base_statistics="random" if random else "none",
-                )
-            except CovmergeError as error:
-                if not random:
-                    raise
-                print(judge.card.name, method, str(error)[:200], flush=True)
-                continue
-            seconds = time.perf_counter() - started
-            found[method] = judge.of_folder(out) | {"seconds": round(seconds, 3)}
+def score(
+    card: Card, cache: Path, methods: Sequence[str] = (), on_progress: OnProgress = ignore_progress
+) -> dict[str, Any]:
+    """Merge a set by methods at their defaults and score each; what was scored before is kept.
+
+    Args:
+        card: the set, whose experts are there.
+        cache: folder of the bank. The result is `bank/scores/NAME.json` in it.
+        methods: names; all data-free methods by default, and `auto` on the base's inputs.
+        on_progress: called with the methods done and all methods.
+    """
+    path = cache / "bank" / "scores" / f"{card.name}.json"
+    hashed = _hash(card, cache)
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    this = judge(card, cache)
+    if found.get("experts_hash") != hashed:
+        found = {"card": card.described(), "experts_hash": hashed, **bounds(this), "methods": {}}
+    wanted = [m for m in methods or [*data_free(card), BASE_INPUTS] if m not in found["methods"]]
+    for done, method in enumerate(wanted):
+        on_progress(done, len(wanted))
+        scores = _merged(this, method)
+        if scores is not None:
+            found["methods"][method] = scores
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def merged_folder(card: Card, cache: Path, method: str) -> Path:
+    """Return where a merge of a set is kept."""
+    return cache / "bank" / "merged" / card.name / method.replace(" ", "_")
+
+
+def _hash(card: Card, cache: Path) -> str:
+    """Return a hash of how base and experts were trained."""
+    markers = [experts.folder_of(card, cache) / e.name / training.MARKER for e in card.experts]
+    return hashlib.sha256("".join(path.read_text() for path in markers).encode()).hexdigest()
+
+
+def _merged(judge: Judge, method: str) -> Scores | None:
+    """Merge a set from disk to disk, and return the scores; None where the base cannot be run."""
+    out = merged_folder(judge.card, judge.cache, method)
+    random = method == BASE_INPUTS
+    started = time.process_time()
+    try:
+        covmerge.merge(
+            pretraining.folder_of(judge.base, judge.cache),
+            models(judge.card, judge.cache),
+            "auto" if random else method,
+            out,
+            base_statistics="random" if random else "none",
+            overwrite=True,
+        )
+    except CovmergeError:
+        if not random:
+            raise
+        return None  # a network that transformers does not know
+    seconds = time.process_time() - started
+    try:
+        return judge.of_folder(out) | {"cpu_seconds": round(seconds, 3)}
+    finally:
+        if method not in KEPT:
+            shutil.rmtree(out)

