@@ -20,6 +20,8 @@ LAYER = "layers.0.mlp.up_proj.weight"
 HEAD = "readout.weight"
 TABLE = "embed_tokens.weight"
 CODES, SCALES = "layers.0.mlp.codes", "layers.0.mlp.quant_step"
+ALL_CODES, ALL_SCALES = "layers.*.mlp.codes", "layers.*.mlp.quant_step"
+MORE = "layers.1.mlp.codes"
 OTHER = "layers.1.mlp.up_proj.weight"
 FIVE = {
     f"layers.{number}.mlp.up_proj.weight": matrix
@@ -90,13 +92,13 @@ CASES = {
     "numbers and codes": Case(
         BASE | {CODES: torch.ones(4, dtype=torch.int64)},
         EXPERT | {CODES: torch.ones(4)},
-        rf"leave the tensor to the base with the rule {rule(CODES, 'base')}",
+        rf"leave the tensor to the base with the rule {rule(ALL_CODES, 'base')}",
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int64)},
     ),
     "integers that differ": Case(
-        BASE | {CODES: torch.ones(4, dtype=torch.int64)},
-        EXPERT | {CODES: torch.zeros(4, dtype=torch.int64)},
-        rf"say it by the rule {rule(CODES, 'base')}",
+        BASE | {name: torch.ones(4, dtype=torch.int64) for name in (CODES, MORE)},
+        EXPERT | {name: torch.zeros(4, dtype=torch.int64) for name in (CODES, MORE)},
+        rf"say it by the rule {rule(ALL_CODES, 'base')}",
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int64)},
     ),
     "integers that differ, allowed": Case(
@@ -135,7 +137,7 @@ CASES = {
     "codes and their scales": Case(
         BASE | {CODES: torch.ones(4, dtype=torch.int8), SCALES: torch.ones(4)},
         EXPERT | {CODES: torch.zeros(4, dtype=torch.int8), SCALES: 2 * torch.ones(4)},
-        rf"by the rules {rule(CODES, 'base')} and {rule(SCALES, 'base')}",
+        rf"by the rules {rule(ALL_CODES, 'base')} and {rule(ALL_SCALES, 'base')}",
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int8), SCALES: torch.ones(4)},
     ),
     "layers in each other's place": Case(

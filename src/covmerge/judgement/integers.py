@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from covmerge.findings import Finding, Severity
 from covmerge.plan import Copy, Plan
-from covmerge.text import counted, some
+from covmerge.text import counted, of_all_layers, some
 from covmerge.types import Json
 
 # By the last part of the name. BatchNorm counts its training batches there, and looks at the count only if
@@ -71,7 +71,8 @@ def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whos
         f"({some(codes, _SHOWN, quoted=True)}), and '{scales[first]}' beside '{first}' would be merged: "
         "these look like quantised weights and their scales, in a format that is not read. Give "
         "the models in a floating-point dtype, or leave both tensors to the base by the rules "
-        f"{{match: '{first}', use: base}} and {{match: '{scales[first]}', use: base}}"
+        f"{{match: '{of_all_layers(first)}', use: base}} and "
+        f"{{match: '{of_all_layers(scales[first])}', use: base}}"
     )
     return Finding(Severity.FAULT, text, expert, tuple(codes))
 
@@ -80,7 +81,8 @@ def _of_integers(expert: str, names: Sequence[str], whose: str) -> Finding:
     text = (
         f"has other values than {whose} in {counted(len(names), 'tensor')} of integers or truth values, "
         f"which are not merged: {some(names, _SHOWN, quoted=True)}. The output would have those of "
-        f"{whose}. If that is right, say it by the rule {{match: '{names[0]}', use: base}}"
+        f"{whose}. If that is right, say it by the rule "
+        f"{{match: '{of_all_layers(names[0])}', use: base}}"
     )
     return Finding(Severity.FAULT, text, expert, tuple(names), "changed-integers")
 

@@ -23,7 +23,7 @@ from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
 from covmerge.tensors import ModelDescription, Stacked, find_name, undone_ties
 from covmerge.tensors.names import kind_by_name
-from covmerge.text import counted, some
+from covmerge.text import counted, of_all_layers, some
 from covmerge.types import Role, TensorHeader
 
 # (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
@@ -293,7 +293,7 @@ def _check_adapted(
             f"expert '{expert_name}' ({adapter.checkpoint.source}) has an update of '{header.name}', "
             f"which is {header.dtype} in the base: nothing can be added to codes. Give the base in a "
             "floating-point dtype, or leave the tensor to the base with the rule "
-            f"{{match: '{header.name}', use: base}}"
+            f"{{match: '{of_all_layers(header.name)}', use: base}}"
         )
 
 
@@ -371,7 +371,7 @@ def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -
             f"'{header.name}' is {header.as_stored.dtype} in the base and {other.as_stored.dtype} in "
             f"expert '{expert_name}': numbers of different kinds cannot be merged. "
             "If one of them is quantised, pass it as it was before; else leave the tensor to the base with "
-            f"the rule {{match: '{header.name}', use: base}}"
+            f"the rule {{match: '{of_all_layers(header.name)}', use: base}}"
         )
 
 
