@@ -117,7 +117,8 @@ _HELP = {"help", "description", "epilog"}
 def advice(template: str) -> str:
     """A regular expression for words of a message, in each form that a caller gets them in."""
     forms = {template, *(in_form(template, form) for form in ("flags", "recipe", "python"))}
-    return "|".join(re.escape(form).replace(r"\{\}", r"[\s\S]*?") for form in sorted(forms))
+    found = (re.escape(form).replace(r"\{\}", r"[\s\S]*?") for form in sorted(forms))
+    return f"(?:{'|'.join(found)})"
 
 
 def advising() -> dict[str, str]:

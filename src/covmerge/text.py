@@ -65,6 +65,16 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
     return f"{count} {singular if count == 1 else plural or singular + 's'}"
 
 
+def keep_plain(names: Iterable[str]) -> str:
+    """Say how tensors are left out of a quantised output, those of a kind in all layers.
+
+    Example:
+        >>> keep_plain(["h.0.up.weight", "h.1.up.weight", "h.0.down.weight"])
+        "keep such tensors plain (keep: ['h.*.up.weight', 'h.*.down.weight'])"
+    """
+    return f"keep such tensors plain (keep: {list(dict.fromkeys(map(of_all_layers, names)))})"
+
+
 def of_all_layers(name: str) -> str:
     """Return a pattern for a tensor in every layer, and of every expert of a layer.
 

@@ -6,22 +6,21 @@ from pathlib import Path
 import yaml
 from safetensors.torch import load_file
 
-from tests.advised import advice
 from tests.cli.runs import covmerge, words
 
 
-def told(template: str, *args: object, code: int = 2) -> re.Match[str]:
+def told(said: str, *args: object, code: int = 2) -> re.Match[str]:
     """Run `covmerge ARGS`, which fails with an advice: words of its message."""
     text = words(covmerge(*args, code=code).stderr)
-    found = re.search(advice(template), text)
+    found = re.search(said, text)
     assert found is not None, text
     return found
 
 
-def said(template: str, text: object) -> None:
+def noted(said: str, text: object) -> None:
     """Check that a text, or one of several notes, has words of a message."""
     texts = [text] if isinstance(text, str) else list(text)
-    assert any(re.search(advice(template), words(str(one))) for one in texts), texts
+    assert any(re.search(said, words(str(one))) for one in texts), texts
 
 
 def recipe(folder: Path, **keys: object) -> Path:

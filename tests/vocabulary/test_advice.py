@@ -34,8 +34,8 @@ def weights(path):
     return load_file(path / "model.safetensors")
 
 
-def refused(template, given, error=InputError):
-    with pytest.raises(error, match=advice(template)) as told:
+def refused(said, given, error=InputError):
+    with pytest.raises(error, match=said) as told:
         plan_recipe(given)
     return str(told.value)
 
@@ -56,7 +56,7 @@ def test_an_expert_of_more_rows_without_a_tokenizer(how, folder):
     lone = folder / "llama" / "t1" / "tokenizer.json"
     kept = lone.read_bytes()
     lone.unlink()
-    said = "out `tokenizer` and merge the rows of the base by `tensors: {vocabulary: base}`"
+    said = advice("out `tokenizer` and merge the rows of the base by `tensors: {vocabulary: base}`")
     refused(said, recipe(folder, ("t1",)))
     out = folder / "out"
     if how == "its tokenizer":
@@ -74,7 +74,8 @@ def test_a_base_without_a_tokenizer(folder):
         file.unlink()
     given = recipe(folder, ("t0",))
     refused(
-        "{} has no tokenizer: save the model with its tokenizer, or leave out `tokenizer`", given
+        advice("{} has no tokenizer: save the model with its tokenizer, or leave out `tokenizer`"),
+        given,
     )
     found = merged(recipe(folder, ("t0",), tokenizer=None), folder / "out")
     torch.testing.assert_close(found[HEAD], weights(folder / "llama" / "t0")[HEAD])
@@ -83,7 +84,9 @@ def test_a_base_without_a_tokenizer(folder):
 def test_a_chat_template_without_a_tokenizer(folder):
     (folder / "llama" / "base" / "tokenizer.json").unlink()
     given = recipe(folder, ("t0",), tokenizer=None, chat_template="auto")
-    said = "has no tokenizer that a chat template could belong to: leave out `chat_template`, or save the"
+    said = advice(
+        "has no tokenizer that a chat template could belong to: leave out `chat_template`, or save the"
+    )
     refused(said, given)
     merged(recipe(folder, ("t0",), tokenizer=None), folder / "out")
     shutil.copy(folder / "llama/t0/tokenizer.json", folder / "llama/base/tokenizer.json")
@@ -92,7 +95,9 @@ def test_a_chat_template_without_a_tokenizer(folder):
 
 @pytest.mark.parametrize("template", ["t0", "chatml", "{{ messages[0]['content'] }}"])
 def test_a_chat_template_of_a_model_that_has_none(template, folder):
-    said = "chat_template is that of '{}', which has none: name another model, a format, or write the template"
+    said = advice(
+        "chat_template is that of '{}', which has none: name another model, a format, or write the template"
+    )
     refused(said, recipe(folder, ("t0", "t2"), chat_template="t2"))
     merged(recipe(folder, ("t0", "t2"), chat_template=template), folder / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "out")
@@ -107,10 +112,14 @@ def test_a_source_that_is_an_adapter(folder):
     lora = LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
     save_adapter(model, lora, folder / "llama" / "lora")
     experts = ("lora", "t1")
-    said = "tokenizer.source: '{}' is an adapter, which has the base's tokenizer: name the base"
+    said = advice(
+        "tokenizer.source: '{}' is an adapter, which has the base's tokenizer: name the base"
+    )
     refused(said, recipe(folder, experts, tokenizer={"source": "lora"}))
     tokens = {"<|im_end|>": {"of": "lora"}}
-    said = "tokenizer.tokens[{}] is of '{}', an adapter, which has the base's tokens: name the base"
+    said = advice(
+        "tokenizer.tokens[{}] is of '{}', an adapter, which has the base's tokens: name the base"
+    )
     refused(said, recipe(folder, experts, tokenizer={"source": "union", "tokens": tokens}))
     found = merged(recipe(folder, experts, tokenizer={"source": "base"}), folder / "out")
     assert ids_of(folder / "out") == ids_of(base)
@@ -123,7 +132,9 @@ def test_an_adapter_of_the_head_is_folded_first(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(llama / "base")
     lora = LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
     save_adapter(model, lora, llama / "head")
-    said = "other tokens in the output: fold it into its base first (`covmerge merge --base BASE --expert {}="
+    said = advice(
+        "other tokens in the output: fold it into its base first (`covmerge merge --base BASE --expert {}="
+    )
     told = refused(said, recipe(folder, ("head", "t1")))
     typed = re.search(r"`covmerge ([^`]*)`", told)[1]
     places = {"BASE": llama / "base", "OUT": llama / "folded"}
@@ -169,9 +180,11 @@ def test_a_row_that_the_dtype_of_another_cannot_hold(folder):
             n: (t * (length if n == HEAD else 1.0)).to(dtype) for n, t in load_file(file).items()
         }
         save_file(held, file, {"format": "pt"})
-    said = "would get rows of other models that its dtype cannot hold ({}): store the model in another dtype"
+    said = advice(
+        "would get rows of other models that its dtype cannot hold ({}): store the model in another dtype"
+    )
     allow = {"allow": ["not-a-fine-tune"]}
-    with pytest.raises(TensorError, match=advice(said)):
+    with pytest.raises(TensorError, match=said):
         run_recipe(recipe(folder, ("t1",), **allow), folder / "out")
     file = folder / "llama" / "base" / "model.safetensors"
     save_file({n: t.float() for n, t in load_file(file).items()}, file, {"format": "pt"})
@@ -182,7 +195,9 @@ def test_code_of_a_tokenizer_is_saved_plain(folder):
     t1 = folder / "llama" / "t1"
     plain = (t1 / "tokenizer.json").read_bytes()
     (t1 / "tokenizer.json").write_text('{"version": "1.0"}')
-    said = "transformers cannot load its tokenizer without running code of its own ({}): save it with a plain"
+    said = advice(
+        "transformers cannot load its tokenizer without running code of its own ({}): save it with a plain"
+    )
     refused(said, recipe(folder, ("t1",)))
     (t1 / "tokenizer.json").write_bytes(plain)
     check_row(merged(recipe(folder, ("t1",)), folder / "out"), folder / "out", "<|im_end|>", t1)
@@ -192,7 +207,7 @@ def test_a_number_beyond_all_rows_is_corrected(folder):
     file = folder / "llama" / "t1" / "tokenizer.json"
     text = file.read_text()
     file.write_text(text.replace('"p": 18', '"p": 2000000'))
-    said = ": its tokenizer has {} tokens, and one of them the number {}: correct {}"
+    said = advice(": its tokenizer has {} tokens, and one of them the number {}: correct {}")
     refused(said, recipe(folder, ("t1",), tokenizer={"source": "t1"}))
     file.write_text(text)
     merged(recipe(folder, ("t1",), tokenizer={"source": "t1"}), folder / "out")
@@ -281,7 +296,10 @@ def test_leaving_out_the_tokenizer_ends_with_the_rows_of_the_base(tmp_path):
         "method": "average",
     }
     given |= {"allow": ["not-a-fine-tune"]}  # it is made at random
-    refused("set `tensors: {vocabulary: base}` to merge the rows of the base", parse_recipe(given))
+    refused(
+        advice("set `tensors: {vocabulary: base}` to merge the rows of the base"),
+        parse_recipe(given),
+    )
     found = merged(parse_recipe(given | {"tensors": {"vocabulary": "base"}}), tmp_path / "out")
     table = "model.embed_tokens.weight"
     torch.testing.assert_close(found[table], weights(tmp_path / "b")[table][:340])
@@ -291,7 +309,7 @@ def test_mistrals_other_file_is_copied(tmp_path):
     pieces(tmp_path, rows=340)
     plain = tmp_path / "b" / "tokenizer.model"
     plain.rename(tmp_path / "b" / "tokenizer.model.v3")
-    said = (
+    said = advice(
         "transformers reads none of this name: copy it to {} beside it, or save the model with a {}"
     )
     refused(said, union(tmp_path))
@@ -305,7 +323,8 @@ def test_a_file_that_is_no_model_of_sentencepiece(how, tmp_path):
     plain = tmp_path / "b" / "tokenizer.model"
     plain.write_bytes(b"")
     refused(
-        "is no SentencePiece model ({}): fetch it again, or save it with a plain", union(tmp_path)
+        advice("is no SentencePiece model ({}): fetch it again, or save it with a plain"),
+        union(tmp_path),
     )
     shutil.copy(MODELS / "llama.model", plain)
     if how == "plain":
