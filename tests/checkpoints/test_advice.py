@@ -610,10 +610,13 @@ def test_an_adalora_without_its_scales(tmp_path):
 def test_a_model_in_memory_with_an_adapter(lora):
     adapted = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
     said = advice(
-        "pass the folder of the adapter, or the model with it folded in (merge_and_unload())"
+        "pass the folder of the adapter, or the model with it folded in (model.merge_and_unload())"
     )
-    refused(said, adapted.state_dict(), lora.base)
+    torch.save(adapted.state_dict(), lora.folder.parent / "wrapped.bin")
+    inner = adapted.base_model.model.state_dict()
+    for source in (adapted, adapted.state_dict(), inner, lora.folder.parent / "wrapped.bin"):
+        refused(said, source, lora.base)
     check_adapter(lora.folder, lora)
     folded = adapted.merge_and_unload().state_dict()
     with pytest.raises(CovmergeError, match="not-a-fine-tune"):  # at random; it is read
-        covmerge.merge(lora.base, {"a": folded}, "average")
+        covmerge.merge({name: lora.base[name] for name in folded}, {"a": folded}, "average")

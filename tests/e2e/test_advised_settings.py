@@ -83,7 +83,7 @@ CASES = {
     "fewer tensors of one": Case(
         BASE | {"more.weight": torch.ones(2, 8)},
         EXPERT,
-        advice("or `{missing: present}` (merged over the experts that have them)"),
+        advice("or `tensors: {missing: present}` (merged over the experts that have them)"),
         {LAYER: W + STEP, "more.weight": 1.5 * torch.ones(2, 8)},
         other=EXPERT | {"more.weight": 1.5 * torch.ones(2, 8), LAYER: W + STEP},
     ),
@@ -184,8 +184,6 @@ def with_settings(recipe, settings):
     given = rules[0]
     if "match" in given:
         return recipe | {"rules": rules}
-    if "missing" in given:  # the rest of a setting that was said before
-        given = {"tensors": given}
     return recipe | given
 
 

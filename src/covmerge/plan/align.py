@@ -15,6 +15,7 @@ import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.checkpoints.equivalent_names import respelled
+from covmerge.checkpoints.memory import PASS_FOLDED
 from covmerge.errors import InputError, TensorError
 from covmerge.plan.operands import Operand
 from covmerge.plan.packed_experts import check_packing
@@ -177,6 +178,7 @@ def align(
     extra_heads, ignored, refused = _extras(base, expert, taken, rules, chosen)
     if refused or missing:
         _check_packing(base, expert_name, expert)
+        _check_folded(expert_name, expert)
     # Before an advice that lets them pass.
     kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, expert, kept, (*extra_heads, *refused), ignored, missing)
@@ -427,6 +429,16 @@ def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
     )
 
 
+def _check_folded(expert_name: str, expert: Model) -> None:
+    """Refuse the state dict of a model that PEFT has wrapped: its factors would be left out."""
+    factor = next((name for name in expert.headers if ".lora_A." in name), None)
+    if factor is not None:
+        raise TensorError(
+            f"expert '{expert_name}' ({expert.checkpoint.source}) holds an adapter beside its weights "
+            f"('{factor}'): {PASS_FOLDED}"
+        )
+
+
 def _check_missing(
     base: Model, expert_name: str, expert: Model, missing: list[str], rules: TensorRules
 ) -> None:
@@ -435,7 +447,7 @@ def _check_missing(
             f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "
             f"base's tensors: {some(missing, 5, quoted=True)}. Is it a fine-tune of this base? "
             "If so choose what their absence means: `tensors: {missing: base}` (unchanged there) or "
-            "`{missing: present}` (merged over the experts that have them)."
+            "`tensors: {missing: present}` (merged over the experts that have them)."
         )
 
 
