@@ -179,7 +179,7 @@ LINES = {
     ),
     "too little memory": (
         f"merge {PAIR} --max-memory 1MB out",
-        advice(" are allowed (--max-memory)"),
+        advice("are allowed (--max-memory)"),
         f"merge {PAIR} --max-memory 4GB out",
     ),
     "a size": (
