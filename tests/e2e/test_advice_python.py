@@ -152,9 +152,7 @@ CALLS = {
     ),
     "data that are not given": (
         lambda out: layer([U, V], "regmean"),
-        advice(
-            "run `covmerge collect --kind {}` and name its files under `statistics:` of the experts"
-        ),
+        advice("of every expert, and has {} for {}: pass one for each update (data=)"),
         lambda out: layer([U, V], "regmean", data=[GRAM, 2 * GRAM]),
     ),
     "data of another size": (
