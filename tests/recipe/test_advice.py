@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -373,10 +374,13 @@ def test_a_finished_stage_is_merged_anew(here):
     other = stacked([0, 1], name="x")
     file.write_text(f"{json.dumps(other)}\n---\n{json.dumps(second)}")
     said = advice("{} is a finished stage of another recipe ({}): --overwrite merges it anew")
+    shutil.rmtree(here / "out")
     told(said, "merge", file, "out", "--resume")
     stored = here / "out.stages" / "x" / "model.safetensors"
-    stored.write_bytes(stored.read_bytes()[:-1] + b"\0")
+    file.write_text(f"{json.dumps(first)}\n---\n{json.dumps(second)}")
+    stored.write_bytes(stored.read_bytes()[:-1] + b"\1")
     said = advice("that is not as it was written: {}. --overwrite merges it anew")
     told(said, "merge", file, "out", "--resume")
+    file.write_text(f"{json.dumps(other)}\n---\n{json.dumps(second)}")
     covmerge("merge", file, "out", "--overwrite")
     assert not any("layers.1." in name for name in load_file("out.stages/x/model.safetensors"))
