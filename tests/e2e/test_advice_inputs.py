@@ -87,11 +87,8 @@ def test_an_update_of_codes(lora):
         name: t for name, t in load_file(lora.folder.parent / "base" / "model.safetensors").items()
     }
     codes = base | {Q: torch.ones(16, 16, dtype=torch.int8)}
-    said = advice(
-        "nothing can be added to codes. Give the base in a floating-point dtype, or leave the"
-    )
-    text = refused(said, codes, lora.folder)
-    assert rule_in(text)["match"] == Q.replace(".0.", ".*.")
+    said = advice("nothing can be added to codes. Give the base in a floating-point dtype")
+    refused(said, codes, lora.folder)
     check(base, lora.folder, {Q: lora.merged[Q]})
 
 

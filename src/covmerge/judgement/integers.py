@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, cast
 
-from covmerge.findings import Finding, Severity
+from covmerge.findings import LOST, Finding, Severity
 from covmerge.plan import Copy, Plan
 from covmerge.text import counted, of_all_layers, some
 from covmerge.types import Json
@@ -18,6 +19,7 @@ HARMLESS = {
     "relative_position_index": "tables of positions",
 }
 _SHOWN = 5
+_LEAST = 0.5  # share of the numbers of a model that must not be lost with its integers
 
 
 def changed_integers(
@@ -31,9 +33,15 @@ def changed_integers(
         whose: what the output's values are, in words.
     """
     found = _differing(plan, done)
+    sizes = {tensor.name: prod(tensor.stored.shape) for tensor in plan.tensors}
     scales = {t.name: t.operation.scale for t in plan.tensors if isinstance(t.operation, Copy)}
     for expert in plan.recipe.experts:
         names = [name for name, experts in found.items() if expert in experts]
+        lost = [name for name in names if _leaf(name) not in HARMLESS]
+        share = sum(sizes[name] for name in lost) / max(1, sum(sizes.values()))
+        if share > _LEAST:
+            yield _of_most(expert, lost, share, whose)
+            continue
         codes = [name for name in names if scales[name]]
         if codes:
             yield _of_codes(expert, codes, scales, whose)
@@ -62,6 +70,16 @@ def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[
         if "differ" in facts:
             found[item.tensor.name].update(cast("Sequence[Any]", facts["differ"]))
     return {name: experts for name, experts in found.items() if experts}
+
+
+def _of_most(expert: str, names: Sequence[str], share: float, whose: str) -> Finding:
+    """What no rule and nothing that is allowed should lead past: hardly anything would be merged."""
+    text = (
+        f"{LOST}: has other values than {whose} in {counted(len(names), 'integer tensor')} "
+        f"({some(names, _SHOWN, quoted=True)}), {share:.0%} of all numbers, and integers are not merged: "
+        f"the output would be nearly {whose}. Give the models in a floating-point dtype"
+    )
+    return Finding(Severity.FAULT, text, expert, tuple(names))
 
 
 def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whose: str) -> Finding:
