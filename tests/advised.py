@@ -7,6 +7,7 @@ with the source, so that a message with an advice that nobody followed fails the
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from covmerge.phrasing import in_form
@@ -121,6 +122,7 @@ def advice(template: str) -> str:
     return f"(?:{'|'.join(found)})"
 
 
+@cache
 def advising() -> dict[str, str]:
     """Every string of the source that advises something: its text, `{}` for values, and its file."""
     found = {}
@@ -159,6 +161,7 @@ def _is_no_message(node: ast.AST) -> bool:
     return isinstance(node, ast.keyword) and node.arg in _HELP
 
 
+@cache
 def followed() -> dict[str, str]:
     """What tests pass to `advice`, and in which module."""
     found = {}

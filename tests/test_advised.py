@@ -10,45 +10,45 @@ from collections import Counter
 from tests.advised import advising, followed
 
 REASONS = {
-    "no advice: a page, a table, a name, a report's words": [
+    "no advice: a page, a table, a name, a report's words, the front of another message": [
         r"^cli/(catalogue|show|plan|comparing|methods|inspecting)\.py: ",
         r"^cli/merging\.py: report: ",
         r"^methods/(other_names|__init__|esm|free|ctm)\.py: ",
-        r"^methods/della\.py: MAGPRUNE",
-        r"^methods/regmean\.py: average: no data",
+        r"^methods/(della\.py: MAGPRUNE|regmean\.py: average: no data)",
         r"^steps/(norm_balance|pact)\.py: ",
         r"^plan/(rules|data)\.py: average \(",
         r"^comparison\.py: (list|sees)",
         r"^layer\.py: update \{\}, copy",
-        r"^export/card\.py: ",
+        r"^linalg/select\.py: rank",
+        r"^export/(card\.py: |adapter\.py: (PEFT would|they are))",
         r"^publish\.py: Merge by",
         r"^registry/declared\.py: list of these",
         r"^inspection/job\.py: ",
         r"^tensors/(modules|names|describe)\.py: ",
         r"^checkpoints/adapter_parameters\.py: '\{\}' \{\} \(rank",
         r"^statistics/(sequences\.py: tokens, p|collect\.py: run block by block)",
-        r"^recipe/explain\.py: a mapping with",
-        r"^testing/",
-        r"^phrasing\.py: ",
-        r"^judgement/judge\.py: --allow \{\}",
-        r"^plan/serving\.py: ",
+        r"^statistics/written\.py: (--start (bos|chat)|leave out --start base, or name)",
+        r"^recipe/(explain\.py: |varied\.py: write|mergekit/reading\.py: \{\}: \{\} It)",
+        r"^testing/|^phrasing\.py: |^identifiers\.py: |^errors\.py: did you mean",
+        r"^judgement/judge\.py: (--allow \{\}|The merge is stopped)",
+        r"^plan/serving\.py: |^plan/data\.py: (--|`covmerge|, or (take|name))",
         r"^stores/local_destination\.py: take it first",
         r"^engine/(forecast\.py: look over|options\.py: there is)",
-        r"^cli/collect\.py: (EXPERT, DATA|--base, --expert)",  # the front of a message
-        r"^cli/flags\.py: --(weight|stats) \{\}: there is no such expert\.",
-        r"^unsaid\.py: an adapter of adapters",
-        r"^identifiers\.py|^errors\.py: did you mean",
+        r"^cli/collect\.py: (EXPERT, DATA|--base, --expert)",
+        r"^cli/flags\.py: --(weight|stats|methods) \{\}: ",
+        r"^unsaid\.py: an adapter of adapters|^text\.py: keep such|^sources\.py: \{\}\. The statistics",
+        r"^plan/build\.py: \{\} complex",
     ],
     "the intact file is what is merged wherever nothing else is said": [
-        r"fetch (it|them|the files?|its files|the checkpoint|the file) again",
-        r"[Ff]etch the checkpoint again",
+        r"[Ff]etch (it|them|the files?|its files|the checkpoint) again",
         r": (save|verify) it again$",
-        r"^checkpoints/(pickle_bounds|unpickler|gguf_file)\.py: .*(cut short|where you trust it|twice|past)",
+        r"^checkpoints/(pickle_bounds|unpickler)\.py: .*(cut short|where you trust it)",
+        r": is it the right file\?$",
     ],
     "needs the network, or a server that lies": [
         r"^stores/(hub|hub_commit|page_server|object_server|remote\w*|retries|address|store)\.py: ",
         r"^(checkpoints/(hub|remote)|sources)\.py: .*(server|downloaded|Hub|right folder|are fetched)",
-        r"^quantised/bitsandbytes\.py: download it",
+        r"^quantised/bitsandbytes\.py: download it|^publish\.py: ",
     ],
     "needs a GPU": [r"^engine/(device_room|devices)\.py: "],
     "needs several machines or processes; tests/engine and tests/remote have what they do": [
@@ -60,37 +60,65 @@ REASONS = {
         r"^cli/stages\.py: ranks share",
     ],
     "needs a machine with too little memory or disk, or a folder that others own": [
-        r"^engine/(budget|room|forecast)\.py: |^memory\.py: |^unsaid\.py: to run the base",
-        r"^stores/(disk|range_cache|scratch|lock)\.py: ",
-        r"^statistics/(of_base|needed)\.py: ",
+        r"^engine/(budget|room|forecast)\.py: |^unsaid\.py: to run the base",
+        r"^stores/(disk|range_cache|scratch|lock|local_destination|paths)\.py: ",
+        r"^statistics/of_base\.py: ",
         r"^statistics/collect\.py: (pass (fewer|--batch-size)|collect on a larger)",
         r"^statistics/file\.py: delete it, and the next merge makes it again",
         r"^cli/outcome\.py: (no room|the memory)|^cli/options\.py: the cache folder",
+        r"^cli/merging\.py: the peak memory|^checkpoints/trainer\.py: \{\} cannot be listed",
+        r"^checkpoints/patterns\.py: .*(takes more than|cannot be started)",
     ],
     "needs something that changes a file meanwhile": [
         r"let whatever writes it finish, and start again|something else changed it",
     ],
     "needs a package to be missing, or broken": [
-        r"pip install '?covmerge\[|pip install pandas|takes the package|^table\.py: |^reporting/extra\.py: ",
+        r"pip install '?covmerge\[|takes the package|^table\.py: |^reporting/extra\.py: ",
         r"^registry/packages\.py: |^cli/extensions\.py: |^registry/table\.py: .*(package|announced)",
         r"^cli/outcome\.py: code of another package",
     ],
     "to the author of a method, a step or a program, who sees at once whether it helped": [
-        r"^registry/(declared|table)\.py: |^steps/registry\.py: |^methods/registry\.py: (method '\{\}' (needs|sees)|its)",
-        r"^(checkpoints/(base|layout|writer|memory|strict_json|torch_file|module_file|adapter)|tensors/views)\.py: "
-        r".*(rows inside|rename it|rename the tensor|cannot hold: convert|pass a state dict|contiguous|plan it|"
-        r"open them again|open the checkpoint again|convert it$|which cannot be stored|together with its base|"
-        r"such as 5GB)",
-        r"^viewer/server\.py: the recipe of this choice",
+        r"^registry/(declared|table)\.py: |^steps/registry\.py: ",
+        r"^methods/registry\.py: (method '\{\}' (needs|sees|\{\})|its|these)",
+        r"^checkpoints/(base|layout|writer|memory|strict_json|torch_file|adapter)\.py: .*"
+        r"(rows inside|rename (it|the tensor)|hold: convert|contiguous|plan it|convert it$)",
+        r"^checkpoints/.*(open (them|the checkpoint) again|together with its base|such as 5GB)",
+        r"^checkpoints/base\.py: .*be stored: convert",
+        r"^tensors/views\.py: |^viewer/server\.py: the recipe of this choice|^engine/encode\.py: .*report",
+        r"^linalg/cholesky\.py: ",
     ],
-    "needs a program that is no package: llama.cpp, mergekit's flags, a browser": [
-        r"^plan/(gguf|quantise)\.py: .*(llama\.cpp|convert_hf_to_gguf|convert the model|Name a type)|Name a type$",
-        r"^cli/theirs\.py: ",
-        r"^viewer/",
+    "needs a program that is no package: llama.cpp, mergekit's command, a browser": [
+        r"^plan/(gguf|quantise)\.py: .*(llama\.cpp|convert_hf_to_gguf|convert the model|Name a type)",
+        r"^cli/theirs\.py: |^viewer/|^quantised/gguf\.py: ",
     ],
-    "an interrupted merge: tests/checkpoints/test_writer_journal.py and test_writer_kill.py go on, and start over": [
+    "an interrupted merge: tests/checkpoints/test_writer_journal.py": [
         r"^checkpoints/(journal|writer|staging)\.py: .*(--overwrite|--resume)",
         r"run again with --resume",
+    ],
+    "a question, or something to look at or to decide, which nobody but the reader can": [
+        r"^export/(generation|licences|companions|adapter)\.py: ",
+        r"^inspection/|^judgement/(swaps|verdicts)\.py: |^reporting/|^alike\.py: ",
+        r"^verification/(verify\.py: (were|: store)|files\.py: )",
+        r"^plan/ties\.py: .*merge experts that were trained without",
+        r"^statistics/collect\.py: all (experts|models) are shown",
+        r"^plan/build\.py: .*were they collected|^plan/data\.py: .*were they collected",
+        r"^plan/quantise\.py: .*no tensor is the weight",
+    ],
+    "a wrong value, whose message says the right form: other tests of the same module give that": [
+        r"^statistics/",
+        r"^recipe/|^steps/compose\.py: |^methods/sparsify\.py: |^comparison\.py: ",
+        r"^checkpoints/(open|layout)\.py: ",
+        r"^cli/(flags|stages|merging)\.py: |^job\.py: a quantised|^plan/varied\.py: ",
+        r"^recompute/|^vocabulary/|^tensors/stacked\.py: ",
+    ],
+    "not followed yet": [
+        r"^checkpoints/(adapted_base|adapter|adapter_parts|folder)\.py: ",
+        r"^checkpoints/(staging\.py: the input|manifest)",
+        r"^engine/(encode|entries|inputs|losses|ties)\.py: ",
+        r"^export/expert_models\.py: ",
+        r"^methods/(ace_noticed|iso)\.py: ",
+        r"^plan/(adapter|align)\.py: |^plan/build\.py: the recipe has no base",
+        r"^plan/data\.py: .*(names none of the layers|collect it for all|Fisher information of the rows)",
     ],
 }
 

@@ -620,3 +620,129 @@ def test_a_model_in_memory_with_an_adapter(lora):
     folded = adapted.merge_and_unload().state_dict()
     with pytest.raises(CovmergeError, match="not-a-fine-tune"):  # at random; it is read
         covmerge.merge({name: lora.base[name] for name in folded}, {"a": folded}, "average")
+
+
+# Places.
+
+
+def test_a_link_out_of_the_folder(tmp_path):
+    folder(tmp_path / "real")
+    (tmp_path / "a").mkdir()
+    link = tmp_path / "a" / "model.safetensors"
+    link.symlink_to(tmp_path / "real" / "model.safetensors")
+    said = advice("is not followed: put the file itself there, or pass the folder that holds it")
+    refused(said, tmp_path / "a")
+    check(tmp_path / "real")
+    link.unlink()
+    link.write_bytes((tmp_path / "real" / "model.safetensors").read_bytes())
+    check(tmp_path / "a")
+
+
+def test_an_index_with_the_path_of_a_shard(tmp_path):
+    folder(tmp_path / "a", EXPERT, "model-00001-of-00001.safetensors")
+    index = tmp_path / "a" / "model.safetensors.index.json"
+    for name, said in (
+        (
+            "../a/model-00001-of-00001.safetensors",
+            advice("inside the folder are read, correct the name"),
+        ),
+        ("model-00001-of-00001.safetensors", None),
+    ):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(EXPERT, name)}))
+        check(tmp_path / "a") if said is None else refused(said, tmp_path / "a")
+
+
+@pytest.mark.parametrize("how", ["moved", "another"])
+def test_an_output_with_files_of_others(how, tmp_path):
+    save_file(BASE, tmp_path / "base.safetensors")
+    save_file(EXPERT, tmp_path / "a.safetensors")
+    given = ["--base", tmp_path / "base.safetensors", "--expert", f"a={tmp_path / 'a.safetensors'}"]
+    out = tmp_path / "out"
+    command("merge", *given, out)
+    thesis = out / "thesis.tex"
+    thesis.write_text("mine")
+    said = advice("so it is not deleted: {}{}. Move these away, or choose another name")
+    told(said, *given, out, "--overwrite")
+    if how == "moved":
+        thesis.rename(tmp_path / "thesis.tex")
+    command("merge", *given, out if how == "moved" else tmp_path / "other", "--overwrite")
+
+
+@pytest.mark.parametrize("how", ["removed", "another"])
+def test_an_output_that_is_no_output(how, tmp_path):
+    save_file(BASE, tmp_path / "base.safetensors")
+    save_file(EXPERT, tmp_path / "a.safetensors")
+    given = ["--base", tmp_path / "base.safetensors", "--expert", f"a={tmp_path / 'a.safetensors'}"]
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    said = advice("so it is not deleted ({}): remove it yourself, or choose another name")
+    told(said, *given, out, "--overwrite")
+    if how == "removed":
+        (out / "thesis.tex").unlink()
+        out.rmdir()
+    command("merge", *given, out if how == "removed" else tmp_path / "other", "--overwrite")
+
+
+def test_a_manifest_that_is_damaged(tmp_path):
+    save_file(BASE, tmp_path / "base.safetensors")
+    save_file(EXPERT, tmp_path / "a.safetensors")
+    given = ["--base", tmp_path / "base.safetensors", "--expert", f"a={tmp_path / 'a.safetensors'}"]
+    out = tmp_path / "out"
+    command("merge", *given, out)
+    manifest = out / "covmerge.json"
+    whole = manifest.read_text()
+    manifest.write_text("[]")
+    said = advice("{}: {}; merge again, or take the file from where the output came from")
+    text = words(command("verify", out, code=2).stderr)
+    assert re.search(said, text) or "an object is needed" in text
+    manifest.write_text(whole)
+    command("verify", out)
+    command("merge", *given, tmp_path / "again")
+    command("verify", tmp_path / "again")
+
+
+JSONS = {
+    "deep": (
+        b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}",
+        advice("levels deep, which no such file needs to be: is it the right file?"),
+    ),
+    "a list": (b"[1]", advice("holds a JSON {}, an object is needed: is it the right file?")),
+    "half a pair": (
+        rb'{"a": "\ud800"}',
+        advice("holds half of a surrogate pair in {}, which is not valid Unicode: correct it"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "said"), JSONS.values(), ids=JSONS)
+def test_a_config_that_is_another_file(content, said, tmp_path):
+    config = folder(tmp_path / "a") / "config.json"
+    config.write_bytes(content)
+    refused(said, tmp_path / "a")
+    config.write_text("{}")
+    check(tmp_path / "a")
+
+
+PATTERNS = {
+    "no pattern": (
+        {"rank_pattern": {"(": 2}},
+        advice("{}: {} in {} is no regular expression ({}): correct it"),
+    ),
+    "a long one": (
+        {"rank_pattern": {"x" * 3000: 2}},
+        advice("a pattern of more than {} characters, {}: write several, or a shorter one"),
+    ),
+    "many": (
+        {"rank_pattern": {f"x{n}.*": 2 for n in range(20_000)}},
+        advice("{} has {} patterns in {}, and {} are read: write one for many modules"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "said"), PATTERNS.values(), ids=PATTERNS)
+def test_patterns_of_an_adapter(fields, said, lora):
+    change(lora, **fields)
+    refused(said, lora.folder, lora.base)
+    change(lora, rank_pattern={"q_proj": 2})
+    check_adapter(lora.folder, lora)

@@ -1,4 +1,4 @@
-"""No sequence of advised settings ends with a merge that is nearly the base: each ends well, or is refused."""
+"""No sequence of advised settings ends with a merge that is nearly the base."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import torch
 
 import covmerge
 from covmerge.errors import CovmergeError
+from tests.advised import advice
 from tests.e2e.test_other_names import BASE, EXPERT, STRANGE
 
 LAYERS = [name for name in BASE if "fc" in name]
@@ -106,3 +107,11 @@ def test_the_way_is_found_where_there_is_one():
     assert list(ends(*KINDS["as it should be"], {}, depth=0))
     found = [settings for settings, _ in ends(*KINDS["a part more"], {}, depth=2)]
     assert {"tensors": {"extra": "ignore"}} in found
+
+
+def test_a_model_of_codes_is_given_as_numbers():
+    base, expert = KINDS["codes with scales"]
+    said = advice("the output would be nearly {}. Give the models in a floating-point dtype")
+    with pytest.raises(CovmergeError, match=f"^lost-update: .*{said}"):
+        covmerge.merge(base, {"a": expert}, "average")
+    covmerge.merge(BASE, {"a": EXPERT}, "average")

@@ -75,11 +75,11 @@ def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[
 def _of_most(expert: str, names: Sequence[str], share: float, whose: str) -> Finding:
     """What no rule and nothing that is allowed should lead past: hardly anything would be merged."""
     text = (
-        f"{LOST}: has other values than {whose} in {counted(len(names), 'integer tensor')} "
+        f"has other values than {whose} in {counted(len(names), 'integer tensor')} "
         f"({some(names, _SHOWN, quoted=True)}), {share:.0%} of all numbers, and integers are not merged: "
         f"the output would be nearly {whose}. Give the models in a floating-point dtype"
     )
-    return Finding(Severity.FAULT, text, expert, tuple(names))
+    return Finding(Severity.FAULT, text, expert, tuple(names), LOST)
 
 
 def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whose: str) -> Finding:
