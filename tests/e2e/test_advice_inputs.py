@@ -12,7 +12,9 @@ import covmerge
 from covmerge.errors import CovmergeError
 from tests.advised import advice
 from tests.checkpoints.adapters import bert, gpt2, llama, make, mixtral
+from tests.cli.runs import covmerge as command
 from tests.cli.runs import save_plain, statistics_for
+from tests.e2e.following import told
 
 W = torch.diag(torch.arange(1.0, 9))
 NAME, HEAD = "layers.0.mlp.up_proj.weight", "readout.weight"
@@ -250,3 +252,96 @@ def test_what_an_inspection_advises(base, expert, said, tensors):
     check(base, expert, {NAME: A[NAME]}, tensors=tensors)
     texts = [f.text for f in covmerge.inspect(base, {"a": expert}, tensors=tensors).findings]
     assert not any(re.search(said, text) for text in texts)
+
+
+def test_a_number_that_is_not_finite():
+    broken = {name: tensor.clone() for name, tensor in A.items()}
+    broken["layers.0.norm.weight"][3] = float("nan")
+    said = advice(", or leave the tensor to the base with the rule {match: '{}', use: base}")
+    text = refused(said, BASE, broken)
+    check(BASE, broken, {NAME: A[NAME]}, rules=[rule_in(text)])
+
+
+def test_what_is_measured_needs_a_base(tmp_path):
+    save_file(A, tmp_path / "a.safetensors")
+    save_file(BASE, tmp_path / "b.safetensors")
+    experts = {name: f"./{name}.safetensors" for name in "ab"}
+    text = f"base: null\nexperts: {experts}\nmethod: linear\n"
+    file = tmp_path / "recipe.yml"
+    file.write_text(text)
+    said = advice("the recipe has no base, and what is measured are updates of one: give a base")
+    told(said, "compare", file, "--methods", "linear")
+    file.write_text(text.replace("base: null", "base: ./b.safetensors"))
+    command("compare", file, "--methods", "average", "--allow", "unchanged-expert")
+
+
+def masks(folder):
+    experts = {"a": A, "b": {name: tensor - 0.02 for name, tensor in BASE.items()}}
+    save_file(BASE, folder / "base.safetensors")
+    covmerge.merge(folder / "base.safetensors", experts, "emr", folder / "out", overwrite=True)
+    return folder / "out"
+
+
+def test_the_base_of_masks(tmp_path):
+    out = masks(tmp_path)
+    save_file(BASE | {NAME: torch.ones(4, 8)}, tmp_path / "other.safetensors")
+    said = advice("in the merged model: pass the base that was merged over")
+    with pytest.raises(CovmergeError, match=f"{said}|is not the base that"):
+        covmerge.load_expert(out, "a", tmp_path / "other.safetensors")
+    found = covmerge.load_expert(out, "a", tmp_path / "base.safetensors")
+    assert found.keys() == A.keys()
+
+
+def test_masks_that_are_damaged_are_merged_again(tmp_path):
+    out = masks(tmp_path)
+    file = next((out / "masks").rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    said = advice("is not the file that the merge wrote{}: merge again")
+    with pytest.raises(CovmergeError, match=said):
+        covmerge.load_expert(out, "a", tmp_path / "base.safetensors")
+    found = covmerge.load_expert(masks(tmp_path), "a", tmp_path / "base.safetensors")
+    assert found.keys() == A.keys()
+
+
+def test_tied_tensors_that_differ(tmp_path):
+    """As transformers reads them: each by itself, once the config says so."""
+    torch.manual_seed(0)
+    for name in ("base", "a"):
+        model = llama(tie_word_embeddings=False)
+        model.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        weights = (
+            load_file(file)
+            if name == "base"
+            else {
+                n: t + 0.001 * torch.randn(t.shape)
+                for n, t in load_file(tmp_path / "base/model.safetensors").items()
+            }
+        )
+        save_file(weights, file, {"format": "pt"})
+        config = tmp_path / name / "config.json"
+        config.write_text(
+            config.read_text().replace(
+                '"tie_word_embeddings": false', '"tie_word_embeddings": true'
+            )
+        )
+    given = (tmp_path / "base", {"a": tmp_path / "a"}, "average", tmp_path / "out")
+    try:
+        covmerge.merge(*given)
+    except CovmergeError as error:
+        said = advice(
+            'If they are meant to differ, set "tie_word_embeddings": false in its config.json'
+        )
+        assert re.search(said, str(error)), error
+        for name in ("base", "a"):
+            config = tmp_path / name / "config.json"
+            config.write_text(
+                config.read_text().replace(
+                    '"tie_word_embeddings": true', '"tie_word_embeddings": false'
+                )
+            )
+        covmerge.merge(*given)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    right = load_file(tmp_path / "a" / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        torch.testing.assert_close(found[name], right[name])

@@ -68,6 +68,43 @@ COMMAND = re.compile("`covmerge ([^`]*)`")
 ENDED = set()  # lines that were run, each once
 FEW = "--stats e1=few-e1.covstats.safetensors --stats e2=few-e2.covstats.safetensors"
 FISHER = FEW.replace("few", "fisher")
+# Files of examples, what is said of them, and how they are corrected.
+EXAMPLES = {
+    "a label": (
+        ("x.jsonl", '{"text": "w1", "label": 9}'),
+        advice(
+            "{} has {} labels, numbered from 0, and an example has the label {}: correct the labels"
+        ),
+        '{"text": "w1", "label": 1}',
+    ),
+    "no text": (
+        ("x.jsonl", '{"text": 3, "label": 1}'),
+        advice("{}: {} is no text: correct it, or leave it out"),
+        '{"text": "w3", "label": 1}',
+    ),
+    "half of a pair": (
+        ("x.jsonl", '{"text": "\\ud800", "label": 1}'),
+        advice("{}: {} holds half of a surrogate pair, which is not valid Unicode: correct it"),
+        '{"text": "w3", "label": 1}',
+    ),
+    "commas": (
+        ("x.csv", "text,label\nw1, w2,1"),
+        advice("and the first line {}: correct it; a text with commas or quotes stands in quotes"),
+        'text,label\n"w1, w2",1',
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "said", "right"), EXAMPLES.values(), ids=EXAMPLES)
+def test_examples_that_are_corrected(file, said, right, here):
+    name, content = file
+    (here / name).write_text(content)
+    line = ["collect", "m", name, OUT, "--kind=fisher", "--labels=data"]
+    told(said, *line)
+    (here / name).write_text(right)
+    covmerge(*line)
+
+
 LINES = {
     "made, no file": (
         "collect e1 --inputs generated",
@@ -227,6 +264,38 @@ LINES = {
         f"collect e1 other.jsonl {OUT}",
         advice(" Name the column of the text with --text-column"),
         f"collect e1 other.jsonl {OUT} --text-column body",
+    ),
+    "a seed": (
+        f"{MADE} --seed -1",
+        advice("seed is {}: pass a number from 0 to {}"),
+        MADE,
+    ),
+    "tokens at random": (
+        f"collect base {OUT} --inputs random --tokens 5",
+        advice("random inputs are not written: leave out --{}"),
+        f"collect base {OUT} --inputs random --max-examples 4",
+    ),
+    "a classifier that writes": (
+        f"collect m {OUT} --inputs generated --tokens 6",
+        advice("{}, no language model that writes: leave out --{}, or {}"),
+        f"collect m {OUT} --inputs generated --max-examples 4",
+    ),
+    "an adapter beside": (
+        f"{MADE} --base base --other lora",
+        advice(
+            "fold it into its base first, with `covmerge merge --base BASE --expert NAME=ADAPTER OUT`"
+        ),
+        f"merge --base base --expert NAME=lora folded2; {MADE} --base base --other folded2",
+    ),
+    "no folder": (
+        f"collect e1 a.txt no/{OUT}",
+        advice("there is no folder {} to write {} to: create it"),
+        None,
+    ),
+    "a file that is there": (
+        "collect e1 a.txt base.covstats.safetensors",
+        advice("{} exists: choose another output, or pass --overwrite"),
+        f"collect e1 a.txt {OUT}",
     ),
     "a kind of file": (
         f"collect e1 some.md {OUT}",
