@@ -199,6 +199,7 @@ LISTED = {
         "or take another `tokenizer: {source: ...}`",
     ],
     "not followed yet": [
+        "leaves nothing of the update: write a higher format, or keep layers plain (--keep)",
         "base as it was before it was quantised",
         "(pipe.fuse_lora()), save that, and merge full models",
         "base that the adapter was trained on",
