@@ -319,7 +319,7 @@ def _check(
             raise TensorError(f"update {index} is {update.dtype}: pass floating-point differences")
         if not all(map(all_finite, _parts(update))):
             raise TensorError(
-                f"update {index} holds NaN or Inf: check the checkpoint it comes from"
+                f"update {index} holds NaN or Inf: pass the difference of finite weights"
             )
     for index, value in enumerate(data):
         if not all_finite(value):
@@ -357,8 +357,8 @@ def _check_inputs(method: Method, inputs: Tensor | None, wanted: Sequence[int]) 
         )
     if tuple(inputs.shape) != (*wanted, *wanted):
         raise TensorError(
-            f"the base's inputs are {list(inputs.shape)}, this layer needs {[*wanted, *wanted]}: were "
-            "they collected on another model?"
+            f"the base's inputs are {list(inputs.shape)}, this layer needs {[*wanted, *wanted]}: "
+            "pass those of this layer"
         )
     if not all_finite(inputs):
         raise TensorError("the base's inputs hold NaN or Inf: collect them again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable
 
 
@@ -62,3 +63,23 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
         ('1 check', '2 matrices')
     """
     return f"{count} {singular if count == 1 else plural or singular + 's'}"
+
+
+def keep_plain(names: Iterable[str]) -> str:
+    """Say how tensors are left out of a quantised output, those of a kind in all layers.
+
+    Example:
+        >>> keep_plain(["h.0.up.weight", "h.1.up.weight", "h.0.down.weight"])
+        "keep such tensors plain (keep: ['h.*.up.weight', 'h.*.down.weight'])"
+    """
+    return f"keep such tensors plain (keep: {list(dict.fromkeys(map(of_all_layers, names)))})"
+
+
+def of_all_layers(name: str) -> str:
+    """Return a pattern for a tensor in every layer, and of every expert of a layer.
+
+    Example:
+        >>> of_all_layers("model.layers.0.mlp.experts.12.w1.weight")
+        'model.layers.*.mlp.experts.*.w1.weight'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

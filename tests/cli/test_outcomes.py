@@ -393,3 +393,19 @@ def test_ctrl_c_while_a_thread_starts(tmp_path):
     assert done.stdout == "130\n" * 9
     assert done.stderr == "interrupted; run again with --resume\n" * 9
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    """As of `covmerge compare --help | head -1`; rich ends the program."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "covmerge", "compare", "--help"],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, b"")

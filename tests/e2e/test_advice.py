@@ -16,6 +16,7 @@ from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausa
 
 import covmerge
 from covmerge.errors import CheckpointError, TensorError
+from tests.advised import advice
 from tests.checkpoints.adapters import llama
 from tests.cli.runs import covmerge as command
 
@@ -45,7 +46,12 @@ def test_a_resized_vocabulary(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.resize_token_embeddings(34)
     adapted = trained(model, tmp_path / "a")
-    with pytest.raises(TensorError, match=r"model\.resize_token_embeddings\(34\)"):
+    with pytest.raises(
+        TensorError,
+        match=advice(
+            "Resize the base as well (transformers: model.resize_token_embeddings({}), then"
+        ),
+    ):
         covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average")
     resized = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     resized.resize_token_embeddings(34)
@@ -60,7 +66,12 @@ def test_replicated_layers(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapted = trained(model, tmp_path / "a", layer_replication=[[0, 2], [1, 3]])
-    with pytest.raises(CheckpointError, match=r"stack the layers .*set layer_replication to null"):
+    with pytest.raises(
+        CheckpointError,
+        match=advice(
+            "passthrough), set layer_replication to null in adapter_config.json, and merge"
+        ),
+    ):
         covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average")
     slices = [
         {"sources": [{"model": str(tmp_path / "base"), "layer_range": layers}]}
@@ -94,7 +105,12 @@ def test_a_convolution_with_groups(tmp_path):
     config = LoraConfig(r=4, target_modules=["conv", "fc"], init_lora_weights=False)
     adapted = adapter(base, config)
     adapted.save_pretrained(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=r"4 groups.*remove its tensors .* target_modules"):
+    with pytest.raises(
+        CheckpointError,
+        match=advice(
+            "or remove its tensors from a copy of the adapter, and it from target_modules"
+        ),
+    ):
         covmerge.merge(tmp_path / "base.safetensors", {"a": tmp_path / "a"}, "average")
     file, config = (
         tmp_path / "a" / n for n in ("adapter_model.safetensors", "adapter_config.json")
@@ -138,7 +154,12 @@ def test_shards_of_ranks(tmp_path):
     base = {"fc.weight": torch.eye(4), "b.weight": torch.ones(6, 2)}
     expert = {name: tensor + 0.5 for name, tensor in base.items()}
     slices_of(tmp_path / "a", expert)
-    with pytest.raises(CheckpointError, match=r"Put them together first: consolidate_"):
+    with pytest.raises(
+        CheckpointError,
+        match=advice(
+            "with a part of the tensors for each rank. Put them together first: consolidate_"
+        ),
+    ):
         covmerge.merge(base, {"a": tmp_path / "a"}, "average")
     (tmp_path / "new").mkdir()
     consolidate_safetensors_files(
@@ -160,7 +181,10 @@ def test_modules_of_sentence_transformers_with_weights(tmp_path):
         modules = [{"idx": 0, "path": ""}, {"idx": 2, "path": "2_Dense"}]
         (tmp_path / name / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(
-        CheckpointError, match=r"2_Dense/model\.safetensors.*file of weights by itself"
+        CheckpointError,
+        match=advice(
+            "Merge each file of weights by itself (pass the files in place of the folders), and copy"
+        ),
     ):
         covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average", tmp_path / "out")
     shutil.copytree(tmp_path / "base", tmp_path / "copy")
@@ -207,21 +231,33 @@ def test_adapters_of_mlx_that_are_not_read(tmp_path):
     experts = {"model.layers.0.mlp.switch_mlp.up_proj.lora_b": torch.ones(2, 24, 3)}
     mlx_adapter(tmp_path / "experts", factors=experts)
     for name in ("dora", "table", "experts"):
-        with pytest.raises(CheckpointError, match=r"mlx_lm\.fuse --model BASE"):
+        with pytest.raises(
+            CheckpointError,
+            match=advice("fuse it with mlx-lm (mlx_lm.fuse --model BASE --adapter-path FOLDER"),
+        ):
             covmerge.merge(base, {"a": tmp_path / name}, "average")
     mlx_adapter(tmp_path / "scale", scale=None)
-    with pytest.raises(CheckpointError, match="add those that it was trained with"):
+    with pytest.raises(
+        CheckpointError,
+        match=advice("which multiplies the update: add those that it was trained with to"),
+    ):
         covmerge.merge(base, {"a": tmp_path / "scale"}, "average")
 
 
 def test_advice_on_files_of_mlx_is_followed(tmp_path):
     base = {n: 400 * t for n, t in llama().state_dict().items()}
     mlx_adapter(tmp_path / "a", rank=8)
-    with pytest.raises(CheckpointError, match=r"rank = 8: correct that in adapter_config\.json"):
+    with pytest.raises(
+        CheckpointError,
+        match=advice("and lora_parameters has rank = {}: correct that in adapter_config.json"),
+    ):
         covmerge.merge(base, {"a": tmp_path / "a"}, "average")
     file = tmp_path / "0000100_adapters.safetensors"
     (tmp_path / "a" / "adapters.safetensors").rename(file)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json: put that and this file"):
+    with pytest.raises(
+        CheckpointError,
+        match=advice("adapter_config.json: put that and this file, called {}, into one folder"),
+    ):
         covmerge.merge(base, {"a": file}, "average")
     mlx_adapter(tmp_path / "b")
     (tmp_path / "b" / "adapters.safetensors").unlink()
@@ -234,7 +270,8 @@ def test_files_of_lycoris_are_merged_with_lycoris(part, tmp_path):
     """LyCORIS 4.1.3 merges what it wrote by these lines; it is no package of the tests."""
     save_file({f"lycoris_fc.{part}": torch.ones(2, 2)}, tmp_path / "a.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"with LyCORIS .*create_lycoris_from_weights"
+        CheckpointError,
+        match=advice("lycoris_: net, _ = lycoris.create_lycoris_from_weights(1.0, FILE, model)"),
     ) as told:
         covmerge.merge({"fc.weight": torch.eye(4)}, {"a": tmp_path / "a.safetensors"}, "average")
     assert "PEFT" not in str(told.value)
@@ -277,7 +314,10 @@ def test_the_scales_of_deepseek_v4(tmp_path):
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
     for name in ("base", "a"):
         deepseek_v4(tmp_path / name, tensors, config.to_dict())
-    with pytest.raises(CheckpointError, match=r"quantization_config=FineGrainedFP8Config") as told:
+    with pytest.raises(
+        CheckpointError,
+        match=advice("dequantise it first (transformers: {}), or pass the model as it was before"),
+    ) as told:
         covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average")
     assert "if it is plain, remove that" not in str(told.value)
     for name in ("base", "a"):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.advised import advice
 from tests.checkpoints.adapters import llama
 from tests.cli.runs import covmerge, words
 
@@ -20,6 +21,8 @@ LAYER = "layers.0.mlp.up_proj.weight"
 HEAD = "readout.weight"
 TABLE = "embed_tokens.weight"
 CODES, SCALES = "layers.0.mlp.codes", "layers.0.mlp.quant_step"
+ALL_CODES, ALL_SCALES = "layers.*.mlp.codes", "layers.*.mlp.quant_step"
+MORE = "layers.1.mlp.codes"
 OTHER = "layers.1.mlp.up_proj.weight"
 FIVE = {
     f"layers.{number}.mlp.up_proj.weight": matrix
@@ -37,7 +40,7 @@ class Case:
     Attributes:
         base: tensors of the base.
         expert: tensors of expert `a`.
-        said: what the error says; its groups are the setting that is then taken.
+        said: what the error says; the setting in it is then taken.
         right: tensors of the output, as far as they are looked at.
         settings: of the recipe, beside base and experts.
         other: tensors of expert `b`, if there is one.
@@ -51,109 +54,116 @@ class Case:
     other: dict = field(default_factory=dict)
 
 
-def rule(name, use):
-    return rf"({{match: '{re.escape(name)}', use: {use}}})"
+# What is advised, in a message.
+SETTING = re.compile(r"\{match: '[^']*', use: \w+\}|(?<=`)\{?\w+: [^`]*(?=`)")
+ALLOW = advice("; if this is meant, go on with {}")
 
 
 CASES = {
     "a head of another size": Case(
         BASE | {HEAD: torch.ones(2, 8)},
         EXPERT | {HEAD: torch.ones(3, 8)},
-        rf"If the tensor is a task head, add the rule {rule(HEAD, 'head')}",
+        advice("If the tensor is a task head, add the rule {match: '{}', use: head}"),
         {LAYER: W + STEP, HEAD: torch.ones(2, 8)},
     ),
     "more tensors": Case(
         BASE,
         EXPERT | {"more.weight": torch.ones(2, 8)},
-        r"If these tensors may be left out, set `(tensors: {extra: ignore})`",
+        advice(
+            "If these tensors may be left out, set `tensors: {extra: ignore}`; if they are a task head"
+        ),
         {LAYER: W + STEP},
     ),
     "fewer tensors": Case(
         BASE | {"more.weight": torch.ones(2, 8)},
         EXPERT,
-        r"`(tensors: {missing: base})` \(unchanged there\)",
+        advice("choose what their absence means: `tensors: {missing: base}` (unchanged there)"),
         {LAYER: W + STEP, "more.weight": torch.ones(2, 8)},
     ),
     "fewer tensors of one": Case(
         BASE | {"more.weight": torch.ones(2, 8)},
         EXPERT,
-        r"or `{(missing: present)}`",
+        advice("or `tensors: {missing: present}` (merged over the experts that have them)"),
         {LAYER: W + STEP, "more.weight": 1.5 * torch.ones(2, 8)},
         other=EXPERT | {"more.weight": 1.5 * torch.ones(2, 8), LAYER: W + STEP},
     ),
     "rows of more tokens": Case(
         BASE | {TABLE: torch.ones(4, 8)},
         EXPERT | {TABLE: 1.2 * torch.ones(5, 8)},
-        r"set `(tensors: {vocabulary: base})` to merge the rows of the base",
+        advice("tokens, set `tensors: {vocabulary: base}` to merge the rows of the base"),
         {LAYER: W + STEP, TABLE: 1.2 * torch.ones(4, 8)},
     ),
     "numbers and codes": Case(
         BASE | {CODES: torch.ones(4, dtype=torch.int64)},
         EXPERT | {CODES: torch.ones(4)},
-        rf"leave the tensor to the base with the rule {rule(CODES, 'base')}",
+        advice(
+            "as it was before; else leave the tensor to the base with the rule {match: '{}', use: base}"
+        ),
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int64)},
     ),
     "integers that differ": Case(
-        BASE | {CODES: torch.ones(4, dtype=torch.int64)},
-        EXPERT | {CODES: torch.zeros(4, dtype=torch.int64)},
-        rf"say it by the rule {rule(CODES, 'base')}",
+        BASE | {name: torch.ones(4, dtype=torch.int64) for name in (CODES, MORE)},
+        EXPERT | {name: torch.zeros(4, dtype=torch.int64) for name in (CODES, MORE)},
+        advice("If that is right, say it by the rule {match: '{}', use: base}"),
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int64)},
     ),
     "integers that differ, allowed": Case(
         BASE | {CODES: torch.ones(4, dtype=torch.int64)},
         EXPERT | {CODES: torch.zeros(4, dtype=torch.int64)},
-        r"go on with `(allow: \[changed-integers\])`",
+        rf"{ALLOW}`allow: \[changed-integers\]`",
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int64)},
     ),
     "no fine-tune": Case(
         BASE,
         EXPERT | {LAYER: W.flip(0)},
-        r"if this is meant, go on with `(allow: \[not-a-fine-tune\])`",
+        rf"{ALLOW}`allow: \[not-a-fine-tune\]`",
         {LAYER: W.flip(0)},
     ),
     "one of two not trained": Case(
         BASE,
         EXPERT,
-        r"go on with `(allow: \[unchanged-expert\])`",
+        rf"{ALLOW}`allow: \[unchanged-expert\]`",
         {LAYER: W + STEP / 2},
         other=BASE,
     ),
     "too large for its dtype": Case(
         {n: t.half() for n, t in BASE.items()},
         {n: t.half() for n, t in EXPERT.items()},
-        r"store them in another dtype \(`(output: {dtype: float32})`",
+        advice("'{}': the {} overflow {} ({}); store them in another dtype (--out-dtype float32)"),
         {LAYER: (W + 3e7 * ((W + STEP).half().float() - W))},
         settings={"method": "task_arithmetic", "parameters": {"scale": 3e7}},
     ),
     "no layer for an adapter": Case(
         {"layers.0.norm.weight": torch.ones(8)},
         {"layers.0.norm.weight": 1.1 * torch.ones(8)},
-        r"merge to a full model \(`(output: {format: model})`",
+        advice("a layer that an adapter updates: merge to a full model (--as model)"),
         {"layers.0.norm.weight": 1.1 * torch.ones(8)},
         settings={"method": "average", "output": {"format": "adapter", "rank": 2}},
     ),
     "codes and their scales": Case(
         BASE | {CODES: torch.ones(4, dtype=torch.int8), SCALES: torch.ones(4)},
         EXPERT | {CODES: torch.zeros(4, dtype=torch.int8), SCALES: 2 * torch.ones(4)},
-        rf"by the rules {rule(CODES, 'base')} and {rule(SCALES, 'base')}",
+        advice("to the base by the rules {match: '{}', use: base} and {match: '{}', use: base}"),
         {LAYER: W + STEP, CODES: torch.ones(4, dtype=torch.int8), SCALES: torch.ones(4)},
     ),
     "layers in each other's place": Case(
         FIVE,
         FIVE | {LAYER: FIVE[OTHER] + STEP, OTHER: FIVE[LAYER] + STEP},
-        r"go on with `(allow: \[swapped-tensors\])`",
+        rf"{ALLOW}`allow: \[swapped-tensors\]`",
         {LAYER: FIVE[OTHER] + STEP, OTHER: FIVE[LAYER] + STEP},
     ),
     "too long for float32": Case(
         BASE | {LONG: torch.full((8,), -3e38)},
         EXPERT | {LONG: torch.full((8,), 3e38)},
-        r"compute in float64 \(`(dtype: float64)`\)",
+        advice(
+            "gives an update that overflows the compute dtype; compute in float64 (--dtype float64)"
+        ),
         {LAYER: W + STEP, LONG: torch.full((8,), 3e38)},
     ),
     "too short for float32": Case(
         {n: 1e-60 * t.double() for n, t in BASE.items()},
         {n: 1e-60 * t.double() for n, t in EXPERT.items()},
-        r"compute in float64 \(`(dtype: float64)`\)",
+        advice("which is nothing in {}: compute in float64 (--dtype float64)"),
         {LAYER: 1e-60 * (W + STEP).double()},
     ),
 }
@@ -174,8 +184,6 @@ def with_settings(recipe, settings):
     given = rules[0]
     if "match" in given:
         return recipe | {"rules": rules}
-    if "missing" in given:  # the rest of a setting that was said before
-        given = {"tensors": given}
     return recipe | given
 
 
@@ -187,7 +195,7 @@ def test_the_advised_setting_works(name, tmp_path):
     said = words(covmerge("merge", file, out, code=2).stderr)
     found = re.search(case.said, said)
     assert found is not None, said
-    file.write_text(json.dumps(with_settings(recipe, found.groups())))
+    file.write_text(json.dumps(with_settings(recipe, SETTING.findall(found[0]))))
     covmerge("merge", file, out)
     covmerge("verify", out)
     merged = load_file(out / "model.safetensors")
@@ -200,7 +208,9 @@ def test_no_setting_is_advised_where_nothing_was_trained(tmp_path):
     file = tmp_path / "recipe.yml"
     file.write_text(json.dumps(save(tmp_path, Case(BASE, BASE, "", {}))))
     said = words(covmerge("merge", file, tmp_path / "out", code=2).stderr)
-    assert "pass models that were trained from it" in said
+    assert re.search(
+        advice("No expert differs from the base: pass models that were trained from it"), said
+    )
     assert "allow" not in said
 
 
@@ -213,8 +223,10 @@ def test_a_full_rank_for_an_adapter(advised, tmp_path):
     recipe |= {"method": "average", "output": {"format": "adapter"}}
     file.write_text(json.dumps(recipe))
     said = words(covmerge("merge", file, out, code=2).stderr)
-    assert "`output.rank`" in said
-    assert "or merge to a full model" in said
+    advised_both = advice(
+        "Say with `output.rank` (--rank) what to truncate it to, or merge to a full model"
+    )
+    assert re.search(advised_both, said)
     file.write_text(
         json.dumps(recipe | {"output": {"format": "adapter"} | yaml.safe_load(advised)})
     )
@@ -248,9 +260,9 @@ def test_tokens_of_an_expert_are_merged_as_advised(tmp_path):
     recipe = {"base": "./base", "experts": {"a": "./a"}, "method": "average"}
     file.write_text(json.dumps(recipe))
     said = words(covmerge("merge", file, out, code=2).stderr)
-    found = re.search(r"Merge them by token with `(tokenizer: {source: union})`", said)
+    found = re.search(advice("Merge them by token with `tokenizer: {source: union}`; or"), said)
     assert found is not None, said
-    file.write_text(json.dumps(with_settings(recipe, found.groups())))
+    file.write_text(json.dumps(with_settings(recipe, SETTING.findall(found[0]))))
     covmerge("merge", file, out)
     covmerge("verify", out)
     merged = load_file(out / "model.safetensors")

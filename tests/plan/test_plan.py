@@ -1,6 +1,7 @@
 """Nothing is silent: every tensor that does not fit has a rule or a named error."""
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from covmerge.plan import Copy, Merge, build_plan
 from covmerge.recipe import format_size, parse_recipe
 from covmerge.sources import open_checkpoints
 from covmerge.types import Role
+from tests.advised import advice
 
 CPU = torch.device("cpu")
 
@@ -214,9 +216,13 @@ class TestExtra:
     def test_a_head_of_one_shape_everywhere_is_noted(self):
         same = state(classifier__weight=(2, 4))
         plan = plan_for(same, {"a": same})
-        assert any("'classifier.weight' lies outside the backbone" in note for note in plan.notes)
+        said = advice(
+            "so it is merged; if it is a task head, add a rule with `use: head` to keep one per"
+        )
+        assert any(re.search(said, note) for note in plan.notes)
         kept = plan_for(same, {"a": same}, rules=[{"match": "classifier.*", "use": "head"}])
         assert set(kept.heads["a"]) == {"classifier.weight"}
+        assert not any(re.search(said, note) for note in kept.notes)
 
 
 class TestShapes:

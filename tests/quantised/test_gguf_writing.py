@@ -201,7 +201,7 @@ def test_what_cannot_be_written_is_refused(tmp_path, how, error, said):
 
 def test_rows_of_no_whole_blocks_are_refused(tmp_path):
     narrow = {"hidden_size": 48, "intermediate_size": 96}
-    with pytest.raises(CheckpointError, match="packs rows of whole blocks of 32: keep it plain"):
+    with pytest.raises(CheckpointError, match="packs rows of whole blocks of 32: keep such"):
         merged(tmp_path, lambda seed: llama(seed, **narrow), save_llama, "F16", "gguf-q8_0")
 
 

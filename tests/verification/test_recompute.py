@@ -1,6 +1,7 @@
 """`verify --deep` finds what hashes cannot: an output that its sources do not give."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ import covmerge
 from covmerge.checkpoints.hashes import hash_file
 from covmerge.errors import InputError
 from covmerge.recompute import recompute
+from tests.advised import advice
 from tests.cli.runs import covmerge as cli
 from tests.cli.runs import words
 from tests.verification.test_files import save_models
@@ -114,6 +116,12 @@ def test_sources_that_are_gone_or_others(merged, tmp_path):
     save_file(tensors, path)
     told = cli("verify", models / "ace", "--deep", code=2).stderr
     assert "expert e1 is not what was merged" in told
+    assert re.search(
+        advice("Put the source back, or verify without --deep"), " ".join(told.split())
+    )
+    cli("verify", models / "ace")
+    shutil.copy(merged / "e1.safetensors", path)
+    cli("verify", models / "ace", "--deep")
     path.unlink()
     assert "e1.safetensors" in cli("verify", models / "ace", "--deep", code=2).stderr
 

@@ -24,6 +24,7 @@ from covmerge.recipe import dump_recipe, parse_recipe
 from covmerge.recompute import recompute
 from covmerge.sources import open_recipe
 from covmerge.statistics.write import Contents, Statistic, write_statistics
+from tests.advised import advice
 from tests.interrupted import InterruptAfter
 from tests.mergekit.token_cases import LETTERS, TABLES, WORDS, Words, ids_of, save_model
 
@@ -290,8 +291,14 @@ def test_another_tokenizer_is_another_merge(models, tmp_path):
     file.write_text(file.read_text().replace("<|im_start|>", "<|im_begin|>"))
     with pytest.raises(InputError, match="another"):
         run_recipe(given, tmp_path / "out", RunOptions(resume=True))
-    with pytest.raises(InputError, match="tokenizers are not what they were"):
+    said = advice(
+        "not what they were when they were merged: put them back, or verify without --deep"
+    )
+    with pytest.raises(InputError, match=said):
         recompute(tmp_path / "whole")
+    assert covmerge.verify(tmp_path / "whole").ok
+    file.write_text(file.read_text().replace("<|im_begin|>", "<|im_start|>"))
+    assert recompute(tmp_path / "whole").ok
 
 
 def test_a_method_that_looks_at_the_bases_inputs(models, tmp_path):
@@ -367,7 +374,7 @@ def test_rows_that_no_model_has_are_refused(tokens, said, models):
 
 
 def test_masks_over_other_rows_than_the_bases_are_refused(models, tmp_path):
-    with pytest.raises(InputError, match="masks are laid over the base's own rows"):
+    with pytest.raises(InputError, match=advice("output_head: base}`, or take another method")):
         plan_recipe(recipe(models, method="emr"))
     kept = {"embeddings": "base", "output_head": "base"}
     run_recipe(recipe(models, method="emr", tensors=kept), tmp_path / "out")

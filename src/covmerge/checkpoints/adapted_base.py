@@ -14,6 +14,7 @@ from covmerge.checkpoints.content import Content
 from covmerge.checkpoints.folder import QUANTISATION
 from covmerge.checkpoints.view import View
 from covmerge.errors import InputError
+from covmerge.text import of_all_layers
 from covmerge.types import TensorHeader
 
 # A module with anything else is stored in packed form.
@@ -67,8 +68,8 @@ class AdaptedBase(View):
         if self._packs(name):
             raise InputError(
                 f"'{name}' is needed, and {self.source} stores it quantised: leave it out with the "
-                f"rule {{match: '{name}', use: base}}, choose a method that works on the updates "
-                "alone, or pass the base as it was before it was quantised"
+                f"rule {{match: '{of_all_layers(name)}', use: base}}, choose a method that works on the "
+                "updates alone, or pass the base as it was before it was quantised"
             )
         self._stored.materialize()
         return self._stored.read(name, rows)

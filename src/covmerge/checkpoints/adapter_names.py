@@ -448,7 +448,7 @@ class _Reader:
         self,
         header: TensorHeader,
         why: str,
-        step: str = "save the adapter again from gathered weights",
+        step: str = "fetch it again, or save the adapter again from gathered weights",
     ) -> NoReturn:
         raise CheckpointError(
             f"{self._where}: '{header.name}' is {header.dtype} of shape {list(header.shape)}, "

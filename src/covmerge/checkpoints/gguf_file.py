@@ -122,7 +122,7 @@ class _Header:
         self._held = b""
         self._start = 0
         if self._bytes(4) != b"GGUF":
-            self._refuse("does not begin with GGUF: is it such a file?")
+            self._refuse("does not begin with GGUF")
         version, self._tensors, self._entries = (self._number(f) for f in ("<I", "<Q", "<Q"))
         if version not in _VERSIONS:
             self._refuse(f"is GGUF version {version}, and {_VERSIONS} can be read")
@@ -148,7 +148,9 @@ class _Header:
         self.alignment, self.start = alignment, self._place
         parts = found.get("split.count", 0)
         if isinstance(parts, int) and parts > 1:
-            self._refuse(f"is one of {parts} parts, which llama.cpp's gguf-split --merge joins")
+            raise CheckpointError(
+                f"{self._where} is one of {parts} parts: join them first (llama.cpp's gguf-split --merge)"
+            )
         return found
 
     def entries(self) -> list[_Entry]:

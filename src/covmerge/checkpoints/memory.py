@@ -80,6 +80,11 @@ class MemoryCheckpoint:
         self._tensors = {}
 
 
+PASS_FOLDED = (
+    "pass the folder of the adapter, or the model with it folded in (model.merge_and_unload())"
+)
+
+
 def open_module(module: nn.Module) -> MemoryCheckpoint:
     """See the tensors of a module as a checkpoint; its config, if it is a model of transformers.
 
@@ -90,8 +95,7 @@ def open_module(module: nn.Module) -> MemoryCheckpoint:
     adapted = next((name for name in tensors if ".lora_A." in name), None)
     if adapted is not None:
         raise CheckpointError(
-            f"the {type(module).__name__} holds an adapter beside its weights ('{adapted}'): pass the "
-            "folder of the adapter, or the model with it folded in (merge_and_unload())"
+            f"the {type(module).__name__} holds an adapter beside its weights ('{adapted}'): {PASS_FOLDED}"
         )
     # As transformers writes config.json; the configs of other libraries are not read.
     write = getattr(getattr(module, "config", None), "to_json_string", None)

@@ -92,6 +92,8 @@ class ReportingGroup(TyperGroup):
             stderr().print(str(stop) or "interrupted")
             raise typer.Exit(_interrupted()) from None
         except SystemExit as error:  # not a command's own: these end by typer.Exit
+            if isinstance(error.__context__, BrokenPipeError):  # rich's, of `covmerge ... | head`
+                raise typer.Exit(1) from None
             _fail(
                 InputError(
                     f"code of another package ended the program (SystemExit: {error}), and nothing was "

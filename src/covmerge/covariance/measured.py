@@ -37,13 +37,12 @@ def measured_values(
         >>> measured_values(LinearGroup((torch.ones(2, 3),), (1.0,)), "gram", method="regmean")
         Traceback (most recent call last):
         covmerge.errors.RecipeError: method 'regmean' needs the Gram matrix of every expert, and has \
-0 for 1: run `covmerge collect --kind gram` and name its files under `statistics:` of the experts
+0 for 1: pass one for each update (data=)
     """
     if len(group.measured) != len(group.updates):
         raise RecipeError(
             f"method '{method}' needs the {_NAMES[kind]} of every expert, and has "
-            f"{len(group.measured)} for {len(group.updates)}: run `covmerge collect --kind {kind}` "
-            "and name its files under `statistics:` of the experts"
+            f"{len(group.measured)} for {len(group.updates)}: pass one for each update (data=)"
         )
     values = tuple(measured.value for measured in group.measured)
     check_shapes(values, kind, group.updates[0].shape, method=method)

@@ -12,6 +12,7 @@ from covmerge.engine.inputs import Inputs
 from covmerge.errors import TensorError
 from covmerge.linalg.lapack import dot, square_norm
 from covmerge.plan import PackedTensor, WorkItem
+from covmerge.text import keep_plain
 from covmerge.types import Json
 
 
@@ -80,7 +81,7 @@ def _rounded(
 def _not_held(item: WorkItem, form: PackedTensor) -> TensorError:
     return TensorError(
         f"'{item.tensor.name}': the merged weights are not finite, or beyond what {form.format} can "
-        f"hold: keep the tensor plain (keep: ['{item.tensor.name}'])"
+        f"hold: {keep_plain([item.tensor.name])}"
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, cast
 
-from covmerge.findings import Finding, Severity
+from covmerge.findings import LOST, Finding, Severity
 from covmerge.plan import Copy, Plan
-from covmerge.text import counted, some
+from covmerge.text import counted, of_all_layers, some
 from covmerge.types import Json
 
 # By the last part of the name. BatchNorm counts its training batches there, and looks at the count only if
@@ -18,6 +19,7 @@ HARMLESS = {
     "relative_position_index": "tables of positions",
 }
 _SHOWN = 5
+_LEAST = 0.5  # share of the numbers of a model that must not be lost with its integers
 
 
 def changed_integers(
@@ -31,9 +33,15 @@ def changed_integers(
         whose: what the output's values are, in words.
     """
     found = _differing(plan, done)
+    sizes = {tensor.name: prod(tensor.stored.shape) for tensor in plan.tensors}
     scales = {t.name: t.operation.scale for t in plan.tensors if isinstance(t.operation, Copy)}
     for expert in plan.recipe.experts:
         names = [name for name, experts in found.items() if expert in experts]
+        lost = [name for name in names if _leaf(name) not in HARMLESS]
+        share = sum(sizes[name] for name in lost) / max(1, sum(sizes.values()))
+        if share > _LEAST:
+            yield _of_most(expert, lost, share, whose)
+            continue
         codes = [name for name in names if scales[name]]
         if codes:
             yield _of_codes(expert, codes, scales, whose)
@@ -64,6 +72,16 @@ def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[
     return {name: experts for name, experts in found.items() if experts}
 
 
+def _of_most(expert: str, names: Sequence[str], share: float, whose: str) -> Finding:
+    """What no rule and nothing that is allowed should lead past: hardly anything would be merged."""
+    text = (
+        f"has other values than {whose} in {counted(len(names), 'integer tensor')} "
+        f"({some(names, _SHOWN, quoted=True)}), {share:.0%} of all numbers, and integers are not merged: "
+        f"the output would be nearly {whose}. Give the models in a floating-point dtype"
+    )
+    return Finding(Severity.FAULT, text, expert, tuple(names), LOST)
+
+
 def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whose: str) -> Finding:
     first = codes[0]
     text = (
@@ -71,7 +89,8 @@ def _of_codes(expert: str, codes: Sequence[str], scales: Mapping[str, str], whos
         f"({some(codes, _SHOWN, quoted=True)}), and '{scales[first]}' beside '{first}' would be merged: "
         "these look like quantised weights and their scales, in a format that is not read. Give "
         "the models in a floating-point dtype, or leave both tensors to the base by the rules "
-        f"{{match: '{first}', use: base}} and {{match: '{scales[first]}', use: base}}"
+        f"{{match: '{of_all_layers(first)}', use: base}} and "
+        f"{{match: '{of_all_layers(scales[first])}', use: base}}"
     )
     return Finding(Severity.FAULT, text, expert, tuple(codes))
 
@@ -80,7 +99,8 @@ def _of_integers(expert: str, names: Sequence[str], whose: str) -> Finding:
     text = (
         f"has other values than {whose} in {counted(len(names), 'tensor')} of integers or truth values, "
         f"which are not merged: {some(names, _SHOWN, quoted=True)}. The output would have those of "
-        f"{whose}. If that is right, say it by the rule {{match: '{names[0]}', use: base}}"
+        f"{whose}. If that is right, say it by the rule "
+        f"{{match: '{of_all_layers(names[0])}', use: base}}"
     )
     return Finding(Severity.FAULT, text, expert, tuple(names), "changed-integers")
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.errors import InputError
-from covmerge.findings import UNCHANGED, Finding, Fit, Severity
+from covmerge.findings import LOST, UNCHANGED, Finding, Fit, Severity
 from covmerge.judgement.integers import changed_integers
 from covmerge.judgement.layers import Layer, layers_of
 from covmerge.judgement.swaps import find_swaps
@@ -96,7 +96,7 @@ def _named(fault: Finding) -> str:
 
 def _way_on(stopping: Sequence[Finding], experts: int) -> str:
     stopped = "The merge is stopped and nothing is kept of it. `covmerge inspect` shows more"
-    if any(fault.name is None for fault in stopping):
+    if any(fault.name in (None, LOST) for fault in stopping):
         return stopped
     if sum(fault.name == UNCHANGED for fault in stopping) == experts:
         return f"{stopped}. No expert differs from the base: pass models that were trained from it"

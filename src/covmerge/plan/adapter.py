@@ -20,6 +20,7 @@ from covmerge.plan.operations import Copy, Merge
 from covmerge.plan.serving import who_loads_it
 from covmerge.plan.work import TensorPlan
 from covmerge.recipe import Recipe
+from covmerge.text import of_all_layers
 from covmerge.types import Role
 
 _BIAS = "bias"
@@ -186,7 +187,7 @@ class _Merged:
                 f"'{self.tensor.name}': expert '{expert}' has factors of "
                 + ("a stack of matrices" if factors.stacked else "a parameter that is no layer")
                 + ", which a merged adapter does not hold: merge to a full model (--as model), or add "
-                f"the rule {{match: '{self.tensor.name}', use: base}}"
+                f"the rule {{match: '{of_all_layers(self.tensor.name)}', use: base}}"
             )
         self._factors.append(factors)
 
@@ -304,7 +305,7 @@ class _Whole:
             raise TensorError(
                 f"'{tensor.name}': an expert trained it whole, and an adapter has no place for it. "
                 "Merge to a full model, or add the rule "
-                f"{{match: '{tensor.name}', use: base}} (or head, to keep it per expert)."
+                f"{{match: '{of_all_layers(tensor.name)}', use: base}} (or head, to keep it per expert)."
             )
 
     @property

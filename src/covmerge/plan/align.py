@@ -15,15 +15,16 @@ import torch
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint, FactorHeader
 from covmerge.checkpoints.equivalent_names import respelled
+from covmerge.checkpoints.memory import PASS_FOLDED
 from covmerge.errors import InputError, TensorError
 from covmerge.plan.operands import Operand
 from covmerge.plan.packed_experts import check_packing
 from covmerge.plan.reached import check_reached
 from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
-from covmerge.tensors import ModelDescription, Stacked, find_name, undone_ties
+from covmerge.tensors import ModelDescription, Stacked, find_name, layer_name, undone_ties
 from covmerge.tensors.names import kind_by_name
-from covmerge.text import counted, some
+from covmerge.text import counted, of_all_layers, some
 from covmerge.types import Role, TensorHeader
 
 # (tensor name, role) -> `use` of the first rule of the recipe that matches, if it has one.
@@ -170,13 +171,18 @@ def align(
             raise TensorError(
                 f"'{name}' is {list(header.shape)} in the base and {list(other.shape)} in expert "
                 f"'{expert_name}' ({expert.checkpoint.source}, '{found}'): it is not a fine-tune of "
-                "this base. If the tensor is a task head, add the rule "
-                f"{{match: '{name}', use: head}}."
+                "this base. "
+                + (
+                    "Pass the base that it was trained from"  # heads in place of layers: nearly the base
+                    if _in_a_layer(name)
+                    else f"If the tensor is a task head, add the rule {{match: '{name}', use: head}}."
+                )
             )
     taken = {*names.values(), *own_heads}
     extra_heads, ignored, refused = _extras(base, expert, taken, rules, chosen)
     if refused or missing:
         _check_packing(base, expert_name, expert)
+        _check_folded(expert_name, expert)
     # Before an advice that lets them pass.
     kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, expert, kept, (*extra_heads, *refused), ignored, missing)
@@ -292,8 +298,7 @@ def _check_adapted(
         raise TensorError(
             f"expert '{expert_name}' ({adapter.checkpoint.source}) has an update of '{header.name}', "
             f"which is {header.dtype} in the base: nothing can be added to codes. Give the base in a "
-            "floating-point dtype, or leave the tensor to the base with the rule "
-            f"{{match: '{header.name}', use: base}}"
+            "floating-point dtype"
         )
 
 
@@ -370,9 +375,17 @@ def _check_dtypes(expert_name: str, header: TensorHeader, other: TensorHeader) -
         raise TensorError(
             f"'{header.name}' is {header.as_stored.dtype} in the base and {other.as_stored.dtype} in "
             f"expert '{expert_name}': numbers of different kinds cannot be merged. "
-            "If one of them is quantised, pass it as it was before; else leave the tensor to the base with "
-            f"the rule {{match: '{header.name}', use: base}}"
+            + (
+                "Pass the quantised one as it was before"  # without its layers: nearly the base
+                if _in_a_layer(header.name) and len(header.shape) > 1
+                else "If one of them is quantised, pass it as it was before; else leave the tensor to the "
+                f"base with the rule {{match: '{of_all_layers(header.name)}', use: base}}"
+            )
         )
+
+
+def _in_a_layer(name: str) -> bool:
+    return layer_name(name) is not None
 
 
 def _extras(
@@ -427,6 +440,16 @@ def _check_packing(base: Model, expert_name: str, expert: Model) -> None:
     )
 
 
+def _check_folded(expert_name: str, expert: Model) -> None:
+    """Refuse the state dict of a model that PEFT has wrapped: its factors would be left out."""
+    factor = next((name for name in expert.headers if ".lora_A." in name), None)
+    if factor is not None:
+        raise TensorError(
+            f"expert '{expert_name}' ({expert.checkpoint.source}) holds an adapter beside its weights "
+            f"('{factor}'): {PASS_FOLDED}"
+        )
+
+
 def _check_missing(
     base: Model, expert_name: str, expert: Model, missing: list[str], rules: TensorRules
 ) -> None:
@@ -435,7 +458,7 @@ def _check_missing(
             f"expert '{expert_name}' ({expert.checkpoint.source}) lacks {len(missing)} of the "
             f"base's tensors: {some(missing, 5, quoted=True)}. Is it a fine-tune of this base? "
             "If so choose what their absence means: `tensors: {missing: base}` (unchanged there) or "
-            "`{missing: present}` (merged over the experts that have them)."
+            "`tensors: {missing: present}` (merged over the experts that have them)."
         )
 
 

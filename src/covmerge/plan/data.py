@@ -62,7 +62,7 @@ def check_base_statistics(
     if of_base is None:
         return  # it is made when the plan is carried out
     if not of_base.names("gram"):
-        raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it with --kind gram.")
+        raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it anew with --kind gram.")
     base.materialize()
     made = recipes[0].base_statistics == RANDOM  # of the base as it is seen here
     of_base.check_model("the base", base if made else _as_collected(base))
@@ -91,26 +91,38 @@ def check_statistics(
         for expert in experts:
             if expert not in statistics:
                 raise RecipeError(
-                    f"method '{name}' needs the statistics of expert '{expert}': run `covmerge "
-                    f"collect {recipe.experts[expert].source} DATA {expert}.covstats.safetensors "
-                    f"--kind {method.data}`, then name the file under `statistics:` of the expert "
-                    f"(--stats {expert}=FILE)."
+                    f"method '{name}' needs the statistics of expert '{expert}': run "
+                    f"{_how_to_collect(recipe, method, expert)}, then name the file under `statistics:` of "
+                    f"the expert (--stats {expert}=FILE)."
                 )
             file = statistics[expert]
             if not file.names(method.data):
                 raise RecipeError(
                     f"{file.path} holds no {_KINDS[method.data]}, which method '{name}' needs: "
-                    f"collect it with --kind {method.data}."
+                    f"run {_how_to_collect(recipe, method, expert)}."
                 )
             if file.protocol != method.protocol:
                 raise RecipeError(
                     f"{file.path} was collected by the protocol '{file.protocol}', method '{name}' "
-                    f"needs '{method.protocol}': covmerge collect --protocol {method.protocol}."
+                    f"needs '{method.protocol}': run {_how_to_collect(recipe, method, expert)}."
                 )
     for expert, checkpoint in experts.items():
         if expert in statistics:
             checkpoint.materialize()  # its values tell it from another fine-tune, headers do not
             statistics[expert].check_model(f"expert '{expert}'", _as_collected(checkpoint))
+
+
+def _how_to_collect(recipe: Recipe, method: Method, expert: str) -> str:
+    """The command that collects what a method needs of an expert, or of all of them at once."""
+    if method.protocol == "regmean++":
+        named = (
+            f"--expert {name}={own.source} --data {name}=DATA"
+            for name, own in recipe.experts.items()
+        )
+        how = f"--protocol regmean++ --base {recipe.base} {' '.join(named)} --out FOLDER"
+        return f"`covmerge collect {how}`"
+    source = recipe.experts[expert].source
+    return f"`covmerge collect {source} DATA {expert}.covstats.safetensors --kind {method.data}`"
 
 
 def _as_collected(checkpoint: Checkpoint) -> Checkpoint:

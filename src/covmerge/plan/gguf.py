@@ -22,7 +22,7 @@ from covmerge.quantised import DTYPE_KEYS, QUANTISATION, SAME, Dequantised
 from covmerge.quantised.gguf import read_as
 from covmerge.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, of_gguf
 from covmerge.recipe import Output, Recipe
-from covmerge.text import counted, some
+from covmerge.text import counted, keep_plain, some
 from covmerge.types import TensorHeader
 
 GGUF = "gguf"
@@ -86,9 +86,15 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
     _check_made(wanted, kinds, base.source)
     _check_stacks(settings.stacks, {own: (name, kinds[name]) for name, own in names.items()})
     dtype = _dtype(recipe, base, {kinds[name] for name in matrices})
-    done = tuple(
-        _formed(tensor, base, kinds[tensor.name], held[tensor.name], dtype) for tensor in tensors
-    )
+    formed = {t.name: _formed(t, base, kinds[t.name], held[t.name], dtype) for t in tensors}
+    unfit = [tensor for tensor in tensors if formed[tensor.name] is None]
+    if unfit:
+        name, shape = unfit[0].name, list(unfit[0].output.shape)
+        raise CheckpointError(
+            f"'{name}' is {shape}, and {kinds[name]} packs rows of whole blocks of 32: "
+            f"{keep_plain(tensor.name for tensor in unfit)}, or choose another type"
+        )
+    done = tuple(filter(None, formed.values()))
     types = {**types, **{names[name]: kind for name, kind in kinds.items()}}
     return AsGguf(done, _head(settings, base, types), tuple(_notes(held, kinds, kept)))
 
@@ -180,17 +186,15 @@ def _dtype(recipe: Recipe, base: Dequantised, kinds: set[str]) -> torch.dtype:
 
 def _formed(
     tensor: TensorPlan, base: Dequantised, kind: str, held: str, dtype: torch.dtype
-) -> TensorPlan:
+) -> TensorPlan | None:
+    """The tensor in its type; None: its rows are no whole blocks."""
     output = replace(tensor.output, dtype=dtype)
     # Measured in float32, in which llama.cpp reads it, and not in the dtype that transformers rounds to.
     packed = cast("Any", base.packed[tensor.name])
     packed = replace(packed, header=replace(output, dtype=torch.float32))
     packing = of_gguf(packed, kind, base.seen.headers[packed.stored[0]].shape)
     if packing is None:
-        raise CheckpointError(
-            f"'{tensor.name}' is {list(output.shape)}, and {kind} packs rows of whole blocks of 32: keep "
-            f"it plain (keep: ['{tensor.name}']), or choose another type"
-        )
+        return None
     return replace(tensor, output=output, form=PackedTensor(packing, kind == held, kind))
 
 

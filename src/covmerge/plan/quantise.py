@@ -28,7 +28,7 @@ from covmerge.quantised import (
 )
 from covmerge.recipe import Recipe
 from covmerge.tensors import Untied
-from covmerge.text import counted, some
+from covmerge.text import counted, keep_plain, some
 from covmerge.types import Role, TensorHeader
 
 _GPT_OSS = "gpt_oss"
@@ -79,7 +79,8 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     if is_derived(base):
         raise RecipeError(
             "`quantise` goes by the base's own layers and tokens, and the base is quantised and seen "
-            "through `slices` or a `tokenizer`: merge without `quantise` first"
+            "through `slices` or a `tokenizer`: merge without `quantise`, and quantise the output by a "
+            "merge of it alone (`base: null`, method passthrough)"
         )
     if is_gguf(wanted, base):
         own = as_gguf(recipe, tensors, base)
@@ -95,19 +96,17 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     as_there = wanted == SAME and recipe.output.dtype == "base"
     dtype = None if as_there else _read_as(recipe, base.config)
     packable = _as_base(base) if wanted == SAME else _by_name(wanted, tensors, base)
-    done: list[TensorPlan] = []
-    kept: set[str] = set()
-    for tensor in tensors:
-        name = tensor.name
-        if name in packable and any(fnmatchcase(name, pattern) for pattern in keep):
-            kept.add(name)
-        elif name in packable:
-            done.append(_packed(wanted, tensor, base, dtype))
-            continue
-        done.append(tensor)
+    kept = {name for name in packable if any(fnmatchcase(name, pattern) for pattern in keep)}
+    chosen = packable - kept
+    if wanted != SAME:
+        _check_sizes(wanted, [tensor.output for tensor in tensors if tensor.name in chosen])
+    done = [_packed(wanted, t, base, dtype) if t.name in chosen else t for t in tensors]
     packed = [tensor for tensor in done if isinstance(tensor.form, PackedTensor)]
     if not packed:
-        raise RecipeError(f"`quantise: {wanted}` with these `keep` leaves no tensor that is packed")
+        raise RecipeError(
+            f"`quantise: {wanted}` with these `keep` leaves no tensor that is packed: keep fewer of them, "
+            "or leave out `quantise`"
+        )
     _check_experts(packed, [tensor for tensor in done if tensor.name in kept])
     settings = _settings(wanted, base, done, kept)
     unused = [p for p in keep if not any(fnmatchcase(name, p) for name in packable)]
@@ -189,14 +188,20 @@ def _packing(wanted: str, base: Checkpoint, header: TensorHeader) -> Packing:
     if wanted == SAME:
         assert isinstance(base, Dequantised)
         return as_stored(base, header)
-    layout = LAYOUTS[wanted]
-    packing = layout.packing(header)
-    if packing is None:
-        raise CheckpointError(
-            f"'{header.name}' is {list(header.shape)}, and {wanted} packs {layout.needs}: keep it plain "
-            f"(keep: ['{header.name}']), or choose another format"
-        )
+    packing = LAYOUTS[wanted].packing(header)
+    assert packing is not None  # _check_sizes
     return packing
+
+
+def _check_sizes(wanted: str, headers: Sequence[TensorHeader]) -> None:
+    """Refuse matrices whose sizes a format does not pack, all of them at once."""
+    layout = LAYOUTS[wanted]
+    unfit = [header for header in headers if layout.packing(header) is None]
+    if unfit:
+        raise CheckpointError(
+            f"'{unfit[0].name}' is {list(unfit[0].shape)}, and {wanted} packs {layout.needs}: "
+            f"{keep_plain(header.name for header in unfit)}, or choose another format"
+        )
 
 
 def _check_experts(packed: Sequence[TensorPlan], kept: Sequence[TensorPlan]) -> None:

@@ -38,6 +38,7 @@ _ONE_FOR_ONE = frozenset(
 )
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+\.")
 _OF_NO_PARAMETER = ("rope_freqs.weight",)  # what the config says already
+_CONVERT = "convert the model again"
 # What a config has of the metadata, by the keys after the architecture's name.
 _STATED = {
     "block_count": "num_hidden_layers",
@@ -153,7 +154,8 @@ def find(stored: Stored) -> Found:
         headers = stored.checkpoint.headers
         stored.refuse(
             f"'{whole[0]}' is {list(headers[whole[0]].shape)}, and a stack of experts is (experts, d_out, "
-            "d_in): convert the model again"
+            "d_in)",
+            _CONVERT,
         )
     unknown = [name for name in types if name not in names and name not in _OF_NO_PARAMETER]
     if unknown:
@@ -279,8 +281,8 @@ def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> 
         if own is None or value is None or _same(own, value):
             continue
         stored.refuse(
-            f"its {full} is {shorten(own)}, where its config gives {shorten(value)}: "
-            "remove or correct the config.json beside it"
+            f"its {full} is {shorten(own)}, where its config gives {shorten(value)}",
+            "remove or correct the config.json beside it",
         )
 
 
@@ -295,7 +297,8 @@ def _check_experts(stored: Stored, metadata: Mapping[str, Json]) -> None:
         said = "missing" if used is None else shorten(used)
         stored.refuse(
             f"its {architecture}.expert_used_count is {said}, and should be from 1 to {count}, its "
-            "expert_count: convert the model again"
+            "expert_count",
+            _CONVERT,
         )
 
 

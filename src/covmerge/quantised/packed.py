@@ -127,8 +127,8 @@ class Stored:
         """What its config calls the format."""
         return self.settings.get("quant_method")
 
-    def refuse(self, why: str) -> NoReturn:
-        """Say what of it is not read.
+    def refuse(self, why: str, way: str | None = None) -> NoReturn:
+        """Say what of it is not read, and what to do: `way`, or how it is dequantised.
 
         Raises:
             CheckpointError: always.
@@ -139,7 +139,8 @@ class Stored:
             else f"{shorten(self.method)}; quantization_config in config.json"
         )
         raise CheckpointError(
-            f"{self.checkpoint.source} is stored quantised ({told}), and {why}: {how_else(self.method)}"
+            f"{self.checkpoint.source} is stored quantised ({told}), and {why}: "
+            + (way or how_else(self.method))
         )
 
     def check_dtype(self) -> None:

@@ -160,7 +160,8 @@ def _find(stored: Stored) -> Found:
     if not found.tensors:
         if (pair := packed_pair(stored.checkpoint.headers)) is not None:
             stored.refuse(f"'{pair[0]}' beside '{pair[1]}' is not how this format names its parts")
-        stored.refuse("no tensor of it is packed: if it is plain, remove that from config.json")
+        way = f"if it is plain, remove that from config.json; else {how_else(stored.method)}"
+        stored.refuse("no tensor of it is packed", way)
     return found
 
 

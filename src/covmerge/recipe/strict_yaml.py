@@ -88,7 +88,7 @@ def parse_yaml(text: str, name: str) -> tuple[Any, Origin]:
         raise RecipeError(
             f"{second.where(())}: a second document starts here, and a recipe is one. Several, as stages "
             "of mergekit's, are merged by `covmerge merge FILE OUT`; a dry run, and all else, is of one "
-            "document in a file of its own"
+            "document in a file of its own, without its `name`"
         )
     return documents[0]
 

@@ -201,11 +201,15 @@ def _of_first(
     tokenizer: Tokenizer | None,
 ) -> Tokenizer:
     """The tokenizer of a model that comes without one: as many rows must mean the same tokens."""
-    if tokenizer is None or tables[key].rows != tables[first].rows:
+    if tables[key].rows != tables[first].rows:
         raise InputError(
-            f"{_called(key)} has no tokenizer, and {tables[key].rows} rows in its embedding"
-            + ("" if tokenizer is None else f" where {_called(first)} has {tables[first].rows}")
-            + ": save the model with its tokenizer, or leave out `tokenizer`"
+            f"{_called(key)} has no tokenizer, and {tables[key].rows} rows in its embedding where "
+            f"{_called(first)} has {tables[first].rows}: save the model with its tokenizer, or leave out "
+            "`tokenizer` and merge the rows of the base by `tensors: {vocabulary: base}`"
+        )
+    if tokenizer is None:
+        raise InputError(
+            f"{_called(key)} has no tokenizer: save the model with its tokenizer, or leave out `tokenizer`"
         )
     return tokenizer
 

@@ -1,0 +1,176 @@
+"""Messages that advise something, as the source has them, and the tests that follow them.
+
+A test names a message by words of its source, `{}` for each value: `advice("is a Git LFS pointer, ...")`
+is a regular expression for what is printed. tests/test_advised.py finds these calls and compares them
+with the source, so that a message with an advice that nobody followed fails the suite.
+"""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+from covmerge.phrasing import in_form
+
+SOURCE = Path(__file__).parents[1] / "src" / "covmerge"
+TESTS = Path(__file__).parent
+
+# An imperative at the start of a clause, a flag, a command, a setting or a question.
+_VERBS = [
+    "accept",
+    "add",
+    "allow",
+    "ask",
+    "average",
+    "bring",
+    "call",
+    "change",
+    "check",
+    "choose",
+    "collect",
+    "compute",
+    "convert",
+    "copy",
+    "correct",
+    "create",
+    "delete",
+    "dequantise",
+    "divide",
+    "do",
+    "download",
+    "end",
+    "export",
+    "fetch",
+    "fold",
+    "free",
+    "fuse",
+    "gather",
+    "give",
+    "go",
+    "hold",
+    "install",
+    "join",
+    "keep",
+    "label",
+    "leave",
+    "let",
+    "list",
+    "load",
+    "log",
+    "look",
+    "make",
+    "mend",
+    "merge",
+    "move",
+    "multiply",
+    "name",
+    "open",
+    "pad",
+    "pass",
+    "plan",
+    "point",
+    "print",
+    "push",
+    "put",
+    "quote",
+    "raise",
+    "rank",
+    "read",
+    "remove",
+    "rename",
+    "repair",
+    "replace",
+    "report",
+    "resize",
+    "resume",
+    "run",
+    "save",
+    "say",
+    "see",
+    "set",
+    "show",
+    "split",
+    "stack",
+    "start",
+    "state",
+    "stop",
+    "store",
+    "take",
+    "tell",
+    "train",
+    "try",
+    "uninstall",
+    "use",
+    "verify",
+    "wait",
+    "write",
+]
+_CLAUSE = r"(?:^|[:;.,?] |\(|\b(?:or|and|then|so|else|please|first|instead) )"
+_ADVICE = re.compile(
+    rf"{_CLAUSE}(?:{'|'.join(_VERBS)})\b(?!,)|(?<![\w-])--[a-z]|`covmerge |pip install|\?(?:$| )|`\w+: ",
+    re.IGNORECASE,
+)
+# Calls whose strings are no messages: the help, patterns, names.
+_OTHER_CALLS = {"Option", "Argument", "Field", "Typer", "compile", "command", "sub", "search"}
+_HELP = {"help", "description", "epilog"}
+
+
+def advice(template: str) -> str:
+    """A regular expression for words of a message, in each form that a caller gets them in."""
+    forms = {template, *(in_form(template, form) for form in ("flags", "recipe", "python"))}
+    found = (re.escape(form).replace(r"\{\}", r"[\s\S]*?") for form in sorted(forms))
+    return f"(?:{'|'.join(found)})"
+
+
+@cache
+def advising() -> dict[str, str]:
+    """Every string of the source that advises something: its text, `{}` for values, and its file."""
+    found = {}
+    for file in sorted(SOURCE.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for text in _strings(tree):
+            if " " in text and _ADVICE.search(text):
+                found[text] = str(file.relative_to(SOURCE))
+    return found
+
+
+def _strings(tree: ast.AST) -> list[str]:
+    """What a module holds of strings, but for docstrings, annotations and the help."""
+    found, passed = [], set()
+    for node in ast.walk(tree):
+        if id(node) in passed or _is_docstring(node) or _is_no_message(node):
+            passed |= {id(inner) for inner in ast.walk(node)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+            found.append("".join(parts))
+            passed |= {id(part) for part in node.values if isinstance(part, ast.Constant)}
+    return found
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_no_message(node: ast.AST) -> bool:
+    if isinstance(node, ast.Subscript):
+        return ast.unparse(node.value) in ("Annotated", "Literal")
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).rpartition(".")[2] in _OTHER_CALLS
+    return isinstance(node, ast.keyword) and node.arg in _HELP
+
+
+@cache
+def followed() -> dict[str, str]:
+    """What tests pass to `advice`, and in which module."""
+    found = {}
+    for file in sorted(TESTS.rglob("test_*.py")):
+        text = file.read_text(encoding="utf-8")
+        if "advice(" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
+            named = isinstance(node, ast.Call) and ast.unparse(node.func) == "advice"
+            if named and isinstance(node.args[0], ast.Constant):
+                found[str(node.args[0].value)] = str(file.relative_to(TESTS))
+    return found

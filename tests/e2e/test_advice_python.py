@@ -1,0 +1,285 @@
+"""Calls from Python that are refused or warned of with an advice, and the same as it says."""
+
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import covmerge
+from covmerge import LowRank, merge_layer
+from covmerge.errors import CovmergeError
+from tests.advised import advice
+
+W = torch.diag(torch.arange(1.0, 9))
+BASE = {"layers.0.fc.weight": W, "norm.weight": torch.ones(8)}
+A = {name: tensor + 0.01 for name, tensor in BASE.items()}
+B = {name: tensor - 0.02 for name, tensor in BASE.items()}
+U, V = (0.1 * torch.randn(8, 8, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+LOW = LowRank(left=U[:, :2], right=V[:2])
+NAN = torch.full((8, 8), float("nan"))
+GRAM = torch.eye(8)
+HALVES = [1.0, 1.0, 2.0]
+
+
+def merge(experts, method="average", **more):
+    return covmerge.merge(BASE, experts, method, **more)
+
+
+def saved(folder):
+    """Base and expert as files."""
+    folder.mkdir()
+    for name, tensors in (("base", BASE), ("a", A)):
+        save_file(tensors, folder / f"{name}.safetensors")
+    return folder / "base.safetensors", [folder / "a.safetensors"]
+
+
+def layer(updates, method="average", **more):
+    return merge_layer(updates, method=method, **more)
+
+
+# What is called, what is said of it, and what is called then.
+CALLS = {
+    "nothing": (
+        lambda out: merge({"a": None}),
+        advice("{} is None: pass a folder, a file, org/name or a state dict"),
+        lambda out: merge({"a": A}),
+    ),
+    "more than a source": (
+        lambda out: merge({"a": ("a.safetensors", 0.5)}),
+        advice("pass the source alone, and weights=, statistics= beside it"),
+        lambda out: merge({"a": A}, weights={"a": 0.5}),
+    ),
+    "a step by itself": (
+        lambda out: merge([A, B], after="rescale"),
+        advice("{}: '{}' is no list: pass [{}]"),
+        lambda out: merge([A, B], after=["rescale"]),
+    ),
+    "an expert by itself": (
+        lambda out: merge("a.safetensors"),
+        advice("experts: one alone is given: pass a list, [expert], or {name: expert}"),
+        lambda out: merge([A]),
+    ),
+    "a state dict by itself": (
+        lambda out: merge(A),
+        advice("experts: a state dict is given: pass a list of them, or {name: state dict}"),
+        lambda out: merge({"a": A}),
+    ),
+    "weights": (
+        lambda out: merge([A, B], weights=[1.0]),
+        advice("{} weights for {} experts: pass one for each"),
+        lambda out: merge([A, B], weights=[1.0, 2.0]),
+    ),
+    "an argument": (
+        lambda out: merge([A, B], worker=2),
+        advice("merge takes no '{}'. Did you mean '{}'?"),
+        lambda out: merge([A, B], max_memory="4GB"),
+    ),
+    "an adapter in memory": (
+        lambda out: merge([A, B], form="adapter", rank=2),
+        advice("an adapter is written to a folder: give an output folder"),
+        lambda out: merge([A, B], out=out, form="adapter", rank=2),
+    ),
+    "processes in memory": (
+        lambda out: covmerge.merge(*saved(out), "average", workers=2),
+        advice("a merge in memory cannot be shared by processes: leave out --workers"),
+        lambda out: covmerge.merge(*saved(out), "average"),
+    ),
+    "state dicts in processes": (
+        lambda out: merge([A, B], out=out, workers=2),
+        advice("which other processes do not have: save it to a file, or leave out --workers"),
+        lambda out: merge([A, B], out=out),
+    ),
+    "progress": (
+        lambda out: merge([A, B], progress=3),
+        advice("progress: {}: pass a function (done, total, what), an object with start"),
+        lambda out: merge([A, B], progress=lambda done, total, what: None),
+    ),
+    "a shard size": (
+        lambda out: merge([A, B], out=out, shard_size="much"),
+        advice("{} is not a size; write bytes, '5GB' or '512MiB'"),
+        lambda out: merge([A, B], out=out, shard_size="5GB"),
+    ),
+    "no methods": (
+        lambda out: covmerge.compare(BASE, [A, B], []),
+        advice("no methods to compare: name some, or `all`"),
+        lambda out: covmerge.compare(BASE, [A, B], ["average", "ties"]),
+    ),
+    "steps": (
+        lambda out: merge([A, B], after=["norm_balance"]),
+        advice("step '{}' is one {} a method: name it under `{}`"),
+        lambda out: merge([A, B], before=["norm_balance"]),
+    ),
+    "a step in braces": (
+        lambda out: layer([U, V], after=[{"rescale": 2}]),
+        advice("{}: {} is not one step: write {name: {parameters}}"),
+        lambda out: layer([U, V], after=[{"rescale": {}}]),
+    ),
+    "values by expert": (
+        lambda out: merge([A, B], "linear", weight=[1.0]),
+        advice("give one value for all, or one for each in this order"),
+        lambda out: merge([A, B], "linear", weight=[1.0, 2.0]),
+    ),
+    "no updates": (
+        lambda out: layer([]),
+        advice("merge_layer: the list of updates is empty; pass at least one"),
+        lambda out: layer([U]),
+    ),
+    "shares": (
+        lambda out: layer([U, V], weights=[1.0]),
+        advice("weights {} for {} updates: pass one positive, finite number each"),
+        lambda out: layer([U, V], weights=[1.0, 2.0]),
+    ),
+    "two dtypes": (
+        lambda out: layer([U, V.double()]),
+        advice("update 0 is {} {} on {}: bring them to one shape, dtype and device"),
+        lambda out: layer([U.double(), V.double()]),
+    ),
+    "integers": (
+        lambda out: layer([U.int()]),
+        advice("update {} is {}: pass floating-point differences"),
+        lambda out: layer([U.int().float() + U]),
+    ),
+    "not finite": (
+        lambda out: layer([U, NAN]),
+        advice("update {} holds NaN or Inf: pass the difference of finite weights"),
+        lambda out: layer([U, V]),
+    ),
+    "data that are not finite": (
+        lambda out: layer([U, V], "regmean", data=[GRAM, NAN]),
+        advice("data {} holds NaN or Inf: collect it again"),
+        lambda out: layer([U, V], "regmean", data=[GRAM, 2 * GRAM]),
+    ),
+    "data that are not given": (
+        lambda out: layer([U, V], "regmean"),
+        advice("of every expert, and has {} for {}: pass one for each update (data=)"),
+        lambda out: layer([U, V], "regmean", data=[GRAM, 2 * GRAM]),
+    ),
+    "data of another size": (
+        lambda out: layer([U, V], "regmean", data=[torch.eye(7)] * 2),
+        advice("its update {} needs {}: collect it on this model"),
+        lambda out: layer([U, V], "regmean", data=[GRAM, 2 * GRAM]),
+    ),
+    "no base": (
+        lambda out: layer([U], "nearswap"),
+        advice("needs the base's weights: pass them as `base=`"),
+        lambda out: layer([U], "nearswap", base=W),
+    ),
+    "a base that is not looked at": (
+        lambda out: layer([U, V], base=W),
+        advice("method '{}' does not look at the base: leave out `base=`"),
+        lambda out: layer([U, V]),
+    ),
+    "another base": (
+        lambda out: layer([U], "nearswap", base=W[:4]),
+        advice("the base is {}, the updates are {}: pass finite weights of their shape"),
+        lambda out: layer([U], "nearswap", base=W),
+    ),
+    "a dtype": (
+        lambda out: layer([U, V], stored=torch.int32),
+        advice("stored={}: pass a floating-point dtype, as torch.float32"),
+        lambda out: layer([U, V], stored=torch.float32),
+    ),
+    "a dtype of factors": (
+        lambda out: layer([LOW, LOW], stored=torch.float32),
+        advice("leave out `stored=`, or pass the updates multiplied out, as update.dense()"),
+        lambda out: layer([LOW.dense(), LOW.dense()], stored=torch.float32),
+    ),
+    "a vector": (
+        lambda out: layer([U[0], V[0]], "actmat"),
+        advice(
+            "merges matrices (d_out, d_in), the updates are {}; merge other tensors by `average`"
+        ),
+        lambda out: layer([U[0], V[0]], "average"),
+    ),
+    "inputs": (
+        lambda out: layer([U, V], "average", base_inputs=GRAM),
+        advice("does not look at the base's inputs: leave out `base_inputs=`"),
+        lambda out: layer([U, V], "average"),
+    ),
+    "inputs of another size": (
+        lambda out: layer([U, V], "auto", base_inputs=torch.eye(7)),
+        advice("the base's inputs are {}, this layer needs {}: pass those of this layer"),
+        lambda out: layer([U, V], "auto", base_inputs=GRAM),
+    ),
+    "inputs that are not finite": (
+        lambda out: layer([U, V], "auto", base_inputs=NAN),
+        advice("the base's inputs hold NaN or Inf: collect them again"),
+        lambda out: layer([U, V], "auto", base_inputs=GRAM),
+    ),
+    "inputs of one": (
+        lambda out: merge_layer([U], base_inputs=GRAM),
+        advice("{}, whatever the base's inputs: leave out `base_inputs=`"),
+        lambda out: merge_layer([U]),
+    ),
+    "a result that its dtype cannot hold": (
+        lambda out: layer([1e3 * U.half(), 1e3 * V.half()], "task_arithmetic", scale=1e3),
+        advice("pass them in a wider one, as update.float() or update.double()"),
+        lambda out: layer([1e3 * U, 1e3 * V], "task_arithmetic", scale=1e3),
+    ),
+    "a product that is too large": (
+        lambda out: layer([LowRank(left=1e30 * U[:, :2], right=1e30 * V[:2])] * 2, "ties"),
+        advice("pass the factors in float64, or divided by what the result is multiplied by"),
+        lambda out: layer(
+            [LowRank(left=1e30 * U[:, :2].double(), right=1e30 * V[:2].double())] * 2, "ties"
+        ),
+    ),
+    "too many updates": (
+        lambda out: layer([U, V], "nearswap", base=W),
+        advice("method '{}' merges {}, and there are {}: choose another method"),
+        lambda out: layer([U, V], "average"),
+    ),
+    "directions that cancel": (
+        lambda out: layer([U, U, -U], "multislerp", base=0 * W, weights=HALVES),
+        advice("give other weights, or merge this tensor by `linear`"),
+        lambda out: layer([U, U, -U], "multislerp", base=0 * W),
+    ),
+    "a dtype of a tensor": (
+        lambda out: merge({"a": A | {"own": torch.empty(0).to_sparse()}}),
+        advice("is no plain dense tensor with values ({}): convert it first"),
+        lambda out: merge({"a": A}),
+    ),
+    "no tensor": (
+        lambda out: merge({"a": A | {"own": 3}}),
+        advice("{}: '{}' is a {}, not a tensor: pass a state dict"),
+        lambda out: merge({"a": A}),
+    ),
+    "a model with no base": (
+        lambda out: covmerge.inspect(None, {"a": A}),
+        advice("{} is None: pass a folder, a file, org/name or a state dict"),
+        lambda out: covmerge.inspect(BASE, {"a": A}),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_as_it_is_advised(name, tmp_path):
+    wrong, said, right = CALLS[name]
+    with pytest.raises(CovmergeError, match=said):
+        wrong(tmp_path / "wrong")
+    right(tmp_path / "out")
+
+
+def test_a_long_merge_is_shortened():
+    with pytest.warns(
+        UserWarning, match=advice("take a smaller scale where the method has one, or an")
+    ):
+        layer([U, V], "task_arithmetic", scale=30.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer([U, V], "task_arithmetic", scale=0.5)
+
+
+def test_the_dtype_of_rounded_updates_is_said():
+    rounded = [LowRank(left=u[:, :2], right=u[:2]).dense().double() for u in (U, V)]
+    said = advice(
+        "Pass stored=torch.float32 if the update was rounded to it, and base= too if the weights"
+    )
+    with pytest.warns(UserWarning, match=said):
+        layer(rounded, "actmat")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        layer(rounded, "actmat", stored=torch.float32)
+        layer(rounded, "actmat", stored=torch.float64)
+    assert not [one for one in told if "digits" in str(one.message)]

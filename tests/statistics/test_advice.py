@@ -1,0 +1,427 @@
+"""What `covmerge collect`, and merges by its files, are refused with: the same as it is advised."""
+
+import re
+import shlex
+
+import pytest
+from peft import LoraConfig
+
+from tests.advised import advice
+from tests.checkpoints.adapters import save as save_adapter
+from tests.cli.runs import covmerge
+from tests.e2e.following import told
+from tests.e2e.models import build
+from tests.statistics.models import classifier, save, save_family, write_json_lines, write_texts
+
+OUT = "x.covstats.safetensors"
+MADE = f"collect e1 {OUT} --inputs generated --tokens 6"
+LABELLED = f"collect m lines.jsonl {OUT} --kind fisher --labels data"
+ALL = "--expert e1=e1 --expert e2=e2"
+PLUS = f"collect --protocol regmean++ --base base {ALL}"
+STATS = "--stats e1=stats/e1.covstats.safetensors --stats e2=stats/e2.covstats.safetensors"
+MERGE = f"merge --base base {ALL}"
+CONFIDENT = f"collect m {OUT} --inputs generated --by-confidence"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A classifier `m`, a Llama `base` and two experts of it, texts and files of statistics."""
+    folder = tmp_path_factory.mktemp("models")
+    save_family(build("llama"), folder)
+    save(classifier(), folder / "m")
+    write_texts(folder / "a.txt", 40)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    save_adapter(build("llama"), lora, folder / "lora")
+    (folder / "stats").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name in ("e1", "e2"):
+            covmerge("collect", name, "a.txt", f"stats/{name}.covstats.safetensors")
+            covmerge(
+                "collect", name, "a.txt", f"fisher-{name}.covstats.safetensors", "--kind=fisher"
+            )
+        covmerge("collect", "base", "a.txt", "base.covstats.safetensors")
+        write_texts(folder / "few.txt", 1)
+        for name in ("e1", "e2"):
+            covmerge("collect", name, "few.txt", f"few-{name}.covstats.safetensors")
+    return folder
+
+
+@pytest.fixture
+def here(models, tmp_path, monkeypatch):
+    for path in models.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    write_json_lines(
+        tmp_path / "lines.jsonl", [{"text": f"w{n}", "label": 3 * n} for n in range(4)]
+    )
+    write_json_lines(
+        tmp_path / "right.jsonl", [{"text": f"w{n}", "label": n % 3} for n in range(4)]
+    )
+    write_json_lines(tmp_path / "other.jsonl", [{"body": f"w{n}"} for n in range(40)])
+    (tmp_path / "some.md").write_text("w1 w2")
+    (tmp_path / "empty.txt").write_text("")
+    return tmp_path
+
+
+COMMAND = re.compile("`covmerge ([^`]*)`")
+ENDED = set()  # lines that were run, each once
+FEW = "--stats e1=few-e1.covstats.safetensors --stats e2=few-e2.covstats.safetensors"
+FISHER = FEW.replace("few", "fisher")
+# Files of examples, what is said of them, and how they are corrected.
+EXAMPLES = {
+    "a label": (
+        ("x.jsonl", '{"text": "w1", "label": 9}'),
+        advice(
+            "{} has {} labels, numbered from 0, and an example has the label {}: correct the labels"
+        ),
+        '{"text": "w1", "label": 1}',
+    ),
+    "no text": (
+        ("x.jsonl", '{"text": 3, "label": 1}'),
+        advice("{}: {} is no text: correct it, or leave it out"),
+        '{"text": "w3", "label": 1}',
+    ),
+    "half of a pair": (
+        ("x.jsonl", '{"text": "\\ud800", "label": 1}'),
+        advice("{}: {} holds half of a surrogate pair, which is not valid Unicode: correct it"),
+        '{"text": "w3", "label": 1}',
+    ),
+    "commas": (
+        ("x.csv", "text,label\nw1, w2,1"),
+        advice("and the first line {}: correct it; a text with commas or quotes stands in quotes"),
+        'text,label\n"w1, w2",1',
+    ),
+}
+
+
+@pytest.mark.parametrize(("file", "said", "right"), EXAMPLES.values(), ids=EXAMPLES)
+def test_examples_that_are_corrected(file, said, right, here):
+    name, content = file
+    (here / name).write_text(content)
+    line = ["collect", "m", name, OUT, "--kind=fisher", "--labels=data"]
+    told(said, *line)
+    (here / name).write_text(right)
+    covmerge(*line)
+
+
+LINES = {
+    "made, no file": (
+        "collect e1 --inputs generated",
+        advice(
+            "a model and a file to write are needed: covmerge collect EXPERT OUT.covstats.safetensors"
+        ),
+        MADE,
+    ),
+    "random, no file": (
+        "collect base --inputs random",
+        advice("covmerge collect BASE OUT.covstats.safetensors --inputs random"),
+        f"collect base {OUT} --inputs random --max-examples 4",
+    ),
+    "made of a file": (
+        f"collect e1 a.txt {OUT} --inputs generated",
+        advice("--inputs {} needs no {}: leave it out"),
+        MADE,
+    ),
+    "an input": (
+        f"collect e1 a.txt {OUT} --inputs made",
+        advice("--inputs is '{}': pass data, generated or random"),
+        f"collect e1 a.txt {OUT} --inputs data",
+    ),
+    "tokens of data": (
+        f"collect e1 a.txt {OUT} --tokens 6",
+        advice("--{} belongs to --inputs generated: leave it out, or pass that"),
+        f"collect e1 a.txt {OUT}",
+    ),
+    "a protocol": (
+        f"collect e1 a.txt {OUT} --protocol both",
+        advice("--protocol is '{}': pass inputs or regmean++"),
+        f"collect e1 a.txt {OUT} --protocol inputs",
+    ),
+    "the other's": (
+        f"collect e1 a.txt {OUT} --out x",
+        advice("{}: leave them out, or pass --protocol {}"),
+        f"collect e1 a.txt {OUT}",
+    ),
+    "the other's, that": (
+        f"{PLUS} a.txt --out x",
+        advice("{}: leave them out, or pass --protocol {}"),
+        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
+    ),
+    "a start at random": (
+        f"collect base {OUT} --inputs random --start bos",
+        advice("--start {} belongs to --inputs generated: leave it out"),
+        f"collect base {OUT} --inputs random --max-examples 4",
+    ),
+    "random for all": (
+        f"{PLUS} --inputs random --out x",
+        advice("--inputs random belongs to --protocol inputs: leave out one of them"),
+        f"{PLUS} --inputs generated --tokens 6 --out x",
+    ),
+    "no base for all": (
+        "collect --protocol regmean++ --expert e1=e1 --out x",
+        advice("--base SOURCE and --out FOLDER are needed for --protocol regmean++"),
+        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
+    ),
+    "no experts for all": (
+        "collect --protocol regmean++ --base base --out x",
+        advice("no experts are given: pass each with its name"),
+        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
+    ),
+    "no data of one": (
+        f"{PLUS} --data e1=a.txt --out x",
+        advice("expert '{}' has no examples: name its data"),
+        f"{PLUS} --data e1=a.txt --data e2=a.txt --out x",
+    ),
+    "data of what is made": (
+        f"{PLUS} --data e1=a.txt --inputs generated --out x",
+        advice("--inputs {} needs no --data: leave it out"),
+        f"{PLUS} --inputs generated --tokens 6 --out x",
+    ),
+    "labels of a Gram matrix": (
+        f"collect m a.txt {OUT} --labels data",
+        advice("and none is asked for: leave it out, or pass --kind fisher"),
+        f"collect m a.txt {OUT}",
+    ),
+    "labels of a Gram matrix, Fisher": (
+        f"collect m right.jsonl {OUT} --labels data",
+        advice("and none is asked for: leave it out, or pass --kind fisher"),
+        f"collect m right.jsonl {OUT} --labels data --kind fisher",
+    ),
+    "labels of what is made": (
+        f"collect m {OUT} --inputs generated --kind fisher --labels data",
+        advice("what is generated has no labels: pass --labels model"),
+        f"collect m {OUT} --inputs generated --kind fisher --labels model --max-examples 4",
+    ),
+    "confidence of data": (
+        f"collect m a.txt {OUT} --by-confidence",
+        advice("--by-confidence is for --inputs generated: leave it out, or pass that"),
+        f"{CONFIDENT} --max-examples 40",
+    ),
+    "confidence and Fisher": (
+        f"{CONFIDENT} --kind fisher",
+        advice("weighs the inputs of Gram matrices, and none is asked for: pass --kind gram"),
+        f"{CONFIDENT} --kind gram --max-examples 40",
+    ),
+    "confidence and a base": (
+        f"{CONFIDENT} --base m",
+        advice("weigh inputs, each its own way: pass one of them"),
+        f"{CONFIDENT} --max-examples 40",
+    ),
+    "confidence that goes on": (
+        f"{CONFIDENT} --start base --base m",
+        advice("for classifiers, which write nothing: leave out one of them"),
+        f"{CONFIDENT} --max-examples 40",
+    ),
+    "others without a base": (
+        f"{MADE} --other e2",
+        advice("--other needs --base, which reactions are measured from: name it"),
+        f"{MADE} --other e2 --base base",
+    ),
+    "a base and Fisher": (
+        f"{MADE} --base base --kind fisher",
+        advice("and none is asked for: leave it out, or pass --kind gram"),
+        f"{MADE} --kind fisher --max-examples 4",
+    ),
+    "a column of what is made": (
+        f"{MADE} --text-column body",
+        advice("--{} is for a file of examples, and --inputs generated reads none: leave it out"),
+        MADE,
+    ),
+    "a start of the base": (
+        f"{MADE} --start base",
+        advice("--start base needs --base, which begins the texts: name it"),
+        f"{MADE} --start base --base base",
+    ),
+    "a start of the base, others": (
+        f"{MADE} --start base --base base --other e2",
+        advice("--other weighs inputs, and with --start base none is weighed: leave it out"),
+        f"{MADE} --start base --base base",
+    ),
+    "another twice": (
+        f"{MADE} --base base --other e2 --other e2",
+        advice("is named twice among the experts: name each of the others once"),
+        f"{MADE} --base base --other e2",
+    ),
+    "a temperature": (
+        f"{MADE} --temperature 0",
+        advice("temperature is {}: pass a positive number"),
+        f"{MADE} --temperature 1",
+    ),
+    "a label": (
+        LABELLED,
+        advice(
+            "{} has {} labels, numbered from 0, and an example has the label {}: correct the labels"
+        ),
+        LABELLED.replace("lines", "right"),
+    ),
+    "no labels": (
+        LABELLED.replace("lines.jsonl", "a.txt"),
+        advice("label the examples, or take the model's own labels (--labels model)"),
+        LABELLED.replace("lines.jsonl", "a.txt").replace("data", "model"),
+    ),
+    "a column": (
+        f"collect e1 other.jsonl {OUT}",
+        advice(" Name the column of the text with --text-column"),
+        f"collect e1 other.jsonl {OUT} --text-column body",
+    ),
+    "a seed": (
+        f"{MADE} --seed -1",
+        advice("seed is {}: pass a number from 0 to {}"),
+        MADE,
+    ),
+    "tokens at random": (
+        f"collect base {OUT} --inputs random --tokens 5",
+        advice("random inputs are not written: leave out --{}"),
+        f"collect base {OUT} --inputs random --max-examples 4",
+    ),
+    "a classifier that writes": (
+        f"collect m {OUT} --inputs generated --tokens 6",
+        advice("{}, no language model that writes: leave out --{}, or {}"),
+        f"collect m {OUT} --inputs generated --max-examples 4",
+    ),
+    "an adapter beside": (
+        f"{MADE} --base base --other lora",
+        advice(
+            "fold it into its base first, with `covmerge merge --base BASE --expert NAME=ADAPTER OUT`"
+        ),
+        f"merge --base base --expert NAME=lora folded2; {MADE} --base base --other folded2",
+    ),
+    "no folder": (
+        f"collect e1 a.txt no/{OUT}",
+        advice("there is no folder {} to write {} to: create it"),
+        None,
+    ),
+    "a file that is there": (
+        "collect e1 a.txt base.covstats.safetensors",
+        advice("{} exists: choose another output, or pass --overwrite"),
+        f"collect e1 a.txt {OUT}",
+    ),
+    "a kind of file": (
+        f"collect e1 some.md {OUT}",
+        advice(
+            "is no file of examples that covmerge reads ({}): convert it, or pass batches from Python"
+        ),
+        f"collect e1 a.txt {OUT}",
+    ),
+    "no text": (
+        f"collect e1 empty.txt {OUT}",
+        advice("{} holds no text: pass a file with one example or more"),
+        f"collect e1 a.txt {OUT}",
+    ),
+    "a name": (
+        "collect e1 a.txt x.safetensors",
+        advice("the output {} does not end with {}: name it so"),
+        f"collect e1 a.txt {OUT}",
+    ),
+    "a tokenizer": (
+        f"collect e1 a.txt {OUT} --tokenizer nowhere",
+        advice("{} is no folder: pass the folder of a tokenizer with --tokenizer"),
+        f"collect e1 a.txt {OUT} --tokenizer e2",
+    ),
+    "an adapter": (
+        f"collect lora a.txt {OUT}",
+        advice(
+            "then collect on FOLDED, and name FOLDED as the expert where the statistics are used"
+        ),
+        "merge --base base --expert a=lora folded --out-dtype float32; "
+        f"collect folded a.txt {OUT} --max-examples 4 --tokenizer base",
+    ),
+    "no statistics": (
+        f"{MERGE} out --method regmean",
+        advice(
+            "needs the statistics of expert '{}': run {}, then name the file under `statistics:` of"
+        ),
+        f"{MERGE} out --method regmean {STATS} --tensors few_rows=allow",
+    ),
+    "few rows": (
+        f"{MERGE} out --method regmean {FEW}",
+        advice("Collect more examples, or allow it with `tensors: {few_rows: allow}`"),
+        f"{MERGE} out --method regmean {FEW} --tensors few_rows=allow",
+    ),
+    "few rows, more": (
+        f"{MERGE} out --method regmean {FEW}",
+        advice("Collect more examples, or allow it with `tensors: {few_rows: allow}`"),
+        f"{MERGE} out --method regmean {STATS}",
+    ),
+    "another kind": (
+        f"{MERGE} out --method fisher {STATS}",
+        advice("holds no {}, which method '{}' needs: run {}."),
+        f"{MERGE} out --method fisher {FISHER}",
+    ),
+    "of the base": (
+        f"{MERGE} out --method average --base-stats base.covstats.safetensors",
+        advice("{}: {}. Leave out the statistics of the base (--base-stats){}."),
+        f"{MERGE} out --method average",
+    ),
+    "of the base, another method": (
+        f"{MERGE} out --method average --base-stats base.covstats.safetensors",
+        advice("{}: {}. Leave out the statistics of the base (--base-stats){}."),
+        f"{MERGE} out --method auto --base-stats base.covstats.safetensors",
+    ),
+    "of the base, without a Gram matrix": (
+        f"{MERGE} out --method auto --base-stats fisher-e1.covstats.safetensors",
+        advice("{} holds no Gram matrix: collect it anew with --kind gram."),
+        f"{MERGE} out --method auto --base-stats base.covstats.safetensors",
+    ),
+    "of another model": (
+        f"{MERGE} out --method auto --base-stats stats/e1.covstats.safetensors",
+        advice("which has other weights than {} ({}): pass the statistics of this model, or {}"),
+        f"{MERGE} out --method auto --base-stats base.covstats.safetensors",
+    ),
+    "no file of statistics": (
+        f"{MERGE} out --method auto --base-stats e1/model.safetensors",
+        advice("(its metadata has no '{}'): pass one that `covmerge collect` wrote"),
+        f"{MERGE} out --method auto --base-stats base.covstats.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_as_it_is_advised(name, here):
+    wrong, said, right = LINES[name]
+    if said is not None:
+        told(said, *shlex.split(wrong))
+    for line in (right or "").split("; "):
+        if line and line not in ENDED:
+            ENDED.add(line)
+            covmerge(*shlex.split(line))
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "said"),
+    [
+        (
+            "regmean",
+            "",
+            advice("needs the statistics of expert '{}': run {}, then name the file under"),
+        ),
+        (
+            "regmean++",
+            "",
+            advice("needs the statistics of expert '{}': run {}, then name the file under"),
+        ),
+        (
+            "regmean++",
+            STATS,
+            advice("was collected by the protocol '{}', method '{}' needs '{}': run {}."),
+        ),
+    ],
+)
+def test_the_command_that_collects(method, given, said, here):
+    """As it is typed, for each expert or for all at once."""
+    merge = [*shlex.split(f"{MERGE} out"), f"--method={method}"]
+    stats = shlex.split(given)
+    for _ in range(2):
+        found = told(said, *merge, *stats)
+        name, typed = (
+            re.search(r"expert '(\w+)'|$", found.string)[1],
+            COMMAND.search(found.string)[1],
+        )
+        covmerge(*shlex.split(typed.replace("DATA", "a.txt").replace("FOLDER", "all")))
+        if method == "regmean++":
+            stats = [f"--stats={n}=all/{n}.covstats.safetensors" for n in ("e1", "e2")]
+            break
+        stats += [f"--stats={name}={name}.covstats.safetensors"]
+    covmerge(*merge, *stats)
+    covmerge("verify", "out")

@@ -1,0 +1,256 @@
+"""Every message that advises something is followed by a test, or stands here with a reason.
+
+A message is a string of the source, `{}` for values; see tests/advised.py. A pattern here is looked for
+in "FILE: MESSAGE".
+"""
+
+import re
+
+from tests.advised import advising, followed
+
+REASONS = {
+    "no advice: a page, a table, a name, a report's words, the front of another message": [
+        r"^cli/(catalogue|show|plan|comparing|methods|inspecting)\.py: ",
+        r"^cli/merging\.py: report: ",
+        r"^methods/(other_names|__init__|esm|free|ctm)\.py: ",
+        r"^methods/(della\.py: MAGPRUNE|regmean\.py: average: no data)",
+        r"^steps/(norm_balance|pact)\.py: ",
+        r"^plan/(rules|data)\.py: average \(",
+        r"^comparison\.py: (list|sees)",
+        r"^layer\.py: update \{\}, copy",
+        r"^linalg/select\.py: rank",
+        r"^export/(card\.py: |adapter\.py: (PEFT would|they are))",
+        r"^publish\.py: Merge by",
+        r"^registry/declared\.py: list of these",
+        r"^inspection/job\.py: ",
+        r"^tensors/(modules|names|describe)\.py: ",
+        r"^checkpoints/adapter_parameters\.py: '\{\}' \{\} \(rank",
+        r"^statistics/(sequences\.py: tokens, p|collect\.py: run block by block)",
+        r"^statistics/written\.py: (--start (bos|chat)|leave out --start base, or name)",
+        r"^recipe/(explain\.py: |varied\.py: write|mergekit/reading\.py: \{\}: \{\} It)",
+        r"^testing/|^phrasing\.py: |^identifiers\.py: |^errors\.py: did you mean",
+        r"^judgement/judge\.py: (--allow \{\}|The merge is stopped)",
+        r"^plan/serving\.py: |^plan/data\.py: (--|`covmerge|, or (take|name))",
+        r"^stores/local_destination\.py: take it first",
+        r"^engine/(forecast\.py: look over|options\.py: there is)",
+        r"^cli/collect\.py: (EXPERT, DATA|--base, --expert)",
+        r"^cli/flags\.py: --(weight|stats|methods) \{\}: ",
+        r"^unsaid\.py: an adapter of adapters|^text\.py: keep such|^sources\.py: \{\}\. The statistics",
+        r"^plan/build\.py: \{\} complex",
+    ],
+    "the intact file is what is merged wherever nothing else is said": [
+        r"[Ff]etch (it|them|the files?|its files|the checkpoint) again",
+        r": (save|verify) it again$",
+        r"^checkpoints/(pickle_bounds|unpickler)\.py: .*(cut short|where you trust it)",
+        r": is it the right file\?$",
+    ],
+    "needs the network, or a server that lies": [
+        r"^stores/(hub|hub_commit|page_server|object_server|remote\w*|retries|address|store)\.py: ",
+        r"^(checkpoints/(hub|remote)|sources)\.py: .*(server|downloaded|Hub|right folder|are fetched)",
+        r"^quantised/bitsandbytes\.py: download it|^publish\.py: ",
+    ],
+    "needs a GPU": [r"^engine/(device_room|devices)\.py: "],
+    "needs several machines or processes; tests/engine and tests/remote have what they do": [
+        r"^engine/(cluster/|ranks/|serving|hardware)",
+        r"^engine/options\.py: --(device|executor ray)",
+        r"^engine/processes\.py: (a worker process could not start|two worker processes ended)",
+        r"^rank_job\.py: |^job\.py: ranks share|^checkpoints/writer\.py: there is no",
+        r"^checkpoints/staging\.py: (another process|the file system)",
+        r"^cli/stages\.py: ranks share",
+    ],
+    "needs a machine with too little memory or disk, or a folder that others own": [
+        r"^engine/(budget|room|forecast)\.py: |^unsaid\.py: to run the base",
+        r"^stores/(disk|range_cache|scratch|lock|local_destination|paths)\.py: ",
+        r"^statistics/of_base\.py: ",
+        r"^statistics/collect\.py: (pass (fewer|--batch-size)|collect on a larger)",
+        r"^statistics/file\.py: delete it, and the next merge makes it again",
+        r"^cli/outcome\.py: (no room|the memory)|^cli/options\.py: the cache folder",
+        r"^cli/merging\.py: the peak memory|^checkpoints/trainer\.py: \{\} cannot be listed",
+        r"^checkpoints/patterns\.py: .*(takes more than|cannot be started)",
+    ],
+    "needs something that changes a file meanwhile": [
+        r"let whatever writes it finish, and start again|something else changed it",
+    ],
+    "needs a package to be missing, or broken": [
+        r"pip install '?covmerge\[|takes the package|^table\.py: |^reporting/extra\.py: ",
+        r"^registry/packages\.py: |^cli/extensions\.py: |^registry/table\.py: .*(package|announced)",
+        r"^cli/outcome\.py: code of another package",
+    ],
+    "to the author of a method, a step or a program, who sees at once whether it helped": [
+        r"^registry/(declared|table)\.py: |^steps/registry\.py: ",
+        r"^methods/registry\.py: (method '\{\}' (needs|sees|\{\})|its|these)",
+        r"^checkpoints/(base|layout|writer|memory|strict_json|torch_file|adapter)\.py: .*"
+        r"(rows inside|rename (it|the tensor)|hold: convert|contiguous|plan it|convert it$)",
+        r"^checkpoints/.*(open (them|the checkpoint) again|together with its base|such as 5GB)",
+        r"^checkpoints/base\.py: .*be stored: convert",
+        r"^tensors/views\.py: |^viewer/server\.py: the recipe of this choice|^engine/encode\.py: .*report",
+        r"^linalg/cholesky\.py: ",
+    ],
+    "needs a program that is no package: llama.cpp, mergekit's command, a browser": [
+        r"^plan/(gguf|quantise)\.py: .*(llama\.cpp|convert_hf_to_gguf|convert the model|Name a type)",
+        r"^cli/theirs\.py: |^viewer/|^quantised/gguf\.py: ",
+    ],
+    "an interrupted merge: tests/checkpoints/test_writer_journal.py": [
+        r"^checkpoints/(journal|writer|staging)\.py: .*(--overwrite|--resume)",
+        r"run again with --resume",
+    ],
+    "a question, or something to look at or to decide, which nobody but the reader can": [
+        r"^export/(generation|licences|companions|adapter)\.py: ",
+        r"^inspection/|^judgement/(swaps|verdicts)\.py: |^reporting/|^alike\.py: ",
+        r"^verification/(verify\.py: (were|: store)|files\.py: )",
+        r"^plan/ties\.py: .*merge experts that were trained without",
+        r"^statistics/collect\.py: all (experts|models) are shown",
+        r"^plan/build\.py: .*were they collected|^plan/data\.py: .*were they collected",
+        r"^plan/quantise\.py: .*no tensor is the weight",
+    ],
+}
+
+# Words of single messages.
+LISTED = {
+    "a wrong value, whose message says the right form: other tests of the same module give that": [
+        "than {}: pass a smaller shard size",
+        "file nor a folder: pass one of them",
+        "{} drops {}'s parameters in {}: {}",
+        "is given: end the command with one",
+        "--base-stats are of one, and written there",
+        "out, and end the command with > {}",
+        "and the recipe has none: leave it out",
+        "sources: --overwrite merges it anew ({})",
+        "by `parameters` (--set {}.KEY=VALUE)",
+        "model is written to a folder: give an output folder",
+        "within (0, 1): choose a smaller epsilon",
+        "with `trim: tensor`, or give one value",
+        "(org/name@main) if the model on the Hub is meant",
+        "some modules alone ({}): say it of all",
+        "import-mergekit`) and write them into its `by_name`",
+        "layer has another: write a slice for it",
+        "which takes each model's own layers",
+        "in all, or the recipe's `base_model`",
+        "order: name them in one order in all",
+        "--as {}: it is one of {}",
+        "type {}; use numbers, text or lists",
+        "than {} aliases; write the values out",
+        "inside an anchored value; write it out",
+        "computed again: verify it without --deep",
+        "this in the folder of the merge. {}",
+        "that writes: leave out --start base",
+        "by side: pass a larger --batch-size",
+        "--base is for --inputs generated: leave it out, or pass that",
+        "asked for: pass gram, fisher or both",
+        "no example: pass one batch or more",
+        "weights, or leave out --by-confidence",
+        "each label: leave out --by-confidence",
+        "would count: leave out --by-confidence",
+        "several: leave out --by-confidence",
+        "{'input_ids': ..., 'attention_mask': ...}",
+        "than {} characters: write shorter ones",
+        "write .jsonl, a line for each example",
+        "not UTF-8 text (byte {}): convert it",
+        "{} is {}: pass a positive number",
+        "it, or take the model's own labels (--labels model)",
+        "collect it again with `covmerge collect`",
+        "them with `covmerge collect --kind {}`",
+        "numbered from 0: correct the labels",
+        "pass a file of examples",
+        "lengths, or pass batches of one example",
+        "--max-examples, or leave out --by-confidence",
+        "is singular; collect more examples",
+        "(image_size is {}): pass batches from Python",
+        "model does: is its config damaged?",
+        "and --max-length, which are for texts",
+        "image_std is {}, not positive: correct it",
+        "and {} numbers are needed: correct it",
+        "token to pad with: pass --batch-size 1",
+        "built: pass the folder of a model as transformers saves it",
+        "with --tokenizer to covmerge collect",
+        "Pass batches with both from Python",
+        "weights: dequantise and save it first",
+        "found: pass the folder of a model as transformers saves it",
+        "block; collect with --protocol inputs for the method regmean",
+        "no examples: pass one batch or more",
+        "be made there: choose another output",
+        "once; collect with --protocol inputs for the method regmean",
+        "tokenizer of {} {}: pass a file of examples",
+        "on these examples. Do they fit it?",
+        "statistics file ({}): choose another output",
+        "examples of the kind that the model takes?",
+        "the likeliest token follows already",
+        "template of {} is empty: pass --start bos",
+        "what the user says: pass --start bos",
+        "began: collect with the base named",
+        "template that works ({}): pass --start bos",
+        "begins with: pass {}a file of examples",
+        "tokens is {}: pass a positive number",
+        "write ({}): pass a file of examples",
+        "folder of another with --tokenizer",
+        "correct it, because texts end there",
+        "NaN or are too large, correct them",
+        "--tokenizer the folder of one that has it",
+        "another --start, or a larger --max-length",
+        "oriented matrices: leave out one of them",
+        "write [name, {name: {parameters}}]",
+        "`slices`, and merge its parts by `rules`",
+        "name another `source` in `tokenizer`",
+        "model under `tokenizer: {tokens: ...}`",
+        "library tokenizers: save the model anew",
+        "merged by token: leave out `tokenizer`",
+        "(found: {}): leave out `tokenizer`",
+        "others: take another `tokenizer: {source: ...}`",
+        "or take another `tokenizer: {source: ...}`",
+    ],
+    "not followed yet": [
+        "leaves nothing of the update: write a higher format, or keep layers plain (--keep)",
+        "base as it was before it was quantised",
+        "(pipe.fuse_lora()), save that, and merge full models",
+        "base that the adapter was trained on",
+        "meant: remove one part from the file",
+        "adapter with the names of its modules",
+        "files of weights: pass the one to merge",
+        "overlap, choose an output of another name",
+        "finite updates: merge by `average`",
+        "update overflow {} ({}); store them in another dtype (--out-dtype float32)",
+        "and `out_dtype: {}` to store as now",
+        "method '{}' writes: {}; merge again",
+        "PATTERN), or write a higher format",
+        "to another dtype (--out-dtype float32)",
+        "has no rescaler of '{}': merge again",
+        "{} names no base: merge again",
+        "rescaler of '{}' is {}: merge again",
+        "pole. --set gate=scale_free has none",
+        "or another method (--method tsv_m)",
+        "a smaller one (--set eps={}), ",
+        "iso_c, which has no task directions",
+        "base} (or head, to keep it per expert).",
+        "Pass the base that it was trained from",
+        "the quantised one as it was before",
+        "expert again under the base's names",
+        "{embeddings: average, output_head: average}`",
+        "the rule {match: '{}', use: average}.",
+        "base whose layers have these names",
+    ],
+}
+
+
+def test_every_advice_is_followed_or_has_a_reason():
+    patterns = [pattern for own in REASONS.values() for pattern in own]
+    known = [*followed(), *(words for own in LISTED.values() for words in own)]
+    left = [
+        f"{file}: {text}"
+        for text, file in advising().items()
+        if not any(words in text for words in known)
+        and not any(re.search(pattern, f"{file}: {text}") for pattern in patterns)
+    ]
+    assert not left, "\n".join(left)
+
+
+def test_what_tests_follow_is_in_the_source():
+    assert not [words for words in followed() if not any(words in text for text in advising())]
+
+
+def test_no_reason_is_left_over():
+    lines = [f"{file}: {text}" for text, file in advising().items()]
+    patterns = [pattern for own in REASONS.values() for pattern in own]
+    assert not [p for p in patterns if not any(re.search(p, line) for line in lines)]
+    for words in (words for own in LISTED.values() for words in own):
+        assert any(words in text for text in advising()), words
+        assert not any(other in line for line in lines if words in line for other in followed())
