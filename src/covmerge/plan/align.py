@@ -259,6 +259,13 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             f"{some(unknown, 5, quoted=True)}. Is it an adapter of this base?"
         )
     others = [name for name in adapter.headers if name not in taken]
+    if of_modules := [name for name in others if adapter.headers[name].module is not None]:
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) has modules of sentence-transformers "
+            f"with weights of their own ({some(of_modules, 3, quoted=True)}), and the base "
+            f"({base.checkpoint.source}) has not: pass the sentence-transformers folder that it was "
+            "trained from as the base"
+        )
     kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, adapter, kept, others, {}, ())
     heads = tuple([*own_heads, *others])

@@ -245,7 +245,7 @@ def _plan(
         kept = (alignment.names[n] for n in draft.head_names if n in alignment.names)
         own = [*alignment.heads, *kept]
         if own:
-            heads[name] = {head: models[name].headers[head] for head in own}
+            heads[name] = {h: replace(models[name].headers[h], module=None) for h in own}
     plan = Plan(
         recipe=draft.recipe,
         tensors=draft.tensors,

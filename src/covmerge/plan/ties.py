@@ -66,6 +66,13 @@ def with_ties_undone(
     if found is None:
         return dict(sources)
     key, names = found
+    if start.checkpoint.headers[start.description.tied[names[0]]].module is not None:
+        raise InputError(
+            f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and they are tied "
+            f"in a module of {start.checkpoint.source}: merge that module by itself (pass its folder of "
+            "each source), and copy the result over the module's folder in a merge of the rest, in which a "
+            "rule leaves it to the base"
+        )
     said = (
         f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
         f"{start.checkpoint.source} ties them"

@@ -90,7 +90,7 @@ def _packed_experts_lie(transposed: bool) -> Callable[[str, _Headers], bool]:
 _TOKEN_EMBEDDING = r"(^|\.)(emb|wte|token_embedding|tok_embeddings|embed_tokens|word_embeddings)\."
 _NORM = r"(ln|ln_[^.]*|ln\d+|[^.]*_ln|bn|bn\d+|[^.]*_bn|[^.]*norm[^.]*)"
 _EMBEDDING = (
-    r"emb|wte|wpe|tok_embeddings|shared|relative_attention_bias|([^.]*_)?embeddings?|"
+    r"emb|emb_layer|wte|wpe|tok_embeddings|shared|relative_attention_bias|([^.]*_)?embeddings?|"
     r"embed_(tokens|positions|in)[^.]*"
 )
 _PACKED = r"experts\.(gate_up|down)_proj(\.weight)?"
@@ -123,7 +123,7 @@ RULES = (
     # open_clip's bare (d_in, d_out) projections, which the papers average
     NameRule("projection", r"^(text\.)?text_projection$|^visual\.proj$", Role.OTHER, _MATRIX),
     NameRule("kernel", r"\.weight$", Role.CONV, _ATLEAST_4),
-    NameRule("conv", r"conv[^.]*\.weight$", Role.CONV, _ATLEAST_3),
+    NameRule("conv", r"conv[^.]*(\.\d+)?\.weight$", Role.CONV, _ATLEAST_3),
     NameRule(
         "packed experts",
         rf"(^|\.){_PACKED}$",
