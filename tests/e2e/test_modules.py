@@ -169,7 +169,7 @@ def test_they_are_seen_wherever_tensors_are(tmp_path, bert):
     merged = loaded(tmp_path / "out").to(torch.bfloat16)
     assert merged.encode("a b", task="query").shape == (8,)
     torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=0)
-    deep = command("verify", tmp_path / "out", "--deep", "--all").stdout
+    deep = command("verify", tmp_path / "out", "--deep", "--tensors", "100").stdout
     assert "every check passed" in deep
     seen = json.loads(command("inspect", *args[:6], "--json").stdout)
     assert "2_Dense" in json.dumps(seen)

@@ -222,6 +222,39 @@ def test_an_expert_with_a_larger_part_that_the_base_lacks():
         torch.testing.assert_close(result.tensors[name], tensor)
 
 
+LACKS_THE_NORM = {name: tensor for name, tensor in EXPERT.items() if name != "norm.weight"}
+BOTH_FLAGS = {"extra": "ignore", "missing": "base"}
+
+
+def test_an_unrelated_tensor_of_the_shape_of_one_that_is_lacking():
+    expert = LACKS_THE_NORM | {"adaptor.scale": torch.ones(4)}
+    result = covmerge.merge(BASE, {"a": expert}, "average", tensors=BOTH_FLAGS)
+    assert torch.equal(result.tensors["norm.weight"], BASE["norm.weight"])
+    for name in LACKS_THE_NORM:
+        torch.testing.assert_close(result.tensors[name], EXPERT[name])
+
+
+def test_what_could_be_a_renaming_is_said_to_be_one_that_could_be():
+    expert = LACKS_THE_NORM | {"own.weight": torch.ones(4)}
+    said = r"lacks 'norm\.weight'.*could be.*except a rule .*{match: 'own\.weight', use: base}"
+    with pytest.raises(TensorError, match=said):
+        covmerge.merge(BASE, {"a": expert}, "average", tensors=BOTH_FLAGS)
+    # As it says, where it is another tensor.
+    rules = [{"match": "own.weight", "use": "base"}]
+    result = covmerge.merge(BASE, {"a": expert}, "average", tensors=BOTH_FLAGS, rules=rules)
+    torch.testing.assert_close(result.tensors["layers.2.fc.weight"], EXPERT["layers.2.fc.weight"])
+
+
+def test_the_share_of_the_base_counts_too():
+    """What is lost may be small, as codes and factors are, and yet all that was trained."""
+    base = {f"layers.{n}.fc.weight": torch.eye(40) * (n + 1) for n in range(3)}
+    base["head.weight"] = torch.ones(4, 40)
+    factors = {f"layers.{n}.fc.factor": torch.ones(1, 8) for n in range(3)}
+    expert = {"head.weight": base["head.weight"] + 0.1, **factors}
+    with pytest.raises(TensorError, match=r"3 % of the base's parameters.*no setting allows it"):
+        covmerge.merge(base, {"a": expert}, "average", tensors=BOTH_FLAGS)
+
+
 def test_an_adapter_that_trained_whole_tensors_of_another_model(tmp_path):
     name = "base_model.model.layers.0.fc.lora_"
     adapter = {
