@@ -19,6 +19,7 @@ from transformers import (
 
 import covmerge
 from covmerge.errors import CheckpointError, RecipeError, TensorError
+from tests.cli.runs import covmerge as command
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -312,6 +313,7 @@ def test_a_part_of_the_model_in_another_file_is_refused(tmp_path, file):
     [
         ["layers.0.fc.lora_A.weight", "layers.0.fc.lora_B.weight"],
         ["layers.0.fc", "layers.1.fc"],  # scales of its inputs, or a direction of its outputs
+        ["layers.0", "layers.1"],  # directions of blocks
     ],
 )
 def test_files_about_the_modules_are_no_part_of_the_model(tmp_path, names):
@@ -323,6 +325,22 @@ def test_files_about_the_modules_are_no_part_of_the_model(tmp_path, names):
     assert any("model.safetensors was read, and not own.safetensors" in n for n in result.notes)
     for name, tensor in EXPERT.items():
         torch.testing.assert_close(result.tensors[name], tensor)
+
+
+@pytest.mark.parametrize("named", ["layers.{}", "layers.{}.fc", "direction.{}"])
+def test_a_control_vector_is_no_expert(tmp_path, named):
+    """It is added to activations; several are averaged among themselves, as the error says."""
+    vectors = [{named.format(n): torch.full((4,), value) for n in range(3)} for value in (1.0, 2.0)]
+    with pytest.raises(TensorError, match=r"control vector.*`base: null` and `method: linear`"):
+        covmerge.merge(BASE, {"a": vectors[0]}, "average")
+    for name, vector in zip("ab", vectors, strict=True):
+        save_file(vector, tmp_path / f"{name}.safetensors")
+    recipe = tmp_path / "recipe.yml"
+    experts = f"{{a: {tmp_path / 'a.safetensors'}, b: {tmp_path / 'b.safetensors'}}}"
+    recipe.write_text(f"base: null\nmethod: linear\nexperts: {experts}\n")
+    command("merge", recipe, tmp_path / "out")
+    for tensor in load_file(tmp_path / "out" / "model.safetensors").values():
+        torch.testing.assert_close(tensor, torch.full((4,), 1.5))
 
 
 def test_what_no_output_needs_is_told(tmp_path):

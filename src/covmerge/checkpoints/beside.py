@@ -72,14 +72,25 @@ def _check_no_part(
     # A copy in another precision has the same names, one under its authors' names has other modules.
     if own & headers.keys() or not _modules(own) & _modules(headers):
         return
-    # An adapter has its own place in a merge; scales of activations and directions are named by modules.
-    if looks_like_adapter(own) or all(f"{tensor}.weight" in headers for tensor in own):
+    # An adapter has its own place in a merge; scales and directions of activations are named by modules.
+    if looks_like_adapter(own) or own <= modules_of(headers):
         return
     raise CheckpointError(
         f"{store}: {name} holds {len(own)} tensors of the model that its other files lack "
         f"({some(sorted(own), 3, quoted=True)}), and the output would lack them. Merge that file by itself "
         "(pass the files in place of the folders), and the rest after it was moved out of the folder"
     )
+
+
+def modules_of(names: Collection[str]) -> set[str]:
+    """Return the modules that tensors lie in, at every depth.
+
+    Example:
+        >>> sorted(modules_of(["h.0.weight"]))
+        ['h', 'h.0']
+    """
+    parts = (name.split(".") for name in names)
+    return {".".join(own[:deep]) for own in parts for deep in range(1, len(own))}
 
 
 def _modules(names: Collection[str]) -> set[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
+from covmerge.checkpoints.beside import modules_of
 from covmerge.errors import TensorError
 from covmerge.findings import LOST
 from covmerge.tensors import ModelDescription
@@ -17,6 +19,7 @@ _LAYERS = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
 _LEAST = 0.5  # share of an expert's parameters that must have a place in the output
 _CHANCE = 4  # so many tensors do not have the shapes of others by chance
 _SHOWN = 3
+_DIRECTION = re.compile(r"direction\.\d+")  # of llama.cpp's control vectors
 
 
 def check_reached(
@@ -61,6 +64,14 @@ def check_reached(
     renamed = _renamed(base, missing, expert, lost)
     if not nearly_the_base and not renamed:
         return
+    modules = set[str]() if placed else modules_of(base.headers)
+    if all(_DIRECTION.fullmatch(name) or name in modules for name in lost):
+        raise TensorError(
+            f"expert '{expert_name}' ({expert.source}) has vectors that are named by layers, such as "
+            f"'{next(iter(lost))}': a control vector, which is added to what layers give, and no weight. "
+            "Leave it out, and give it to what runs the output; such files are averaged with one another "
+            "by a recipe with `base: null` and `method: linear`"
+        )
     whole = layers and not missing and not isinstance(expert, AdapterCheckpoint)
     raise TensorError(
         f"{LOST}: expert '{expert_name}' ({expert.source}) would lose {counted(len(lost), 'tensor')}: "

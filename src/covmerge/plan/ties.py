@@ -66,7 +66,8 @@ def with_ties_undone(
     if found is None:
         return dict(sources)
     key, names = found
-    if start.checkpoint.headers[start.description.tied[names[0]]].module is not None:
+    own = start.checkpoint.headers
+    if any(name in own and own[name].module is not None for name in names):
         raise InputError(
             f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and they are tied "
             f"in a module of {start.checkpoint.source}: merge that module by itself (pass its folder of "

@@ -38,6 +38,7 @@ class TensorInfo:
         parameter: its name in the model that transformers builds; as stored where that is unknown.
         takes_factors: whether it is the weight of a layer that PEFT has factors for.
         stays_full: whether transformers keeps it in float32, and packs it in no format.
+        rebuilt: whether it is a buffer that the model's code makes again whenever it is loaded.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TensorInfo:
     parameter: str
     takes_factors: bool
     stays_full: bool
+    rebuilt: bool
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,7 @@ def describe(
             if skeleton and name in skeleton.places
             else _takes_factors_by_name(name, kind, headers),
             stays_full=kind.stays_full,
+            rebuilt=kind.rebuilt,
         )
         for name, (kind, parts) in found.items()
     }
@@ -283,9 +286,11 @@ def _identify(
 ) -> tuple[Kind, FusedParts | None]:
     if header.complex:
         return Kind(Role.OTHER, "complex numbers, by real and imaginary part"), None
-    if not header.dtype.is_floating_point:
-        return Kind(Role.BUFFER, f"dtype {str(header.dtype).removeprefix('torch.')}"), None
     place = skeleton.places.get(header.name) if skeleton else None
+    if not header.dtype.is_floating_point:
+        known = kind_by_name(header, headers) if place is None else place.kind
+        why = f"dtype {str(header.dtype).removeprefix('torch.')}"
+        return Kind(Role.BUFFER, why, rebuilt=known.rebuilt), None
     if place is not None:
         return place.kind, place.parts
     kind = kind_by_name(header, headers)
