@@ -103,7 +103,26 @@ def with_ties_undone(
             "'decoder.final_layer_norm.weight' by d_model ** -0.5, which is the same model, untied; or "
             "merge to an adapter (--as adapter)"
         )
-    return {**sources, first: view}
+    return {
+        **sources,
+        **{k: _as_untied(start, model) for k, model in models.items() if k != first},
+        first: view,
+    }
+
+
+def _as_untied(base: Model, expert: Model) -> Checkpoint:
+    """Return a full expert that stores what the base ties; often it is the same.
+
+    Of one that ties it too, slices may take the one tensor and not the other, and tokens that it lacks have
+    rows of their own in each.
+    """
+    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    copies: dict[str, str] = {}
+    for name, kept in base.description.tied.items():
+        stands = find_name(expert.description.tied.get(name, kept), prefixes, expert.headers)
+        if stands is not None and find_name(name, prefixes, expert.headers) is None:
+            copies[name] = stands
+    return Untied(expert.checkpoint, copies) if copies else expert.checkpoint
 
 
 def _changed_apart(
