@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from covmerge.checkpoints import (
     COMPUTED,
@@ -104,7 +106,7 @@ class Job:
         shapes = {tensor.name: tensor.output.shape for tensor in plan.tensors}
         found = output.tensors
         return MergedTensors(
-            tensors=found[MODEL],
+            tensors=_whole_model(plan, found),
             heads={expert: found[head_part(expert)] for expert in plan.heads},
             recipe=plan.recipe,
             stats=stats,
@@ -227,6 +229,15 @@ class Job:
                 follow=hashing.follow,
             )
             return done, hashing.result()
+
+
+def _whole_model(plan: Plan, found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of a model and of its modules, by their names in the whole."""
+    return dict(found.get(MODEL, {})) | {
+        f"{module.prefix}{name}": tensor
+        for part, module in plan.modules.items()
+        for name, tensor in found[part].items()
+    }
 
 
 class _NothingBegunError(Exception):

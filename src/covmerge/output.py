@@ -37,7 +37,7 @@ from covmerge.export import (
     write_adapter_config,
     write_card,
     write_config,
-    write_index,
+    write_indices,
     write_manifest,
     write_rescalers,
 )
@@ -47,7 +47,6 @@ from covmerge.methods import WORDS
 from covmerge.methods.emr import rescalers_of
 from covmerge.noticed import Account, account_of
 from covmerge.plan import (
-    MODEL,
     AdapterFactors,
     AdapterTensor,
     Plan,
@@ -192,11 +191,11 @@ class OutputFiles:
         }
 
     def _write_beside(self, stats: Stats) -> list[str]:
-        """Write the index of a model in several files, and the factors beside masks."""
+        """Write the indices of what lies in several files, and the factors beside masks."""
         factors = stats.get("rescalers")
-        index = write_index(self._layouts[MODEL], self._store)
+        indices = write_indices(self._layouts, self._store)
         rescalers = None if factors is None else write_rescalers(self._store, factors)
-        return [name for name in (index, rescalers) if name is not None]
+        return [*indices, *([] if rescalers is None else [rescalers])]
 
     def _write_config(self) -> list[str]:
         """Write what PEFT needs to know of an adapter; other forms say all in their file."""

@@ -181,10 +181,19 @@ class OpenCheckpoints:
         self.closing.callback(file.close)
         return replace(self, statistics={**self.statistics, OF_BASE: file}, made=made)
 
-    def materialize(self) -> None:
-        """Fetch what planning did not need."""
+    def materialize(self, *, leads: bool = True) -> None:
+        """Fetch what planning did not need, and check statistics files, which are read once for it.
+
+        Args:
+            leads: False: another process of the same merge checks the statistics.
+
+        Raises:
+            InputError: the tensors of a statistics file have another hash than it states.
+        """
         for _, checkpoint in self.all():
             checkpoint.materialize()
+        for file in self._given.values() if leads else ():
+            file.check_content()
 
     def paths(self) -> list[Path]:
         """Where they lie, for checks that nothing overwrites them; other sources do not exist."""

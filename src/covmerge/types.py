@@ -38,6 +38,29 @@ class Role(str, Enum):
 
 
 @dataclass(frozen=True)
+class Module:
+    """A part of a model that lies in a folder of its own, as sentence-transformers writes them.
+
+    Attributes:
+        folder: its path in the model's folder, with `/` between the parts.
+        config: its config.json, if it has one.
+    """
+
+    folder: str
+    config: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its tensors in the whole model."""
+        return f"{self.folder.replace('/', '.')}."
+
+    @property
+    def is_of_transformers(self) -> bool:
+        """Whether transformers loads it: in several files too, and by its config."""
+        return "model_type" in (self.config or {})
+
+
+@dataclass(frozen=True)
 class TensorHeader:
     """Name, shape and dtype of a stored tensor; nothing of its content.
 
@@ -46,19 +69,29 @@ class TensorHeader:
         shape: of the tensor.
         dtype: of its numbers.
         complex: whether it is stored complex, and its last axis is the real and imaginary part.
+        module: the part of the model that it lies in; None: the model's own folder.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     complex: bool = False
+    module: Module | None = None
 
     @property
     def as_stored(self) -> TensorHeader:
-        """The header of the complex tensor that it is stored as, or itself."""
+        """The header of the tensor in its file: complex if it is, under its name in its module."""
+        stored = self if self.module is None else self.in_module
         if not self.complex:
+            return stored
+        return replace(stored, shape=self.shape[:-1], dtype=self.dtype.to_complex(), complex=False)
+
+    @property
+    def in_module(self) -> TensorHeader:
+        """The header with the name that the tensor has in its module."""
+        if self.module is None:
             return self
-        return TensorHeader(self.name, self.shape[:-1], self.dtype.to_complex())
+        return replace(self, name=self.name.removeprefix(self.module.prefix), module=None)
 
     @property
     def numel(self) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import warnings
 
 import pytest
@@ -168,32 +167,6 @@ def test_shards_of_ranks(tmp_path):
     merged = covmerge.merge(base, {"a": tmp_path / "new"}, "average").tensors
     for name, tensor in expert.items():
         torch.testing.assert_close(merged[name], tensor)
-
-
-def test_modules_of_sentence_transformers_with_weights(tmp_path):
-    """Each file by itself, and the results over the files of a copy of the base's folder."""
-    values = {"base": 0.0, "a": 1.0}
-    for name, value in values.items():
-        (tmp_path / name / "2_Dense").mkdir(parents=True)
-        save_file({"w.weight": torch.full((4, 4), value)}, tmp_path / name / "model.safetensors")
-        dense = {"linear.weight": torch.full((2, 4), value)}
-        save_file(dense, tmp_path / name / "2_Dense" / "model.safetensors")
-        modules = [{"idx": 0, "path": ""}, {"idx": 2, "path": "2_Dense"}]
-        (tmp_path / name / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(
-        CheckpointError,
-        match=advice(
-            "Merge each file of weights by itself (pass the files in place of the folders), and copy"
-        ),
-    ):
-        covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average", tmp_path / "out")
-    shutil.copytree(tmp_path / "base", tmp_path / "copy")
-    for number, file in enumerate(("model.safetensors", "2_Dense/model.safetensors")):
-        out = tmp_path / f"out{number}"
-        covmerge.merge(tmp_path / "base" / file, {"a": tmp_path / "a" / file}, "average", out)
-        shutil.copy(out / "model.safetensors", tmp_path / "copy" / file)
-        for tensor in load_file(tmp_path / "copy" / file).values():
-            assert bool((tensor == 1).all())
 
 
 def mlx_adapter(folder, rank=3, scale=20.0, factors=None, **fields):

@@ -228,3 +228,34 @@ def test_scales_over_the_same_codes_are_merged(tmp_path):
     ]
     covmerge.merge(*models(tmp_path, *parts), "average", tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors")["h.0.fc.scale_factor"].eq(2.5).all()
+
+
+def masks(size, dtype=torch.bool, value=-1e4):
+    """What GPT-2's older checkpoints have beside its weights."""
+    mask = torch.ones(1, 1, size, size).tril().to(dtype)
+    return {"h.0.attn.bias": mask, "h.0.attn.masked_bias": torch.tensor(value)}
+
+
+MASKS = {
+    "another size": (masks(8), masks(4)),
+    "the base's alone": (masks(8), {}),
+    "the experts' alone": ({}, masks(8)),
+    "numbers of another size": (masks(8, torch.float32), masks(4, torch.float32)),
+    "numbers, of the base alone": (masks(8, torch.float32), {}),
+    "numbers and truth values": (masks(8, torch.float32), masks(8)),
+    "other values": (masks(8), {n: ~t if t.ndim else t for n, t in masks(8).items()}),
+}
+
+
+@pytest.mark.parametrize("missing", ["error", "base"])
+@pytest.mark.parametrize("which", MASKS)
+def test_masks_that_the_model_makes_again_stop_no_merge(tmp_path, which, missing):
+    of_base, of_experts = MASKS[which]
+    base, experts = models(tmp_path, of_base, of_experts, of_experts)
+    result = covmerge.merge(base, experts, "average", tensors={"missing": missing})
+    for name, mask in of_base.items():
+        assert torch.equal(result.tensors[name], mask)
+    assert result.tensors.keys() == {*of_base, *FLOATS}
+    weights = [load_file(e / "model.safetensors")["h.1.fc.weight"] for e in experts.values()]
+    torch.testing.assert_close(result.tensors["h.1.fc.weight"], sum(weights) / 2)
+    assert any("expert 'a'" in n and "h.0.attn" in n and "buffer" in n for n in result.notes)

@@ -20,6 +20,7 @@ from transformers import (
 import covmerge
 from covmerge.errors import CheckpointError, RecipeError, TensorError
 from tests.advised import advice
+from tests.cli.runs import covmerge as command
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -223,6 +224,39 @@ def test_an_expert_with_a_larger_part_that_the_base_lacks():
         torch.testing.assert_close(result.tensors[name], tensor)
 
 
+LACKS_THE_NORM = {name: tensor for name, tensor in EXPERT.items() if name != "norm.weight"}
+BOTH_FLAGS = {"extra": "ignore", "missing": "base"}
+
+
+def test_an_unrelated_tensor_of_the_shape_of_one_that_is_lacking():
+    expert = LACKS_THE_NORM | {"adaptor.scale": torch.ones(4)}
+    result = covmerge.merge(BASE, {"a": expert}, "average", tensors=BOTH_FLAGS)
+    assert torch.equal(result.tensors["norm.weight"], BASE["norm.weight"])
+    for name in LACKS_THE_NORM:
+        torch.testing.assert_close(result.tensors[name], EXPERT[name])
+
+
+def test_what_could_be_a_renaming_is_said_to_be_one_that_could_be():
+    expert = LACKS_THE_NORM | {"own.weight": torch.ones(4)}
+    said = r"lacks 'norm\.weight'.*could be.*except a rule .*{match: 'own\.weight', use: base}"
+    with pytest.raises(TensorError, match=said):
+        covmerge.merge(BASE, {"a": expert}, "average", tensors=BOTH_FLAGS)
+    # As it says, where it is another tensor.
+    rules = [{"match": "own.weight", "use": "base"}]
+    result = covmerge.merge(BASE, {"a": expert}, "average", tensors=BOTH_FLAGS, rules=rules)
+    torch.testing.assert_close(result.tensors["layers.2.fc.weight"], EXPERT["layers.2.fc.weight"])
+
+
+def test_the_share_of_the_base_counts_too():
+    """What is lost may be small, as codes and factors are, and yet all that was trained."""
+    base = {f"layers.{n}.fc.weight": torch.eye(40) * (n + 1) for n in range(3)}
+    base["head.weight"] = torch.ones(4, 40)
+    factors = {f"layers.{n}.fc.factor": torch.ones(1, 8) for n in range(3)}
+    expert = {"head.weight": base["head.weight"] + 0.1, **factors}
+    with pytest.raises(TensorError, match=r"3 % of the base's parameters.*no setting allows it"):
+        covmerge.merge(base, {"a": expert}, "average", tensors=BOTH_FLAGS)
+
+
 def test_an_adapter_that_trained_whole_tensors_of_another_model(tmp_path):
     name = "base_model.model.layers.0.fc.lora_"
     adapter = {
@@ -283,6 +317,7 @@ def test_a_part_of_the_model_in_another_file_is_refused(tmp_path, file):
     [
         ["layers.0.fc.lora_A.weight", "layers.0.fc.lora_B.weight"],
         ["layers.0.fc", "layers.1.fc"],  # scales of its inputs, or a direction of its outputs
+        ["layers.0", "layers.1"],  # directions of blocks
     ],
 )
 def test_files_about_the_modules_are_no_part_of_the_model(tmp_path, names):
@@ -294,6 +329,22 @@ def test_files_about_the_modules_are_no_part_of_the_model(tmp_path, names):
     assert any("model.safetensors was read, and not own.safetensors" in n for n in result.notes)
     for name, tensor in EXPERT.items():
         torch.testing.assert_close(result.tensors[name], tensor)
+
+
+@pytest.mark.parametrize("named", ["layers.{}", "layers.{}.fc", "direction.{}"])
+def test_a_control_vector_is_no_expert(tmp_path, named):
+    """It is added to activations; several are averaged among themselves, as the error says."""
+    vectors = [{named.format(n): torch.full((4,), value) for n in range(3)} for value in (1.0, 2.0)]
+    with pytest.raises(TensorError, match=r"control vector.*`base: null` and `method: linear`"):
+        covmerge.merge(BASE, {"a": vectors[0]}, "average")
+    for name, vector in zip("ab", vectors, strict=True):
+        save_file(vector, tmp_path / f"{name}.safetensors")
+    recipe = tmp_path / "recipe.yml"
+    experts = f"{{a: {tmp_path / 'a.safetensors'}, b: {tmp_path / 'b.safetensors'}}}"
+    recipe.write_text(f"base: null\nmethod: linear\nexperts: {experts}\n")
+    command("merge", recipe, tmp_path / "out")
+    for tensor in load_file(tmp_path / "out" / "model.safetensors").values():
+        torch.testing.assert_close(tensor, torch.full((4,), 1.5))
 
 
 def test_what_no_output_needs_is_told(tmp_path):

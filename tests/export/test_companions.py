@@ -45,7 +45,7 @@ def base(tmp_path: Path) -> Path:
     for name in [*COMPANIONS, *LEFT]:
         path = base / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"file": name}))
+        path.write_text(json.dumps([] if name == "modules.json" else {"file": name}))
     return base
 
 
@@ -92,13 +92,24 @@ def test_code_is_named_and_not_copied(base: Path, out: Path) -> None:
     assert other == f"not copied from {base}: handler.txt, onnx/"
 
 
-def test_weights_of_extra_modules_are_named(base: Path, out: Path) -> None:
-    (base / "2_Dense").mkdir()
-    (base / "2_Dense" / "config.json").write_text("{}")
-    (base / "2_Dense" / "model.safetensors").write_text("")
+def test_folders_of_modules_are_those_that_are_named(base: Path, out: Path) -> None:
+    """Whatever their numbers and names; a router names its own."""
+    files = {
+        "modules.json": [{"path": "10_Custom"}, {"path": "2_Router"}],
+        "10_Custom/any_config.json": {},
+        "10_Custom/custom.py": {},
+        "10_Custom/model.safetensors": {},
+        "2_Router/router_config.json": {"types": {"doc_0_Dense": "Dense"}, "structure": {}},
+        "2_Router/doc_0_Dense/config.json": {},
+        "2_Router/doc_0_Dense/model.safetensors.index.json": {},
+    }
+    for name, content in files.items():
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text(json.dumps(content))
     copied = copy_companions(base, LocalFolder(out))
-    assert "2_Dense/config.json" in copied.copied
-    assert "neither merged nor copied: 2_Dense/model.safetensors" in copied.notes[0]
+    beside = {n for n in files if n.endswith(".json") and "safetensors" not in n}
+    assert {*copied.copied} == {*COMPANIONS, *beside}
+    assert copied.notes == (f"not copied from {base}: 10_Custom/custom.py",)
 
 
 CONFIG = """{

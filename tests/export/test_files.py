@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 import covmerge
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.errors import InputError
-from covmerge.export import write_index, write_manifest
+from covmerge.export import write_indices, write_manifest
 from covmerge.stores.local import LocalFolder
 from covmerge.types import TensorHeader
 
@@ -57,7 +57,7 @@ def test_expert_names_that_are_no_file_names_are_refused(tmp_path: Path, name: s
 
 def test_the_index_says_where_every_tensor_lies(tmp_path: Path) -> None:
     layout = plan_layout([TensorHeader(n, (2, 3), torch.float16) for n in "cab"], 24)
-    assert write_index(layout, LocalFolder(tmp_path)) == "model.safetensors.index.json"
+    assert write_indices({"": layout}, LocalFolder(tmp_path)) == ["model.safetensors.index.json"]
     assert (tmp_path / "model.safetensors.index.json").read_text() == json.dumps(
         {
             "metadata": {"total_parameters": 18, "total_size": 36},
@@ -73,7 +73,7 @@ def test_the_index_says_where_every_tensor_lies(tmp_path: Path) -> None:
 
 def test_one_file_needs_no_index(tmp_path: Path) -> None:
     layout = plan_layout([TensorHeader("a", (1,), torch.int8)], 8)
-    assert write_index(layout, LocalFolder(tmp_path)) is None
+    assert write_indices({"": layout}, LocalFolder(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ import torch
 
 from covmerge.checkpoints.layout import plan_layout
 from covmerge.checkpoints.writer import ShardWriter
-from covmerge.export import copy_companions, write_index
+from covmerge.export import copy_companions, write_indices
 from covmerge.stores.local import LocalFolder
 from covmerge.types import TensorHeader
 
@@ -41,7 +41,7 @@ def test_a_written_model_loads(tmp_path: Path, shard_size: int, dtype: torch.dty
     writer = ShardWriter(out, layout)
     for name, tensor in reversed(state.items()):
         writer.write(name, tensor)
-    write_index(layout, LocalFolder(out))
+    write_indices({"": layout}, LocalFolder(out))
     copied = copy_companions(base, LocalFolder(out), None if dtype is torch.float32 else dtype)
     assert copied.notes == ()
 

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import InputError
 from covmerge.statistics import StatisticsFile, collect, file, write
@@ -201,6 +202,16 @@ def test_negative_fisher_information(tmp_path):
     bad = rewrite(out, tmp_path / "b.covstats.safetensors", {f"fisher/{name}": -torch.ones(16)})
     with pytest.raises(InputError, match="not positive"):
         StatisticsFile.open(bad).read("fisher", name)
+
+
+def test_a_merge_checks_the_hash_that_a_file_states(model, collected, tmp_path):
+    """Other numbers, which are as good as any by their values alone."""
+    key = f"gram/{DENSE}"
+    other = rewrite(collected, tmp_path / "a.safetensors", {key: 2 * load_file(collected)[key]})
+    few = {"few_rows": "allow"}
+    for run, method in ((covmerge.merge, "regmean"), (covmerge.compare, ["regmean"])):
+        with pytest.raises(InputError, match=r"a\.safetensors.*not those whose hash it states"):
+            run(model, {"a": model}, method, statistics={"a": other}, tensors=few)
 
 
 def test_a_file_that_changes_while_it_is_open(collected, tmp_path):

@@ -48,6 +48,9 @@ IN_THE_WILD = [
     # GPT-2's and GPT-NeoX's masks
     ("h.0.attn.bias", (1, 1, 16, 16), Role.BUFFER),
     ("gpt_neox.layers.0.attention.masked_bias", (), Role.BUFFER),
+    # modules of sentence-transformers
+    ("1_CNN.convs.1.weight", (16, 32, 3), Role.CONV),
+    ("emb_layer.weight", (64, 32), Role.EMBEDDING),
     # a recurrent layer: known to nobody here
     ("lstm.weight_ih_l0", (64, 32), Role.OTHER),
 ]

@@ -33,7 +33,15 @@ from covmerge.checkpoints.adapter_names import (
 from covmerge.checkpoints.adapter_parameters import find_parameters
 from covmerge.checkpoints.adapter_parts import updates_of_base
 from covmerge.checkpoints.base import Checkpoint, find_header
-from covmerge.checkpoints.folder import CONFIG, DIFFUSERS, FileCheckpoint, open_file, open_weights
+from covmerge.checkpoints.folder import (
+    CONFIG,
+    DIFFUSERS,
+    FileCheckpoint,
+    module_files,
+    open_file,
+    open_modules,
+    open_weights,
+)
 from covmerge.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
 from covmerge.checkpoints.hub import HubCheckpoint
 from covmerge.checkpoints.json_file import parse_object, read_object, shorten
@@ -229,7 +237,7 @@ class AdapterCheckpoint(View):
         stored = self._stored.headers[self._contents.replaced[name]]
         update = self._contents.updates.get(name)
         if update is None:
-            return TensorHeader(name, stored.shape, stored.dtype)
+            return replace(stored, name=name)
         rows = stored.shape[0] if stored.shape else 0
         if update.shape != (rows, math.prod(stored.shape[1:])):
             raise CheckpointError(
@@ -416,7 +424,7 @@ def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterChe
     if not holds_adapter(names):
         return None
     weights = [file for file in _FILES if file in names][:1]
-    folder = store.download((*store.companions(), *weights))
+    folder = store.download((*store.companions(), *weights, *module_files(store, names)))
     return _downloaded(store, folder, names)
 
 
@@ -461,11 +469,14 @@ def _open(
         )
     beside = [child(store, name) for name in (ADAPTER_CONFIG, CONFIG) if name in names]
     file = child(store, weights)
-    read = {file: open_weights(file)}
-    stored = stored_as(FileCheckpoint(source, read, store=store, beside=beside))
+    modules = open_modules(store, names)
+    stored = stored_as(modules.joined(source, store, {file: open_weights(file)}, beside))
     if weights == MLX_NAME and config is not None:
         stored = TurnedFactors(stored, config.rank(""))
-    contents = read_names(stored.headers, config, source)
+    own = {name: header for name, header in stored.headers.items() if header.module is None}
+    contents = read_names(own, config, source)
+    trained = {name: name for name in stored.headers if name not in own}
+    contents = replace(contents, replaced={**contents.replaced, **trained})
     more = (_without_scale(store),) if config is None else config.notes
     if not contents.updates and not contents.wrapped:
         raise CheckpointError(

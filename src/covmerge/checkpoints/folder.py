@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,13 +21,14 @@ from covmerge.checkpoints.base import (
     check_unchanged,
     find_header,
 )
-from covmerge.checkpoints.beside import check_modules, notes_on_others
+from covmerge.checkpoints.beside import is_of_training, notes_on_others
 from covmerge.checkpoints.content import Content, Pace
 from covmerge.checkpoints.distributed import METADATA, DistributedFiles
 from covmerge.checkpoints.gguf_file import GGUF, GgufFile
 from covmerge.checkpoints.json_file import read_object
 from covmerge.checkpoints.layout import MAX_TENSORS
 from covmerge.checkpoints.module_file import open_module
+from covmerge.checkpoints.modules import ModuleWeights, module_folders, weights_in
 from covmerge.checkpoints.safetensors_file import SafetensorsFile
 from covmerge.checkpoints.torch_file import NotLoadedError, TorchFile
 from covmerge.errors import CheckpointError
@@ -35,7 +36,7 @@ from covmerge.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.stores.paths import safe_child
 from covmerge.stores.store import Stamp, Store, StoredFile, child
 from covmerge.text import counted, some
-from covmerge.types import Json, TensorHeader
+from covmerge.types import Json, Module, TensorHeader
 
 CONFIG = "config.json"
 QUANTISATION = "quantization_config"
@@ -74,6 +75,10 @@ class FileCheckpoint:
         store: where a whole model lies; None for a file by itself.
         beside: further files that say what the checkpoint is: index and config.
         notes: what is particular about how it was opened.
+        inner: folders in the store's, by the files that lie in them.
+
+    Raises:
+        CheckpointError: two of its files belong to no one model.
     """
 
     def __init__(
@@ -84,11 +89,13 @@ class FileCheckpoint:
         store: Store | None = None,
         beside: Sequence[StoredFile] = (),
         notes: Sequence[str] = (),
+        inner: Mapping[StoredFile, str] = MappingProxyType({}),
     ) -> None:
         self.source = source
         self.folder = None if store is None else store.folder
+        self._inner = inner
         self.config: Mapping[str, Any] | None = next(
-            (read_config(file) for file in beside if file.name == CONFIG), None
+            (read_config(file) for file in beside if self.path_of(file) == CONFIG), None
         )
         packed = [read.settings for read in weights.values() if isinstance(read, GgufFile)]
         if packed and len(weights) > 1:
@@ -101,10 +108,15 @@ class FileCheckpoint:
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header for read in weights.values() for name, header in read.headers.items()}
         )
-        self.weight_names = tuple(file.name for file in weights)
+        self.weight_names = tuple(map(self.path_of, weights))
         self._weights = dict(weights)
         self._file_of = {name: read for read in weights.values() for name in read.headers}
         self._stamps = {file: _stamp(file) for file in (*weights, *beside)}
+
+    def path_of(self, file: StoredFile) -> str:
+        """Return where one of its files lies in its folder, with `/` between the parts."""
+        folder = self._inner.get(file)
+        return f"{folder}/{file.name}" if folder else file.name
 
     @property
     def stamps(self) -> Mapping[StoredFile, Stamp]:
@@ -140,14 +152,20 @@ class FileCheckpoint:
         """Sizes and times of the files, as they were opened."""
         names = ("size", "mtime_ns", "ctime_ns")
         files: dict[str, Json] = {
-            file.name: dict(zip(names, stamp, strict=True)) for file, stamp in self._stamps.items()
+            self.path_of(file): dict(zip(names, stamp, strict=True))
+            for file, stamp in self._stamps.items()
         }
         return {"kind": "files", "files": files}
 
     def contents(self) -> Sequence[Content]:
         """Every file, which must be as it was opened."""
         return [
-            Content(file.name, stamp[0], partial(self._hash, file), early=file not in self._weights)
+            Content(
+                self.path_of(file),
+                stamp[0],
+                partial(self._hash, file),
+                early=file not in self._weights,
+            )
             for file, stamp in self._stamps.items()
         ]
 
@@ -176,6 +194,52 @@ class FileCheckpoint:
         return None if first.store.folder is None else first.path
 
 
+@dataclass
+class Modules:
+    """What a model has in folders of its modules.
+
+    Attributes:
+        weights: files of weights, opened.
+        beside: indices and configs of modules.
+        inner: the folder of each of these files.
+        notes: what is particular about how they were opened.
+    """
+
+    weights: dict[StoredFile, WeightFile] = field(default_factory=dict[StoredFile, WeightFile])
+    beside: list[StoredFile] = field(default_factory=list[StoredFile])
+    inner: dict[StoredFile, str] = field(default_factory=dict[StoredFile, str])
+    notes: list[str] = field(default_factory=list[str])
+
+    def joined(
+        self,
+        source: str,
+        store: Store,
+        weights: Mapping[StoredFile, WeightFile],
+        beside: Sequence[StoredFile],
+        notes: Sequence[str] = (),
+    ) -> FileCheckpoint:
+        """Return the checkpoint of a model's own files and these.
+
+        Raises:
+            CheckpointError: one of its own tensors has the name of a module's.
+        """
+        own = {name for read in weights.values() for name in read.headers}
+        for file, read in self.weights.items():
+            if both := own & read.headers.keys():
+                raise CheckpointError(
+                    f"{store} holds '{min(both)}' among its own weights, and {file} is to have that name: "
+                    "rename the folder of the module, in modules.json too"
+                )
+        return FileCheckpoint(
+            source,
+            {**weights, **self.weights},
+            store=store,
+            beside=[*beside, *self.beside],
+            notes=(*notes, *self.notes),
+            inner=self.inner,
+        )
+
+
 @dataclass(frozen=True)
 class WeightsChoice:
     """Which file of a folder leads to its weights."""
@@ -186,6 +250,12 @@ class WeightsChoice:
     def is_index(self) -> bool:
         """Whether the file is an index of shards."""
         return self.name.endswith(_INDEX)
+
+
+def holds_weights(names: Collection[str]) -> bool:
+    """Whether there is a file of weights of a model, or an index, among the files of a folder."""
+    weights = (name for name in names if name.endswith((_INDEX, *WEIGHT_SUFFIXES)))
+    return not all(map(is_of_training, weights))
 
 
 def choose_weights(
@@ -368,7 +438,10 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
         files = DistributedFiles(found)
         beside = [*files.files, *([_existing(store, CONFIG)] if CONFIG in names else [])]
         return FileCheckpoint(source, {found: files}, store=store, beside=beside)
-    check_modules(store, names, (_SAFETENSORS, *_TORCH))
+    modules = open_modules(store, names)
+    if modules.weights and not holds_weights(names):
+        beside = [_existing(store, CONFIG)] if CONFIG in names else []
+        return modules.joined(source, store, {}, beside)
     packed = [name for name in names if name.endswith(GGUF)]
     alone = len(packed) == 1 and not any(n.endswith((_SAFETENSORS, _INDEX, *_TORCH)) for n in names)
     choice = WeightsChoice(packed[0]) if alone else choose_weights(names, where, store.folders())
@@ -379,16 +452,79 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
     else:
         index = _existing(store, choice.name)
         beside.append(index)
-        weight_map = read_weight_map(index)
-        _check_all_listed(str(index), set(weight_map.values()), names)
-        weights = _open_all([_existing(store, name) for name in sorted(set(weight_map.values()))])
-        notes = check_weight_map(
-            str(index), weight_map, {file.name: read.headers for file, read in weights.items()}
-        )
-    found = FileCheckpoint(source, weights, store=store, beside=beside, notes=notes)
+        weights, notes = _open_shards(index, names)
+    found = modules.joined(source, store, weights, beside, notes)
     others = _others(names, {choice.name, *found.weight_names})
     found.notes += tuple(notes_on_others(store, choice.name, others, found.headers, open_weights))
     return found
+
+
+def open_modules(store: Store, names: Collection[str]) -> Modules:
+    """Open the weights that a model of sentence-transformers has in folders of its modules.
+
+    Args:
+        store: the model's folder.
+        names: of its files.
+
+    Raises:
+        CheckpointError: a module has weights that are not read, or lies outside the folder.
+    """
+    found = Modules()
+    try:
+        folders = module_folders(store, names)
+    except OSError as error:
+        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
+    for folder in folders:
+        file = weights_in(store, folder)
+        if file is None:
+            continue
+        beside = [file] if file.name.endswith(_INDEX) else []
+        weights, notes = _open_shards(file, folder.names) if beside else (_open_all([file]), ())
+        config = _existing(folder.store, CONFIG) if CONFIG in folder.names else None
+        module = Module(folder.path, None if config is None else read_config(config))
+        beside += [] if config is None else [config]
+        found.weights |= {shard: ModuleWeights(read, module) for shard, read in weights.items()}
+        found.beside += beside
+        found.inner |= dict.fromkeys((*weights, *beside), folder.path)
+        others = _others(folder.names, {file.name, *(shard.name for shard in weights)})
+        found.notes += notes
+        if others:
+            found.notes.append(f"{file} was read, and not {some(sorted(others), 12)}")
+    return found
+
+
+def module_files(store: Store, names: Collection[str]) -> list[str]:
+    """Return the files of weights that a model has in folders of its modules, as paths in its own.
+
+    Args:
+        store: the model's folder.
+        names: of its files.
+
+    Raises:
+        CheckpointError: as `open_modules`.
+    """
+    paths: list[str] = []
+    for folder in module_folders(store, names):
+        file = weights_in(store, folder)
+        if file is None:
+            continue
+        own = [file.name]
+        if file.name.endswith(_INDEX):
+            own += sorted(set(read_weight_map(file).values()))
+        paths += [f"{folder.path}/{name}" for name in own]
+    return paths
+
+
+def _open_shards(
+    index: StoredFile, names: Collection[str]
+) -> tuple[dict[StoredFile, WeightFile], tuple[str, ...]]:
+    """Open the files that an index lists, of the names in its folder; return them with notes."""
+    weight_map = read_weight_map(index)
+    _check_all_listed(str(index), set(weight_map.values()), names)
+    files = sorted(set(weight_map.values()))
+    weights = _open_all([_existing(index.store, name) for name in files])
+    held = {file.name: read.headers for file, read in weights.items()}
+    return weights, check_weight_map(str(index), weight_map, held)
 
 
 def _others(names: Collection[str], read: Collection[str]) -> list[str]:

@@ -13,11 +13,18 @@ from torch import Tensor
 
 from covmerge.checkpoints.base import CARD_NAME, Checkpoint, find_header
 from covmerge.checkpoints.content import Content
-from covmerge.checkpoints.folder import choose_weights, open_folder
+from covmerge.checkpoints.folder import (
+    WeightsChoice,
+    choose_weights,
+    holds_weights,
+    module_files,
+    open_folder,
+)
 from covmerge.errors import CheckpointError
 from covmerge.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.stores.hub_cache import HubModel
 from covmerge.stores.local import LocalFolder
+from covmerge.text import some
 from covmerge.types import Json
 
 
@@ -130,21 +137,34 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
     if is_offline(source):
         return _open_cached(source, name, revision)
     store = HubStore.find(source, name, revision)
-    choice = choose_weights(store.names(), source)
-    if not choice.name.endswith((".safetensors", ".safetensors.index.json")):
-        return _open_pickled(store, choice.name)
+    of_modules = module_files(store, store.names())
+    names = store.names()
+    choice = None if of_modules and not holds_weights(names) else choose_weights(names, source)
+    chosen = [*of_modules, *([] if choice is None else [choice.name])]
+    if pickled := [
+        n for n in chosen if not n.endswith((".safetensors", ".safetensors.index.json"))
+    ]:
+        return _open_pickled(store, choice, of_modules, some(pickled))
     planned = open_folder(source, store)
     files = (*store.companions(), *planned.weight_names)
     return HubCheckpoint(store, planned, files=files, notes=planned.notes)
 
 
-def _open_pickled(store: HubStore, chosen: str) -> HubCheckpoint:
+def _open_pickled(
+    store: HubStore, choice: WeightsChoice | None, of_modules: Sequence[str], pickled: str
+) -> HubCheckpoint:
     """Open a repository without safetensors, whose headers are inside the pickled weights."""
-    stem = chosen.removesuffix(".index.json").removesuffix(".bin")
-    weights = [name for name in store.names() if name.startswith(stem)]
+    weights = list(of_modules)
+    if choice is not None:
+        stem = choice.name.removesuffix(".index.json")
+        stem = stem.removesuffix(".bin").removesuffix(".safetensors")
+        weights += [name for name in store.names() if name.startswith(stem)]
     folder = store.download((*store.companions(), *weights))
     local = open_folder(store.source, LocalFolder(folder))
-    note = f"{store.source} has no safetensors: its weights were downloaded to read their headers"
+    note = (
+        f"{store.source} has {pickled} and no safetensors of it: its weights were downloaded to read "
+        "their headers"
+    )
     return _downloaded(store, local, note)
 
 

@@ -25,7 +25,7 @@ MAX_BYTES = 2**29
 _Size = Annotated[int, Field(ge=0)]
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Method = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]*$")]
-_Name = Annotated[str, Field(pattern=r"^[^/\\\x00]+(/[^/\\\x00]+)?$")]
+_Name = Annotated[str, Field(pattern=r"^[^/\\\x00]+(/[^/\\\x00]+){0,5}$")]
 
 
 class _Part(BaseModel):

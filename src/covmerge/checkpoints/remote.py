@@ -15,6 +15,7 @@ from torch import Tensor
 from covmerge.checkpoints.base import CARD_NAME, check_unchanged
 from covmerge.checkpoints.content import Content, Pace
 from covmerge.checkpoints.folder import FileCheckpoint
+from covmerge.checkpoints.modules import module_folders
 from covmerge.checkpoints.ranges import open_stored, read_into
 from covmerge.checkpoints.view import View
 from covmerge.errors import CheckpointError
@@ -81,7 +82,7 @@ class RemoteCheckpoint(View):
     def identity(self) -> dict[str, Json]:
         """Sizes and versions of the files, as they were opened; 0: the server has no version of one."""
         files: dict[str, Json] = {
-            file.name: {"size": stamp[0], "version": stamp[1]}
+            self._files.path_of(file): {"size": stamp[0], "version": stamp[1]}
             for file, stamp in self._files.stamps.items()
         }
         return {"kind": "remote", "files": files}
@@ -96,7 +97,7 @@ class RemoteCheckpoint(View):
         if not all(versions.values()):
             return super().contents()
         return [
-            Content(file.name, 0, partial(self._as_served, file, version))
+            Content(self._files.path_of(file), 0, partial(self._as_served, file, version))
             for file, version in versions.items()
         ]
 
@@ -129,10 +130,14 @@ def _filled(fetch: Callable[[Path], None]) -> TemporaryDirectory[str]:
 def _fetch_companions(store: RemoteStore, to: Path) -> None:
     """Fetch configs, tokenizers and processors into a folder of this machine."""
     try:
-        inner = [store.inside(name) for name in store.folders() if _FOLDERS.fullmatch(name)]
+        places = {"": store}
+        for name in filter(_FOLDERS.fullmatch, store.folders()):
+            check_bare(name, str(store))
+            places[name] = store.inside(name)
+        places |= {own.path: own.store for own in module_folders(store, store.names())}
         found = [
-            (place, name)
-            for place in (store, *inner)
+            (path, child(place, name))
+            for path, place in places.items()
             for name in place.names()
             if _BESIDE.fullmatch(name)
         ]
@@ -143,16 +148,9 @@ def _fetch_companions(store: RemoteStore, to: Path) -> None:
             f"{store} holds {len(found)} files beside its weights, and {_MANY} are fetched: pass the "
             "folder of one model"
         )
-    for place, name in found:
-        folder = to if place is store else to / _last_part(place)
-        folder.mkdir(exist_ok=True)
-        _fetch(child(place, name), folder)
-
-
-def _last_part(store: RemoteStore) -> str:
-    name = str(store).rpartition("/")[2]
-    check_bare(name, str(store))
-    return name
+    for path, file in found:
+        (to / path).mkdir(parents=True, exist_ok=True)
+        _fetch(file, to / path)
 
 
 def _fetch(file: StoredFile, to: Path) -> None:

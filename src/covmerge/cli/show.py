@@ -15,14 +15,16 @@ from rich.table import Table
 
 from covmerge.checkpoints.adapter_layout import PEFT_FORM
 from covmerge.checkpoints.folder import read_config
+from covmerge.checkpoints.modules import MODULES
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
 from covmerge.cli.units import format_flops, format_seconds
 from covmerge.engine import MemoryPlan, Room, not_counted
-from covmerge.export.library import architecture, part_class
+from covmerge.export.library import architecture, part_class, sentence_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
 from covmerge.result import MergeResult
+from covmerge.stores.local import LocalFolder
 from covmerge.stores.store import Store
 from covmerge.text import counted, some, spread
 from covmerge.verification import Verification
@@ -337,7 +339,11 @@ def _base_inputs(run: Mapping[str, Any]) -> str:
 
 def _next_commands(out: Path | Store) -> list[str]:
     commands = [f"covmerge verify {shlex.quote(str(out))}"]
-    if isinstance(out, Path) and (out / "config.json").is_file():
+    if isinstance(out, Path) and (out / MODULES).is_file():
+        named = sentence_class(LocalFolder(out))
+        load = f"from sentence_transformers import {named}; {named}({json.dumps(str(out))})"
+        commands.append(f"python -c {shlex.quote(load)}")
+    elif isinstance(out, Path) and (out / "config.json").is_file():
         config = read_config(out / "config.json")
         part = part_class(config)
         named = architecture(config) or "AutoModel"  # as the model card has it

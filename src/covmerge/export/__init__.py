@@ -16,7 +16,7 @@ from covmerge.export.config import write_config
 from covmerge.export.expert_models import find_masks, load_expert, write_rescalers
 from covmerge.export.files import files_of, open_output, plan_parts
 from covmerge.export.front_matter import read_front_matter
-from covmerge.export.index import write_index
+from covmerge.export.index import write_indices
 from covmerge.export.manifest import write_manifest
 from covmerge.export.parents import Parents, read_parents
 
@@ -38,7 +38,7 @@ __all__ = [
     "write_adapter_config",
     "write_card",
     "write_config",
-    "write_index",
+    "write_indices",
     "write_manifest",
     "write_rescalers",
 ]

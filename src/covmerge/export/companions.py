@@ -15,8 +15,10 @@ import torch
 
 from covmerge.checkpoints.json_file import parse_object
 from covmerge.checkpoints.manifest import MANIFEST_NAME
+from covmerge.checkpoints.modules import BESIDE, Folder, module_folders
 from covmerge.errors import CheckpointError
 from covmerge.export.config import rewrite_config
+from covmerge.stores.local import LocalFolder
 from covmerge.stores.paths import safe_child
 from covmerge.stores.regular_file import open_regular, pieces
 from covmerge.stores.store import WritableFile, WritableStore
@@ -40,9 +42,12 @@ _COMPANIONS = (
     "modules.json",
     "config_sentence_transformers.json",
     "sentence_*_config.json",
+    "router_config.json",
+    *("wordembedding_config.json", "whitespacetokenizer_config.json"),
+    *("phrasetokenizer_config.json", "stopwordtokenizer_config.json"),
 )
 _COMPANION_FOLDERS = (
-    "[0-9]_*",  # sentence-transformers: 1_Pooling
+    "[0-9]_*",  # sentence-transformers: 1_Pooling; modules.json names others
     "additional_chat_templates",
 )
 _IN_COMPANION_FOLDERS = (*_COMPANIONS, "*.jinja")
@@ -153,6 +158,9 @@ def copy_companions(
         elif name == "generation_config.json":
             rewrite = partial(rewrite_config, tokens=tokens)
             hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
+        elif own == "config.json":  # of a module
+            rewrite = partial(rewrite_config, dtype=dtype)
+            hashes[name], _ = _copy_config(_inside(source, name), copy, rewrite)
         else:
             hashes[name] = _copy(_inside(source, name), copy)
     planned = hashes if known is None else known
@@ -197,13 +205,28 @@ def _companion_names(source: Path) -> list[str]:
 
 
 def _companions_in(source: Path) -> Iterator[str]:
-    for child in sorted(source.iterdir()):
+    of_modules = [f"{folder.path}/{name}" for folder in _modules(source) for name in folder.names]
+    found = {name for name in of_modules if _is_beside(name)}
+    for child in source.iterdir():
         if child.is_file() and _matches(child.name, _COMPANIONS):
-            yield child.name
+            found.add(child.name)
         elif child.is_dir() and _matches(child.name, _COMPANION_FOLDERS):
-            for file in sorted(_inside(source, child.name).iterdir()):
-                if file.is_file() and _matches(file.name, _IN_COMPANION_FOLDERS):
-                    yield f"{child.name}/{file.name}"
+            inside = _inside(source, child.name).iterdir()
+            own = (
+                f.name for f in inside if f.is_file() and _matches(f.name, _IN_COMPANION_FOLDERS)
+            )
+            found.update(f"{child.name}/{name}" for name in own)
+    yield from sorted(found)
+
+
+def _modules(source: Path) -> list[Folder]:
+    """The folders of its modules, if it is a model of sentence-transformers."""
+    store = LocalFolder(source)
+    return module_folders(store, store.names())
+
+
+def _is_beside(name: str) -> bool:
+    return name.endswith(BESIDE) and not is_weights(name.rpartition("/")[2])
 
 
 def _copy_config(
@@ -270,19 +293,11 @@ def _notes_on_the_rest(source: Path, copied: Sequence[str]) -> Iterator[str]:
         )
     if other:
         yield f"not copied from {source}: {', '.join(other)}"
-    for name in names:
-        if _matches(name.rstrip("/"), _COMPANION_FOLDERS) and name.endswith("/"):
-            yield from _note_on_weights(source, name)
-
-
-def _note_on_weights(source: Path, folder: str) -> Iterator[str]:
-    inside = sorted(path.name for path in _inside(source, folder.rstrip("/")).iterdir())
-    weights = [f"{folder}{name}" for name in inside if _matches(name, _WEIGHTS)]
-    if weights:
-        yield (
-            f"weights of an extra module are neither merged nor copied: {', '.join(weights)}; "
-            f"copy them from {source} to use the base's"
-        )
+    for folder in _modules(source):
+        own = (f"{folder.path}/{name}" for name in sorted(folder.names))
+        left = [n for n in own if n not in copied and not _matches(n, _NOT_THE_OUTPUTS)]
+        if left:
+            yield f"not copied from {source}: {', '.join(left)}"
 
 
 def _inside(source: Path, name: str) -> Path:

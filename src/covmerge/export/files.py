@@ -10,7 +10,7 @@ from covmerge.checkpoints.adapter_layout import ADAPTER_NAME, LORA_NAME, PEFT_FO
 from covmerge.checkpoints.gguf_layout import plan_gguf
 from covmerge.checkpoints.layout import Layout, plan_shard
 from covmerge.engine import FileOutput
-from covmerge.plan import MODEL, Plan
+from covmerge.plan import MODEL, STEM, Plan
 from covmerge.stores.store import WritableStore
 
 
@@ -20,10 +20,14 @@ def plan_parts(plan: Plan) -> dict[str, Layout]:
     Raises:
         TensorError: a dtype that safetensors cannot hold.
     """
-    output = plan.recipe.output
+    output, modules = plan.recipe.output, plan.modules
     layouts: dict[str, Layout] = {}
     for part, headers in plan.parts.items():
-        if part != MODEL:
+        if part in modules and modules[part].is_of_transformers:
+            layouts[part] = plan_layout(headers, output.shard_size, plan.metadata, STEM)
+        elif part in modules:  # sentence-transformers reads one file of it
+            layouts[part] = Layout((plan_shard(f"{STEM}.safetensors", headers, plan.metadata),))
+        elif part != MODEL:
             file_name = f"{part.rpartition('/')[2]}.safetensors"
             layouts[part] = Layout((plan_shard(file_name, headers),))
         elif plan.gguf is not None:

@@ -1,21 +1,34 @@
-"""model.safetensors.index.json: which shard holds which tensor."""
+"""model.safetensors.index.json, also of modules: which shard holds which tensor."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from covmerge.checkpoints.layout import Layout
+from covmerge.export.files import folder_of
 from covmerge.stores.store import WritableFile, WritableStore
 
 
-def write_index(layout: Layout, store: WritableStore) -> str | None:
-    """Write the index of a sharded model as transformers does; return its name.
+def write_indices(layouts: Mapping[str, Layout], store: WritableStore) -> list[str]:
+    """Write the index of each part in several files as transformers does; return their paths.
 
-    A model of one file needs no index: nothing is written and None returned.
+    Args:
+        layouts: by part.
+        store: of the output.
 
     Raises:
         ResourceError: the disk is full.
     """
+    found: list[str] = []
+    for part, layout in layouts.items():
+        folder = folder_of(part)
+        name = _write_index(layout, store.inside(folder))
+        found += [] if name is None else [f"{folder}/{name}" if folder else name]
+    return found
+
+
+def _write_index(layout: Layout, store: WritableStore) -> str | None:
     if len(layout.shards) == 1:
         return None
     slots = [slot for shard in layout.shards for slot in shard.entries.values()]

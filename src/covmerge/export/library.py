@@ -10,13 +10,17 @@ from typing import Any, cast
 from covmerge.checkpoints import HubModel
 from covmerge.checkpoints.adapter_layout import LORA_NAME
 from covmerge.checkpoints.gguf_layout import GGUF_NAME
-from covmerge.stores.store import Store
+from covmerge.checkpoints.json_file import read_object
+from covmerge.checkpoints.modules import MODULES
+from covmerge.stores.store import Store, StoredFile
 
 PEFT, TRANSFORMERS, OPEN_CLIP = "peft", "transformers", "open_clip"
 SENTENCES, DIFFUSERS = "sentence-transformers", "diffusers"
 
 _CLASS = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _FOLDER = 'folder = "."  # this folder, or the name of this repository'
+_SENTENCE_CLASSES = ("SentenceTransformer", "SparseEncoder", "CrossEncoder", "MultiVectorEncoder")
+_MOST_VALUES = 100_000  # prompts may be many
 # Of a model that takes more than text its class alone does not say what it is for.
 _MORE_THAN_TEXT = ("vision_config", "audio_config", "auto_map")
 
@@ -31,7 +35,7 @@ def library_of(output: Store, config: Mapping[str, Any], *, adapter: bool) -> st
     """
     if adapter:
         return DIFFUSERS if output.is_file(LORA_NAME) else PEFT
-    if output.is_file("modules.json"):
+    if output.is_file(MODULES):
         return SENTENCES
     if architecture(config):
         return TRANSFORMERS
@@ -51,6 +55,16 @@ def part_class(config: Mapping[str, Any]) -> str | None:
     """Return the class of diffusers that the config of a pipeline's part names, if it names one."""
     named: object = config.get("_class_name")
     return named if isinstance(named, str) and _CLASS.fullmatch(named) else None
+
+
+def sentence_class(output: Store) -> str:
+    """Return the class of sentence-transformers that an output is loaded by, as its config says."""
+    file = StoredFile(output, "config_sentence_transformers.json")
+    if output.is_file(file.name):
+        named = read_object(file, _MOST_VALUES).get("model_type")
+        if named in _SENTENCE_CLASSES:
+            return str(named)
+    return _SENTENCE_CLASSES[0]
 
 
 def pipeline_of(config: Mapping[str, Any]) -> str | None:
@@ -85,8 +99,9 @@ def how_to_load(
         yield f"base = {loader}.from_pretrained({source})"
         yield "model = PeftModel.from_pretrained(base, folder)"
     elif library == SENTENCES:
-        yield from ("from sentence_transformers import SentenceTransformer", "", _FOLDER)
-        yield "model = SentenceTransformer(folder)"
+        name = sentence_class(output)
+        yield from (f"from sentence_transformers import {name}", "", _FOLDER)
+        yield f"model = {name}(folder)"
     elif library == DIFFUSERS:
         if output.is_file(LORA_NAME):
             source = json.dumps("PIPELINE" if base is None else base.name)

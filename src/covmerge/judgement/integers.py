@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, cast
 
 from covmerge.findings import LOST, Finding, Severity
-from covmerge.plan import Copy, Plan
+from covmerge.plan import Copy, Plan, TensorPlan
 from covmerge.text import counted, of_all_layers, some
 from covmerge.types import Json
 
@@ -33,30 +33,29 @@ def changed_integers(
         whose: what the output's values are, in words.
     """
     found = _differing(plan, done)
-    sizes = {tensor.name: prod(tensor.stored.shape) for tensor in plan.tensors}
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
     scales = {t.name: t.operation.scale for t in plan.tensors if isinstance(t.operation, Copy)}
     for expert in plan.recipe.experts:
         names = [name for name, experts in found.items() if expert in experts]
-        lost = [name for name in names if _leaf(name) not in HARMLESS]
-        share = sum(sizes[name] for name in lost) / max(1, sum(sizes.values()))
+        lost = [name for name in names if _harmless(tensors[name]) is None]
+        share = _numbers(map(tensors.__getitem__, lost)) / max(1, _numbers(plan.tensors))
         if share > _LEAST:
             yield _of_most(expert, lost, share, whose)
             continue
         codes = [name for name in names if scales[name]]
         if codes:
             yield _of_codes(expert, codes, scales, whose)
-        others = [name for name in names if not scales[name]]
-        strange = [name for name in others if _leaf(name) not in HARMLESS]
+        others = {name: _harmless(tensors[name]) for name in names if not scales[name]}
+        strange = [name for name, meaning in others.items() if meaning is None]
         if strange:
             yield _of_integers(expert, strange, whose)
-        for meaning in dict.fromkeys(HARMLESS.values()):
-            own = tuple(name for name in others if HARMLESS.get(_leaf(name)) == meaning)
-            if own:
-                text = (
-                    f"has other values in {counted(len(own), 'tensor')} ({some(own, 1, quoted=True)}), "
-                    f"{meaning}: the output has those of {whose}"
-                )
-                yield Finding(Severity.NOTE, text, expert, own)
+        for meaning in dict.fromkeys(filter(None, others.values())):
+            own = tuple(name for name in others if others[name] == meaning)
+            text = (
+                f"has other values in {counted(len(own), 'tensor')} ({some(own, 1, quoted=True)}), "
+                f"{meaning}: the output has those of {whose}"
+            )
+            yield Finding(Severity.NOTE, text, expert, own)
 
 
 def _differing(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, set[str]]:
@@ -105,5 +104,11 @@ def _of_integers(expert: str, names: Sequence[str], whose: str) -> Finding:
     return Finding(Severity.FAULT, text, expert, tuple(names), "changed-integers")
 
 
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
+def _numbers(tensors: Iterable[TensorPlan]) -> int:
+    return sum(prod(tensor.stored.shape) for tensor in tensors)
+
+
+def _harmless(tensor: TensorPlan) -> str | None:
+    """What a tensor is that no output needs of an expert; None of others."""
+    made_again = "buffers that are made again when the model is loaded" if tensor.rebuilt else None
+    return HARMLESS.get(tensor.name.rpartition(".")[2], made_again)

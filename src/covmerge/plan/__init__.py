@@ -16,6 +16,7 @@ from covmerge.plan.build import build_plan, build_plans
 from covmerge.plan.data import OF_BASE, Statistics
 from covmerge.plan.forms import (
     MODEL,
+    STEM,
     AdapterFactors,
     AdapterTensor,
     Form,
@@ -39,6 +40,7 @@ __all__ = [
     "MERGED",
     "MODEL",
     "OF_BASE",
+    "STEM",
     "AdapterFactors",
     "AdapterTensor",
     "Copy",

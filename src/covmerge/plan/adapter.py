@@ -55,6 +55,7 @@ def plan_adapter(
         InputError: what the experts or the recipe ask for cannot be held by an adapter.
     """
     form = recipe.output.names or PEFT_FORM
+    _refuse_modules(tensors)
     naming = naming_of(tensors, experts) if form == PEFT_FORM else Naming()
     merged = {t.name: _Merged(t, experts, naming, form) for t in tensors if _is_merged(t)}
     factors = {
@@ -98,9 +99,21 @@ def plan_adapter(
     return AdapterPlan(
         tuple(_with_form(t, forms.get(t.name, Unwritten()), merged.get(t.name)) for t in held),
         frozenset(name for name, own in merged.items() if own.thin and name not in whole.names),
-        tuple(naming.of(tensor) for tensor in tensors),
+        tuple(naming.of(tensor) for tensor in tensors if tensor.output.module is None),
         tuple(notes),
     )
+
+
+def _refuse_modules(tensors: Sequence[TensorPlan]) -> None:
+    """Refuse to merge what lies in folders of modules: an adapter is of the transformer alone."""
+    for tensor in tensors:
+        module = tensor.output.module
+        if module is not None and isinstance(tensor.operation, Merge) and tensor.changed_by_experts:
+            raise InputError(
+                f"'{tensor.name}' is of a module of sentence-transformers, and an adapter has no place for "
+                "it: merge to a full model (--as model), or leave the module to the base with the rule "
+                f"{{match: '{module.prefix}*', use: base}}"
+            )
 
 
 def _is_compared(tensor: TensorPlan) -> bool:

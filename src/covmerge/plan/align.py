@@ -82,6 +82,8 @@ class Alignment:
         head_bases: base names whose shape is another one in the expert because it is a task head.
         ignored: names in the expert left out by a rule, with the reason.
         tied: names in the expert of what is stored twice -> the one that stands for both.
+        rebuilt: base names of buffers that the model's code makes again, which the expert lacks or has in
+            another shape or kind of dtype.
     """
 
     names: Mapping[str, str]
@@ -91,6 +93,7 @@ class Alignment:
     head_bases: tuple[str, ...]
     ignored: Mapping[str, str]
     tied: Mapping[str, str]
+    rebuilt: tuple[str, ...] = ()
 
 
 def check_same_architecture(base: Model, expert_name: str, expert: Model) -> None:
@@ -129,6 +132,7 @@ def align(
     resized: dict[str, int] = {}
     head_bases: list[str] = []
     own_heads: list[str] = []
+    rebuilt: dict[str, str | None] = {}
     if isinstance(expert.checkpoint, AdapterCheckpoint):
         return _align_adapter(base, expert_name, expert, chosen)
     prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
@@ -140,6 +144,9 @@ def align(
         if use == "head" and found is not None:
             own_heads.append(found)
             head_bases.append(name)
+            continue
+        if info.rebuilt and use is None and not _fits(header, expert.headers.get(found or "")):
+            rebuilt[name] = found
             continue
         integers = info.role is Role.BUFFER and not header.dtype.is_floating_point
         if use == "base" or integers:
@@ -178,7 +185,7 @@ def align(
                     else f"If the tensor is a task head, add the rule {{match: '{name}', use: head}}."
                 )
             )
-    taken = {*names.values(), *own_heads}
+    taken = {*names.values(), *own_heads, *filter(None, rebuilt.values())}
     extra_heads, ignored, refused = _extras(base, expert, taken, rules, chosen)
     if refused or missing:
         _check_packing(base, expert_name, expert)
@@ -199,6 +206,7 @@ def align(
         tuple(head_bases),
         ignored,
         stored_ties(expert),
+        tuple(rebuilt),
     )
 
 
@@ -265,6 +273,13 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
             f"{some(unknown, 5, quoted=True)}. Is it an adapter of this base?"
         )
     others = [name for name in adapter.headers if name not in taken]
+    if of_modules := [name for name in others if adapter.headers[name].module is not None]:
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) has modules of sentence-transformers "
+            f"with weights of their own ({some(of_modules, 3, quoted=True)}), and the base "
+            f"({base.checkpoint.source}) has not: pass the sentence-transformers folder that it was "
+            "trained from as the base"
+        )
     kept = {**names, **dict(zip(head_bases, own_heads, strict=True))}
     _check_reached(base, expert_name, adapter, kept, others, {}, ())
     heads = tuple([*own_heads, *others])
@@ -347,6 +362,15 @@ def stored_ties(model: Model) -> dict[str, str]:
         for name, info in model.description.tensors.items()
         if info.tied_to is not None and info.tied_to in model.headers
     }
+
+
+def _fits(header: TensorHeader, other: TensorHeader | None) -> bool:
+    """Whether an expert's tensor can be merged with the base's, or compared, as it is."""
+    return (
+        other is not None
+        and header.shape == other.shape
+        and header.dtype.is_floating_point == other.dtype.is_floating_point
+    )
 
 
 def _takes_part(expert: Model, name: str) -> bool:

@@ -245,7 +245,7 @@ def _plan(
         kept = (alignment.names[n] for n in draft.head_names if n in alignment.names)
         own = [*alignment.heads, *kept]
         if own:
-            heads[name] = {head: models[name].headers[head] for head in own}
+            heads[name] = {h: replace(models[name].headers[h], module=None) for h in own}
     plan = Plan(
         recipe=draft.recipe,
         tensors=draft.tensors,
@@ -412,6 +412,7 @@ def _plan_tensors(
             takes_factors=info.takes_factors,
             stays_full=info.stays_full,
             in_blocks=info.in_blocks,
+            rebuilt=info.rebuilt,
             ties=tuple(other for other, to in base.description.tied.items() if to == name),
         )
 
@@ -803,6 +804,12 @@ def _notes(draft: _Draft, base: Model, models: Mapping[str, Model]) -> Iterator[
         }
         if dtypes:
             yield f"expert '{name}' stores {', '.join(sorted(dtypes))} where the base stores another dtype"
+        if alignment.rebuilt:
+            yield (
+                f"expert '{name}' has {counted(len(alignment.rebuilt), 'buffer')} not as the base has "
+                f"({some(alignment.rebuilt, 1, quoted=True)}), no weights, as the model "
+                "makes them again when it is loaded: the output has the base's"
+            )
         if alignment.missing:
             yield f"expert '{name}' lacks {counted(len(alignment.missing), 'tensor')} of the base"
         for resized, rows in alignment.resized.items():

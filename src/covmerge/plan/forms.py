@@ -15,6 +15,7 @@ from covmerge.quantised import Packing
 from covmerge.types import TensorHeader
 
 MODEL = ""  # the part of an output that its weights are
+STEM = "model"  # of the names of a module's files
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class ModelTensor:
     """The weights W_0 + ΔW in the output dtype, and beside them mask bits.
 
     Attributes:
-        part: where the weights lie.
+        part: where the weights lie; `MODEL` stands for the files of the tensor's own module as well.
         masks: the experts that have a mask of it, an empty one where they have no part in it.
     """
 
@@ -60,13 +61,15 @@ class ModelTensor:
     def headers(self, output: TensorHeader) -> Mapping[str, tuple[TensorHeader, ...]]:
         """See `Form.headers`."""
         packed = packed_header(output)
-        return {self.part: (output.as_stored,), **{mask_part(e): (packed,) for e in self.masks}}
+        part = self.part or module_part(output)
+        return {part: (output.as_stored,), **{mask_part(e): (packed,) for e in self.masks}}
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
         """See `Form.places`."""
         beside = (Place(mask_part(expert), output.name, rows) for expert in self.masks)
-        own = rows if output.as_stored.shape else None
-        return (Place(self.part, output.name, own), *beside)
+        stored = output.as_stored
+        own = rows if stored.shape else None
+        return (Place(self.part or module_part(output), stored.name, own), *beside)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,11 @@ class Unwritten:
         """See `Form.places`."""
         del output, rows
         return ()
+
+
+def module_part(output: TensorHeader) -> str:
+    """Return the part that a tensor of the model is in: its own files, or those of a module."""
+    return MODEL if output.module is None else f"{output.module.folder}/{STEM}"
 
 
 def mask_part(expert: str) -> str:

@@ -157,6 +157,8 @@ def _by_name(wanted: str, tensors: Sequence[TensorPlan], base: Checkpoint) -> se
 
 
 def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
+    if tensor.output.module is not None:  # its own library reads it plain
+        return False
     if wanted == "mxfp4":
         return tensor.role is Role.EXPERT_STACK and len(tensor.output.shape) == LAYOUTS[wanted].axes
     if not _is_linear(tensor) or tensor.stays_full:
@@ -237,6 +239,7 @@ def _settings(
         tensor
         for tensor in tensors
         if not isinstance(tensor.form, PackedTensor)
+        and tensor.output.module is None
         and (_is_linear(tensor) or tensor.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
         and tensor.name.endswith(".weight")
     ]

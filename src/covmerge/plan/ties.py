@@ -66,6 +66,14 @@ def with_ties_undone(
     if found is None:
         return dict(sources)
     key, names = found
+    own = start.checkpoint.headers
+    if any(name in own and own[name].module is not None for name in names):
+        raise InputError(
+            f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and they are tied "
+            f"in a module of {start.checkpoint.source}: merge that module by itself (pass its folder of "
+            "each source), and copy the result over the module's folder in a merge of the rest, in which a "
+            "rule leaves it to the base"
+        )
     said = (
         f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
         f"{start.checkpoint.source} ties them"
@@ -95,7 +103,26 @@ def with_ties_undone(
             "'decoder.final_layer_norm.weight' by d_model ** -0.5, which is the same model, untied; or "
             "merge to an adapter (--as adapter)"
         )
-    return {**sources, first: view}
+    return {
+        **sources,
+        **{k: _as_untied(start, model) for k, model in models.items() if k != first},
+        first: view,
+    }
+
+
+def _as_untied(base: Model, expert: Model) -> Checkpoint:
+    """Return a full expert that stores what the base ties; often it is the same.
+
+    Of one that ties it too, slices may take the one tensor and not the other, and tokens that it lacks have
+    rows of their own in each.
+    """
+    prefixes = [p for p in (base.description.prefix, expert.description.prefix) if p]
+    copies: dict[str, str] = {}
+    for name, kept in base.description.tied.items():
+        stands = find_name(expert.description.tied.get(name, kept), prefixes, expert.headers)
+        if stands is not None and find_name(name, prefixes, expert.headers) is None:
+            copies[name] = stands
+    return Untied(expert.checkpoint, copies) if copies else expert.checkpoint
 
 
 def _changed_apart(

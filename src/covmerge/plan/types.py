@@ -16,14 +16,14 @@ import torch
 from covmerge.checkpoints.gguf_layout import GgufHead
 from covmerge.code import own_version
 from covmerge.methods import registry
-from covmerge.plan.forms import MODEL, ModelTensor, PackedTensor, Unwritten
+from covmerge.plan.forms import MODEL, ModelTensor, PackedTensor, Unwritten, module_part
 from covmerge.plan.operations import Count, Merge
 from covmerge.plan.work import TensorPlan, WorkItem
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.registry import Origin
 from covmerge.steps import registry as steps
 from covmerge.text import counted, some
-from covmerge.types import Json, Role, TensorHeader
+from covmerge.types import Json, Module, Role, TensorHeader
 
 # Passes that an exact selection takes (`covmerge.linalg.select`), and with a good guess, by compute
 # dtype.
@@ -157,7 +157,15 @@ class Plan:
         for tensor in tensors.values():
             for part, headers in tensor.form.headers(tensor.output).items():
                 found.setdefault(part, []).extend(headers)
+        if self.modules and not found[MODEL]:
+            del found[MODEL]  # all weights lie in folders of modules
         return found
+
+    @property
+    def modules(self) -> dict[str, Module]:
+        """The modules whose weights lie in folders of their own, by part."""
+        outputs = (t.output for t in self.tensors if isinstance(t.form, ModelTensor))
+        return {module_part(own): own.module for own in outputs if own.module is not None}
 
     @property
     def masked(self) -> frozenset[str]:

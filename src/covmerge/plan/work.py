@@ -67,6 +67,7 @@ class TensorPlan:
     takes_factors: bool = False
     stays_full: bool = False
     in_blocks: bool = False
+    rebuilt: bool = False
     ties: tuple[str, ...] = ()
 
     @property

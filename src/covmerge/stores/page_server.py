@@ -38,7 +38,11 @@ _NAMES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
     *("chat_template.jinja", "chat_template.json", "sentencepiece.bpe.model"),
-    *("preprocessor_config.json", "processor_config.json", "modules.json"),
+    *("preprocessor_config.json", "processor_config.json"),
+    # of sentence-transformers and its modules
+    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+    *("router_config.json", "lstm_config.json", "cnn_config.json", "wordembedding_config.json"),
+    *("whitespacetokenizer_config.json", "phrasetokenizer_config.json"),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from covmerge.checkpoints.base import Checkpoint
@@ -14,7 +14,7 @@ from covmerge.tensors.remembered import remembered_skeleton
 from covmerge.tensors.skeleton import Skeleton, SkeletonUnavailable, architecture_of, build_skeleton
 from covmerge.tensors.views import FusedParts, MatrixLayout
 from covmerge.text import counted, some
-from covmerge.types import Role, TensorHeader
+from covmerge.types import Module, Role, TensorHeader
 
 _Build = Callable[[Mapping[str, TensorHeader], Mapping[str, Any]], Skeleton]
 _MATRICES = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
@@ -38,6 +38,7 @@ class TensorInfo:
         parameter: its name in the model that transformers builds; as stored where that is unknown.
         takes_factors: whether it is the weight of a layer that PEFT has factors for.
         stays_full: whether transformers keeps it in float32, and packs it in no format.
+        rebuilt: whether it is a buffer that the model's code makes again whenever it is loaded.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TensorInfo:
     parameter: str
     takes_factors: bool
     stays_full: bool
+    rebuilt: bool
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,55 @@ def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
         >>> describe_checkpoint(open_checkpoint({"fc.weight": torch.zeros(3, 2)})).source
         'names'
     """
-    return describe(checkpoint.headers, checkpoint.config, build=remembered_skeleton)
+    parts: dict[Module | None, dict[str, TensorHeader]] = {}
+    for name, header in checkpoint.headers.items():
+        parts.setdefault(header.module, {})[name] = header
+    if not {*parts} - {None}:
+        return describe(checkpoint.headers, checkpoint.config, build=remembered_skeleton)
+    configs = {module: checkpoint.config if module is None else module.config for module in parts}
+    described = [_of_module(module, own, configs[module]) for module, own in parts.items()]
+    tensors = {name: info for part in described for name, info in part.tensors.items()}
+    return replace(
+        described[0],
+        tensors={name: tensors[name] for name in checkpoint.headers},
+        prefix=described[0].prefix if None in parts else None,
+        tied={name: to for part in described for name, to in part.tied.items()},
+        lacks_head=next(filter(None, (part.lacks_head for part in described)), None),
+        notes=tuple(note for part in described for note in part.notes),
+    )
+
+
+def _of_module(
+    module: Module | None, headers: Mapping[str, TensorHeader], config: Mapping[str, Any] | None
+) -> ModelDescription:
+    """Describe the tensors of one module of a model, under the names of the whole."""
+    if module is None:
+        return describe(headers, config, build=remembered_skeleton)
+    stored = {header.in_module.name: header.in_module for header in headers.values()}
+    is_model = module.is_of_transformers
+    found = describe(stored, config if is_model else None, build=remembered_skeleton)
+
+    def whole(name: str) -> str:
+        return f"{module.prefix}{name}"
+
+    tensors = {
+        whole(name): replace(
+            info,
+            name=whole(name),
+            tied_to=info.tied_to and whole(info.tied_to),
+            parameter=whole(info.parameter),
+            outside_backbone=is_model and info.outside_backbone,
+            in_blocks=is_model and info.in_blocks,
+        )
+        for name, info in found.tensors.items()
+    }
+    return replace(
+        found,
+        tensors=tensors,
+        tied={whole(name): whole(to) for name, to in found.tied.items()},
+        lacks_head=found.lacks_head and whole(found.lacks_head),
+        notes=tuple(f"{module.folder}: {note}" for note in found.notes) if is_model else (),
+    )
 
 
 def describe(
@@ -173,6 +223,7 @@ def describe(
             if skeleton and name in skeleton.places
             else _takes_factors_by_name(name, kind, headers),
             stays_full=kind.stays_full,
+            rebuilt=kind.rebuilt,
         )
         for name, (kind, parts) in found.items()
     }
@@ -235,9 +286,11 @@ def _identify(
 ) -> tuple[Kind, FusedParts | None]:
     if header.complex:
         return Kind(Role.OTHER, "complex numbers, by real and imaginary part"), None
-    if not header.dtype.is_floating_point:
-        return Kind(Role.BUFFER, f"dtype {str(header.dtype).removeprefix('torch.')}"), None
     place = skeleton.places.get(header.name) if skeleton else None
+    if not header.dtype.is_floating_point:
+        known = kind_by_name(header, headers) if place is None else place.kind
+        why = f"dtype {str(header.dtype).removeprefix('torch.')}"
+        return Kind(Role.BUFFER, why, rebuilt=known.rebuilt), None
     if place is not None:
         return place.kind, place.parts
     kind = kind_by_name(header, headers)

@@ -37,6 +37,7 @@ class Kind:
         takes_factors: whether it is the weight of a layer that PEFT has factors for. Of subclasses it
             does not know what they do beside.
         stays_full: whether transformers keeps its module in float32, and packs it in no format (T5's `wo`).
+        rebuilt: it is a buffer that the model's code makes again whenever it is loaded, such as a mask.
     """
 
     role: Role
@@ -45,6 +46,7 @@ class Kind:
     unsure: bool = False
     takes_factors: bool = False
     stays_full: bool = False
+    rebuilt: bool = False
 
 
 def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_output: bool) -> Kind:

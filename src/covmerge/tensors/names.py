@@ -30,6 +30,7 @@ class NameRule:
         axes: allowed numbers of axes.
         transposed: whether the matrix is stored as `(d_in, d_out)`.
         when: a condition on the tensors beside it; None: none.
+        rebuilt: it is a buffer that the model's code makes again.
     """
 
     label: str
@@ -38,6 +39,7 @@ class NameRule:
     axes: range
     transposed: bool = False
     when: Callable[[str, _Headers], bool] | None = None
+    rebuilt: bool = False
 
     def matches(self, header: TensorHeader, headers: _Headers) -> bool:
         """Whether the rule decides about this tensor."""
@@ -90,7 +92,7 @@ def _packed_experts_lie(transposed: bool) -> Callable[[str, _Headers], bool]:
 _TOKEN_EMBEDDING = r"(^|\.)(emb|wte|token_embedding|tok_embeddings|embed_tokens|word_embeddings)\."
 _NORM = r"(ln|ln_[^.]*|ln\d+|[^.]*_ln|bn|bn\d+|[^.]*_bn|[^.]*norm[^.]*)"
 _EMBEDDING = (
-    r"emb|wte|wpe|tok_embeddings|shared|relative_attention_bias|([^.]*_)?embeddings?|"
+    r"emb|emb_layer|wte|wpe|tok_embeddings|shared|relative_attention_bias|([^.]*_)?embeddings?|"
     r"embed_(tokens|positions|in)[^.]*"
 )
 _PACKED = r"experts\.(gate_up|down)_proj(\.weight)?"
@@ -101,8 +103,16 @@ _ANY = range(64)
 
 RULES = (
     NameRule("statistics", r"\.(num_batches_tracked|running_mean|running_var)$", Role.BUFFER, _ANY),
-    NameRule("buffer", r"(^|\.)(inv_freq|position_ids|attn_mask|masked_bias)$", Role.BUFFER, _ANY),
-    NameRule("causal mask", r"(^|\.)(attn|attention)\.bias$", Role.BUFFER, _ATLEAST_3),
+    NameRule(
+        "buffer",
+        r"(^|\.)(inv_freq|position_ids|attn_mask|masked_bias)$",
+        Role.BUFFER,
+        _ANY,
+        rebuilt=True,
+    ),
+    NameRule(
+        "causal mask", r"(^|\.)(attn|attention)\.bias$", Role.BUFFER, _ATLEAST_3, rebuilt=True
+    ),
     NameRule("norm", rf"(^|\.){_NORM}\.(weight|bias|gamma|beta|scale)$", Role.NORM, _UP_TO_VECTOR),
     NameRule("bias", r"(^|[._])bias$", Role.BIAS, _UP_TO_MATRIX),
     NameRule(
@@ -123,7 +133,7 @@ RULES = (
     # open_clip's bare (d_in, d_out) projections, which the papers average
     NameRule("projection", r"^(text\.)?text_projection$|^visual\.proj$", Role.OTHER, _MATRIX),
     NameRule("kernel", r"\.weight$", Role.CONV, _ATLEAST_4),
-    NameRule("conv", r"conv[^.]*\.weight$", Role.CONV, _ATLEAST_3),
+    NameRule("conv", r"conv[^.]*(\.\d+)?\.weight$", Role.CONV, _ATLEAST_3),
     NameRule(
         "packed experts",
         rf"(^|\.){_PACKED}$",
@@ -168,7 +178,8 @@ def kind_by_name(header: TensorHeader, headers: _Headers) -> Kind:
     """
     for rule in RULES:
         if rule.matches(header, headers):
-            return Kind(rule.role, f"name rule '{rule.label}'", rule.transposed)
+            why = f"name rule '{rule.label}'"
+            return Kind(rule.role, why, rule.transposed, rebuilt=rule.rebuilt)
     if len(header.shape) == 3 and ".experts." in f".{header.name}":
         why = "stack of experts by its name, whose orientation the name does not tell"
         return Kind(Role.OTHER, why, unsure=True)

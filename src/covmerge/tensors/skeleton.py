@@ -283,7 +283,8 @@ def _slots(model: Any) -> dict[str, Slot]:
                 parts = known_parts(f"{stem}{leaf}", module, config, d_out)
             slots[f"{stem}{leaf}"] = Slot(kind, parts, shape)
         for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            kind = Kind(Role.BUFFER, f"buffer of {type(module).__name__}")
+            rebuilt = leaf in module._non_persistent_buffers_set
+            kind = Kind(Role.BUFFER, f"buffer of {type(module).__name__}", rebuilt=rebuilt)
             slots[f"{stem}{leaf}"] = Slot(kind, None, tuple(buffer.shape))
     return slots
 

@@ -102,9 +102,9 @@ def _stack_of(checkpoint: Checkpoint) -> tuple[str, int]:
         InputError: there is none, or there are several.
     """
     counts: dict[str, int] = {}
-    for name in checkpoint.headers:
+    for name, header in checkpoint.headers.items():
         own = layer_name(name)
-        if own is not None:
+        if own is not None and header.module is None:
             counts[own.stack] = max(counts.get(own.stack, 0), own.index + 1)
     if len(counts) == 1:
         return next(iter(counts.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +38,7 @@ class Untied(View):
         self.config: Mapping[str, Any] | None = untied_config(stored.config or {})
         own = stored.headers
         self._copies = {name: kept for name, kept in ties.items() if name not in own}
-        added = {n: TensorHeader(n, own[k].shape, own[k].dtype) for n, k in self._copies.items()}
+        added = {n: replace(own[k], name=n) for n, k in self._copies.items()}
         self.headers: Mapping[str, TensorHeader] = MappingProxyType({**own, **added})
 
     def read(self, name: str, rows: range | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
@@ -59,6 +59,9 @@ def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Chec
         )
     wrong: list[str] = []
     said: list[str] = []
+    places = {HEADS_FOLDER, MASKS_FOLDER, *(_folder_of(n) for n in recorded if is_weights(n))} | {
+        ""
+    }
     for name, record in recorded.items():
         for problem in _problems(record, found[name]):
             if name != CARD_NAME:
@@ -68,7 +71,7 @@ def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Chec
                 said.append(f"{name} {problem}" if gone else f"{name} was edited since")
     for name in tree(store):
         if name not in recorded and name not in ADDED_LATER and name != MANIFEST_NAME:
-            if _is_loaded(name):
+            if _is_loaded(name, places):
                 wrong.append(f"{name} is not of this merge, and could be loaded in its place")
             else:
                 said.append(f"{name} was added since")
@@ -101,7 +104,11 @@ def _problems(record: Mapping[str, Any], found: FileHashes | str) -> Iterator[st
         yield "is not as it was written: its header differs, its tensors do not"
 
 
-def _is_loaded(name: str) -> bool:
-    """Whether a loader may take a file for a part of the output."""
-    place, _, own = name.rpartition("/")
-    return place in ("", HEADS_FOLDER, MASKS_FOLDER) and (is_weights(own) or own == ADAPTER_CONFIG)
+def _folder_of(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _is_loaded(name: str, places: Collection[str]) -> bool:
+    """Whether a loader may take a file for a part of the output, in folders where weights lie."""
+    own = name.rpartition("/")[2]
+    return _folder_of(name) in places and (is_weights(own) or own == ADAPTER_CONFIG)

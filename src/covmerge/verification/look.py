@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from covmerge.checkpoints.hashes import FileHashes
 from covmerge.errors import InputError
 from covmerge.linalg.finite import all_finite
 from covmerge.stores.store import Store
-from covmerge.types import Json, TensorHeader
+from covmerge.types import Json, Module, TensorHeader
 from covmerge.verification.files import hashes_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -78,10 +78,11 @@ class WeightsLook:
     def __call__(self, base: Checkpoint, name: str) -> dict[str, Json]:
         """Read a file once, for its hashes and for what is in it."""
         seen = Onlooker(base if self.compared else None, self.apart)
+        prefix = _prefix(name)
 
         def look(header: TensorHeader, rows: range | None, block: Tensor) -> None:
             if header.name not in self.parts:
-                seen.look(header, rows, block)
+                seen.look(replace(header, name=f"{prefix}{header.name}"), rows, block)
 
         found = hashes_of(self.store, name, look)
         if seen.error is not None:
@@ -97,14 +98,14 @@ class WeightsLook:
 
     def check(self, name: str, found: Json) -> dict[str, Json]:
         """See `FileLook`."""
-        del name
         own = cast("Mapping[str, Any]", found if isinstance(found, dict) else {})
         if {*own} == {"problem"} and isinstance(own["problem"], str):
             return {"problem": own["problem"]}
         if {*own} == {"sha256", "tensors", "not_finite", "changed"}:
             hashes = [own["sha256"], *dict(own["tensors"]).values()]
             names = {*own["not_finite"], *own["changed"]}
-            if names <= {*own["tensors"]} and all(map(_DIGEST.fullmatch, hashes)):
+            whole = {f"{_prefix(name)}{tensor}" for tensor in own["tensors"]}
+            if names <= whole and all(map(_DIGEST.fullmatch, hashes)):
                 return {**own}
         raise ValueError("it is nothing that is found in a file")
 
@@ -120,6 +121,12 @@ class WeightsLook:
     def from_json(cls, store: Store, told: Mapping[str, Any]) -> WeightsLook:
         """What another rank says is looked for in the output."""
         return cls(store, told["compared"], frozenset(told["apart"]), frozenset(told["parts"]))
+
+
+def _prefix(file: str) -> str:
+    """What stands before the names of a file's tensors in the whole model."""
+    folder = file.rpartition("/")[0]
+    return Module(folder).prefix if folder else ""
 
 
 def hashes_in(found: Json) -> FileHashes | str:
