@@ -199,6 +199,8 @@ LISTED = {
         "or take another `tokenizer: {source: ...}`",
     ],
     "not followed yet": [
+        "rename the folder of the module, in modules.json too",
+        "merge that module by itself (pass its folder of each source), and copy the result over",
         "leaves nothing of the update: write a higher format, or keep layers plain (--keep)",
         "base as it was before it was quantised",
         "(pipe.fuse_lora()), save that, and merge full models",

@@ -131,9 +131,7 @@ def test_renaming_as_the_error_says():
 
 def test_a_part_that_the_base_lacks_is_named_by_a_rule():
     tower = {f"visual.{n}.fc.weight": torch.ones(20, 20) for n in range(3)}
-    said = advice(
-        "use: base}; `*` stands for any part of a name. If it is no part that the base lacks: "
-    )
+    said = advice("use: base}; `*` stands for any part of a name. If it is {}: ")
     text = refused(said, BASE, A | tower, tensors={"extra": "ignore"})
     rule = rule_in(text)
     check(BASE, A | tower, A, rules=[rule | {"match": rule["match"].replace("0", "*")}])

@@ -335,7 +335,12 @@ def test_files_about_the_modules_are_no_part_of_the_model(tmp_path, names):
 def test_a_control_vector_is_no_expert(tmp_path, named):
     """It is added to activations; several are averaged among themselves, as the error says."""
     vectors = [{named.format(n): torch.full((4,), value) for n in range(3)} for value in (1.0, 2.0)]
-    with pytest.raises(TensorError, match=r"control vector.*`base: null` and `method: linear`"):
+    with pytest.raises(
+        TensorError,
+        match=advice(
+            "such files are averaged with one another by a recipe with `base: null` and `method: linear`"
+        ),
+    ):
         covmerge.merge(BASE, {"a": vectors[0]}, "average")
     for name, vector in zip("ab", vectors, strict=True):
         save_file(vector, tmp_path / f"{name}.safetensors")
