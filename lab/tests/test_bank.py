@@ -42,6 +42,7 @@ def _set(base: str, **methods: tuple[float, float, float]) -> dict[str, Any]:
     return {
         "card": {"name": f"{base}-0", "base": base},
         "base": dict.fromkeys(names, 0.2),
+        "always": {"a": 0.3, "b": 0.1, "c": 0.1},
         "experts": dict.fromkeys(names, 0.8),
         "methods": {
             method: dict(zip(names, accuracies, strict=True))
@@ -66,7 +67,7 @@ def test_regret_is_to_the_best_of_each_set() -> None:
 
 def test_experts_that_learnt_nothing_are_not_counted() -> None:
     scored = _set("x", first=(0.6, 0.6, 0.6))
-    scored["experts"]["a"] = 0.24
+    scored["experts"]["a"] = 0.34
     assert table.counted(scored) == ["b", "c"]
     assert table.usable([scored]) == []
 

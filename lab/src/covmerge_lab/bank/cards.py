@@ -119,7 +119,9 @@ def draw(base: Base, number: int) -> Card:
                 steps=round(steps * (between(1 / 3, 3) if unequal else 1)),
                 rate=rate * (between(0.5, 2) if unequal else 1) * (3 if lora else 1),
                 batch=batch,
-                optimizer=optimizer,
+                optimizer="adamw"
+                if lora
+                else optimizer,  # SGD at such a rate leaves adapters untrained
                 decay=decay,
                 examples=examples,
                 rank=own_rank,

@@ -104,7 +104,7 @@ def models(card: Card, cache: Path) -> dict[str, Path]:
 
 
 def bounds(judge: Judge) -> dict[str, Scores]:
-    """Return how the base does, and each expert on its own task."""
+    """Return how the base does, each expert on its own task, and whoever always gives one answer."""
     base_folder = pretraining.folder_of(judge.base, judge.cache)
     own: Scores = {}
     with tempfile.TemporaryDirectory() as work:
@@ -113,7 +113,11 @@ def bounds(judge: Judge) -> dict[str, Scores]:
                 out = Path(work) / name
                 covmerge.merge(base_folder, {name: folder}, "average", out)
                 own[name] = judge.score(bases.load(judge.base, out).float().eval(), name)
-    return {"base": judge.of_folder(base_folder), "experts": own}
+    always = {
+        name: float(wanted.bincount().max()) / len(wanted)
+        for name, (_, wanted, _) in judge.tests.items()
+    }
+    return {"base": judge.of_folder(base_folder), "experts": own, "always": always}
 
 
 def score(
@@ -133,12 +137,16 @@ def score(
     this = judge(card, cache)
     if found.get("experts_hash") != hashed:
         found = {"card": card.described(), "experts_hash": hashed, **bounds(this), "methods": {}}
-    wanted = [m for m in methods or [*data_free(card), BASE_INPUTS] if m not in found["methods"]]
+    known = {*found["methods"], *found.get("refused", ())}
+    wanted = [m for m in methods or [*data_free(card), BASE_INPUTS] if m not in known]
     for done, method in enumerate(wanted):
         on_progress(done, len(wanted))
-        scores = _merged(this, method)
-        if scores is not None:
-            found["methods"][method] = scores
+        try:
+            found["methods"][method] = _merged(this, method)
+        except (
+            CovmergeError
+        ) as error:  # it needs factors of linear layers, or a model that can be run
+            found.setdefault("refused", {})[method] = str(error)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
     return found
@@ -155,24 +163,19 @@ def _hash(card: Card, cache: Path) -> str:
     return hashlib.sha256("".join(path.read_text() for path in markers).encode()).hexdigest()
 
 
-def _merged(judge: Judge, method: str) -> Scores | None:
-    """Merge a set from disk to disk, and return the scores; None where the base cannot be run."""
+def _merged(judge: Judge, method: str) -> Scores:
+    """Merge a set from disk to disk, and return the scores."""
     out = merged_folder(judge.card, judge.cache, method)
     random = method == BASE_INPUTS
     started = time.process_time()
-    try:
-        covmerge.merge(
-            pretraining.folder_of(judge.base, judge.cache),
-            models(judge.card, judge.cache),
-            "auto" if random else method,
-            out,
-            base_statistics="random" if random else "none",
-            overwrite=True,
-        )
-    except CovmergeError:
-        if not random:
-            raise
-        return None  # a network that transformers does not know
+    covmerge.merge(
+        pretraining.folder_of(judge.base, judge.cache),
+        models(judge.card, judge.cache),
+        "auto" if random else method,
+        out,
+        base_statistics="random" if random else "none",
+        overwrite=True,
+    )
     seconds = time.process_time() - started
     try:
         return judge.of_folder(out) | {"cpu_seconds": round(seconds, 3)}

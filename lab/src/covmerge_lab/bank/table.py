@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-LEARNT = 0.05  # an expert that is not so much better than the base has learnt nothing, and is not counted
+# An expert that is not so much better than the base, and than one answer to all, is not counted.
+LEARNT = 0.05
 DRAWS = 2000
 
 Scored = Mapping[str, Any]  # a set as `scoring.score` writes it
@@ -43,8 +44,8 @@ class Row:
 
 def counted(scored: Scored) -> list[str]:
     """Return the experts of a set that learnt something."""
-    base, own = scored["base"], scored["experts"]
-    return [name for name in own if own[name] >= base[name] + LEARNT]
+    own, least = scored["experts"], (scored["base"], scored["always"])
+    return [name for name in own if own[name] >= max(s[name] for s in least) + LEARNT]
 
 
 def accuracy(scored: Scored, model: Mapping[str, float]) -> float:
