@@ -148,6 +148,7 @@ def blocks(request, monkeypatch):
 
 
 class TestSurveys:
+    @pytest.mark.covering(1)
     @pytest.mark.parametrize("computed", ["float32", "float64"])
     @pytest.mark.parametrize(
         ("stored", "density"),
