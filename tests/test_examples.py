@@ -88,6 +88,7 @@ def accepted(command, **given):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_mypy_accepts_every_example(examples):
     config = examples / "mypy.ini"
     skipped = [*BEHIND, *(f"torch.{name}.*" for name in COMPILERS)]

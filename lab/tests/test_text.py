@@ -131,6 +131,7 @@ def test_as_many_experts_as_are_asked_for(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", tasks.SPECS[8:], ids=lambda spec: spec.name)
 def test_further_tasks_can_be_told(spec, tmp_path_factory):
     cache = tmp_path_factory.getbasetemp() / "packages-of-text"
