@@ -92,6 +92,7 @@ def test_other_seeds_share_nothing_random(suite):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_bench_from_the_command_line(suite, tmp_path):
     command = [sys.executable, "-m", "covmerge", "bench", "text", "--quick", "--seeds", "1"]
     options = ["--methods", "ace,average,regmean,emr", "--out", tmp_path / "out"]
