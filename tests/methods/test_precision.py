@@ -238,7 +238,7 @@ def drawn(shape, seed, decay=0.0):
     return (left * sigma * torch.arange(1, len(sigma) + 1) ** -decay) @ right
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["actmat", "wudi", "tsv_m", "core_space", "knots", "iso_c"])
 @pytest.mark.parametrize("size", [3e-5, 4e-5, 5e-5, 1e-4, 1e-3])
 @pytest.mark.parametrize("decay", [0.0, 0.5])
