@@ -8,16 +8,19 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 2)")
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint style types boundaries site tests fast slow coverage lock bench clean
+.PHONY: demo test nightly lint style types boundaries site tests fast slow coverage lock bench clean
 
 # torch first, by its version alone: which build of it fits is the machine's matter, and each has a hash of its
-# own. All else is what the lock says, byte by byte, also what our own packages are built with. Python compiles what
-# is imported when it is; all of it would take a minute, for which most is never asked.
+# own. All else is what the lock says, byte by byte, also what our own packages are built with. uv takes half a minute
+# for it and pip four; pip does it where pip alone is told of an index. Python compiles what is imported when it
+# is; all of it would take a minute, for which most is never asked.
 $(VENV)/.ready: export PIP_DISABLE_PIP_VERSION_CHECK := 1
-$(VENV)/.ready: pyproject.toml lab/pyproject.toml requirements/torch.txt requirements/dev.txt
+$(VENV)/.ready: pyproject.toml lab/pyproject.toml requirements/torch.txt requirements/uv.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements/torch.txt
-	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --no-deps -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-compile --require-hashes -r requirements/uv.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps -r requirements/dev.txt || \
+		$(BIN)/python -m pip install --quiet --no-compile --require-hashes --no-deps -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e . -e ./lab
 	touch $@
 
@@ -34,8 +37,12 @@ demo: $(VENV)/.ready  ## fine-tune eight experts of a real model, merge them by 
 
 # Each part runs, whichever failed before it, and make fails if one did. The types, which keep one core
 # busy, are checked beside the others.
+PARTS := types lint style boundaries site tests
 test: $(VENV)/.ready  ## everything CI runs
-	$(MAKE) --no-print-directory --keep-going --jobs=2 types lint style boundaries site tests
+	$(MAKE) --no-print-directory --keep-going --jobs=2 $(PARTS)
+
+nightly: $(VENV)/.ready  ## the same with every test: all combinations of parameters, and what is rare
+	$(MAKE) --no-print-directory --keep-going --jobs=2 $(PARTS) WHICH=--nightly
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check
@@ -58,7 +65,7 @@ site: $(VENV)/.ready  ## the documentation, into build/site; a warning is an err
 unexport PYTHONDONTWRITEBYTECODE
 tests fast slow: export OMP_NUM_THREADS ?= 1
 tests: $(VENV)/.ready
-	$(PYTEST)
+	$(PYTEST) $(WHICH)
 
 fast: $(VENV)/.ready
 	$(PYTEST) -m "not slow"
@@ -76,7 +83,7 @@ COVERED := $(addprefix tests/,campaigns/test_hostile.py campaigns/test_findings.
 coverage: export OMP_NUM_THREADS ?= 1
 coverage: $(VENV)/.ready
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile $(COVERED)
+	$(BIN)/coverage run -m pytest --nightly --quiet --numprocesses $(WORKERS) --dist loadfile $(COVERED)
 	$(BIN)/coverage combine --quiet
 	mkdir -p build
 	$(BIN)/coverage json --quiet -o build/coverage.json

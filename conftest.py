@@ -3,11 +3,14 @@
 import gc
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.covering import covering
 
 # The same examples everywhere and every time, however slow the machine is meanwhile. To search on:
 # `pytest --hypothesis-profile=default`.
@@ -60,10 +63,50 @@ def no_wait_for_the_disk() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that of several workers none waits for them at the end."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The one switch between the tests of `make test` and all of them."""
+    parser.addoption("--nightly", action="store_true", help="run every test (make nightly)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs at night alone, and put files with slow tests first.
+
+    So that of several workers none waits for the slow ones at the end. A test that is named (`FILE::TEST`)
+    runs with all its parameters.
+    """
+    if not config.getoption("--nightly") and not any("::" in own for own in config.args):
+        left_out = _nightly(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def _nightly(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Tests that are marked `nightly`, and of those marked `covering` the rows that are not chosen."""
+    left_out = {item for item in items if item.get_closest_marker("nightly")}
+    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for product in products.values():
+        (strength,) = product[0].get_closest_marker("covering").args
+        chosen = covering([_axes(item) for item in product], strength)
+        left_out |= set(product) - {product[place] for place in chosen}
+    return left_out
+
+
+def _axes(item: pytest.Function) -> dict[str, tuple[int, ...]]:
+    """What it is given, by decorator or fixture; the names of one decorator are one axis."""
+    given = item.callspec.params
+    names = [
+        mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        for mark in item.iter_markers("parametrize")
+    ]
+    together = {name for own in names for name in own}
+    names += [[name] for name in given if name not in together]
+    # By identity: parameters need not be hashable.
+    return {",".join(own): tuple(id(given[name]) for name in own) for own in names}
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
-"""Programs in processes of their own, forked off one that has imported torch, which takes seconds.
+"""Programs in processes of their own, forked off one that has imported torch and covmerge, to save seconds.
 
-Nothing of covmerge is imported before the fork, nor what it needs beside torch, numpy and psutil.
+What covmerge imports late, transformers for example, is not imported before the fork.
 """
 
 import os
@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+_ANEW = ("covmerge", "filelock")  # and what looks at the system when it is imported
 SERVER = get_context("forkserver")
-SERVER.set_forkserver_preload(["torch", "numpy", "psutil"])
+SERVER.set_forkserver_preload(["torch", "psutil", "covmerge.job", "covmerge.cli"])
 
 
 class Forked:
@@ -29,6 +30,7 @@ class Forked:
         path: folders before all others on its `sys.path`.
         environment: all of its variables; by default those of the test.
         cwd: where it runs.
+        anew: it imports covmerge itself, as the order of imports or what it changes before decides.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Forked:
         path: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        anew: bool = False,
     ) -> None:
         said = Path(tempfile.mkdtemp(prefix="forked-"))
         weakref.finalize(self, shutil.rmtree, said)
@@ -46,7 +49,7 @@ class Forked:
         variables = dict(os.environ if environment is None else environment)
         self._process = SERVER.Process(
             target=_run,
-            args=(program, given, list(map(str, path)), variables, cwd, self._streams),
+            args=(program, given, list(map(str, path)), variables, cwd, self._streams, anew),
         )
         self._process.start()
 
@@ -113,6 +116,7 @@ def _run(
     variables: dict[str, str],
     cwd: Path | None,
     streams: list[Path],
+    anew: bool,
 ) -> None:
     for number, stream in zip((1, 2), streams, strict=True):
         file = os.open(stream, os.O_WRONLY | os.O_CREAT)
@@ -124,5 +128,8 @@ def _run(
     os.environ.update(variables)
     if cwd is not None:
         os.chdir(cwd)
+    if anew:
+        for name in [own for own in sys.modules if own.partition(".")[0] in _ANEW]:
+            del sys.modules[name]
     sys.argv, sys.path[:0] = given, path
     exec(program, {"__name__": "__main__"})

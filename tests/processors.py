@@ -4,7 +4,8 @@
 
 MKL asks who made the processor, and on AMD's ignores its own switches. So it is told that Intel did, by a
 library of two functions; `cc` compiles it. Takes an hour on two cores, so CI does not run it.
-With QEMU=qemu-x86_64 the last rows are whole other processors, emulated; give them few tests.
+ONLY=SSE4.2 runs the configurations with this in their names. With QEMU=qemu-x86_64 the last rows are whole
+other processors, emulated; give them few tests.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def main() -> int:
         if compiler is None:
             sys.exit("a C compiler is needed, as `cc`: install gcc or clang")
         subprocess.run([compiler, "-shared", "-fPIC", "-o", intel, source], check=True)
-        passed = [run(name, own, [], tests, intel) for name, own in CONFIGURATIONS.items()]
+        only = os.environ.get("ONLY", "")
+        chosen = {name: own for name, own in CONFIGURATIONS.items() if only in name}
+        passed = [run(name, own, [], tests, intel) for name, own in chosen.items()]
         if qemu := os.environ.get("QEMU"):
             passed += [
                 run(f"emulated {cpu}", "OMP_NUM_THREADS=1", [qemu, "-cpu", cpu], tests, intel)

@@ -88,6 +88,7 @@ def accepted(command, **given):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_mypy_accepts_every_example(examples):
     config = examples / "mypy.ini"
     skipped = [*BEHIND, *(f"torch.{name}.*" for name in COMPILERS)]
@@ -113,4 +114,5 @@ def test_public_names_are_the_functions_whatever_came_before():
     )
     names = "callable(covmerge.verify), callable(covmerge.collect), callable(covmerge.inspect)"
     for first in before:
-        assert printed(f"import covmerge\n{first}\nprint({names})") == "True True True\n"
+        program = f"import covmerge\n{first}\nprint({names})"
+        assert printed(program, anew=True) == "True True True\n"

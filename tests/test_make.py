@@ -30,7 +30,7 @@ def clone(tmp_path):
     """Makefile and CI script, with a .venv whose programs only say that they ran."""
     if not (ROOT / "Makefile").exists() or shutil.which("make") is None:
         pytest.skip("needs make and a clone")
-    locked = ("requirements/torch.txt", "requirements/dev.txt")
+    locked = [f"requirements/{name}.txt" for name in ("torch", "uv", "dev")]
     for name in ("Makefile", "pyproject.toml", "lab/pyproject.toml", *locked, ".ci/run"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)
@@ -46,7 +46,9 @@ def clone(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [["make", "test"], [".ci/run"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["make", "test"], ["make", "nightly"], [".ci/run"]], ids=" ".join
+)
 @pytest.mark.parametrize("fails", ["nothing", *PARTS])
 def test_one_part_that_fails_hides_no_other(clone, command, fails):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
@@ -61,3 +63,4 @@ def test_one_part_that_fails_hides_no_other(clone, command, fails):
     assert [part for part in PARTS if not any(line.startswith(part) for line in said)] == []
     assert len(said) == len(PARTS)
     assert (done.returncode != 0) == (fails != "nothing")
+    assert any("--nightly" in line for line in said) == ("nightly" in command)

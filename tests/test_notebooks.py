@@ -34,6 +34,7 @@ def test_a_notebook_is_kept_as_one_run_left_it(path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=named)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -24,7 +24,7 @@ def test_methods_whatever_came_before():
     names = "print(covmerge.methods.names()[0], covmerge.methods.get('ace').name)"
     before = ("", "covmerge.merge", "import covmerge.methods")
     for first in before:
-        assert printed(f"import covmerge; {first}\n{names}") == "ace ace\n"
+        assert printed(f"import covmerge; {first}\n{names}", anew=True) == "ace ace\n"
 
 
 def test_importing_covmerge_does_not_import_torch():

@@ -91,7 +91,10 @@ def cluster(machine):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(c, marks=pytest.mark.nightly if "ray" in c else ()) for c in COMMANDS],
+)
 def test_commands(machine, request, command):
     folder, environment = machine
     if command.startswith("ray job submit"):

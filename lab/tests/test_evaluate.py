@@ -10,6 +10,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_good(tmp_path, monkeypatch):
     offline(monkeypatch, tmp_path)
     model, tasks = save_taught(tmp_path / "model"), define(tmp_path)

@@ -308,6 +308,7 @@ def test_windows_are_lines_with_an_end_of_text_before_each(read):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_quick(tmp_path):
     """The real packages; skipped where the registries cannot be reached."""
     suites = [LlmSuite(tmp_path, quick=True), Gpt2Suite(tmp_path, quick=True)]

@@ -92,6 +92,7 @@ def test_other_seeds_share_nothing_random(suite):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_bench_from_the_command_line(suite, tmp_path):
     command = [sys.executable, "-m", "covmerge", "bench", "text", "--quick", "--seeds", "1"]
     options = ["--methods", "ace,average,regmean,emr", "--out", tmp_path / "out"]
@@ -131,6 +132,7 @@ def test_as_many_experts_as_are_asked_for(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", tasks.SPECS[8:], ids=lambda spec: spec.name)
 def test_further_tasks_can_be_told(spec, tmp_path_factory):
     cache = tmp_path_factory.getbasetemp() / "packages-of-text"

@@ -138,7 +138,7 @@ def suite(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.nightly), "lora"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_experts_are_trained_once_merged_and_scored(suite, kind, tmp_path):
     variant = Variant(kind, 0)

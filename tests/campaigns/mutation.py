@@ -1,4 +1,4 @@
-"""Mutation testing: what of linalg/, covariance/ and methods/ no test would miss.
+"""Mutation testing: what of linalg/, covariance/, methods/ and steps/ no test would miss.
 
     python -m pip install -e ".[dev,mutation]"
     python -m tests.campaigns.mutation --sample 600 --seed 0 --out mutants.jsonl
@@ -46,7 +46,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 _SOURCE = Path("src/covmerge")
-FOLDERS = ("linalg", "covariance", "methods")
+FOLDERS = ("linalg", "covariance", "methods", "steps")
 TESTS = (*(f"tests/{folder}" for folder in FOLDERS), *(f"src/covmerge/{f}" for f in FOLDERS))
 _LONGEST = 1.0  # seconds of a test that takes part
 _MEMORY = 4 << 30  # bytes beside what a process starts with
@@ -271,7 +271,7 @@ class Session:
                 spent = time.process_time() - began
                 say({"test": nodeid, "failed": failed, "seconds": spent, "hit": sorted(hit)})
 
-        kept: Path = self._asked.out.with_suffix(f".{_state(self._asked.tests)}.reached")
+        kept: Path = self._asked.out.with_suffix(f".{_state(list(self._items))}.reached")
         if not kept.exists():
             kept.write_text(json.dumps(_forked(work)[0]))
         reached: dict[Place, list[str]] = defaultdict(list)
@@ -416,6 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="these alone, such as linalg/refined; more than once",
     )
     parser.add_argument("--tests", nargs="+", default=TESTS, help="held against these alone")
+    parser.add_argument("--nightly", action="store_true", help="held against every test")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--each", type=float, default=15.0, help="seconds of tests a mutant")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
@@ -434,6 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "no:xdist",
             f"--basetemp={folder}/tests",
         ]
+        given += ["--nightly"] if asked.nightly else []
         pytest.main([*given, "-m", "not slow", *asked.tests], plugins=[Session(asked)])
     print(table(asked.out))
     return 0

@@ -23,7 +23,9 @@ from tests.e2e.test_adapters import TARGETS, save_adapter
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
 
 
-@pytest.fixture(params=["llama", "gpt2", "bert"])
+@pytest.fixture(
+    params=["gpt2", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("llama", "bert"))]
+)
 def models(request, tmp_path):
     base = build(request.param)
     base.save_pretrained(tmp_path / "base")

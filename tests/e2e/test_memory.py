@@ -135,6 +135,7 @@ def test_max_memory_is_of_all_workers_together(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_two_items_in_hand_take_is_expected(tmp_path):
     """As workers on GPUs have them: over the tree of processes, and where there is room for one alone."""
     sources = save_layers(tmp_path, 3, HEAVY)
@@ -149,6 +150,7 @@ def test_what_two_items_in_hand_take_is_expected(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_max_memory_is_of_each_rank(tmp_path):
     """Each of two ranks computes one item at a time where four at once would take too much."""
     sources = save_layers(tmp_path, 12, HEAVY_NARROW)

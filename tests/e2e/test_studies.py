@@ -148,6 +148,7 @@ def blocks(request, monkeypatch):
 
 
 class TestSurveys:
+    @pytest.mark.covering(1)
     @pytest.mark.parametrize("computed", ["float32", "float64"])
     @pytest.mark.parametrize(
         ("stored", "density"),
@@ -301,7 +302,10 @@ COMPARED = {
 
 class TestCompare:
     @pytest.mark.slow
-    @pytest.mark.parametrize("case", COMPARED)
+    @pytest.mark.parametrize(
+        "case",
+        [pytest.param(c, marks=pytest.mark.nightly if c == "bert" else ()) for c in COMPARED],
+    )
     def test_every_model_is_that_of_its_own_merge(self, case, tmp_path, monkeypatch):
         name, methods, tensors, rules = COMPARED[case]
         if case in ("bert", "gpt_oss"):
@@ -841,7 +845,13 @@ def large(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    ["ties", "dare_ties", "della", "emr", "tsv_m", "iso_cts", "cart", "wudi", "regmean", "eight"],
+    [
+        *("ties", "iso_cts", "regmean", "eight"),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("dare_ties", "della", "emr", "tsv_m", "cart", "wudi")
+        ),
+    ],
 )
 def test_measured_memory_stays_below_the_expected(method, large, tmp_path):
     folder, files = large

@@ -16,8 +16,7 @@ from covmerge.errors import CheckpointError
 from tests.e2e.test_resume import digests, save_plain
 from tests.forked import run
 
-# numpy, torch and psutil are those of this system, and know it, as shutil.disk_usage does (os.statvfs);
-# filelock looks what there is.
+# numpy, torch and psutil are those of this system, and know it, as shutil.disk_usage does (os.statvfs).
 WITHOUT = """
 import os, sys
 import numpy, psutil, torch
@@ -34,9 +33,8 @@ class Absent:
         if name in absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-for name in list(sys.modules):
-    if name in absent or name.partition(".")[0] == "filelock":
-        del sys.modules[name]
+for name in absent & sys.modules.keys():
+    del sys.modules[name]
 sys.meta_path.insert(0, Absent())
 for name in calls.split():
     if hasattr(os, name):
@@ -100,7 +98,7 @@ def adapters(folder: Path) -> dict[str, str]:
 
 def merge(folder: Path, inputs: dict[str, object], kill: int = 0):
     given = {**inputs, **ALONE, "out": str(folder / "out")}
-    return run(WITHOUT + MERGE, json.dumps(given), kill)
+    return run(WITHOUT + MERGE, json.dumps(given), kill, anew=True)
 
 
 @pytest.mark.slow

@@ -57,17 +57,17 @@ quiet = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWar
 
 @quiet
 @pytest.mark.slow
-def test_the_same_bytes_as_threads(cluster, plain, tmp_path):
+@pytest.mark.parametrize("method", [pytest.param("ace", marks=pytest.mark.nightly), "ties"])
+def test_the_same_bytes_as_threads(cluster, plain, tmp_path, method):
     """With an output of several files, which are verified by tasks."""
-    for method in ("ace", "ties"):
-        given = (*plain, method)
-        covmerge.merge(*given, tmp_path / method, shard_size="100KB")
-        out = tmp_path / f"{method}-ray"
-        on = {"executor": "ray", "address": cluster.address}
-        merged = covmerge.merge(*given, out, shard_size="100KB", **on)
-        assert merged.verification.ok
-        assert digests(out) == digests(tmp_path / method)
-        assert len(list(out.glob("model-*.safetensors"))) > 2
+    given = (*plain, method)
+    covmerge.merge(*given, tmp_path / "threads", shard_size="100KB")
+    out = tmp_path / "ray"
+    on = {"executor": "ray", "address": cluster.address}
+    merged = covmerge.merge(*given, out, shard_size="100KB", **on)
+    assert merged.verification.ok
+    assert digests(out) == digests(tmp_path / "threads")
+    assert len(list(out.glob("model-*.safetensors"))) > 2
 
 
 class LoseANode:
@@ -90,7 +90,7 @@ class LoseANode:
 
 @quiet
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ace", "ties"])
+@pytest.mark.parametrize("method", [pytest.param("ace", marks=pytest.mark.nightly), "ties"])
 def test_a_node_that_is_lost(cluster, plain, tmp_path, method):
     covmerge.merge(*plain, method, tmp_path / "whole")
     losing = LoseANode(cluster, cluster.add_node(**NODE))

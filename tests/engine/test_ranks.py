@@ -82,6 +82,7 @@ def merge_ranks(plain, method, out, world, **options):
         return [one.exception() or one.result() for one in each]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["ace", "ties"])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_the_same_bytes_for_any_number_of_ranks(plain, whole, tmp_path, together, method, world):
@@ -182,6 +183,7 @@ def has_claimed(session, number, what="[0-9]*"):
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["ace", "ties"])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_what_a_killed_rank_had_is_done_by_others(plain, whole, tmp_path, method, killed):

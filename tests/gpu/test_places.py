@@ -31,6 +31,7 @@ def agrees(method, given, updates):
     assert relative(fetched(there), here.double()) <= LEAST[here.dtype]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(14, 12), (6, 24)], ids=str)
 @pytest.mark.parametrize(("name", "params"), VARIANTS, ids=str)
@@ -59,6 +60,7 @@ def test_by_products_and_not(name, monkeypatch):
         agrees(method, method.resolve({}), random_updates(96, 300, 2, 96, 30.0, 1, torch.float32))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "params"), FACTORED, ids=str)
 def test_adapters(name, params, dtype):
@@ -72,6 +74,7 @@ def test_adapters(name, params, dtype):
     assert relative(fetched(there), here.double()) <= LEAST[dtype]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("shape", "price"), [((14, 12), 4.5), ((3, 20), 4.5), ((14, 12), 1e6)], ids=str
 )

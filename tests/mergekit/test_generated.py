@@ -12,6 +12,7 @@ from covmerge.errors import CovmergeError
 from covmerge.recipe import load_recipe
 from covmerge.recipe.load import import_recipe
 from covmerge.recipe.mergekit import Told
+from tests.forked import fork_workers
 from tests.mergekit import differences, module_generator, token_generator
 from tests.mergekit.agreement import assert_agrees, is_elementwise
 from tests.mergekit.generator import drawn
@@ -97,8 +98,9 @@ def test_a_recipe_is_merged_or_refused_by_name(recipe, seed, here):
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 
 
-def test_processes_make_the_same_bytes(here):
+def test_processes_make_the_same_bytes(here, monkeypatch):
     """Of a stack and of random numbers."""
+    fork_workers(monkeypatch)
     seed, recipe = next(
         (seed, recipe)
         for _, seed, recipe, *_ in GOLDENS

@@ -344,6 +344,7 @@ def test_a_fault_of_the_batch_itself_is_told():
         batch_that(lambda place, total: {}[place]).at_once(groups)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128)], ids=str)
 @pytest.mark.parametrize("name", BATCHED)

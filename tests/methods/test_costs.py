@@ -82,6 +82,7 @@ def within(method, parameters, shape, count, dtype):
     assert peak <= cost.workspace + result + CONSTANT, f"{peak / (cost.workspace + result):.2f}"
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("shape", "count"), SHAPES)
 @pytest.mark.parametrize(("name", "given"), METHODS, ids=str)
@@ -98,6 +99,7 @@ def test_no_method_takes_more_memory_than_it_declares(name):
     within(method, method.resolve({}), (256, 320), min(4, method.experts[1] or 4), torch.float32)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("shape", "count"), SHAPES)
 @pytest.mark.parametrize("given", PACT, ids=str)

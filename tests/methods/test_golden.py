@@ -74,14 +74,16 @@ def agrees(file, key, tolerance):
     return off(exact, golden) <= tolerance and off(result(file, key), exact) <= 2 * tolerance
 
 
-@pytest.mark.parametrize(("file", "key"), [(file, key) for file in CASES for key in keys_of(file)])
-def test_golden(file, key):
-    tolerance = TOLERANCE[f"{file}:{key}"]
-    if tolerance is None:
-        variant, name = key.split("/", 1)
-        CASES[file].ill_posed(variant, name, published(file, key)[0])
-    else:
-        assert agrees(file, key, tolerance), f"{agreement(file, key):.1e} beyond {tolerance}"
+@pytest.mark.parametrize("file", CASES)
+def test_golden(file):
+    for key in keys_of(file):
+        tolerance = TOLERANCE[f"{file}:{key}"]
+        if tolerance is None:
+            variant, name = key.split("/", 1)
+            CASES[file].ill_posed(variant, name, published(file, key)[0])
+        else:
+            told = f"{key}: {agreement(file, key):.1e} beyond {tolerance}"
+            assert agrees(file, key, tolerance), told
 
 
 def table():

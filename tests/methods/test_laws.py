@@ -26,6 +26,7 @@ SUBJECTS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("law", [*LAWS.values(), *FORMS.values()], ids=lambda law: law.__name__)
 @pytest.mark.parametrize("subject", SUBJECTS)

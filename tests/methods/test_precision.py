@@ -60,6 +60,7 @@ SAME_FOLDED = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "params"), SAME_FOLDED, ids=str)
 @pytest.mark.parametrize("shape", [WIDE, TALL], ids=str)
 @pytest.mark.parametrize("computed", ["float32", "float64"])
@@ -75,6 +76,7 @@ def test_an_adapter_folded_into_float32_weights_merges_as_its_factors_do(
 
 # Of unlike norms bfloat16 keeps 8 bits of the largest: Iso-CTS divides the weak directions of the sum
 # among tasks, and says of which it cannot know ("dependent").
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "norms"),
     [
@@ -114,6 +116,7 @@ FOLDS = {  # an adapter in the dtype of its base, as PEFT merges it
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     ("fold", "name"),
     [
@@ -192,6 +195,7 @@ OF_MATRICES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "params"), OF_MATRICES, ids=str)
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
@@ -212,6 +216,7 @@ def test_kernel_and_twin_agree_on_where_rounding_begins(name, params, stored, sp
 
 
 # What float32 leaves open is not the twin's to decide: Iso-CTS' weak directions of unlike experts.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "params"), [(n, p) for n, p in OF_MATRICES if n != "iso_cts"], ids=str
 )
@@ -233,6 +238,7 @@ def drawn(shape, seed, decay=0.0):
     return (left * sigma * torch.arange(1, len(sigma) + 1) ** -decay) @ right
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["actmat", "wudi", "tsv_m", "core_space", "knots", "iso_c"])
 @pytest.mark.parametrize("size", [3e-5, 4e-5, 5e-5, 1e-4, 1e-3])
 @pytest.mark.parametrize("decay", [0.0, 0.5])

@@ -46,6 +46,7 @@ def scaled_or_refused(method, updates, factor, merged_as=lambda update: update):
         assert relative(merged / factor, expected) < 1e-4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("dtype", "factors"), [(torch.float32, SINGLE), (torch.float64, DOUBLE)], ids=["32", "64"]
@@ -56,6 +57,7 @@ def test_any_scale(method, dtype, factors):
             scaled_or_refused(method, draw(shape, NORMS, dtype=dtype), factor)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lopsided", [1.0, 2.0**66, 2.0**-66])
 def test_factors_of_any_scale(method, lopsided):

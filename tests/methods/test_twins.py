@@ -57,6 +57,7 @@ def test_float64_agrees_with_the_twin(name, params, d_out, d_in, count, spread, 
     assert relative(merged, twin) < 1e-7
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize(("name", "params"), VARIANTS)
 def test_low_rank_updates_agree_with_the_twin(name, params, rank):
@@ -67,6 +68,7 @@ def test_low_rank_updates_agree_with_the_twin(name, params, rank):
     assert relative(merged, twin) < 1e-6
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "params"), VARIANTS)
 @pytest.mark.parametrize("shape", [(48, 32), (32, 96), (8, 96), (64, 64)])
 def test_float32_is_near_the_twin(name, params, shape):

@@ -129,5 +129,8 @@ def test_a_layer_is_packed_as_bitsandbytes_packs_it(tmp_path, case):
             assert offsets[0] == pytest.approx(offsets[1])
         elif made.dtype.is_floating_point:
             assert torch.allclose(made, theirs)
+        elif part.header.name.endswith("absmax"):
+            # Nested scales are taken from their mean, a sum: at a limit it decides between two codes.
+            assert (made.int() - theirs.int()).abs().max() <= 1
         else:
             assert torch.equal(made, theirs)

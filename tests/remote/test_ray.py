@@ -41,6 +41,7 @@ def cluster(s3_server: Server) -> Iterator[Any]:
 
 @quiet
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_from_a_bucket_into_it(bucket: Bucket, cluster, plain, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / "cache"))
     for _ in range(2):
@@ -56,6 +57,7 @@ def test_from_a_bucket_into_it(bucket: Bucket, cluster, plain, tmp_path: Path, m
 
 @quiet
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_that_does_not_see_the_work(
     bucket: Bucket, cluster, plain, tmp_path: Path, monkeypatch
 ) -> None:

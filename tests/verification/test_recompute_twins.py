@@ -140,19 +140,28 @@ def test_a_twin_has_the_parameters_of_its_method():
         assert {n: p.default for n, p in own.items() if n != "group"} == known
 
 
+OF_EACH_UNIT = ("average", "ties", "ace", "iso_c")
+
+
+def rarely(method, *given):
+    """Parameters that run at night alone, unless the method is one of the few."""
+    marks = () if method in OF_EACH_UNIT else pytest.mark.nightly
+    return pytest.param(*given, method, marks=marks)
+
+
 # Experts and results in one dtype for every method; in two for one of each unit.
 @pytest.mark.parametrize(
     ("kind", "stored", "method"),
     [
         *(("full", "float32", method) for method in registry.names()),
-        *(("bfloat16", "bfloat16", method) for method in registry.names()),
-        *(("adapters", "float32", method.name) for method in registry if method.data == "none"),
+        *(rarely(method, "bfloat16", "bfloat16") for method in registry.names()),
+        *(rarely(m.name, "adapters", "float32") for m in registry if m.data == "none"),
         *(
             (kind, stored, method)
             for kind, stored in (
                 *(("full", "bfloat16"), ("bfloat16", "float32"), ("adapters", "bfloat16")),
             )
-            for method in ("average", "ties", "ace", "iso_c")
+            for method in OF_EACH_UNIT
         ),
     ],
 )
@@ -199,16 +208,16 @@ def without_refinement(kernel, group, parameters):
 
 
 WRONG = [
-    *((name, longer) for name in registry.names()),
-    ("ace", without_prior),
-    ("ace", without_refinement),
-    ("tsv_m", one_direction_turned),
-    ("dare_ties", lambda kernel, group, given: kernel(group, **{**given, "rescale": False})),
-    ("della", lambda kernel, group, given: kernel(group, **{**given, "window": 0.0})),
+    *(rarely(name, longer) for name in registry.names()),
+    (without_prior, "ace"),
+    (without_refinement, "ace"),
+    (one_direction_turned, "tsv_m"),
+    (lambda kernel, group, given: kernel(group, **{**given, "rescale": False}), "dare_ties"),
+    (lambda kernel, group, given: kernel(group, **{**given, "window": 0.0}), "della"),
 ]
 
 
-@pytest.mark.parametrize(("method", "wrong"), WRONG)
+@pytest.mark.parametrize(("wrong", "method"), WRONG)
 def test_a_wrong_kernel(sources, tmp_path, monkeypatch, method, wrong):
     """The same wrong code, run again, would give the same: only a twin can tell."""
     monkeypatch.setitem(registry._declared, method, faulty(method, wrong))
@@ -221,6 +230,7 @@ def test_a_wrong_kernel(sources, tmp_path, monkeypatch, method, wrong):
     assert failed["detail"].endswith("computed by the float64 twins")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "method",
