@@ -72,3 +72,13 @@ def assert_rounded_alike(
     allowed = (OPERATIONS * eps + terms**0.5 * summed) / 2 * (1 + expected.double().abs())
     beyond = (actual.double() - expected.double()).abs() - allowed
     assert beyond.max() <= 0, f"{int((beyond > 0).sum())} entries, by {float(beyond.max()):.1e}"
+
+
+def of_factorised(shape: torch.Size) -> float:
+    """Return by how much of its norm a float32 result of factorisations may be off.
+
+    The singular value decomposition of an m × n matrix is that of another, which differs by p(m, n) eps of
+    its norm (LAPACK Users' Guide, §4.9). p grows modestly with the size, and is taken to be √(mn).
+    `OPERATIONS` such steps follow one another.
+    """
+    return OPERATIONS * shape.numel() ** 0.5 * EPS

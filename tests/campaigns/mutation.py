@@ -239,6 +239,7 @@ class Session:
 
     def _live(self) -> dict[Place, list[FunctionType]]:
         """Functions as they were imported, whoever has decorated them."""
+        gc.unfreeze()  # conftest.py has frozen them, and what is frozen is not listed
         wanted = {str(path.absolute()): str(path) for path in files()}
         found: dict[Place, list[FunctionType]] = defaultdict(list)
         for one in gc.get_objects():
