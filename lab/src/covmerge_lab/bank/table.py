@@ -67,12 +67,12 @@ def rows(
 
     Args:
         sets: scored sets.
-        methods: which; by default all that every set has.
-        rivals: whose best is the measure of regret; `methods` by default.
+        methods: which; by default all that a set has. A set without one does not count for it.
+        rivals: whose best is the measure of regret; by default all that are no mean of others.
     """
     kept = usable(sets)
-    names = methods or [m for m in kept[0]["methods"] if all(m in s["methods"] for s in kept)]
-    rivals = rivals or names
+    names = methods or list(dict.fromkeys(m for s in kept for m in s["methods"]))
+    rivals = rivals or [name for name in names if " + " not in name]
     regrets: dict[str, list[float]] = {name: [] for name in names}
     found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in names}
     for scored in kept:
@@ -80,25 +80,23 @@ def rows(
         values = {n: accuracy(scored, every[n]) for n in {*names, *rivals} if n in every}
         best = max(values[name] for name in rivals if name in values)
         whole = accuracy(scored, scored["experts"])
-        order = sorted((values[name] for name in names), reverse=True)
-        for name in names:
+        order = sorted((values[name] for name in names if name in values), reverse=True)
+        for name in (name for name in names if name in values):
             regrets[name].append(100 * (best - values[name]))
             least = min(every[name][e] / scored["experts"][e] for e in counted(scored))
             found[name].append(
                 (100 * values[name] / whole, 100 * least, order.index(values[name]) + 1)
             )
-    groups = [scored["card"]["base"] for scored in kept]
+    having = {name: [s for s in kept if name in s["methods"]] for name in names}
     return sorted(
-        (_row(name, regrets[name], found[name], kept, groups) for name in names),
+        (_row(name, regrets[name], found[name], having[name]) for name in names),
         key=lambda row: row.regret,
     )
 
 
-def _row(
-    name: str, regrets: Sequence[float], found: Any, sets: Sequence[Scored], groups: Sequence[str]
-) -> Row:
+def _row(name: str, regrets: Sequence[float], found: Any, sets: Sequence[Scored]) -> Row:
     worst = int(np.argmax(regrets))
-    low, high = over_bases(regrets, groups)
+    low, high = over_bases(regrets, [scored["card"]["base"] for scored in sets])
     shares, leasts, ranks = zip(*found, strict=True)
     return Row(
         name, len(regrets), fmean(shares), fmean(regrets), low, high, regrets[worst],
@@ -121,11 +119,21 @@ def over_bases(values: Sequence[float], groups: Sequence[str]) -> tuple[float, f
 
 def markdown(found: Sequence[Row]) -> str:
     """Return rows as a table."""
-    names = ("method", "share", "regret", "95 %", "worst set", "worst expert", "wins", "rank")
+    names = (
+        "method",
+        "sets",
+        "share",
+        "regret",
+        "95 %",
+        "worst set",
+        "worst expert",
+        "wins",
+        "rank",
+    )
     head = f"| {' | '.join(names)} |"
     rule = f"|{'---|' * len(names)}"
     lines = [
-        f"| {r.method} | {r.share:.1f} | {r.regret:.1f} | {r.low:.1f} to {r.high:.1f} | "
+        f"| {r.method} | {r.sets} | {r.share:.1f} | {r.regret:.1f} | {r.low:.1f} to {r.high:.1f} | "
         f"{r.worst:.1f} ({r.worst_set}) | {r.worst_expert:.0f} | {r.wins} | {r.rank:.1f} |"
         for r in found
     ]
