@@ -33,7 +33,7 @@ def test_rounding_stays_with_its_update_where_another_left_the_sums():
     updates = tuple(times * torch.ones(2, 3) for times in (1.0, 0.0, 2.0))
     errors = tuple(Rounding(edge, edge**2) for edge in (0.1, 0.2, 0.3))
     active = active_experts(LinearGroup(updates, (1.0,) * 3, rounding=errors))
-    assert active.rounding == (errors[0], errors[2])
+    assert active.rounding == (errors[0], errors[2]) and active.unchanged == 1
 
 
 def folded(updates, stored, computed, name, params):
