@@ -53,8 +53,7 @@ def test_the_plan_knows_what_they_need():
 
 @pytest.mark.parametrize("name", DATA)
 def test_without_data_the_next_step_is_named(name):
-    kind = registry.get(name).data
-    message = f"'{name.replace('+', '.')}' needs the .* has 0 for 2: run .*collect --kind {kind}"
+    message = f"'{name.replace('+', '.')}' needs the .* has 0 for 2: pass one for each update"
     with pytest.raises(RecipeError, match=message):
         covmerge.merge_layer([torch.ones(2, 3), torch.ones(2, 3)], name)
 

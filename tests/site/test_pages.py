@@ -38,6 +38,7 @@ NOT_RUN = {
     "make ": REPOSITORY,
     "cd lab": REPOSITORY,
     "python -m tests.": REPOSITORY,
+    "covmerge bank": MINUTES,
     "covmerge bench": MINUTES,
     "covmerge study ": MINUTES,
     "covmerge reproduce ace": MINUTES,

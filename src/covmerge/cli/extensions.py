@@ -18,7 +18,7 @@ from covmerge.cli.console import say
 from covmerge.errors import InputError
 
 GROUP = "covmerge.commands"
-LAB = frozenset({"bench", "study", "evaluate", "reproduce", "convert"})
+LAB = frozenset({"bank", "bench", "study", "evaluate", "reproduce", "convert"})
 
 
 class OpenGroup(TyperGroup):
