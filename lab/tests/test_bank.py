@@ -13,6 +13,7 @@ import torch
 from covmerge.errors import InputError
 from covmerge_lab.bank import bases, candidates, cards, data, experts, run, scoring, table
 from covmerge_lab.bank.data import Part, Task
+from tests.cli.runs import covmerge, words
 
 
 def test_cards_are_drawn_from_their_names() -> None:
@@ -131,3 +132,31 @@ def test_a_set_from_training_to_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     assert shown == run.show(run.scored(tmp_path, ()))
     assert "1 sets of 1 bases" in shown
     assert "| average |" in shown
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text("[1]\n")
+    for name in ("no.jsonl", "other.jsonl"):
+        done = covmerge("bank", "table", "--stored", tmp_path / name, code=2)
+        assert f"{name} cannot be read as scores" in words(done.stderr)
+    for stage, said in (
+        ("score", "run `covmerge bank train` first"),
+        ("table", "no set was scored"),
+    ):
+        assert said in words(covmerge("bank", stage, "--cache", tmp_path, code=2).stderr)
+
+
+@pytest.mark.parametrize("part", ["design", "validation"])
+def test_the_committed_scores_are_of_the_cards_that_are_drawn(part: str) -> None:
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "bank.jsonl"
+    sets = run.read(path, [part])
+    drawn = {card.name: card.described() for card in run.chosen([part])}
+    names = {name: [e["name"] for e in card["experts"]] for name, card in drawn.items()}
+    assert {s["card"]["name"]: [e["name"] for e in s["card"]["experts"]] for s in sets} == names
+    kinds = {
+        name: [(e["kind"], e["optimizer"], e["steps"]) for e in c["experts"]]
+        for name, c in drawn.items()
+    }
+    for scored in sets:
+        own = [(e["kind"], e["optimizer"], e["steps"]) for e in scored["card"]["experts"]]
+        assert own == kinds[scored["card"]["name"]]

@@ -59,6 +59,8 @@ def train(cache: Path, parts: Parts, minutes: float, console: Console) -> None:
 def score(cache: Path, parts: Parts, minutes: float, console: Console) -> None:
     """Score every method and candidate on the sets whose experts are there, until the time is over."""
     sets = [card for card in chosen(parts) if _is_trained(card, cache)]
+    if not sets:
+        raise InputError(f"no set is trained in {cache}: run `covmerge bank train` first")
     late = time.monotonic() + 60 * minutes
     with Workers(console) as workers:
         workers.run({c.name: partial(_in_time, late, partial(_score, c, cache)) for c in sets})
@@ -76,10 +78,20 @@ def write(sets: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def read(path: Path, parts: Parts) -> list[dict[str, Any]]:
-    """Return scored sets that `write` wrote."""
+    """Return scored sets that `write` wrote.
+
+    Raises:
+        InputError: the file is not there, or is another one.
+    """
     wanted = {card.name for card in chosen(parts)}
-    sets = [json.loads(line) for line in path.read_text().splitlines()]
-    return [scored for scored in sets if scored["card"]["name"] in wanted]
+    try:
+        sets = [json.loads(line) for line in path.read_text().splitlines()]
+        return [scored for scored in sets if scored["card"]["name"] in wanted]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path} cannot be read as scores ({error}): name a file that "
+            "`covmerge bank table --save` wrote"
+        ) from None
 
 
 def _rounded(value: Any) -> Any:
