@@ -66,6 +66,16 @@ def test_regret_is_to_the_best_of_each_set() -> None:
     assert (first.low, first.high) == (pytest.approx(0), pytest.approx(30))
 
 
+def test_differences_are_between_methods_of_the_same_sets() -> None:
+    sets = [
+        _set("x", first=(0.6, 0.6, 0.6), second=(0.5, 0.5, 0.5)),
+        _set("y", first=(0.3, 0.3, 0.3)),
+    ]
+    assert "| first | 1 | 10.0 | 10.0 to 10.0 |" in table.differences(sets, "second")
+    with pytest.raises(InputError, match="no set was merged by 'secnd'"):
+        run.show(sets, "secnd")
+
+
 def test_experts_that_learnt_nothing_are_not_counted() -> None:
     scored = _set("x", first=(0.6, 0.6, 0.6))
     scored["experts"]["a"] = 0.34

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from covmerge.errors import InputError
+from covmerge.errors import InputError, did_you_mean
 from covmerge_lab import training
 from covmerge_lab.bank import bases, candidates, cards, experts, pretraining, scoring, table
 from covmerge_lab.bank.cards import Card
@@ -102,14 +102,23 @@ def _rounded(value: Any) -> Any:
     return round(value, 6) if isinstance(value, float) else value
 
 
-def show(sets: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table of all methods on scored sets."""
+def show(sets: Sequence[Mapping[str, Any]], against: str | None = None) -> str:
+    """Return the table of all methods on scored sets, or their differences to one method.
+
+    Raises:
+        InputError: no set was scored, or none by that method.
+    """
     kept = table.usable(sets)
     if not kept:
         raise InputError("no set was scored: run `covmerge bank train` and `covmerge bank score`")
     said = f"{len(kept)} sets of {len({s['card']['base'] for s in kept})} bases"
     short = f"{len(sets) - len(kept)} more have fewer than three experts that learnt"
-    return f"{said}; {short}.\n\n{table.markdown(table.rows(sets))}"
+    if against is None:
+        return f"{said}; {short}.\n\n{table.markdown(table.rows(sets))}"
+    known = dict.fromkeys(method for scored in kept for method in scored["methods"])
+    if against not in known:
+        raise InputError(f"no set was merged by '{against}'.{did_you_mean(against, known)}")
+    return f"{said}; {short}.\n\n{table.differences(kept, against)}"
 
 
 def _is_trained(card: Card, cache: Path) -> bool:

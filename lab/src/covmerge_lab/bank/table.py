@@ -138,3 +138,21 @@ def markdown(found: Sequence[Row]) -> str:
         for r in found
     ]
     return "\n".join([head, rule, *lines])
+
+
+def differences(sets: Sequence[Scored], against: str) -> str:
+    """Return how much better each method is than one, in points, on the sets that both merge."""
+    lines: list[tuple[float, str]] = []
+    for name in dict.fromkeys(m for scored in sets for m in scored["methods"]):
+        both = [s for s in sets if {name, against} <= set(s["methods"])]
+        if name == against or not both:
+            continue
+        found = [
+            100 * (accuracy(s, s["methods"][name]) - accuracy(s, s["methods"][against]))
+            for s in both
+        ]
+        low, high = over_bases(found, [s["card"]["base"] for s in both])
+        mean = fmean(found)
+        lines.append((-mean, f"| {name} | {len(both)} | {mean:.1f} | {low:.1f} to {high:.1f} |"))
+    head = [f"| method | sets | better than {against} | 95 % |", "|---|---|---|---|"]
+    return "\n".join([*head, *(line for _, line in sorted(lines))])

@@ -25,6 +25,14 @@ def bank(
     stored: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Show the table of scores written so.")
     ] = None,
+    form: Annotated[
+        Literal["full", "adapters", "mixed"] | None,
+        typer.Option(help="A table of the sets whose experts are stored so."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="Show differences to this method in place of regret."),
+    ] = None,
     minutes: Annotated[float, typer.Option(help="Begin nothing more after so long.")] = 120,
     cache: options.Cache = None,
 ) -> None:
@@ -40,7 +48,8 @@ def bank(
     folder, parts = options.cache_folder(cache), part or []
     if stage == "table":
         sets = run.scored(folder, parts) if stored is None else run.read(stored, parts)
-        typer.echo(run.show(sets))
+        shown = [scored for scored in sets if form in (None, scored["card"]["form"])]
+        typer.echo(run.show(shown, against))
         if save is not None:
             run.write(sets, save)
     else:
