@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from covmerge.errors import InputError
-from covmerge_lab.bank import bases, candidates, cards, data, experts, run, scoring, table
+from covmerge.methods import registry
+from covmerge_lab.bank import bases, candidates, cards, data, experts, rules, run, scoring, table
 from covmerge_lab.bank.data import Part, Task
 from tests.cli.runs import covmerge, words
 
@@ -91,6 +92,23 @@ def test_the_mean_of_merges_is_of_their_updates() -> None:
     assert float((mean - base).norm()) == pytest.approx(2)  # of updates of lengths 1 and 3
 
 
+@pytest.mark.parametrize("title", rules.RULES)
+def test_a_rule_gives_one_expert_and_copies_back(title: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    update = torch.randn(5, 3, generator=draw) @ torch.randn(3, 7, generator=draw)
+    length = 0.8 if "length 0.8" in title else 1.0
+    for updates in ([update], [update] * 3):
+        found = rules.RULES[title](updates).float()
+        assert torch.allclose(found, length * update, atol=1e-4)
+
+
+def test_experts_that_share_nothing_are_added_by_both_sides() -> None:
+    first, second = torch.zeros(2, 4, 4).unbind()
+    first[0, 0], second[1, 1] = 3.0, 2.0
+    for rule in (rules.two_sided, rules.by_roots):
+        assert torch.allclose(rule([first, second], 1e-9).float(), first + second, atol=1e-4)
+
+
 def _task(name: str, seed: int) -> Task:
     """Return a task whose label is the half that all of a row's values lie in."""
     draw = torch.Generator().manual_seed(seed)
@@ -127,8 +145,10 @@ def test_a_set_from_training_to_the_table(tmp_path: Path, monkeypatch: pytest.Mo
     experts.train(card, tmp_path)
     assert kept.stat().st_mtime_ns == written
 
-    found = scoring.score(card, tmp_path, ("average", "aswudi"))
-    assert set(found["methods"]) == {"average", "aswudi"}
+    wanted = ("average", "aswudi", rules.TWO_SIDED)
+    found = scoring.score(card, tmp_path, wanted)
+    assert set(found["methods"]) == set(wanted)
+    assert "bank_candidate" not in registry.names()
     assert all(found["experts"][name] > found["base"][name] for name in tasks)
     mean = candidates.mean_of(card, tmp_path, ("average", "aswudi"))
     assert set(mean) == set(tasks)

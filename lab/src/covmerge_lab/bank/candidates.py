@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from covmerge_lab.bank import bases, pretraining, scoring
+from covmerge_lab.bank import bases, pretraining, rules, scoring
 from covmerge_lab.bank.cards import Card
 
 # Their annotations are partial.
@@ -32,6 +32,9 @@ MEANS: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("tsv_m", "dc_merge", "iso_cts", "aswudi"), False),
     (("actmat", "iso_c"), False),
     *((pair, False) for pair in combinations(_PAIRED, 2)),
+    ((rules.TWO_SIDED, "cart"), False),
+    ((rules.TWO_SIDED, "tsv_m"), False),
+    ((rules.TWO_SIDED, "tsv_m", "cart"), False),
     *(
         (("aswudi", *rest), False)
         for rest in product(("iso_c", "tsv_m", "iso_cts"), ("average", "cart"))

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import covmerge
 from covmerge.errors import CovmergeError
 from covmerge.methods import registry
 from covmerge_lab import training
-from covmerge_lab.bank import bases, data, experts, pretraining
+from covmerge_lab.bank import bases, data, experts, pretraining, rules
 from covmerge_lab.bank.bases import Base
 from covmerge_lab.bank.cards import Card
 from covmerge_lab.bank.experts import BY_NAME
@@ -40,6 +41,7 @@ BASE_INPUTS = "auto, base's inputs"
 KEPT = (
     *("average", "task_arithmetic", "ties", "ace", "actmat", "aswudi", "swudi", "tsv_m", "iso_c"),
     *("iso_cts", "dc_merge", "cart", "knots", "core_space", "auto"),
+    rules.TWO_SIDED,
 )
 
 
@@ -128,7 +130,8 @@ def score(
     Args:
         card: the set, whose experts are there.
         cache: folder of the bank. The result is `bank/scores/NAME.json` in it.
-        methods: names; all data-free methods by default, and `auto` on the base's inputs.
+        methods: names; by default all data-free methods, `auto` on the base's inputs, and candidates that
+            are rules.
         on_progress: called with the methods done and all methods.
     """
     path = cache / "bank" / "scores" / f"{card.name}.json"
@@ -138,7 +141,8 @@ def score(
     if found.get("experts_hash") != hashed:
         found = {"card": card.described(), "experts_hash": hashed, **bounds(this), "methods": {}}
     known = {*found["methods"], *found.get("refused", ())}
-    wanted = [m for m in methods or [*data_free(card), BASE_INPUTS] if m not in known]
+    every = [*data_free(card), BASE_INPUTS, *rules.RULES]
+    wanted = [m for m in methods or every if m not in known]
     for done, method in enumerate(wanted):
         on_progress(done, len(wanted))
         try:
@@ -167,15 +171,17 @@ def _merged(judge: Judge, method: str) -> Scores:
     """Merge a set from disk to disk, and return the scores."""
     out = merged_folder(judge.card, judge.cache, method)
     random = method == BASE_INPUTS
+    known = rules.registered(method) if method in rules.RULES else nullcontext(method)
     started = time.process_time()
-    covmerge.merge(
-        pretraining.folder_of(judge.base, judge.cache),
-        models(judge.card, judge.cache),
-        "auto" if random else method,
-        out,
-        base_statistics="random" if random else "none",
-        overwrite=True,
-    )
+    with known as name:
+        covmerge.merge(
+            pretraining.folder_of(judge.base, judge.cache),
+            models(judge.card, judge.cache),
+            "auto" if random else name,
+            out,
+            base_statistics="random" if random else "none",
+            overwrite=True,
+        )
     seconds = time.process_time() - started
     try:
         return judge.of_folder(out) | {"cpu_seconds": round(seconds, 3)}

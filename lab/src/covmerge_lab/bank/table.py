@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from covmerge_lab.bank import rules
+
 # An expert that is not so much better than the base, and than one answer to all, is not counted.
 LEARNT = 0.05
 DRAWS = 2000
@@ -42,6 +44,11 @@ class Row:
     rank: float
 
 
+def is_candidate(name: str) -> bool:
+    """Whether a row is no published method: a mean of merges, or a rule that was tried."""
+    return " + " in name or name.startswith(rules.PREFIX)
+
+
 def counted(scored: Scored) -> list[str]:
     """Return the experts of a set that learnt something."""
     own, least = scored["experts"], (scored["base"], scored["always"])
@@ -68,11 +75,11 @@ def rows(
     Args:
         sets: scored sets.
         methods: which; by default all that a set has. A set without one does not count for it.
-        rivals: whose best is the measure of regret; by default all that are no mean of others.
+        rivals: whose best is the measure of regret; by default all methods, and no candidate.
     """
     kept = usable(sets)
     names = methods or list(dict.fromkeys(m for s in kept for m in s["methods"]))
-    rivals = rivals or [name for name in names if " + " not in name]
+    rivals = rivals or [name for name in names if not is_candidate(name)]
     regrets: dict[str, list[float]] = {name: [] for name in names}
     found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in names}
     for scored in kept:

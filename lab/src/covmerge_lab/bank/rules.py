@@ -1,0 +1,124 @@
+"""Candidates for a default that are rules of their own; a candidate is no method of covmerge.
+
+All of them solve for the update that disturbs the experts least. They differ in what is known of a layer:
+its inputs C_t ∝ Δ_tᵀΔ_t, its outputs' gradients L_t ∝ Δ_tΔ_tᵀ, or both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import covmerge
+from covmerge import LinearGroup
+from covmerge.methods import registry
+
+# Their annotations are partial.
+_linalg: Any = torch.linalg
+PREFIX = "candidate "
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the rules are made of, in float64.
+
+    Attributes:
+        outputs: Σ (L_t + εI) `(d_out, d_out)`.
+        inputs: Σ (C_t + εI) `(d_in, d_in)`.
+        numerator: Σ Δ_t(C_t + εI) `(d_out, d_in)`, which is Σ (L_t + εI)Δ_t too.
+    """
+
+    outputs: Tensor
+    inputs: Tensor
+    numerator: Tensor
+
+
+def sums(updates: Sequence[Tensor], ridge: float) -> Sums:
+    """Return the sums over the experts that changed a layer.
+
+    C_t = Δ_tᵀΔ_t and L_t = Δ_tΔ_tᵀ are scaled alike: the mean of their eigenvalues is 1, if each
+    counts as much as its own size. ε = `ridge` is in this unit.
+    """
+    d_out, d_in = updates[0].shape
+    zero = torch.zeros(d_out, d_in, dtype=torch.float64)
+    found = Sums(
+        ridge * len(updates) * torch.eye(d_out, dtype=torch.float64),
+        ridge * len(updates) * torch.eye(d_in, dtype=torch.float64),
+        zero,
+    )
+    for update in updates:
+        wide = update.double()
+        inputs = wide.T @ wide
+        scale = inputs.trace() / inputs.square().sum()
+        found.inputs.add_(scale * inputs)
+        found.outputs.add_(scale * wide @ wide.T)
+        found.numerator.add_(scale * wide @ inputs + ridge * wide)
+    return found
+
+
+def by_inputs(updates: Sequence[Tensor], ridge: float) -> Tensor:
+    """Return (Σ Δ_tC_t)(Σ C_t)⁻¹: the experts' outputs change least."""
+    found = sums(updates, ridge)
+    return _linalg.solve(found.inputs, found.numerator.T).T
+
+
+def by_outputs(updates: Sequence[Tensor], ridge: float) -> Tensor:
+    """Return (Σ L_t)⁻¹(Σ L_tΔ_t): the same from the other side."""
+    found = sums(updates, ridge)
+    return _linalg.solve(found.outputs, found.numerator)
+
+
+def two_sided(updates: Sequence[Tensor], ridge: float, length: float = 1.0) -> Tensor:
+    """Return the mean of both, times `length`."""
+    return length * (by_inputs(updates, ridge) + by_outputs(updates, ridge)) / 2
+
+
+def by_roots(updates: Sequence[Tensor], ridge: float) -> Tensor:
+    """Return (Σ L_t)^(−½)(Σ Δ_tC_t)(Σ C_t)^(−½): half of the inverse on each side.
+
+    It is the minimum under the Fisher information that Shampoo estimates, L^½ ⊗ C^½ of each expert, if the
+    sum of these products is taken to be the product of the sums.
+    """
+    found = sums(updates, ridge)
+    return _inverse_root(found.outputs) @ found.numerator @ _inverse_root(found.inputs)
+
+
+def _inverse_root(matrix: Tensor) -> Tensor:
+    values, vectors = _linalg.eigh(matrix)
+    return (vectors * values.rsqrt()) @ vectors.T
+
+
+_RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3)
+RULES: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
+    f"{PREFIX}by inputs, ridge 0.01": partial(by_inputs, ridge=0.01),
+    f"{PREFIX}by outputs, ridge 0.01": partial(by_outputs, ridge=0.01),
+    **{f"{PREFIX}two-sided, ridge {r}": partial(two_sided, ridge=r) for r in (0.02, *_RIDGES)},
+    f"{PREFIX}two-sided, ridge 0.02, length 0.8": partial(two_sided, ridge=0.02, length=0.8),
+    **{f"{PREFIX}by roots, ridge {r}": partial(by_roots, ridge=r) for r in (0.01, 0.03, 0.1, 0.3)},
+}
+TWO_SIDED = f"{PREFIX}two-sided, ridge 0.02"
+
+
+@contextmanager
+def registered(title: str) -> Generator[str]:
+    """Make a rule known to covmerge while a block runs, under the name that it yields."""
+    name = "bank_candidate"
+    rule = RULES[title]
+
+    def merge(group: LinearGroup) -> Tensor:
+        updates = [update for update in group.updates if update.any()]
+        if not updates:
+            return torch.zeros_like(group.updates[0])
+        return rule(updates).to(updates[0].dtype)
+
+    covmerge.register(name, equation=title)(merge)
+    try:
+        yield name
+    finally:
+        registry.unregister(name)
