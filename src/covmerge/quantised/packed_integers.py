@@ -57,8 +57,10 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> Found:
     Raises:
         CheckpointError: integers that are not read, or sizes that contradict each other.
     """
+    groups = [None if own.get("group_size") == -1 else own.get("group_size") for own in schemes]
     sizes = {
-        (own.get("num_bits"), own.get("type", "int"), own.get("group_size")) for own in schemes
+        (own.get("num_bits"), own.get("type", "int"), group)
+        for own, group in zip(schemes, groups, strict=True)
     }
     if len(sizes) != 1:
         stored.refuse(f"its layers are of {len(sizes)} kinds, where one can be read")
