@@ -215,13 +215,17 @@ def test_the_file_of_an_adapter_brings_its_configuration(tmp_path: Path) -> None
     whole = open_checkpoint(tmp_path).read_factors(name).dense()
     assert torch.equal(open_checkpoint(tmp_path / WEIGHTS).read_factors(name).dense(), whole)
     (tmp_path / CONFIG).unlink()
-    for source in (tmp_path, tmp_path / WEIGHTS):
-        bare = open_checkpoint(source)
-        assert "nothing of its scale" in bare.notes[0]
-        torch.testing.assert_close(bare.read_factors(name).dense() * 5 / 3, whole)
+    for source in (
+        tmp_path,
+        tmp_path / WEIGHTS,
+    ):  # was read with a scale of 1, where 5 / 3 is right
+        with pytest.raises(CheckpointError, match=r"no adapter_config.json, .*under another name"):
+            open_checkpoint(source)
     other = tmp_path / "other.safetensors"
     (tmp_path / WEIGHTS).rename(other)
-    assert isinstance(open_checkpoint(other), AdapterCheckpoint)
+    bare = open_checkpoint(other)
+    assert isinstance(bare, AdapterCheckpoint) and "nothing of its scale" in bare.notes[0]
+    torch.testing.assert_close(bare.read_factors(name).dense() * 5 / 3, whole)
 
 
 def test_a_model_beside_an_adapter_has_precedence(tmp_path: Path) -> None:
