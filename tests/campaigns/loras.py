@@ -226,7 +226,7 @@ def meant(file: bytes, form: str, base: Mapping[str, Tensor], kind: str) -> dict
         if not found:
             return f"'{key}' has no meaning"
         module, role = found[0]
-        if role in roles.setdefault(module, {}):
+        if role in roles.setdefault(module, {}) and module[0] in parts:
             return f"'{key}' is there twice"
         roles[module][role] = tensor
     values = {name: tensor.double() for name, tensor in base.items()}

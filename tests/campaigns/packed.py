@@ -308,7 +308,7 @@ def _scheme(settings: Settings) -> Any:
     groups = list(settings["config_groups"].values())
     (group,) = groups if len(groups) == 1 else [g for g in groups if _is_of_layer(g["targets"])]
     weights = {key: own for key, own in group["weights"].items() if key in _OF_VALUES}
-    return QuantizationScheme(targets=["Linear"], weights=weights)
+    return QuantizationScheme(targets=group["targets"], weights=weights)
 
 
 def _is_of_layer(targets: Sequence[str]) -> bool:

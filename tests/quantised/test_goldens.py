@@ -197,15 +197,30 @@ def test_a_dtype_that_weights_are_not_read_as_is_refused(tmp_path, dtype):
         ("compressed-tensors float channel True", {"strategy": "group"}, "their group_size null"),
         ("compressed-tensors packed 4", {"strategy": "block"}, "'block', and their group_size 32"),
         ("compressed-tensors packed 4", {"group_size": -1}, "where its layer needs"),
+        ("compressed-tensors packed 8", {"strategy": "block"}, "their block_structure null"),
+        (
+            "compressed-tensors packed 8",
+            {"strategy": "block", "block_structure": [1, 128]},
+            "'block', where tensor, channel or group can be read",
+        ),
     ],
 )
 def test_what_a_config_says_of_weights_must_be_theirs(tmp_path, case, scheme, said):
     """All of these were read without a word, by the shapes of what is stored alone."""
-    kept = packed(4)["config_groups"]["group_0"]["weights"] if "packed" in case else {}
+    bits = int(case[-1]) if "packed" in case else None
+    kept = packed(bits)["config_groups"]["group_0"]["weights"] if bits else {}
     weights = {**kept, **scheme} if isinstance(scheme, dict) else scheme
     groups = {"config_groups": {"group_0": {"weights": weights}}}
     with pytest.raises(CheckpointError, match=said):
         open_plain(save(tmp_path, case, **groups))
+
+
+@pytest.mark.parametrize("targets", ["Linear", [7], [["Linear"]], None])
+def test_targets_are_names(tmp_path, targets):
+    case = "compressed-tensors float channel True"
+    groups = {"group_0": {"targets": targets, "weights": {"strategy": "channel"}}}
+    with pytest.raises(CheckpointError, match="the targets of its config_groups are"):
+        open_plain(save(tmp_path, case, config_groups=groups))
 
 
 def test_a_grid_of_scales_that_fits_two_blocks_is_refused(tmp_path):

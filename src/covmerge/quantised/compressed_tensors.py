@@ -87,6 +87,12 @@ def _of_weights(stored: Stored) -> list[dict[str, Any]]:
             continue
         if not isinstance(weights, dict):
             stored.refuse(f"the weights of its config_groups are {shorten(weights)}, not settings")
+        targets: object = group.get("targets", [])
+        names = cast("list[object]", targets) if isinstance(targets, list) else [None]
+        if not all(isinstance(name, str) for name in names):
+            stored.refuse(
+                f"the targets of its config_groups are {shorten(group['targets'])}, not names"
+            )
         own = cast("dict[str, Any]", weights)
         _check(stored, own)
         found.append(own)
@@ -100,12 +106,16 @@ def _check(stored: Stored, own: dict[str, Any]) -> None:
             stored.refuse(f"{key} of its weights is {shorten(own[key])}")
     if own.get("type", "int") not in _DTYPES:
         stored.refuse(f"type of its weights is {shorten(own['type'])}")
-    strategy, group = own.get("strategy"), own.get("group_size")
+    strategy, group, block = (own.get(k) for k in ("strategy", "group_size", "block_structure"))
     if strategy not in _STRATEGIES:
         stored.refuse(f"strategy of its weights is {shorten(strategy)}")
     if strategy is not None and (strategy in _GROUPED) != (group not in (None, -1)):
         stored.refuse(
             f"strategy of its weights is {shorten(strategy)}, and their group_size {shorten(group)}"
+        )
+    if strategy is not None and (strategy == "block") != (block is not None):
+        stored.refuse(
+            f"strategy of its weights is {shorten(strategy)}, and their block_structure {shorten(block)}"
         )
 
 
