@@ -50,14 +50,25 @@ def words(random: Random, base: Words | None) -> Words:
     return Words(order, added, padding=random.choice((0, 0, 0, 5, -1)))
 
 
+def _ids(folder: Path) -> dict[str, int]:
+    """Tokens and their numbers; transformers adds special ones that tokenizer_config.json alone states."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    stated = json.loads((folder / "tokenizer_config.json").read_text())
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = stated.get(key)
+        if isinstance(token, str) and token and token not in ids:
+            ids[token] = max(ids.values()) + 1
+    return ids
+
+
 def read(folder: Path) -> tuple[dict[str, int], Tensors] | str:
     """Tokens and tensors of a model, or why there are none."""
     try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        ids = _ids(folder)
         tensors = load((folder / "model.safetensors").read_bytes())
     except Exception as error:
         return str(error)
-    ids = tokenizer.get_vocab(with_added_tokens=True)
     if len({tensors[name].shape for name in TABLES if name in tensors}) > 1:
         return "embedding and head have other shapes"
     return ids, tensors
@@ -135,7 +146,7 @@ def _expected(
             return found
     if not (out / "tokenizer.json").is_file():
         return "the output has no tokenizer"
-    ids = Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    ids = _ids(out)
     source = rules["source"]
     first = sources["base" if source == "union" else source][0]
     wanted = set(first)
