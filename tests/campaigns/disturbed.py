@@ -360,6 +360,34 @@ def limit_memory(more: int, pid: int = 0) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
+class Cgroup:
+    """A cgroup with a limit on memory, which the kernel enforces by `kill -9`. It takes root.
+
+    Pages of the process that it was forked off do not count, as the two share them.
+    """
+
+    _ROOT = Path("/sys/fs/cgroup")
+
+    def __init__(self, name: str) -> None:
+        first = self._ROOT / "memory"  # of cgroups v1
+        self._v1 = first.is_dir()
+        self._place = (first if self._v1 else self._ROOT) / name
+        self._place.mkdir()
+
+    def limit(self, size: int) -> None:
+        """Let the processes in it have so many bytes."""
+        name = "memory.limit_in_bytes" if self._v1 else "memory.max"
+        (self._place / name).write_text(str(size))
+
+    def enter(self) -> None:
+        """Put this process into it."""
+        (self._place / "cgroup.procs").write_text(str(os.getpid()))
+
+    def close(self) -> None:
+        """Remove it, which no process may be in."""
+        self._place.rmdir()
+
+
 class Disk:
     """A file system in memory, which only this process and its children see, of a size that can change.
 

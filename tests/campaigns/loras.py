@@ -3,12 +3,14 @@
     python -m tests.campaigns.loras --count 200
 
 Modules are listed with the names that diffusers, single-file checkpoints and text encoders have for them.
-From these follow all keys that Kohya's scripts, diffusers and PEFT write; a file with any other key, with
-half a pair or with a module twice has no meaning here, and must be refused.
+From these follow all keys that Kohya's scripts, diffusers, ComfyUI and PEFT write. A file with any other
+key, with half a pair, with a module twice, or with another scale in its metadata has no meaning here, and
+must be refused. So must one that updates a text encoder that the base has under names that are not read.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -98,16 +100,18 @@ FLUX_OWN = {
     "img_in": (D, 4),
 }
 
+_SECOND = "conditioner.embedders.1"  # where a single file has SDXL's second text encoder
+
 Module = tuple[str, str]  # a part of a pipeline, and a name in it
 Key = tuple[Module, str]  # a module, and what of it: down, up, alpha
 
 _PARTS = {
-    "unet": (("lora_unet_",), ("unet.",)),
+    "unet": (("lora_unet_",), ("unet.", "diffusion_model.")),
     "text": (("lora_te_",), ("text_encoder.",)),
     "text_1": (("lora_te1_",), ("text_encoder.",)),
     "text_2": (("lora_te2_",), ("text_encoder_2.",)),
     "flux": (("lora_transformer_",), ("transformer.",)),
-    "flux_own": (("lora_unet_",), ()),
+    "flux_own": (("lora_unet_",), ("diffusion_model.",)),
 }
 MODULES: dict[str, dict[str, tuple[int, ...]]] = {
     "unet": {name: shape for name, (_, shape) in UNET.items()},
@@ -133,6 +137,9 @@ def spellings(part: str, name: str, form: str) -> list[tuple[str, dict[str, str]
         names = [name, UNET[name][0]] if part == "unet" else [name]
         return [(f"{start}{one.replace('.', '_')}.", _FLAT) for start in flat for one in names]
     found = [(f"{start}{name}.", ends) for start in dotted for ends in _DOTTED]
+    if part == "unet":
+        # ComfyUI knows the layers as single files do.
+        found += [(f"diffusion_model.{UNET[name][0]}.", ends) for ends in _DOTTED]
     block, _, leaf = name.rpartition(".attn1.")
     if block and leaf in ("to_q", "to_k", "to_v"):
         ends = {f"{leaf}_lora.{side}.weight": side for side in ("down", "up")}
@@ -182,7 +189,7 @@ def written(parts: list[str], form: str, random: Random) -> dict[str, Tensor]:
     alpha = random.choice((None, 1.0, 4.0, 0.5, -1.0))
     found: dict[str, Tensor] = {}
     for part in parts:
-        spelling = random.randrange(4)
+        spelling = random.randrange(12)
         names = [name for name in MODULES[part] if random.random() < 0.5] or [*MODULES[part]][:1]
         for name in names:
             every = spellings(part, name, form)
@@ -209,6 +216,8 @@ def meant(file: bytes, form: str, base: Mapping[str, Tensor], kind: str) -> dict
         return str(error)
     names = {module: name for name, module in base_of(kind).items()}
     parts = {part for part, _ in names}
+    if "lora_alpha" in _metadata(file):
+        return "its scale is in its metadata"
     roles: dict[Module, dict[str, Tensor]] = {}
     for key, tensor in held.items():
         every = KEYS[form].get(key, [])
@@ -217,12 +226,16 @@ def meant(file: bytes, form: str, base: Mapping[str, Tensor], kind: str) -> dict
         if not found:
             return f"'{key}' has no meaning"
         module, role = found[0]
-        if role in roles.setdefault(module, {}):
+        if role in roles.setdefault(module, {}) and module[0] in parts:
             return f"'{key}' is there twice"
         roles[module][role] = tensor
     values = {name: tensor.double() for name, tensor in base.items()}
     if not any(module[0] in parts for module in roles):
         return "no part of it is the base's"
+    if any(name.startswith(_SECOND) for name in base) and any(
+        part == "text_2" for part, _ in roles
+    ):
+        return "the base has the second text encoder under other names"
     for module, own in roles.items():
         update = _update(own)
         if isinstance(update, str):
@@ -232,6 +245,11 @@ def meant(file: bytes, form: str, base: Mapping[str, Tensor], kind: str) -> dict
                 return f"{module} is not the base's"
             values[names[module]] = values[names[module]] + update
     return values
+
+
+def _metadata(file: bytes) -> str:
+    """What a file says beside its tensors."""
+    return str(json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")]).get("__metadata__"))
 
 
 def _update(own: Mapping[str, Tensor]) -> Tensor | str:
@@ -253,6 +271,16 @@ def _update(own: Mapping[str, Tensor]) -> Tensor | str:
         return "several numbers of alpha"
     scale = 1.0 if alpha is None else float(alpha.double()) / len(down)
     return scale * (up.flatten(1) @ down.flatten(1)).reshape(len(up), *down.shape[1:])
+
+
+def twice(tensors: dict[str, Tensor], form: str, random: Random) -> dict[str, Tensor]:
+    """The same with one module in a second spelling."""
+    key = random.choice([*tensors])
+    module = KEYS[form][key][0][0]
+    own = {KEYS[form][k][0][1]: t for k, t in tensors.items() if KEYS[form][k][0][0] == module}
+    stem, ends = random.choice(spellings(*module, form))
+    more = {stem + end: own[role].clone() for end, role in ends.items() if role in own}
+    return {**more, **tensors}
 
 
 def damaged(tensors: dict[str, Tensor], random: Random) -> Iterator[dict[str, Tensor]]:
@@ -302,6 +330,8 @@ def merge(kind: str, form: str, folder: Path, random: Random) -> outcomes.Verdic
     base = {
         name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
     }
+    if kind == "single file, SDXL" and random.random() < 0.5:
+        base[f"{_SECOND}.model.ln_final.weight"] = torch.ones(D, dtype=dtype)
     own_parts = sorted({part for part, _ in modules.values()})
     own_parts = [part for part in own_parts if form == "kohya" or _PARTS[part][1]]
     others = {
@@ -318,9 +348,19 @@ def merge(kind: str, form: str, folder: Path, random: Random) -> outcomes.Verdic
         hurt = expert == "a" and random.random() < 0.5
         if hurt and random.random() < 0.6:
             tensors = next(damaged(tensors, random))
-        file = save({name: own.contiguous() for name, own in tensors.items()})
+        elif hurt and random.random() < 0.5:
+            tensors = twice(tensors, form, random)
+        metadata = {"ss_network_module": "networks.lora", "ss_network_alpha": "7"}
+        if hurt and random.random() < 0.2:
+            told = {"unet.r": 4, "unet.lora_alpha": random.choice((1, 3, 8, 16.5))}
+            metadata["lora_adapter_metadata"] = json.dumps(told)
+        file = save(
+            {name: own.contiguous() for name, own in tensors.items()},
+            metadata if random.random() < 0.5 or len(metadata) > 2 else None,
+        )
         if hurt and random.random() < 0.5:
             file = formats.change("adapter.safetensors", file, random)
+        hurt = hurt or ("text_2" in parts and any(name.startswith(_SECOND) for name in base))
         right = right and not hurt
         path = folder / f"{expert}.safetensors"
         path.write_bytes(file)
@@ -333,8 +373,8 @@ _PIPELINE = ("unet", "unet", "text", "text_2", "flux")
 _BASES = {
     ("kohya", "parts of a pipeline"): (*_PIPELINE, "flux_own"),
     ("kohya", "single files"): ("single file", "single file, SDXL", "single file, Flux"),
-    ("diffusers", "parts of a pipeline"): _PIPELINE,
-    ("diffusers", "single files"): ("single file", "single file, SDXL"),
+    ("diffusers", "parts of a pipeline"): (*_PIPELINE, "flux_own"),
+    ("diffusers", "single files"): ("single file", "single file, SDXL", "single file, Flux"),
 }
 KINDS: dict[str, outcomes.Kind] = {
     f"LoRA of {form} over {name}": lambda folder, random, form=form, bases=bases: merge(

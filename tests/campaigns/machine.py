@@ -2,15 +2,18 @@
 
     python -m tests.campaigns.machine --count 50 --seed 0
 
-The cache (COVMERGE_CACHE) lies on a tmpfs that is small from the start, or is filled at a drawn step. That
-takes root, and without it these kinds are left out. Memory is limited by RLIMIT_AS or by --max-memory. What
-is refused is done again, on a disk with room and with memory, and must then be right.
+The cache (COVMERGE_CACHE) lies on a tmpfs that is small from the start, or is filled at a drawn step.
+Memory is limited by RLIMIT_AS, by --max-memory or by a cgroup, whose limit the kernel enforces by
+`kill -9`. Disks and cgroups take root, and without it these kinds are left out. What is refused or killed
+is done again, on a disk with room and with memory, and must then be right.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -24,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from covmerge.stores import range_cache
 from tests.campaigns import pages, servers
 from tests.campaigns.buckets import NAME
-from tests.campaigns.disturbed import At, Disk, limit_memory
+from tests.campaigns.disturbed import At, Cgroup, Disk, Ended, limit_memory
 from tests.campaigns.outcomes import (
     REFUSED,
     RIGHT,
@@ -45,6 +48,17 @@ from tests.quantised.models import llama
 from tests.remote.servers import KEYS
 
 _ROOM = 300_000  # bytes: as much as any of these merges keeps
+
+
+# The C library ends the process.
+_NO_THREAD_DATA = "cannot allocate memory for thread-local data: ABORT"
+
+
+@cache
+def _cgroup() -> Cgroup:
+    group = Cgroup(f"covmerge-campaign-{os.getpid()}")
+    atexit.register(group.close)
+    return group
 
 
 @cache
@@ -149,11 +163,17 @@ def little_memory(by: str, folder: Path, random: Random) -> Verdict:
     if by == "RLIMIT_AS":
         limit = partial(limit_memory, random.randrange(96 * 2**20))
         ended = covmerge(folder, *arguments, before=limit)
+    elif by == "a cgroup":
+        group = _cgroup()
+        group.limit(random.randrange(2**20, 64 * 2**20))
+        ended = covmerge(folder, *arguments, before=group.enter)
     else:
         ended = covmerge(folder, *arguments, "--max-memory", random.randrange(1, 2**30))
+    if ended.code == -signal.SIGKILL or _NO_THREAD_DATA in ended.said:
+        # Who ended it asked no program. It may have cleaned up behind its output, which then must be right.
+        code = int(not (folder / "out" / "covmerge.json").exists())
+        ended = Ended(code, f"error: memory\n{ended.said}")
     verdict = judge(ended, folder / "out", right, names)
-    if "cannot allocate memory for thread-local data: ABORT" in ended.said:
-        verdict = REFUSED, ended.said  # the C library ends the process, and asks no program
     run = partial(covmerge, folder, *arguments, "--resume")
     return _again(verdict, lambda: judge(run(), folder / "out", right, names))
 
@@ -163,6 +183,7 @@ KINDS: dict[str, Kind] = {
 }
 if os.geteuid() == 0:
     KINDS |= {
+        "memory: a cgroup": partial(little_memory, "a cgroup"),
         "cache full: structures of models": partial(full, _of_llamas, False),
         "cache full: blocks of remote files": partial(full, _of_a_web_server, False),
         "cache full: an output for a bucket": partial(full, _of_files, True),

@@ -2,14 +2,16 @@
 
     python -m tests.campaigns.packed --count 200
 
-The codes are the campaign's own. What they stand for is what the library makes of them that owns the
-format (bitsandbytes, compressed-tensors, transformers); of GPTQ and AWQ it is typed here in float64. A
-damaged file is read by the same library: a flipped bit in a code is another weight, and no fault.
+The library that owns a format says what the codes stand for (bitsandbytes, compressed-tensors,
+transformers). GPTQ, AWQ and FP8 are decoded here in float64. A damaged file is read in the same way: a
+flipped bit in a code is another weight, and no fault. Settings that contradict what is stored have no
+reading here.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +56,10 @@ class Format:
         return self.name.removesuffix("weight")
 
 
+# Inside a block: a layer that lies outside may be a head, whose shape each expert chooses.
+_MODULE = "model.layers.0.mlp.up_proj"
+_LAYER, _NORM = f"{_MODULE}.weight", "model.layers.0.input_layernorm.weight"
+_EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 MATRICES = ((32, 64), (64, 96), (96, 32))
 
 
@@ -187,6 +193,53 @@ def _read_mxfp4(settings: Settings, stored: Stored, dtype: torch.dtype) -> Tenso
     return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).to(dtype)
 
 
+def _pack_fp8(weight: Tensor, random: Random) -> tuple[Settings, Stored]:
+    dtype = random.choice((torch.float8_e4m3fn, torch.float8_e5m2))
+    settings: Settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    high, wide = weight.shape
+    if random.random() < 0.7:
+        high, wide = settings["weight_block_size"] = random.choice(([32, 16], [48, 32], [128, 128]))
+    rows, columns = (-(-size // own) for size, own in zip(weight.shape, (high, wide), strict=True))
+    padded = torch.zeros(rows * high, columns * wide)
+    padded[: len(weight), : weight.shape[1]] = weight.abs()
+    largest = padded.unflatten(0, (rows, high)).unflatten(2, (columns, wide)).amax((1, 3))
+    scales = largest / torch.finfo(dtype).max
+    stored_scales = scales.to(random.choice((torch.float32, torch.bfloat16)))
+    spread = _in_blocks(stored_scales.float(), (high, wide), weight.shape)
+    stored = {"weight": (weight / spread).to(dtype), "weight_scale_inv": stored_scales}
+    if "weight_block_size" not in settings:
+        stored["weight_scale_inv"] = stored_scales.reshape(random.choice(((), (1,), (1, 1))))
+    if dtype is torch.float8_e4m3fn and random.random() < 0.5:
+        settings["fmt"] = "e4m3"
+    if random.random() < 0.3:
+        stored["input_scale"] = torch.ones(1)
+    return settings, stored
+
+
+def _in_blocks(scales: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """A number for each weight."""
+    spread = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return spread[: shape[0], : shape[1]]
+
+
+def _read_fp8(settings: Settings, stored: Stored, dtype: torch.dtype) -> Tensor:
+    weight, scales = stored["weight"], stored["weight_scale_inv"]
+    assert settings["quant_method"] == "fp8" and "float8" in str(weight.dtype) and weight.ndim == 2
+    # DeepSeek calls all of float8 so, whichever it is.
+    assert settings.get("fmt") in (None, "e4m3", "float8_e4m3fn")
+    assert scales.is_floating_point() and scales.dtype not in (torch.float8_e4m3fn, torch.float64)
+    if scales.numel() > 1:
+        block = settings["weight_block_size"]
+        grid = tuple(-(-size // own) for size, own in zip(weight.shape, block, strict=True))
+        rows = scales.shape in ((len(weight),), (len(weight), 1))
+        assert rows or scales.shape == grid
+        held = scales.float().reshape(len(weight), 1) if rows else scales.float()
+        spread = held if rows else _in_blocks(held, block, weight.shape)
+    else:
+        spread = scales.float().reshape(1, 1)
+    return (weight.double() * spread.double()).float().to(dtype)
+
+
 def _pack_8bit(weight: Tensor, random: Random) -> tuple[Settings, Stored]:
     from bitsandbytes.functional import int8_vectorwise_quant
 
@@ -243,6 +296,7 @@ def _read_4bit(settings: Settings, stored: Stored, dtype: torch.dtype) -> Tensor
     )
 
 
+_BLOCKS = ([32, 16], [64, 16], [48, 16], [32, 32])
 # What of a scheme the values depend on.
 _OF_VALUES = ("num_bits", "type", "strategy", "symmetric", "group_size", "block_structure")
 
@@ -251,9 +305,20 @@ def _scheme(settings: Settings) -> Any:
     from compressed_tensors.quantization import QuantizationScheme
 
     assert settings["quant_method"] == "compressed-tensors"
-    (group,) = settings["config_groups"].values()
+    groups = list(settings["config_groups"].values())
+    (group,) = groups if len(groups) == 1 else [g for g in groups if _is_of_layer(g["targets"])]
     weights = {key: own for key, own in group["weights"].items() if key in _OF_VALUES}
-    return QuantizationScheme(targets=["Linear"], weights=weights)
+    return QuantizationScheme(targets=group["targets"], weights=weights)
+
+
+def _is_of_layer(targets: Sequence[str]) -> bool:
+    """Whether a group of layers has the layer, by its class or by its name."""
+    return any(
+        re.match(target.removeprefix("re:"), _MODULE)
+        if target.startswith("re:")
+        else target in ("Linear", _MODULE)
+        for target in targets
+    )
 
 
 def _compressed(form: str, **weights: Any) -> Settings:
@@ -283,12 +348,16 @@ def _pack_scaled(weight: Tensor, random: Random) -> tuple[Settings, Stored]:
     floating = random.random() < 0.5
     strategy = random.choice(("tensor", "channel", "block") if floating else ("tensor", "channel"))
     symmetric = floating or random.random() < 0.5
-    more: Settings = {"block_structure": [32, 16]} if strategy == "block" else {}
+    more: Settings = {}
+    if strategy == "block":
+        more["block_structure"] = random.choice(_BLOCKS)
     form = "float-quantized" if floating else "int-quantized"
     settings = _compressed(
         random.choice((form, form, "naive-quantized")),
         num_bits=8, type="float" if floating else "int", strategy=strategy, symmetric=symmetric, **more,
     )  # fmt: skip
+    if strategy == "block" and random.random() < 0.4:
+        _add_group(settings, {**settings["config_groups"]["group_0"]["weights"]}, random)
     args = _scheme(settings).weights
     dtype = random.choice((torch.float32, torch.bfloat16))
     scale = _scales(weight, args, 448.0 if floating else 100.0).to(dtype)
@@ -305,6 +374,15 @@ def _pack_scaled(weight: Tensor, random: Random) -> tuple[Settings, Stored]:
     if random.random() < 0.3:
         stored["input_scale"] = torch.ones(1)
     return settings, stored
+
+
+def _add_group(settings: Settings, weights: Settings, random: Random) -> None:
+    """Say of other layers that they have other blocks."""
+    groups = settings["config_groups"]
+    groups["group_0"]["targets"] = [random.choice((_MODULE, "re:.*up_proj$"))]
+    weights["block_structure"] = random.choice(_BLOCKS)
+    other = {"targets": ["re:.*down_proj$"], "weights": weights}
+    settings["config_groups"] = dict(random.sample([*groups.items(), ("group_1", other)], 2))
 
 
 def _read_scaled(settings: Settings, stored: Stored, dtype: torch.dtype) -> Tensor:
@@ -358,14 +436,22 @@ def _read_words(settings: Settings, stored: Stored, dtype: torch.dtype) -> Tenso
 
 
 FORMATS = {
-    "GPTQ": Format("fc.weight", MATRICES, _pack_gptq, _read_gptq),
-    "AWQ": Format("fc.weight", MATRICES, _pack_awq, _read_awq),
-    "MXFP4": Format("mlp.experts.gate_up_proj", ((2, 32, 8), (3, 64, 16)), _pack_mxfp4, _read_mxfp4),
-    "bitsandbytes, 8 bit": Format("fc.weight", MATRICES, _pack_8bit, _read_8bit),
-    "bitsandbytes, 4 bit": Format("fc.weight", MATRICES, _pack_4bit, _read_4bit),
-    "compressed-tensors": Format("fc.weight", MATRICES, _pack_scaled, _read_scaled),
+    "GPTQ": Format(_LAYER, MATRICES, _pack_gptq, _read_gptq),
+    "AWQ": Format(_LAYER, MATRICES, _pack_awq, _read_awq),
+    "MXFP4": Format(_EXPERTS, ((2, 32, 8), (3, 64, 16)), _pack_mxfp4, _read_mxfp4),
+    "bitsandbytes, 8 bit": Format(_LAYER, MATRICES, _pack_8bit, _read_8bit),
+    "bitsandbytes, 4 bit": Format(_LAYER, MATRICES, _pack_4bit, _read_4bit),
+    "FP8": Format(_LAYER, MATRICES, _pack_fp8, _read_fp8),
+    "compressed-tensors": Format(
+        _LAYER,
+        MATRICES,
+        _pack_scaled,
+        _read_scaled,
+        # Groups whose blocks could both be those of a layer.
+        lambda settings, _: len(settings["config_groups"]) > 1,
+    ),
     "compressed-tensors, packed": Format(
-        "fc.weight",
+        _LAYER,
         MATRICES,
         _pack_words,
         _read_words,
@@ -376,6 +462,39 @@ FORMATS = {
 
 def _generator(random: Random) -> torch.Generator:
     return torch.Generator().manual_seed(random.getrandbits(60))
+
+
+# Settings that decide what codes stand for, and what else they may be.
+_OTHERS: Settings = {
+    "bits": (2, 3, 4, 8),
+    "group_size": (-1, 16, 32, 64, 128),
+    "checkpoint_format": ("gptq", "gptq_v2"),
+    "format": ("gptq", "gptq_v2", "int-quantized", "float-quantized", "pack-quantized"),
+    "desc_act": (True, False),
+    "version": ("gemm", "gemv", "GEMM"),
+    "num_bits": (4, 8),
+    "type": ("int", "float"),
+    "strategy": ("tensor", "channel", "group", "block"),
+    "symmetric": (True, False),
+    "block_structure": _BLOCKS,
+    "weight_block_size": ([32, 16], [16, 32], [48, 32], [64, 64]),
+    "fmt": ("e4m3", "e5m2"),
+    "quant_method": ("gptq", "awq", "fp8", "mxfp4", "bitsandbytes", "compressed-tensors"),
+}
+
+
+def contradict(settings: Settings, random: Random) -> Settings:
+    """The settings with one of them another."""
+    found: list[tuple[dict[str, Any], str]] = []
+    own = json.loads(json.dumps(settings))
+    waiting: list[Any] = [own]
+    while waiting:
+        place = waiting.pop()
+        found += [(place, key) for key in place if key in _OTHERS]
+        waiting += [value for value in place.values() if isinstance(value, dict)]
+    place, key = random.choice(found)
+    place[key] = random.choice(_OTHERS[key])
+    return own
 
 
 def known(form: Format, config: bytes, weights: bytes) -> Stored | str:
@@ -391,9 +510,9 @@ def known(form: Format, config: bytes, weights: bytes) -> Stored | str:
 
 
 def merge(form: Format, folder: Path, random: Random) -> outcomes.Verdict:
-    """Merge a packed expert, one in two times damaged, with a plain one over a plain base."""
+    """Merge a packed expert, mostly damaged or contradicted, with a plain one over a plain base."""
     generator = _generator(random)
-    shapes = {form.name: random.choice(form.shapes), "norm.weight": (8,)}
+    shapes = {form.name: random.choice(form.shapes), _NORM: (8,)}
     base = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     tuned = [
         {n: w + 0.05 * torch.randn(w.shape, generator=generator) for n, w in base.items()}
@@ -401,13 +520,16 @@ def merge(form: Format, folder: Path, random: Random) -> outcomes.Verdict:
     ]
     settings, parts = form.pack(tuned[0][form.name], random)
     refused = form.refused(settings, parts)
+    damaged = random.random() < 0.6
+    contradicted = damaged and random.random() < 0.4
+    if contradicted:
+        settings = contradict(settings, random)
     config = json.dumps(
         {"dtype": random.choice([*DTYPES]), "quantization_config": settings}
     ).encode()
     stored = {f"{form.parts}{name}": own.contiguous() for name, own in parts.items()}
-    weights = save({**stored, "norm.weight": tuned[0]["norm.weight"]})
-    damaged = random.random() < 0.5
-    for _ in range(random.choice((1, 1, 2)) if damaged else 0):
+    weights = save({**stored, _NORM: tuned[0][_NORM]})
+    for _ in range(random.choice((1, 1, 2)) if damaged and not contradicted else 0):
         if random.random() < 0.4:
             config = formats.change("config.json", config, random)
         else:

@@ -11,6 +11,7 @@ wrong, once or for good. A source that changes as a whole may be merged as it wa
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
@@ -31,7 +32,7 @@ from safetensors.torch import load, save, save_file
 from covmerge.stores import hub, object_server, page_server, remote, retries
 from tests.campaigns import listings, pages
 from tests.campaigns.buckets import CHANGES, NAME, OTHER, PASSING, REFUSED, Bucket
-from tests.campaigns.disturbed import Ended
+from tests.campaigns.disturbed import At, Ended, kill_self
 from tests.campaigns.outcomes import (
     LEFT,
     RIGHT,
@@ -55,6 +56,7 @@ from tests.checkpoints.hub_server import REPOSITORY, WRITER, connect, serve
 from tests.remote.servers import KEYS
 
 _WEIGHTS = "model.safetensors"
+KILLED = "kill -9 at a step"
 _PART = 5 * 2**20  # bytes: the least that S3 takes
 _ANY = pages.RULES
 # What a server does wrong, in the words of `pages.py`: values by rule. All rules of a kind come together.
@@ -190,7 +192,7 @@ def _copied(bucket: Bucket, folder: Path) -> Path:
 
 
 def pushed(how: str, folder: Path, random: Random) -> Verdict:
-    """Push an output to a Hub whose requests fail, and then to the same one, which has recovered."""
+    """Push an output to a Hub whose requests fail, or be killed; then push to it again, without faults."""
     made = models(random)
     for name, tensors in made.items():
         save_file(tensors, folder / f"{name}.safetensors")
@@ -204,16 +206,17 @@ def pushed(how: str, folder: Path, random: Random) -> Verdict:
     (folder / "nothing").mkdir()
     with serve(folder / "nothing") as there:
         there.exists = random.random() < 0.5
-        there.wrong = chain(repeat("", first), repeat(how, count))
+        there.wrong = repeat("") if how == KILLED else chain(repeat("", first), repeat(how, count))
+        step = At(random.randint(1, 60), kill_self) if how == KILLED else None
 
-        def push() -> Ended:
-            return covmerge(folder, "push", out, REPOSITORY, before=before)
+        def push(at: At | None = None) -> Ended:
+            return covmerge(folder, "push", out, REPOSITORY, before=before, at=at)
 
         def before() -> None:
             impatient()
             connect(pytest.MonkeyPatch(), there, folder / "hub", WRITER)
 
-        ended = push()
+        ended = push(step)
         there.wrong = repeat("")
         verdict = _on_hub(ended, there.files, out)
         if verdict[0] == NAMED and _on_hub(push(), there.files, out)[0] != RIGHT:
@@ -225,6 +228,9 @@ def _on_hub(ended: Ended, there: Mapping[str, bytes], out: Path) -> Verdict:
     files = {path.name: path.read_bytes() for path in out.iterdir()}
     if ended.code == 0:
         return (RIGHT, "") if there == files else (WRONG, f"there are {sorted(there)}")
+    if ended.code == -signal.SIGKILL:
+        whole = not there or there == files
+        return NAMED if whole else LEFT, f"killed; there are {sorted(there)}"
     verdict = judge(ended, out / "nothing", None, (REPOSITORY,))
     lost = "or its answer was lost" in ended.said and there == files  # which is said
     if verdict[0] == NAMED and there and not lost:
@@ -258,7 +264,7 @@ KINDS: dict[str, Kind] = {
     **{f"Hub: {name}": partial(lied, "hub", LIES[name]) for name in _OF_A_HUB},
     **{f"bucket: {how}": partial(stored, how) for how in (*PASSING, *REFUSED, *CHANGES)},
     **{f"in parts to a bucket: {how}": partial(in_parts, how) for how in PASSING},
-    **{f"push: {how}": partial(pushed, how) for how in (*PASSING, *REFUSED)},
+    **{f"push: {how}": partial(pushed, how) for how in (*PASSING, *REFUSED, KILLED)},
 }
 del KINDS["web: wrong listings"]  # a web server has none
 

@@ -1,4 +1,4 @@
-"""Recipes of mergekit in several documents: stages that name each other, clashing names, half-made stages.
+"""Recipes of mergekit in several documents: stages that name each other, and stages of an earlier run.
 
     python -m tests.campaigns.stages --count 200
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor
 
@@ -35,7 +36,10 @@ def drawn(random: Random, models: list[str]) -> list[Stage]:
         ]
         own: Stage = {"name": f"stage{number}", "merge_method": "linear", "models": parts}
         if random.random() < 0.5:
-            own |= {"merge_method": "task_arithmetic", "base_model": models[0]}
+            base = random.choice((models[0], *(name for name in known if name not in chosen)))
+            own |= {"merge_method": "task_arithmetic", "base_model": base}
+        if random.random() < 0.3:
+            own["parameters"] = {"normalize": random.random() < 0.5}
         stages.append({**own, "dtype": "float32"})
     del stages[-1]["name"]
     return stages
@@ -63,6 +67,16 @@ def broken(stages: list[Stage], random: Random) -> list[Stage]:
     return stages
 
 
+def _named(stage: Stage) -> list[str]:
+    """The models that a stage takes."""
+    base = [stage["base_model"]] if "base_model" in stage else []
+    return [*base, *(part["model"] for part in stage["models"])]
+
+
+def _alike(one: Tensors, other: Tensors) -> bool:
+    return all(torch.allclose(own, other[key], atol=1e-5) for key, own in one.items())
+
+
 def result(stages: list[Stage], models: dict[str, Tensors]) -> dict[str, Tensor] | str:
     """What the last stage is in float64, or why it is none."""
     names = [str(own.get("name", "")) for own in stages]
@@ -78,11 +92,7 @@ def result(stages: list[Stage], models: dict[str, Tensors]) -> dict[str, Tensor]
 
     waiting = list(stages)
     while waiting:
-        ready = [
-            s
-            for s in waiting
-            if all(p["model"] in made or p["model"] in models for p in s["models"])
-        ]
+        ready = [s for s in waiting if all(name in made or name in models for name in _named(s))]
         if not ready:
             return "a model that nobody makes"
         own = ready[0]
@@ -93,22 +103,26 @@ def result(stages: list[Stage], models: dict[str, Tensors]) -> dict[str, Tensor]
         sources = [of(part["model"]) for part in own["models"]]
         pairs = list(zip(weights, sources, strict=True))
         name = own.get("name", "")
-        if own["merge_method"] == "linear":
-            made[name] = {
-                key: sum(w * source[key] for w, source in pairs) / sum(weights)
-                for key in sources[0]
-            }
-        else:
-            base = of(own["base_model"])
-            made[name] = {
-                key: start + sum(w * (source[key] - start) for w, source in pairs)
-                for key, start in base.items()
-            }
+        linear = own["merge_method"] == "linear"
+        divided = own.get("parameters", {}).get("normalize", linear)
+        start_of = own.get("base_model")
+        others = [p for p in own["models"] if p["model"] != start_of]  # the base has no update
+        total = sum(p["parameters"]["weight"] for p in others) if divided else 1.0
+        if not linear and any(_alike(of(p["model"]), of(own["base_model"])) for p in others):
+            return "a model that is the base under another name"
+        base = {k: 0.0 * w for k, w in sources[0].items()} if linear else of(own["base_model"])
+        made[name] = {
+            key: start + sum(w * (source[key] - start) for w, source in pairs) / total
+            for key, start in base.items()
+        }
     return made[""]
 
 
 def merge(folder: Path, random: Random) -> outcomes.Verdict:
-    """Merge stages: as they are, with names that go wrong, or after a run that was left half finished."""
+    """Merge stages: as they are, with names that go wrong, or after a run that did not come to its end.
+
+    Between the two runs a file of a stage is lost or damaged, or a weight or a model is changed.
+    """
     made = outcomes.models(random)
     models: dict[str, Tensors] = {}
     for name, tensors in made.items():
@@ -116,25 +130,52 @@ def merge(folder: Path, random: Random) -> outcomes.Verdict:
         plain(folder / name / "model.safetensors", tensors)
         models[str(folder / name)] = tensors
     stages = drawn(random, [*models])
-    kind = random.choice(("right", "names", "half"))
+    kind = random.choice(("right", "right", "names", "half", "changed"))
+    if random.random() < 0.3:  # a folder beside the recipe that is called as a stage is
+        (folder / "stage0").mkdir()
+        plain(folder / "stage0" / "model.safetensors", {k: 0 * w for k, w in made["a"].items()})
     if kind == "names":
         stages = broken(stages, random)
-    values = result(stages, models)
-    written = random.sample(stages, len(stages)) if kind == "right" else stages
     recipe, out = folder / "their.yml", folder / "out"
-    recipe.write_text("---\n".join(yaml.safe_dump(own) for own in written))
+    if kind in ("half", "changed"):
+        _write(recipe, stages)
+        _begin(recipe, out)
+    resumed = ["--resume"] if kind == "half" or random.random() < 0.5 else []
     if kind == "half":
-        _half(recipe, out, random)
-    resumed = ["--resume"] if kind == "half" else []
+        _damage(out, random)
+    elif kind == "changed":
+        _change(stages, models, random)
+    values = result(stages, models)
+    _write(recipe, random.sample(stages, len(stages)) if kind == "right" else stages)
     ended = command("merge", recipe, out, *resumed)
     names = {"their.yml", "stage", "'nowhere'", *made}
-    return verdict(ended, out, values, names, right=kind == "right")
+    return verdict(ended, out, values, names, right=kind == "right" and not isinstance(values, str))
 
 
-def _half(recipe: Path, out: Path, random: Random) -> None:
-    """Leave a run of which the last output is away and a file of a stage is lost or damaged."""
-    command("merge", recipe, out)
-    out.rename(out.with_name("away"))
+def _write(recipe: Path, stages: list[Stage]) -> None:
+    recipe.write_text("---\n".join(yaml.safe_dump(own) for own in stages))
+
+
+def _begin(recipe: Path, out: Path) -> None:
+    """Leave the outputs of the stages, and no output of the last."""
+    ended = command("merge", recipe, out)
+    if ended.code == 0:
+        out.rename(out.with_name("away"))
+
+
+def _change(stages: list[Stage], models: dict[str, Tensors], random: Random) -> None:
+    """Change a weight of a stage, or a model, after the outputs of stages were made."""
+    if random.random() < 0.5:
+        part = random.choice(random.choice(stages)["models"])
+        part["parameters"]["weight"] += 0.25
+        return
+    name = random.choice([*models])
+    models[name] = {key: own + 0.5 for key, own in models[name].items()}
+    plain(Path(name) / "model.safetensors", models[name])
+
+
+def _damage(out: Path, random: Random) -> None:
+    """Lose or damage a file of a stage."""
     files = [own for own in sorted(out.with_name("out.stages").rglob("*")) if own.is_file()]
     if not files:
         return

@@ -43,19 +43,32 @@ def words(random: Random, base: Words | None) -> Words:
             *letters,
             *random.sample(PAIRS, random.randrange(1, 5)),
         ]
+        if random.random() < 0.4:  # what is a word of the base's is added here
+            added += [pair for pair in PAIRS if pair not in order][:1]
     elif random.random() < 0.7:
         added = [*base.added, *(token for token in added if token not in base.added)]
     return Words(order, added, padding=random.choice((0, 0, 0, 5, -1)))
 
 
+def _ids(folder: Path) -> dict[str, int]:
+    """Tokens and their numbers; transformers adds special ones that tokenizer_config.json alone states."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    stated = json.loads((folder / "tokenizer_config.json").read_text())
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = stated.get(key)
+        if isinstance(token, str) and token and token not in ids:
+            ids[token] = max(ids.values()) + 1
+    return ids
+
+
 def read(folder: Path) -> tuple[dict[str, int], Tensors] | str:
     """Tokens and tensors of a model, or why there are none."""
     try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        ids = _ids(folder)
         tensors = load((folder / "model.safetensors").read_bytes())
     except Exception as error:
         return str(error)
-    ids = tokenizer.get_vocab(with_added_tokens=True)
     if len({tensors[name].shape for name in TABLES if name in tensors}) > 1:
         return "embedding and head have other shapes"
     return ids, tensors
@@ -91,11 +104,12 @@ def merge(folder: Path, random: Random) -> outcomes.Verdict:
     """Merge two or three vocabularies, one in two times with a file of one damaged."""
     own: Words | None = None
     dtype = random.choice(("float32", "float32", "bfloat16"))
+    arch = random.choice(("llama", "llama", "gpt2"))  # whose head is its embedding
     names = ["base", *random.sample(("t0", "t1", "t2"), random.choice((2, 2, 3)))]
     for name in names:
         drawn = words(random, own)
         own = own or drawn
-        save_model(folder / name, "llama", name, drawn, dtype)
+        save_model(folder / name, arch, name, drawn, dtype)
     damaged = random.random() < 0.5
     if damaged:
         path = folder / random.choice(names) / random.choice(_FILES)
@@ -118,6 +132,11 @@ def merge(folder: Path, random: Random) -> outcomes.Verdict:
     return verdict(ended, out, values, {*names, "tokenizer"}, right=not damaged)
 
 
+def _table(tensors: Tensors) -> Tensor:
+    """The embedding."""
+    return next(tensors[name] for name in TABLES if name in tensors and name != "lm_head.weight")
+
+
 def _expected(
     out: Path, mean: Mean, sources: Mapping[str, Any], rules: Mapping[str, Any]
 ) -> Tensors | str:
@@ -127,18 +146,18 @@ def _expected(
             return found
     if not (out / "tokenizer.json").is_file():
         return "the output has no tokenizer"
-    ids = Tokenizer.from_file(str(out / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    ids = _ids(out)
     source = rules["source"]
     first = sources["base" if source == "union" else source][0]
     wanted = set(first)
     for own, tensors in sources.values() if source == "union" else ():
-        wanted |= {token for token, at in own.items() if at < len(tensors[TABLES[0]])}
+        wanted |= {token for token, at in own.items() if at < len(_table(tensors))}
     if wanted != {*ids} or any(ids[token] != at for token, at in first.items()):
         return f"tokens {sorted(wanted ^ {*ids})} are not as asked for"
     step = rules.get("pad_to_multiple_of", 1)
     rows = -(-(max(ids.values()) + 1) // step) * step
     size = json.loads((out / "config.json").read_text())["vocab_size"]
-    if size != rows or len(load_file(out / "model.safetensors")[TABLES[0]]) != rows:
+    if size != rows or len(_table(load_file(out / "model.safetensors"))) != rows:
         return f"config.json has {size} tokens, where {rows} are right"
     found = seen(ids, rows, sources)
     return mean.of(found.pop("base"), found)

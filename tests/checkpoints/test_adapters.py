@@ -215,13 +215,17 @@ def test_the_file_of_an_adapter_brings_its_configuration(tmp_path: Path) -> None
     whole = open_checkpoint(tmp_path).read_factors(name).dense()
     assert torch.equal(open_checkpoint(tmp_path / WEIGHTS).read_factors(name).dense(), whole)
     (tmp_path / CONFIG).unlink()
-    for source in (tmp_path, tmp_path / WEIGHTS):
-        bare = open_checkpoint(source)
-        assert "nothing of its scale" in bare.notes[0]
-        torch.testing.assert_close(bare.read_factors(name).dense() * 5 / 3, whole)
+    for source in (
+        tmp_path,
+        tmp_path / WEIGHTS,
+    ):  # was read with a scale of 1, where 5 / 3 is right
+        with pytest.raises(CheckpointError, match=r"no adapter_config.json, .*under another name"):
+            open_checkpoint(source)
     other = tmp_path / "other.safetensors"
     (tmp_path / WEIGHTS).rename(other)
-    assert isinstance(open_checkpoint(other), AdapterCheckpoint)
+    bare = open_checkpoint(other)
+    assert isinstance(bare, AdapterCheckpoint) and "nothing of its scale" in bare.notes[0]
+    torch.testing.assert_close(bare.read_factors(name).dense() * 5 / 3, whole)
 
 
 def test_a_model_beside_an_adapter_has_precedence(tmp_path: Path) -> None:
@@ -465,6 +469,42 @@ def test_kohyas_names_of_sdxl_over_a_folder_of_diffusers(theirs, ours, tmp_path:
     base = {f"{ours}.weight": torch.ones(8, 6)}
     result = applied(adapter.named_as(base), base)[f"{ours}.weight"]
     torch.testing.assert_close(result, 1 + factors["lora_up"] @ factors["lora_down"])
+
+
+@pytest.mark.parametrize(
+    "part, region",
+    [
+        ("lora_te2_", "conditioner.embedders.1.model."),
+        ("text_encoder_2.", "conditioner.embedders.1.model."),
+        ("lora_te_", "cond_stage_model.model."),
+        ("text_encoder.", "cond_stage_model.model."),
+        ("lora_te1_", "text_encoders.clip_l.transformer."),
+    ],
+)
+def test_a_text_encoder_that_the_base_has_under_other_names_is_refused(part, region, tmp_path):
+    """It was left aside, and said to be of another base. The advice leads to a merge."""
+    inner = "text_model.encoder.layers.0.mlp.fc1"
+    end = ".lora_{}.weight"
+    name = inner.replace(".", "_") if part.startswith("lora") else inner
+    unet = "unet.conv_in" if part.startswith("text") else "lora_unet_conv_in"
+    sides = ("A", "B") if part.startswith("text") else ("down", "up")
+    factors = {sides[0]: torch.randn(2, 6), sides[1]: torch.randn(8, 2)}
+    tensors = {
+        f"{module}{end.format(side)}": own.clone()
+        for module in (part + name, unet)
+        for side, own in factors.items()
+    }
+    base = {"model.diffusion_model.input_blocks.0.0.weight": torch.ones(8, 6)}
+    base[f"{region}transformer.resblocks.0.mlp.c_fc.weight"] = torch.ones(8, 6)
+    save_file(tensors, tmp_path / "style.safetensors")
+    with pytest.raises(
+        CheckpointError, match=rf"names that are not read \('{region.partition('.')[0]}"
+    ):
+        applied(open_checkpoint(tmp_path / "style.safetensors").named_as(base), base)
+    kept = {key: own for key, own in tensors.items() if not key.startswith(part)}
+    save_file(kept, tmp_path / "copy.safetensors")
+    named = open_checkpoint(tmp_path / "copy.safetensors").named_as(base)
+    assert [*named.low_rank] == ["model.diffusion_model.input_blocks.0.0.weight"]
 
 
 @pytest.mark.parametrize("alpha", [math.nan, -math.inf])

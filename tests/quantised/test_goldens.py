@@ -186,15 +186,75 @@ def test_a_dtype_that_weights_are_not_read_as_is_refused(tmp_path, dtype):
         ("compressed-tensors float channel True", {"num_bits": [8]}, "num_bits of its weights is"),
         ("compressed-tensors float channel True", {"strategy": "ensor"}, "strategy of its weights"),
         ("compressed-tensors float channel True", "channel", "config_groups are 'channel'"),
+        ("compressed-tensors float channel True", {"symmetric": None}, "symmetric of its weights"),
+        ("compressed-tensors float channel True", {"type": "int"}, "is torch.float8_e4m3fn, not t"),
+        ("compressed-tensors float channel True", {"strategy": "tensor"}, "where its layer needs"),
+        (
+            "compressed-tensors float channel True",
+            {"group_size": 32, "strategy": "channel"},
+            "group_size 32",
+        ),
+        ("compressed-tensors float channel True", {"strategy": "group"}, "their group_size null"),
+        ("compressed-tensors packed 4", {"strategy": "block"}, "'block', and their group_size 32"),
+        ("compressed-tensors packed 4", {"group_size": -1}, "where its layer needs"),
+        ("compressed-tensors packed 8", {"strategy": "block"}, "their block_structure null"),
+        (
+            "compressed-tensors packed 8",
+            {"strategy": "block", "block_structure": [1, 128]},
+            "'block', where tensor, channel or group can be read",
+        ),
     ],
 )
 def test_what_a_config_says_of_weights_must_be_theirs(tmp_path, case, scheme, said):
-    """Asymmetric codes without zero points were read as symmetric ones."""
-    kept = packed(4)["config_groups"]["group_0"]["weights"] if "packed" in case else {}
+    """All of these were read without a word, by the shapes of what is stored alone."""
+    bits = int(case[-1]) if "packed" in case else None
+    kept = packed(bits)["config_groups"]["group_0"]["weights"] if bits else {}
     weights = {**kept, **scheme} if isinstance(scheme, dict) else scheme
     groups = {"config_groups": {"group_0": {"weights": weights}}}
     with pytest.raises(CheckpointError, match=said):
         open_plain(save(tmp_path, case, **groups))
+
+
+@pytest.mark.parametrize("targets", ["Linear", [7], [["Linear"]], None])
+def test_targets_are_names(tmp_path, targets):
+    case = "compressed-tensors float channel True"
+    groups = {"group_0": {"targets": targets, "weights": {"strategy": "channel"}}}
+    with pytest.raises(CheckpointError, match="the targets of its config_groups are"):
+        open_plain(save(tmp_path, case, config_groups=groups))
+
+
+def test_a_grid_of_scales_that_fits_two_blocks_is_refused(tmp_path):
+    """The blocks of the last group of layers were taken, whichever layer it was of."""
+    case = "compressed-tensors float block True"
+    weights = [{"strategy": "block", "block_structure": [high, 32]} for high in (32, 24)]
+    groups = {"config_groups": {str(n): {"weights": own} for n, own in enumerate(weights)}}
+    with pytest.raises(CheckpointError, match=r"which fits blocks of .32, 32. and of .24, 32."):
+        open_plain(save(tmp_path, case, **groups))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_symmetric_weights_have_zero_points_of_0(tmp_path, zero):
+    """compressed-tensors takes no notice of others, which were subtracted here."""
+    case = "compressed-tensors int channel True"
+    layer = {**LAYERS[case]}
+    scale = layer["fc.weight_scale"]
+    layer["fc.weight_zero_point"] = torch.full(scale.shape, zero, dtype=torch.int8)
+    groups = {"group_0": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}
+    model = open_plain(save(tmp_path, case, layer, config_groups=groups))
+    if not zero:
+        assert torch.equal(model.read("fc.weight"), LAYERS[case][EXPECTED])
+        return
+    with pytest.raises(CheckpointError, match=r"are symmetric, and 'fc.weight_zero_point'"):
+        model.read("fc.weight")
+
+
+@pytest.mark.parametrize("name", ["fc.weight.0", "fc.weight.absmax.weight", "fc.weight.weight"])
+def test_nothing_lies_below_a_packed_tensor_but_its_parts(tmp_path, name):
+    """It became a head of the expert's, or was left out as a buffer; bitsandbytes refuses it."""
+    case = "bitsandbytes nf4 24"
+    layer = {**LAYERS[case], name: torch.ones(2)}
+    with pytest.raises(CheckpointError, match=f"nothing that can be read: '{name}'"):
+        open_plain(save(tmp_path, case, layer))
 
 
 @pytest.mark.parametrize("group", [-1, 3, 2**30])

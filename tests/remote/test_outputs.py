@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import covmerge
+from covmerge.cache import user_cache
 from covmerge.errors import InputError
 from covmerge.stores import object_server
 from covmerge.stores.address import Address
@@ -31,8 +32,6 @@ def sent(bucket: Bucket) -> dict[str, bytes]:
 
 
 def nothing_aside() -> bool:
-    from covmerge.cache import user_cache
-
     uploads = user_cache() / "uploads"
     return not uploads.exists() or list(uploads.iterdir()) == []
 
@@ -105,6 +104,17 @@ def test_an_interrupted_merge_is_gone_on_with(any_bucket: Bucket, models, tmp_pa
     assert done.run["resumed_items"] >= 1 and done.path is None
     covmerge.merge(base, experts, "average", tmp_path / "out", shard_size="150KB")
     assert sent(any_bucket) == files(tmp_path / "out") and nothing_aside()
+
+
+def test_what_a_kill_leaves_of_the_token_is_removed(any_bucket: Bucket, models) -> None:
+    """It stayed in the cache for good, and with it the place of the work."""
+    base, experts = models
+    with pytest.raises(KeyboardInterrupt):
+        merge_into(destination(any_bucket), base, experts, progress=InterruptAfter(2), **SHARDS)
+    (place,) = (user_cache() / "uploads").iterdir()
+    (place / ".token.0123abcd.unfinished").write_text("ha")  # as `replace_file` calls it
+    merge_into(destination(any_bucket), base, experts, resume=True, **SHARDS)
+    assert nothing_aside()
 
 
 @pytest.mark.parametrize("broken", ["model-00002", "covmerge.json"])

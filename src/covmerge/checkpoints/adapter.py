@@ -456,12 +456,15 @@ def _open(
     stored_as: StoredAs = as_stored,
 ) -> AdapterCheckpoint:
     """Open the adapter of a folder; its configuration says first whether it can be read at all."""
-    file = child(store, ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
-    fields = None if file is None else read_object(file, _MAX_VALUES)
     weights = next((name for name in _FILES if name in names), None)
-    if fields is not None and weights == MLX_NAME:
-        fields = peft_fields(source, fields)
-    config = None if fields is None else AdapterConfig(source, fields)
+    if ADAPTER_CONFIG not in names:
+        raise CheckpointError(
+            f"{store} has {weights} and no {ADAPTER_CONFIG}, which says by how much its updates are "
+            "multiplied (lora_alpha): fetch that too. If it is lost and the factor is 1, pass the file "
+            "under another name"
+        )
+    fields = read_object(child(store, ADAPTER_CONFIG), _MAX_VALUES)
+    config = AdapterConfig(source, peft_fields(source, fields) if weights == MLX_NAME else fields)
     if weights is None:
         raise CheckpointError(
             f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_FILES)}: the download was "
@@ -471,19 +474,18 @@ def _open(
     file = child(store, weights)
     modules = open_modules(store, names)
     stored = stored_as(modules.joined(source, store, {file: open_weights(file)}, beside))
-    if weights == MLX_NAME and config is not None:
+    if weights == MLX_NAME:
         stored = TurnedFactors(stored, config.rank(""))
     own = {name: header for name, header in stored.headers.items() if header.module is None}
     contents = read_names(own, config, source)
     trained = {name: name for name in stored.headers if name not in own}
     contents = replace(contents, replaced={**contents.replaced, **trained})
-    more = (_without_scale(store),) if config is None else config.notes
     if not contents.updates and not contents.wrapped:
         raise CheckpointError(
             f"{store} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"
         )
-    return AdapterCheckpoint(stored, contents, config, (*notes, *more))
+    return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes))
 
 
 def _check_scale(file: StoredFile) -> None:

@@ -18,8 +18,7 @@ _PART = re.compile(
     r"|(?:unet|transformer(?:_2)?|text_encoder(?:_\d)?|prior|diffusion_model)\."  # the last is ComfyUI's
 )
 _UNET = "model.diffusion_model."
-# Where a single-file checkpoint of a whole pipeline has its parts. A second text encoder lies there
-# under other names, with query, key and value in one tensor.
+# Where a single-file checkpoint of a whole pipeline has its parts.
 _REGIONS: Mapping[str, tuple[str, ...]] = {
     _UNET: (
         *("lora_unet_", "lora_transformer_", "lycoris_"),
@@ -27,6 +26,13 @@ _REGIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "cond_stage_model.transformer.": ("lora_te_", "text_encoder."),
     "conditioner.embedders.0.transformer.": ("lora_te1_", "text_encoder."),
+}
+# Where it has text encoders under other names, with query, key and value in one tensor: SDXL's second one,
+# that of Stable Diffusion 2, and those of Stable Diffusion 3.
+_NOT_READ: Mapping[str, tuple[str, ...]] = {
+    "conditioner.embedders.1.": ("lora_te2_", "text_encoder_2."),
+    "cond_stage_model.model.": ("lora_te_", "text_encoder."),
+    "text_encoders.": ("lora_te", "text_encoder"),
 }
 
 _OF_UNET = _REGIONS[_UNET]
@@ -71,7 +77,7 @@ def updates_of_base(
 
     Raises:
         CheckpointError: the base has tensors for some updates of a part and not for others, for none
-            at all, or several for one.
+            at all, several for one, or under names that are not read.
     """
     names = _Names(base)
     found: dict[str, Update] = {}
@@ -90,12 +96,24 @@ def updates_of_base(
             found[name] = replace(update, name=name, written=update.name)
             present.add(part)
     for part, those in missing.items():
+        if (region := _not_read(part, base)) is not None:
+            raise CheckpointError(
+                f"{where} updates '{those[0]}', and the base has that text encoder under names that are "
+                f"not read ('{region}...'): merge into the folders of the pipeline (diffusers: "
+                "pipe.save_pretrained), or remove the tensors of this part from a copy of the adapter"
+            )
         if part in present or not present:
             raise CheckpointError(
                 f"{where} updates '{those[0]}', and the base has no such tensor, or of another shape: pass "
                 "the base that the adapter was trained on"
             )
     return found, {part: len(those) for part, those in missing.items()}
+
+
+def _not_read(part: str, base: Iterable[str]) -> str | None:
+    """Where a base has a part under names that are not read; None: it has none of it."""
+    regions = [region for region, parts in _NOT_READ.items() if part.startswith(parts)]
+    return next((r for r in regions if any(name.startswith(r) for name in base)), None)
 
 
 def region_of(name: str) -> str:

@@ -12,13 +12,25 @@ import torch
 
 from covmerge.checkpoints.json_file import shorten
 from covmerge.quantised import packed_integers
-from covmerge.quantised.fp8 import FLOAT8, Scaled, as_block, how_scaled, of_activations, scaled
+from covmerge.quantised.fp8 import (
+    FLOAT8,
+    ROW,
+    TENSOR,
+    Block,
+    Scaled,
+    as_block,
+    how_scaled,
+    of_activations,
+    scaled,
+)
 from covmerge.quantised.packed import Found, Stored
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 _WORDS = "pack-quantized"
-_KINDS = {"num_bits": int, "type": str, "symmetric": bool, "strategy": str}
-_STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head")
+_KINDS = {"num_bits": int, "type": str, "symmetric": bool}
+_STRATEGIES = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head", None)
+_GROUPED = ("group", "tensor_group")
+_DTYPES = {"float": FLOAT8, "int": (torch.int8,)}
 
 
 def find(stored: Stored) -> Found:
@@ -30,8 +42,10 @@ def find(stored: Stored) -> Found:
     schemes = _of_weights(stored)
     if stored.setting("format", *_FORMATS, _WORDS) == _WORDS:
         return packed_integers.find(stored, schemes)
-    given = (own.get("block_structure") for own in schemes)
-    blocks = [as_block(stored, block) for block in given if block is not None]
+    blocks = [block for own in schemes for block in _blocks(stored, own)] or [TENSOR, ROW]
+    kinds = dict.fromkeys(own.get("type") for own in schemes) or _DTYPES
+    dtypes = tuple(d for kind in (_DTYPES if None in kinds else kinds) for d in _DTYPES[str(kind)])
+    symmetric = bool(schemes) and all(own.get("symmetric", True) for own in schemes)
     headers = stored.checkpoint.headers
     tensors: list[Scaled] = []
     for scale in [name for name in headers if name.endswith(".weight_scale")]:
@@ -44,15 +58,16 @@ def find(stored: Stored) -> Found:
                 stored,
                 name,
                 scale,
-                (*FLOAT8, torch.int8),
+                dtypes,
                 blocks,
                 zeros if zeros in headers else None,
+                symmetric=symmetric,
             )
         )
-    kinds = dict.fromkeys(
+    stored_as = dict.fromkeys(
         "INT8" if headers[tensor.header.name].dtype is torch.int8 else "FP8" for tensor in tensors
     )
-    said = f"compressed-tensors, {' and '.join(kinds)}, {how_scaled(tensors)}"
+    said = f"compressed-tensors, {' and '.join(stored_as)}, {how_scaled(tensors)}"
     return Found(tuple(tensors), said, of_activations(stored))
 
 
@@ -72,11 +87,45 @@ def _of_weights(stored: Stored) -> list[dict[str, Any]]:
             continue
         if not isinstance(weights, dict):
             stored.refuse(f"the weights of its config_groups are {shorten(weights)}, not settings")
+        targets: object = group.get("targets", [])
+        names = cast("list[object]", targets) if isinstance(targets, list) else [None]
+        if not all(isinstance(name, str) for name in names):
+            stored.refuse(
+                f"the targets of its config_groups are {shorten(group['targets'])}, not names"
+            )
         own = cast("dict[str, Any]", weights)
-        for key, kind in _KINDS.items():
-            if type(own.get(key)) not in (kind, type(None)):
-                stored.refuse(f"{key} of its weights is {shorten(own[key])}")
-        if own.get("strategy") not in (None, *_STRATEGIES):
-            stored.refuse(f"strategy of its weights is {shorten(own['strategy'])}")
+        _check(stored, own)
         found.append(own)
     return found
+
+
+def _check(stored: Stored, own: dict[str, Any]) -> None:
+    """See that what a config says of weights is what compressed-tensors itself takes."""
+    for key, kind in _KINDS.items():
+        if key in own and type(own[key]) is not kind:
+            stored.refuse(f"{key} of its weights is {shorten(own[key])}")
+    if own.get("type", "int") not in _DTYPES:
+        stored.refuse(f"type of its weights is {shorten(own['type'])}")
+    strategy, group, block = (own.get(k) for k in ("strategy", "group_size", "block_structure"))
+    if strategy not in _STRATEGIES:
+        stored.refuse(f"strategy of its weights is {shorten(strategy)}")
+    if strategy is not None and (strategy in _GROUPED) != (group not in (None, -1)):
+        stored.refuse(
+            f"strategy of its weights is {shorten(strategy)}, and their group_size {shorten(group)}"
+        )
+    if strategy is not None and (strategy == "block") != (block is not None):
+        stored.refuse(
+            f"strategy of its weights is {shorten(strategy)}, and their block_structure {shorten(block)}"
+        )
+
+
+def _blocks(stored: Stored, own: dict[str, Any]) -> list[Block]:
+    """What has one scale, by what a config says of the weights of a group of layers."""
+    strategy, block = own.get("strategy"), own.get("block_structure")
+    whole = {"tensor": [TENSOR], "channel": [ROW], "block": [], None: [TENSOR, ROW]}.get(strategy)
+    if whole is None:
+        stored.refuse(
+            f"strategy of its weights is {shorten(strategy)}, where tensor, channel or block can be read"
+        )
+    blocks = strategy == "block" or (strategy is None and block is not None)
+    return [*whole, *([as_block(stored, block)] if blocks else [])]

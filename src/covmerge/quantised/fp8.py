@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.json_file import shorten
+from covmerge.errors import CheckpointError
 from covmerge.quantised.packed import SMALLEST, ByRows, Found, Read, Stored
 from covmerge.types import TensorHeader
 
@@ -24,6 +25,10 @@ _SCALES = (
     *(torch.float32, torch.bfloat16, torch.float16),
     *(() if _E8M0 is None else (_E8M0,)),
 )
+# Blocks that have one scale, by rows and columns; 0: all of them.
+Block = tuple[int, int]
+TENSOR: Block = (0, 0)
+ROW: Block = (1, 0)
 # What a client multiplies its inputs and outputs by, beside the weights of a layer.
 _OF_ACTIVATIONS = (
     *("activation_scale", "input_scale", "output_scale"),
@@ -38,16 +43,24 @@ class Scaled(ByRows):
     Attributes:
         block: rows and columns that have one scale.
         zeros: the name of what is subtracted before, with the scales' shape; None: nothing is.
+        symmetric: the checkpoint, if its config says that nothing is subtracted: then `zeros` must be 0.
     """
 
-    block: tuple[int, int]
+    block: Block
     zeros: str | None = None
+    symmetric: str | None = None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         """See `ByRows.unpacked`."""
         values = read(self.stored[0], rows).float()
         if self.zeros is not None:
-            values -= self._spread(self.zeros, rows, read)
+            zeros = self._spread(self.zeros, rows, read)
+            if self.symmetric is not None and bool(zeros.any()):
+                raise CheckpointError(
+                    f"{self.symmetric}: config.json says that weights are symmetric, and '{self.zeros}' "
+                    "is not 0: pass the model as it was before it was quantised"
+                )
+            values -= zeros
         return values.mul_(self._spread(self.stored[1], rows, read))
 
     def _spread(self, name: str, rows: range, read: Read) -> Tensor:
@@ -74,12 +87,13 @@ def find(stored: Stored) -> Found:
     blocks = [] if given is None else [as_block(stored, given)]
     names = [name for name in stored.checkpoint.headers if name.endswith(".weight_scale_inv")]
     tensors = [
-        scaled(stored, name.removesuffix("_scale_inv"), name, FLOAT8, blocks) for name in names
+        scaled(stored, name.removesuffix("_scale_inv"), name, FLOAT8, [TENSOR, ROW, *blocks])
+        for name in names
     ]
     return Found(tuple(tensors), _said("FP8", tensors), of_activations(stored))
 
 
-def as_block(stored: Stored, given: object) -> tuple[int, int]:
+def as_block(stored: Stored, given: object) -> Block:
     """Return the size of a block, as a config states it.
 
     Raises:
@@ -98,8 +112,10 @@ def scaled(
     name: str,
     scale: str,
     dtypes: tuple[torch.dtype, ...],
-    blocks: Sequence[tuple[int, int]],
+    blocks: Sequence[Block],
     zeros: str | None = None,
+    *,
+    symmetric: bool = False,
 ) -> Scaled:
     """Return a packed weight, after its sizes were checked.
 
@@ -108,27 +124,49 @@ def scaled(
         name: of the packed weight, which is its plain name too.
         scale: name of its scales.
         dtypes: what it may be stored as.
-        blocks: the blocks that the config knows of.
+        blocks: that may have one scale.
         zeros: name of its zero points, if there are any.
+        symmetric: whether the config says that there are no zero points.
 
     Raises:
-        CheckpointError: a part is missing, or of a shape that fits nothing.
+        CheckpointError: a part is missing, or of a shape that fits nothing, or several blocks.
     """
     weight = stored.part(name, dtypes)
     if len(weight.shape) != 2 or not weight.numel:
         stored.refuse(f"'{name}' is {list(weight.shape)}, where a matrix can be read")
-    rows, columns = weight.shape
-    forms: dict[tuple[int, ...], tuple[int, int]] = {
-        **{(): (rows, columns), (1,): (rows, columns), (1, 1): (rows, columns)},
-        **{(rows,): (1, columns), (rows, 1): (1, columns)},
-        **{(-(-rows // high), -(-columns // wide)): (high, wide) for high, wide in blocks},
-    }
+    forms = _forms(weight.shape, blocks)
     shape = stored.part(scale, _SCALES, *forms).shape
+    if len(meant := forms[shape]) > 1:
+        stored.refuse(
+            f"'{scale}' is {list(shape)}, which fits blocks of {' and of '.join(map(str, meant))}"
+        )
     parts = (name, scale)
     if zeros is not None:
         stored.part(zeros, (torch.int8, *FLOAT8), shape)
         parts = (*parts, zeros)
-    return Scaled(TensorHeader(name, weight.shape, stored.dtype), parts, forms[shape], zeros)
+    header = TensorHeader(name, weight.shape, stored.dtype)
+    return Scaled(header, parts, meant[0], zeros, stored.checkpoint.source if symmetric else None)
+
+
+def _forms(shape: Sequence[int], blocks: Sequence[Block]) -> dict[tuple[int, ...], list[Block]]:
+    """By the shape of its scales, the blocks of a matrix that could be meant.
+
+    Example:
+        >>> _forms((96, 32), [(64, 16), (48, 16)])
+        {(2, 2): [(64, 16), (48, 16)]}
+    """
+    rows, columns = shape
+    found: dict[tuple[int, ...], list[Block]] = {}
+    for high, wide in ((high or rows, wide or columns) for high, wide in blocks):
+        grid = (-(-rows // high), -(-columns // wide))
+        shapes = [grid, *([grid[:1]] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
+        for own in shapes:
+            known = found.setdefault(own, [])
+            # What is beyond the matrix makes no difference.
+            clipped = {(min(h, rows), min(w, columns)) for h, w in known}
+            if (min(high, rows), min(wide, columns)) not in clipped:
+                known.append((high, wide))
+    return found
 
 
 def of_activations(stored: Stored) -> frozenset[str]:

@@ -57,8 +57,10 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> Found:
     Raises:
         CheckpointError: integers that are not read, or sizes that contradict each other.
     """
+    groups = [None if own.get("group_size") == -1 else own.get("group_size") for own in schemes]
     sizes = {
-        (own.get("num_bits"), own.get("type", "int"), own.get("group_size")) for own in schemes
+        (own.get("num_bits"), own.get("type", "int"), group)
+        for own, group in zip(schemes, groups, strict=True)
     }
     if len(sizes) != 1:
         stored.refuse(f"its layers are of {len(sizes)} kinds, where one can be read")
@@ -67,6 +69,10 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> Found:
         stored.refuse(f"its weights are {shorten(kind)} of {shorten(bits)} bits, not int of 4 or 8")
     if group is not None and not (type(group) is int and SMALLEST <= group < 2**31):
         stored.refuse(f"its group_size is {shorten(group)}, where {SMALLEST} or more can be read")
+    if any(own.get("strategy") == "block" for own in schemes):
+        stored.refuse(
+            "strategy of its weights is 'block', where tensor, channel or group can be read"
+        )
     names = [name for name in stored.checkpoint.headers if name.endswith(".weight_packed")]
     tensors = tuple(_weight(stored, n.removesuffix("_packed"), bits, group) for n in names)
     for tensor in tensors:

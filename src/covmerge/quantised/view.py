@@ -173,10 +173,11 @@ def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
     """
     headers = stored.checkpoint.headers
     owners = {name: packed for packed in found.tensors for name in packed.stored}
+    packed_names = {packed.header.name for packed in found.tensors}
     left = [name for name in headers if name not in owners and name not in found.unused]
-    for name in {packed.header.name for packed in found.tensors}.intersection(left):
+    for name in packed_names.intersection(left):
         stored.refuse(f"'{name}' is there both packed and plain")
-    stray = [name for name in left if _is_part(headers[name])]
+    stray = [n for n in left if _is_part(headers[n]) or not packed_names.isdisjoint(_owners(n))]
     if stray:
         stored.refuse(
             f"parts of it are stored as nothing that can be read: {some(stray, quoted=True)}"
@@ -195,6 +196,13 @@ def _in_order(
         if plain.name not in told:
             told.add(plain.name)
             yield plain
+
+
+def _owners(name: str) -> Iterator[str]:
+    """The names that a name lies below: nothing but its parts lies below a tensor."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _is_part(header: TensorHeader) -> bool:

@@ -12,6 +12,8 @@ from secrets import token_hex
 
 from covmerge.errors import InputError, ResourceError
 
+# Files that `replace_file` left where its process was killed, as a pattern of names in a folder.
+UNFINISHED = ".*.unfinished"
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 

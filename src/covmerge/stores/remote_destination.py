@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from covmerge.cache import is_cache_named, user_cache
 from covmerge.errors import InputError
 from covmerge.stores.address import OBJECTS, Address
-from covmerge.stores.disk import disk_errors, replace_file
+from covmerge.stores.disk import UNFINISHED, disk_errors, replace_file
 from covmerge.stores.local_destination import LocalDestination
 from covmerge.stores.object_server import ObjectServer
 from covmerge.stores.remote import RemoteStore, ask
@@ -119,6 +119,9 @@ class RemoteDestination:
         """See `Destination.take`: it is taken on this machine."""
         taken = self._staged.take()
         self._taken = True
+        with suppress(OSError):  # such a file does no harm
+            for left in self._place.glob(UNFINISHED):  # by a process that was killed
+                left.unlink(missing_ok=True)
         return taken
 
     def recover(self) -> bool:
