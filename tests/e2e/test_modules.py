@@ -15,8 +15,8 @@ import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CheckpointError, InputError, TensorError
 from tests.advised import advice
-from tests.checkpoints.hub_server import connect, serve
 from tests.checkpoints.adapters import llama
+from tests.checkpoints.hub_server import connect, serve
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_advice import adapter
 from tests.e2e.test_resume import digests
@@ -402,7 +402,10 @@ def test_folders_that_are_no_modules_of_this_model(tmp_path):
         open_checkpoint(twice)
     (twice / "2_Dense").rename(twice / "3_Dense")
     (twice / "modules.json").write_text(json.dumps([{"path": "3_Dense"}]))
-    assert open_checkpoint(twice).headers.keys() == {"2_Dense.linear.weight", "3_Dense.linear.weight"}
+    assert open_checkpoint(twice).headers.keys() == {
+        "2_Dense.linear.weight",
+        "3_Dense.linear.weight",
+    }
 
 
 def test_ties_in_a_module_that_an_expert_undoes(tmp_path):
@@ -420,7 +423,9 @@ def test_ties_in_a_module_that_an_expert_undoes(tmp_path):
             state["lm_head.weight"] = state["model.embed_tokens.weight"] + moved
         save_file(state, folder / module / "model.safetensors", {"format": "pt"})
     base, a = tmp_path / "base", tmp_path / "a"
-    said = advice("copy the result over the module's folder in copies of the base and of every expert")
+    said = advice(
+        "copy the result over the module's folder in copies of the base and of every expert"
+    )
     with pytest.raises(InputError, match=said):
         covmerge.merge(base, {"a": a}, "average", tmp_path / "out")
     covmerge.merge(base / module, {"a": a / module}, "average", tmp_path / "merged")
