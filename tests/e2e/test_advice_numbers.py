@@ -76,6 +76,15 @@ def test_factors_beyond_a_dtype(lora, tmp_path):
     torch.testing.assert_close(found[Q], right[Q], rtol=1e-4, atol=1e6)
 
 
+def test_factors_whose_squares_overflow_float32(lora, tmp_path):
+    """They are finite, and so is what is stored in bfloat16: no error, and no NaN as its loss."""
+    file = lora.folder / "adapter_model.safetensors"
+    save_file({n: 1e18 * t for n, t in load_file(file).items()}, file, {"format": "pt"})
+    given = (tmp_path / "base", {"a": lora.folder}, "average", tmp_path / "out")
+    result = covmerge.merge(*given, form="adapter", out_dtype="bfloat16")
+    assert 0.0 < result.stats["totals"]["rounding_loss"] < 0.01
+
+
 def test_a_mergekit_recipe_in_half_precision(tmp_path):
     """Stored as before, and nearer to the merge in float32."""
     base = {NAME: drawn(3.0, 0).bfloat16()}

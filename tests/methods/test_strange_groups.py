@@ -38,7 +38,7 @@ def arbitrary(method, updates):
 
 
 def _cancel(updates):
-    """Whether numbers that vote are opposite by chance; their sum is a rounding, which kernels do otherwise.
+    """Whether numbers that vote are opposite by chance: the sign of their sum is that of a rounding.
 
     Two updates of one norm are opposite in a common basis, which has their difference as a direction.
     """
