@@ -31,7 +31,7 @@ from covmerge.engine import (
 from covmerge.errors import RecipeError
 from covmerge.export import write_manifest
 from covmerge.findings import Fit
-from covmerge.judgement import check_fit
+from covmerge.judgement import check_fit, naming_lost
 from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
 from covmerge.notebook import paragraph, table_html
@@ -395,6 +395,7 @@ class CompareJob:
         options = self.options
         executor = options.executor(memory, checkpoints.opener)
         with (
+            naming_lost(checkpoints.experts),
             torch_threads(options.threads),
             closing(executor),
             executor.hashing(contents) as hashing,

@@ -71,6 +71,10 @@ class NotFiniteError(TensorError):
         super().__init__(f"'{tensor}' of {source} {problem}")
         self.tensor, self.expert, self.problem = tensor, expert, problem
 
+    def __reduce__(self) -> tuple[type[NotFiniteError], tuple[str, str | None, str]]:
+        """Pickle it whole: worker processes raise it."""
+        return NotFiniteError, (self.tensor, self.expert, self.problem)
+
 
 class RecipeError(InputError):
     """A recipe, an option or a parameter is unknown or out of range."""

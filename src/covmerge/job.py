@@ -38,7 +38,7 @@ from covmerge.engine import (
     torch_threads,
 )
 from covmerge.errors import InputError
-from covmerge.judgement import check_fit
+from covmerge.judgement import check_fit, naming_lost
 from covmerge.linalg.bits import unpack
 from covmerge.output import OutputFiles, merge_stats, run_figures
 from covmerge.plan import MODEL, Plan, head_part, mask_part
@@ -218,7 +218,12 @@ class Job:
         work.checkpoints.check_ties(work.plan)
         options = self.options
         contents: Contents = {} if journal is None else work.checkpoints.contents()
-        with torch_threads(options.threads), executor.hashing(contents) as hashing:
+        experts = work.checkpoints.experts
+        with (
+            naming_lost(experts),
+            torch_threads(options.threads),
+            executor.hashing(contents) as hashing,
+        ):
             (done,) = run(
                 [(work.plan, output)],
                 work.checkpoints.sources(),

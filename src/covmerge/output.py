@@ -41,6 +41,7 @@ from covmerge.export import (
     write_manifest,
     write_rescalers,
 )
+from covmerge.export.expert_models import BASE_PROBE
 from covmerge.export.generation import notes_on_generation
 from covmerge.findings import Fit
 from covmerge.methods import WORDS
@@ -55,6 +56,7 @@ from covmerge.quantised import is_quantised
 from covmerge.recipe import dump_recipe
 from covmerge.result import MergedFolder, RunFigures, Stats
 from covmerge.sources import OpenCheckpoints
+from covmerge.statistics.file import probe
 from covmerge.stores.store import Store, WritableStore
 from covmerge.stores.walk import remove_others
 from covmerge.tensors import stack_order, undone_ties
@@ -146,6 +148,8 @@ class OutputFiles:
             *self._parents.notes,
         )
         said = cast("Mapping[str, Json]", stats)
+        if "rescalers" in stats:
+            said = {**said, BASE_PROBE: probe(base)}
         record = manifest(plan, sources, notes, warnings, {**self._as_seen(), **said})
         beside.append(write_card(store, plan, self._parents, base.config, record))
         sources = cast("Mapping[str, Any]", record["sources"])

@@ -161,4 +161,4 @@ def test_load_expert_tells_it_too(merged, manifest):
     path = merged / MANIFEST_NAME
     path.write_text(json.dumps(put(manifest, ("sources", "base", "content"), "x")))
     with pytest.raises(InputError, match=r"sources\.base\.content"):
-        _check_base(merged, open_checkpoint(merged / "model.safetensors"))
+        _check_base(merged, read_manifest(merged), open_checkpoint(merged / "model.safetensors"))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import CovmergeError
@@ -24,6 +25,14 @@ def moved(tensors):
     return {n: t + (1 if t.dtype == torch.int8 else 0.1) for n, t in tensors.items()}
 
 
+def broken(layers, entries=16):
+    """NaN in so many entries of these layers of an expert."""
+    tensors = {name: tensor.clone() for name, tensor in EXPERT.items()}
+    for name in layers:
+        tensors[name].view(-1)[-entries:] = float("nan")
+    return tensors
+
+
 # Base and expert.
 KINDS = {
     **{what: (BASE, expert) for what, expert in STRANGE.items()},
@@ -38,6 +47,9 @@ KINDS = {
         {n.replace("fc.", "fc.base_layer."): t for n, t in BASE.items()}
         | {f"layers.{n}.fc.lora_A.default.weight": torch.ones(1, 4) for n in range(3)},
     ),
+    "NaN in all layers": (BASE, broken(LAYERS)),
+    "a NaN in each layer": (BASE, broken(LAYERS, 1)),
+    "NaN in a layer": (BASE, broken(LAYERS[:1])),
     "without most layers": (
         BASE,
         {n: t for n, t in EXPERT.items() if "layers.0" in n or "norm" in n},
@@ -107,6 +119,34 @@ def test_the_way_is_found_where_there_is_one():
     assert list(ends(*KINDS["as it should be"], {}, depth=0))
     found = [settings for settings, _ in ends(*KINDS["a part more"], {}, depth=2)]
     assert {"tensors": {"extra": "ignore"}} in found
+
+
+@pytest.mark.parametrize("entries", [1, 16])
+@pytest.mark.parametrize("executor", ["threads", "processes"])
+def test_an_expert_of_nan_is_no_matter_of_rules(entries, executor, tmp_path):
+    files = {"base": BASE, "a": broken(LAYERS, entries), "b": EXPERT}
+    base, a, b = (tmp_path / f"{name}.safetensors" for name in files)
+    for name, tensors in files.items():
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    said = advice(
+        "if that is what was trained, pass a checkpoint from before the training diverged, or leave the"
+    )
+    for rules in ([], [{"match": LAYERS[0], "use": "base"}], [{"match": "*fc*", "use": "base"}]):
+        with pytest.raises(CovmergeError, match=f"^lost-update: expert 'a'.*{said}"):
+            given = {"rules": rules, "executor": executor}
+            covmerge.merge(base, {"a": a, "b": b}, "average", tmp_path / "out", **given)
+    found = covmerge.merge(base, {"b": b}, "average", tmp_path / "out")  # left out
+    assert found.verification.ok
+    saved = tmp_path / "a.safetensors"  # the one before
+    save_file(EXPERT, saved)
+    covmerge.merge(base, {"a": saved, "b": b}, "average", tmp_path / "out", overwrite=True)
+
+
+def test_a_layer_of_nan_is_left_to_the_base_by_the_rule():
+    base, expert = KINDS["NaN in a layer"]
+    (found,) = [merged for settings, merged in ends(base, expert, {}, depth=1) if settings]
+    for name in BASE:
+        torch.testing.assert_close(found[name], (BASE if name == LAYERS[0] else EXPERT)[name])
 
 
 def test_a_model_of_codes_is_given_as_numbers():

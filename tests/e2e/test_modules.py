@@ -15,6 +15,7 @@ import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CheckpointError, InputError, TensorError
 from tests.advised import advice
+from tests.checkpoints.adapters import llama
 from tests.checkpoints.hub_server import connect, serve
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_advice import adapter
@@ -396,5 +397,48 @@ def test_folders_that_are_no_modules_of_this_model(tmp_path):
         open_checkpoint(lost)
     twice = plain(tmp_path / "twice", [{"path": "2_Dense"}], "2_Dense/model.safetensors")
     save_file({"2_Dense.linear.weight": torch.ones(2, 4)}, twice / "model.safetensors")
-    with pytest.raises(CheckpointError, match="rename the folder of the module"):
+    said = advice("is to have that name: rename the folder of the module, in modules.json too")
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(twice)
+    (twice / "2_Dense").rename(twice / "3_Dense")
+    (twice / "modules.json").write_text(json.dumps([{"path": "3_Dense"}]))
+    assert open_checkpoint(twice).headers.keys() == {
+        "2_Dense.linear.weight",
+        "3_Dense.linear.weight",
+    }
+
+
+def test_ties_in_a_module_that_an_expert_undoes(tmp_path):
+    """The advice: the module is merged by itself, and put into every source of a merge of the rest."""
+    torch.manual_seed(0)
+    module = "1_Transformer"
+    modules = [{"path": ""}, {"path": module, "type": "models.Transformer"}]
+    for name, moved in (("base", 0.0), ("a", 0.01)):
+        folder = plain(tmp_path / name, modules)
+        save_file({"w.weight": torch.ones(4, 4) + moved}, folder / "model.safetensors")
+        llama(tie_word_embeddings=not moved).save_pretrained(folder / module)
+        state = load_file(tmp_path / "base" / module / "model.safetensors")
+        state = {n: t + moved * torch.randn_like(t) for n, t in state.items()}
+        if moved:
+            state["lm_head.weight"] = state["model.embed_tokens.weight"] + moved
+        save_file(state, folder / module / "model.safetensors", {"format": "pt"})
+    base, a = tmp_path / "base", tmp_path / "a"
+    said = advice(
+        "copy the result over the module's folder in copies of the base and of every expert"
+    )
+    with pytest.raises(InputError, match=said):
+        covmerge.merge(base, {"a": a}, "average", tmp_path / "out")
+    covmerge.merge(base / module, {"a": a / module}, "average", tmp_path / "merged")
+    for name in ("base", "a"):
+        shutil.copytree(tmp_path / name, tmp_path / "new" / name)
+        shutil.copytree(tmp_path / "merged", tmp_path / "new" / name / module, dirs_exist_ok=True)
+    new = tmp_path / "new"
+    covmerge.merge(new / "base", {"a": new / "a"}, "average", tmp_path / "out")
+    assert covmerge.verify(tmp_path / "out").ok
+    for file in ("model.safetensors", f"{module}/model.safetensors"):
+        found, right = load_file(tmp_path / "out" / file), load_file(a / file)
+        assert found.keys() == right.keys()
+        for name, tensor in right.items():
+            torch.testing.assert_close(found[name], tensor)
+    config = json.loads((tmp_path / "out" / module / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False

@@ -43,7 +43,7 @@ def test_an_expert_that_epsilon_outweighs_is_a_warning_with_an_epsilon_that_help
 
 def test_an_epsilon_that_no_float32_solves_is_not_advised():
     (warning,) = ridges(merged([1e-5, 0.5], eps=1e-8))
-    assert "eps=" not in warning and "refine=false" in warning and "--method" in warning
+    assert "eps=" not in warning and "--method tsv_m" in warning
 
 
 def test_an_expert_that_epsilon_drowns_is_averaged_and_said():

@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 import yaml
+from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 import covmerge
@@ -16,6 +18,7 @@ from covmerge.quantised import open_plain
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.e2e.following import told
+from tests.e2e.test_advice import adapter
 from tests.quantised.ggufs import save_llama, save_moe
 from tests.quantised.models import FORMATS, build, llama, moved, save_packed
 from tests.quantised.test_gguf import wide
@@ -224,6 +227,38 @@ def test_a_plain_model_that_says_it_is_quantised(plain, tmp_path):
     config.write_text(was)
     merge(tmp_path, tmp_path / "out")
     check(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("how", ["rule", "method", "plain"])
+def test_an_adapter_over_a_quantised_base(how, tmp_path):
+    """A method that looks at the base's weights, and a base in a format that is not read."""
+    packed(tmp_path, "bitsandbytes")
+    config = tmp_path / "base" / "config.json"
+    config.write_text(config.read_text().replace('"bitsandbytes"', '"hqq"'))
+    build("bitsandbytes", 0).save_pretrained(tmp_path / "plain" / "base")
+    experts = {}
+    for seed, name in enumerate("xy"):
+        config = LoraConfig(r=2, target_modules=["up_proj", "lm_head"], init_lora_weights=False)
+        torch.manual_seed(seed)
+        adapted = adapter(build("bitsandbytes", 0), config)
+        adapted.save_pretrained(tmp_path / name, save_embedding_layers=False)
+        experts[name] = tmp_path / name
+    given = {"form": "adapter", "rank": 4}
+    out = tmp_path / "out"
+    said = advice("works on the updates alone, or pass the base as it was before it was quantised")
+    with pytest.raises(InputError, match=said) as told:
+        covmerge.merge(tmp_path / "base", experts, "model_stock", tmp_path / "never", **given)
+    base, method, rules = tmp_path / "base", "model_stock", []
+    if how == "rule":
+        rules = [yaml.safe_load(re.search(r"\{match: '[^']*', use: \w+\}", str(told.value))[0])]
+    elif how == "method":
+        method = "average"
+    else:
+        base = tmp_path / "plain" / "base"
+    covmerge.merge(base, experts, method, out, rules=rules, **given)
+    assert covmerge.verify(out).ok
+    names = set(load_file(out / "adapter_model.safetensors"))
+    assert any("up_proj" in name for name in names) == (how != "rule")
 
 
 # GGUF.

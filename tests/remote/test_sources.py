@@ -1,6 +1,7 @@
 """Checkpoints in buckets and on web servers: the same tensors as here, whatever fails on the way."""
 
 import gzip
+import json
 import shutil
 import socketserver
 import threading
@@ -470,3 +471,27 @@ def test_a_server_that_never_comes_to_its_answer_is_not_listened_to_for_long(mon
         with pytest.raises(CheckpointError, match=r"it failed 2 times \(TimeoutError\)"):
             open_checkpoint(f"http://127.0.0.1:{port}/model.safetensors")
         server.shutdown()
+
+
+@pytest.mark.parametrize("where", ["s3", "web"])
+def test_modules_with_weights_of_their_own(
+    where: str, bucket: Bucket, pages: tuple[Server, Path], tmp_path: Path
+) -> None:
+    """Folders as sentence-transformers saves them: merged from there as from here, byte for byte."""
+    server, folder = pages
+    modules = [{"path": ""}, {"path": "2_Dense", "type": "models.Dense"}]
+    there = {}
+    for number, name in enumerate(("base", "a")):
+        (folder / name / "2_Dense").mkdir(parents=True)
+        moved = 0.1 * number
+        save_file({"w.weight": torch.eye(4) + moved}, folder / name / BASE)
+        save_file({"linear.weight": torch.ones(2, 4) + moved}, folder / name / "2_Dense" / BASE)
+        (folder / name / "2_Dense" / "config.json").write_text('{"in_features": 4}')
+        (folder / name / "modules.json").write_text(json.dumps(modules))
+        there[name] = f"{server.url}/{name}" if where == "web" else bucket.put(folder / name, name)
+    covmerge.merge(folder / "base", {"a": folder / "a"}, "average", tmp_path / "here")
+    covmerge.merge(there["base"], {"a": there["a"]}, "average", tmp_path / "there")
+    for file in (BASE, f"2_Dense/{BASE}", "2_Dense/config.json", "modules.json"):
+        assert (tmp_path / "there" / file).read_bytes() == (tmp_path / "here" / file).read_bytes()
+    found = load_file(tmp_path / "there" / "2_Dense" / BASE)["linear.weight"]
+    torch.testing.assert_close(found, torch.ones(2, 4) + 0.1)

@@ -191,12 +191,20 @@ def test_the_order_of_an_experts_vocabulary_does_not_matter(name, models, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("emr", "masks are laid over"), ("fisher", "average such tables")]
+    ("name", "said"),
+    [
+        ("emr", "masks are laid over"),
+        ("fisher", advice("by `tensors: {embeddings: average, output_head: average}`")),
+    ],
 )
 def test_methods_that_do_not_go_with_other_tokens_say_so(name, said, models, tmp_path):
     experts = given(models, registry.get(name), ("t1", "t2"), tmp_path)
     with pytest.raises(InputError, match=said):
         run_recipe(recipe(models, method=name, experts=experts), tmp_path / "out")
+    if name == "fisher":
+        tables = {"embeddings": "average", "output_head": "average"}
+        run_recipe(recipe(models, method=name, experts=experts, tensors=tables), tmp_path / "out")
+        assert covmerge.verify(tmp_path / "out").ok
 
 
 def test_statistics_of_the_base_are_of_its_own_tokens(models, tmp_path):

@@ -134,6 +134,7 @@ class _Model(_Part):
     totals: _Totals
     heads: dict[str, list[str]]
     rescalers: dict[str, float] = {}
+    base_probe: str | None = None
     vocabulary: _Vocabulary | None = None
     untied: dict[str, str] | None = None
     tensors: dict[str, _Tensor]

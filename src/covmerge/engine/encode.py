@@ -130,8 +130,8 @@ def _as_factors(
     lost = _rounding(delta, rounded)
     if not isfinite(total + lost):
         raise TensorError(
-            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf from finite updates: "
-            "merge by `average`"
+            f"'{item.tensor.name}': method '{merge.method}' gave NaN or Inf from finite updates. "
+            "Please report this tensor; `average` merges it meanwhile."
         )
     return tuple(place.factors(rounded.to(torch.device("cpu")))), {
         "merged": total,
@@ -167,8 +167,9 @@ def _rounding(exact: LowRank, rounded: LowRank) -> float:
     """
     if rounded.left.dtype == exact.left.dtype:
         return 0.0
-    back = rounded.to(exact.left.dtype)
+    # In float64: squares of long factors overflow float32, though what is stored does not.
+    exact, back = exact.to(torch.float64), rounded.to(torch.float64)
     sigma = exact.right.square().sum(dim=1)
     left = (exact.left - back.left).square().sum(dim=0)
     right = (exact.right - back.right).square().sum(dim=1)
-    return float((sigma * (left + right)).sum(dtype=torch.float64))
+    return float((sigma * (left + right)).sum())

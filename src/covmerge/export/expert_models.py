@@ -22,6 +22,7 @@ from covmerge.errors import CheckpointError, InputError, TensorError, did_you_me
 from covmerge.linalg.bits import unpack
 from covmerge.linalg.stored import stored_as
 from covmerge.quantised import open_plain
+from covmerge.statistics.file import probe
 from covmerge.stores.local import LocalFolder
 from covmerge.stores.store import Store, StoredFile, WritableFile, WritableStore
 from covmerge.stores.walk import file_at
@@ -29,6 +30,7 @@ from covmerge.tensors import seen_untied
 from covmerge.types import Json
 
 _FILE = "rescalers.json"
+BASE_PROBE = "base_probe"  # in covmerge.json: what tells the base from others of its shapes
 
 
 def write_rescalers(store: WritableStore, factors: Mapping[str, float]) -> str:
@@ -72,7 +74,7 @@ def load_expert(
 
     Raises:
         InputError: no masks there, or none of this expert; another base.
-        CheckpointError: masks or factors are not those of the merge.
+        CheckpointError: masks, factors or weights are not those of the merge.
 
     Departs from the paper: nowhere.
 
@@ -88,6 +90,7 @@ def load_expert(
     """
     folder = Path(folder)
     factor, file = find_masks(LocalFolder(folder), expert)
+    manifest = read_manifest(folder)
     with ExitStack() as stack:
 
         def opened(source: str | Path | Mapping[str, Tensor]) -> Checkpoint:
@@ -97,9 +100,10 @@ def load_expert(
             return checkpoint
 
         unified, masks = opened(folder), open_file(str(file), file)
-        start = seen_untied(opened(base), read_manifest(folder).get("untied"))
+        start = seen_untied(opened(base), manifest.get("untied"))
         stack.callback(masks.close)
-        _check_base(folder, start)
+        _check_base(folder, manifest, start)
+        _check_weights(manifest, unified)
         headers = dict(unified.headers)
         weights = {name: unified.read(name) for name in headers}
         for name in masks.headers:
@@ -118,6 +122,7 @@ def load_expert(
         head = folder / "heads" / f"{expert}.safetensors"
         if head.is_file():
             own = opened(head)
+            _check_weights(manifest, own, "heads/")
             weights.update({name: own.read(name) for name in own.headers})
             headers.update(own.headers)
     return {
@@ -163,14 +168,31 @@ def find_masks(store: Store, expert: str) -> tuple[float, StoredFile]:
     raise CheckpointError(f"{masks} is not the file that the merge wrote{why}: merge again")
 
 
-def _check_base(folder: Path, base: Checkpoint) -> None:
-    """Refuse another base, where the merge knew it by the same files."""
-    known = read_manifest(folder)["sources"].get("base", {}).get("content")
+def _check_base(folder: Path, manifest: Mapping[str, Any], base: Checkpoint) -> None:
+    """Refuse another base, whatever its files are called."""
+    known = manifest.get(BASE_PROBE)
     if known is None:
-        raise CheckpointError(f"{folder / MANIFEST_NAME} names no base: merge again")
-    content = fingerprint(base)
-    if content.keys() == known.keys() and content != known:
-        raise InputError(f"{base.source} is not the base that {folder} was merged over")
+        raise CheckpointError(
+            f"{folder / MANIFEST_NAME} does not say what base the masks are over: merge again"
+        )
+    content: Mapping[str, str] = manifest["sources"].get("base", {}).get("content", {})
+    found = fingerprint(base)
+    changed = found.keys() == content.keys() and found != content
+    if changed or probe(base) != known:
+        raise InputError(
+            f"{base.source} is not the base that {folder} was merged over: pass that one"
+        )
+
+
+def _check_weights(manifest: Mapping[str, Any], model: Checkpoint, at: str = "") -> None:
+    """Refuse weights that were put there since the merge: masks fit no others."""
+    for name, found in fingerprint(model).items():
+        if name.endswith(".safetensors"):
+            recorded = manifest.get("files", {}).get(f"{at}{name}", {}).get("sha256")
+            if found != f"sha256:{recorded}":
+                raise CheckpointError(
+                    f"{name} of {model.source} is not the file that the merge wrote: merge again"
+                )
 
 
 def _check_shapes(name: str, masks: Checkpoint, unified: Checkpoint, base: Checkpoint) -> None:

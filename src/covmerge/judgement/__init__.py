@@ -11,5 +11,6 @@ names     blocks and layers for people
 from covmerge.judgement.integers import changed_integers
 from covmerge.judgement.judge import check_fit, judge
 from covmerge.judgement.layers import Layer
+from covmerge.judgement.not_finite import naming_lost
 
-__all__ = ["Layer", "changed_integers", "check_fit", "judge"]
+__all__ = ["Layer", "changed_integers", "check_fit", "judge", "naming_lost"]

@@ -9,6 +9,7 @@ from covmerge.errors import InputError
 from covmerge.findings import LOST, UNCHANGED, Finding, Fit, Severity
 from covmerge.judgement.integers import changed_integers
 from covmerge.judgement.layers import Layer, layers_of
+from covmerge.judgement.not_finite import left_for_nan
 from covmerge.judgement.swaps import find_swaps
 from covmerge.judgement.verdicts import (
     foreign_layers,
@@ -78,6 +79,7 @@ def check_fit(plan: Plan, done: Sequence[Mapping[str, Json]], checkpoints: OpenC
         findings = list(judge(layers, checkpoints.base, checkpoints.experts, plan.heads))
         findings = [finding for finding in findings if finding.severity is not Severity.NOTE]
         findings += changed_integers(plan, done, "the base")
+        findings += left_for_nan(plan, checkpoints.experts)
     faults = [finding for finding in findings if finding.severity is Severity.FAULT]
     stopping = [fault for fault in faults if fault.name not in plan.recipe.allow]
     if stopping:

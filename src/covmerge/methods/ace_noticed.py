@@ -55,12 +55,11 @@ class _Ridge(Words):
         }
         if wanted:
             least = _rounded_down(min(wanted.values()))
-            smaller = f"a smaller one (--set eps={least:g}), " if least >= _LEAST_EPS else ""
+            smaller = f"a smaller one (--set eps={least:g}), or " if least >= _LEAST_EPS else ""
             yield (
                 f"ACE's ε outweighs an expert in {counted(len(wanted), 'tensor')} "
                 f"({some(list(wanted), 2)}): the merge follows ε there, not the expert, and may be "
-                f"lost. Take {smaller}no refinement (--set refine=false), or another "
-                "method (--method tsv_m)"
+                f"lost. Take {smaller}another method (--method tsv_m)"
             )
 
 

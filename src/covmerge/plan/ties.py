@@ -71,8 +71,8 @@ def with_ties_undone(
         raise InputError(
             f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and they are tied "
             f"in a module of {start.checkpoint.source}: merge that module by itself (pass its folder of "
-            "each source), and copy the result over the module's folder in a merge of the rest, in which a "
-            "rule leaves it to the base"
+            "each source), copy the result over the module's folder in copies of the base and of every "
+            "expert, and merge these"
         )
     said = (
         f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
