@@ -33,19 +33,21 @@ def merge(method, updates, weights=None):
 
 def arbitrary(method, updates):
     return is_arbitrary(Subject(method.name), updates) or (
-        method.name in BY_VOTES and _cancel(updates)
+        (method.name in BY_VOTES and _cancel(updates))
+        or (method.name == "ctm" and _of_one_norm(updates))
     )
 
 
 def _cancel(updates):
-    """Whether numbers that vote are opposite by chance: the sign of their sum is that of a rounding.
-
-    Two updates of one norm are opposite in a common basis, which has their difference as a direction.
-    """
+    """Whether numbers that vote are opposite by chance: the sign of their sum is that of a rounding."""
     total, size = sum(updates), sum(update.abs() for update in updates)
+    return bool(((total.abs() <= 1e-6 * size) & (size > 0)).any())
+
+
+def _of_one_norm(updates):
+    """Whether two updates have one norm: their difference, a common direction, has them opposite."""
     norms = [round(float(update.norm()), 6) for update in updates]
-    opposite = (total.abs() <= 1e-6 * size) & (size > 0)
-    return bool(opposite.any()) or len(set(norms)) < len(norms)
+    return len(set(norms)) < len(norms)
 
 
 experts = st.lists(
