@@ -27,7 +27,9 @@ FLAT = pair("lora_unet_down_blocks_0_attentions_1_to_q", "lora_down", "lora_up")
 EXACT = pair("unet.down_blocks.0.attentions.1.to_q", "lora_A", "lora_B")
 TWICE = EXACT | pair("transformer.down_blocks.0.attentions.1.to_q", "lora_A", "lora_B")
 WITH_TEXT = FLAT | pair("lora_te_text_model_encoder_layers_0_mlp_fc1", "lora_down", "lora_up")
-OTHER_TEXT = BASE | {"cond_stage_model.model.transformer.resblocks.0.mlp.c_fc.weight": torch.ones(8, 6)}
+OTHER_TEXT = BASE | {
+    "cond_stage_model.model.transformer.resblocks.0.mlp.c_fc.weight": torch.ones(8, 6)
+}
 ALIKE = BASE | {NAME.replace("_", "."): torch.eye(8, 6)}
 # Base and file that are refused, the advice, and those that follow it.
 FILES = {
