@@ -32,6 +32,7 @@ MEANS: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("tsv_m", "dc_merge", "iso_cts", "aswudi"), False),
     (("actmat", "iso_c"), False),
     *((pair, False) for pair in combinations(_PAIRED, 2)),
+    ((rules.BY_LENGTHS, "cart"), False),
     ((rules.TWO_SIDED, "cart"), False),
     ((rules.TWO_SIDED, "tsv_m"), False),
     ((rules.TWO_SIDED, "tsv_m", "cart"), False),

@@ -74,6 +74,24 @@ def by_outputs(updates: Sequence[Tensor], ridge: float) -> Tensor:
     return _linalg.solve(found.outputs, found.numerator)
 
 
+def by_lengths(updates: Sequence[Tensor], ridge: float) -> Tensor:
+    """Return (Σ Δ_t(C_t + r_tI))(Σ (C_t + r_tI))⁻¹, C_t = Δ_tᵀΔ_t / ‖Δ_t‖.
+
+    An expert counts by the length of its update, so that one that vanishes leaves the sums. With B = ΣC_t,
+    Σr_t = ridge · Tr(B²) / Tr(B), and r_t is in proportion to ‖Δ_t‖.
+    """
+    wide = [update.double() for update in updates]
+    lengths = [float(_linalg.matrix_norm(update)) for update in wide]
+    grams = [update.T @ update / size for update, size in zip(wide, lengths, strict=True)]
+    total = torch.stack(grams).sum(dim=0)
+    added = ridge * float(total.square().sum() / total.trace()) / sum(lengths)
+    numerator = torch.zeros_like(wide[0])
+    for update, gram, size in zip(wide, grams, lengths, strict=True):
+        numerator.add_(update @ gram + added * size * update)
+    total.diagonal().add_(added * sum(lengths))
+    return _linalg.solve(total, numerator.T).T
+
+
 def two_sided(updates: Sequence[Tensor], ridge: float, length: float = 1.0) -> Tensor:
     """Return the mean of both, times `length`."""
     return length * (by_inputs(updates, ridge) + by_outputs(updates, ridge)) / 2
@@ -98,10 +116,12 @@ _RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3)
 RULES: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
     f"{PREFIX}by inputs, ridge 0.01": partial(by_inputs, ridge=0.01),
     f"{PREFIX}by outputs, ridge 0.01": partial(by_outputs, ridge=0.01),
+    f"{PREFIX}by lengths, ridge 0.03": partial(by_lengths, ridge=0.03),
     **{f"{PREFIX}two-sided, ridge {r}": partial(two_sided, ridge=r) for r in (0.02, *_RIDGES)},
     f"{PREFIX}two-sided, ridge 0.02, length 0.8": partial(two_sided, ridge=0.02, length=0.8),
     **{f"{PREFIX}by roots, ridge {r}": partial(by_roots, ridge=r) for r in (0.01, 0.03, 0.1, 0.3)},
 }
+BY_LENGTHS = f"{PREFIX}by lengths, ridge 0.03"
 TWO_SIDED = f"{PREFIX}two-sided, ridge 0.02"
 
 

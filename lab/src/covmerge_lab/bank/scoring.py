@@ -41,7 +41,7 @@ BASE_INPUTS = "auto, base's inputs"
 KEPT = (
     *("average", "task_arithmetic", "ties", "ace", "actmat", "aswudi", "swudi", "tsv_m", "iso_c"),
     *("iso_cts", "dc_merge", "cart", "knots", "core_space", "auto"),
-    rules.TWO_SIDED,
+    *(rules.BY_LENGTHS, rules.TWO_SIDED),
 )
 
 
