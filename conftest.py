@@ -45,14 +45,6 @@ def cache_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_base_is_run_unasked() -> Iterator[None]:
-    """Where no method is named a merge runs its base; tests/e2e/test_unsaid.py is about that alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("covmerge.unsaid.why_not", lambda *given: "tests do not run it unasked")
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
 def no_wait_for_the_disk() -> Iterator[None]:
     """What outlives a loss of power is no test's subject, and every merge waits for it.
 

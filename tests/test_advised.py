@@ -61,7 +61,6 @@ REASONS = {
     "needs a machine with too little memory or disk, or a folder that others own": [
         r"^engine/(budget|room|forecast)\.py: |^unsaid\.py: to run the base",
         r"^stores/(disk|range_cache|scratch|lock|local_destination|paths)\.py: ",
-        r"^statistics/of_base\.py: ",
         r"^statistics/collect\.py: (pass (fewer|--batch-size)|collect on a larger)",
         r"^statistics/file\.py: delete it, and the next merge makes it again",
         r"^cli/outcome\.py: (no room|the memory)|^cli/options\.py: the cache folder",
@@ -112,7 +111,6 @@ LISTED = {
         "file nor a folder: pass one of them",
         "{} drops {}'s parameters in {}: {}",
         "is given: end the command with one",
-        "--base-stats are of one, and written there",
         "out, and end the command with > {}",
         "and the recipe has none: leave it out",
         "sources: --overwrite merges it anew ({})",

@@ -25,12 +25,10 @@ from torch import Tensor
 
 from benchmarks.measure import clock, machine, usable
 from covmerge.covariance import normal
-from covmerge.covariance.estimate import Covariance
 from covmerge.covariance.estimate import gram as gram_of
-from covmerge.covariance.mixed import solve_mixed
 from covmerge.linalg import auto, spectral
 from covmerge.linalg.cholesky import all_above
-from covmerge.linalg.lapack import cholesky, eigh, norm, svd
+from covmerge.linalg.lapack import cholesky, eigh, svd
 from covmerge.linalg.pinv import pinv_by_projector, pinv_right, solve_full_rank
 from covmerge.linalg.polar import polar_by_products
 from covmerge.linalg.spectral import leading_directions, truncated_svd
@@ -128,18 +126,6 @@ def questions(device: str) -> Iterator[tuple[list[int], auto.Choice, Routes]]:
             {
                 "primal": lambda c=covariances: _solved(normal._primal(c)),
                 "dual": lambda c=covariances: _solved(normal._dual(c)),
-            },
-        )
-    for count, d_out, d_in in ((2, 640, 512), (8, 768, 768), (8, 3072, 768), (8, 768, 1536)):
-        updates = [noise(d_out, d_in) for _ in range(count)]
-        unit = [Covariance(u, scale=1.0 / norm(u) ** 2, ridge=0.1 / d_in) for u in updates]
-        exact = [replace(covariance, exact=True) for covariance in unit]
-        yield (
-            [count, d_out, d_in],
-            auto.precision_choice(d_out, d_in, count, 4, device),
-            {
-                "mixed": lambda c=unit: solve_mixed(c, energy=len(c), floor=1e-12),
-                "float64": lambda c=exact: _checked(normal.normal_equations(c)),
             },
         )
     for n, d_in in ((256, 1024), (768, 3072), (640, 1024), (768, 768), (3072, 768)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
@@ -49,7 +48,6 @@ def merge(  # pyright: ignore[reportOverlappingOverload]
     *,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
-    base_statistics: str | Path | None = None,
     before: Steps = (),
     after: Steps = (),
     tensors: Mapping[str, str] | None = None,
@@ -84,7 +82,6 @@ def merge(
     *,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
-    base_statistics: str | Path | None = None,
     before: Steps = (),
     after: Steps = (),
     tensors: Mapping[str, str] | None = None,
@@ -119,7 +116,6 @@ def merge(
     *,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
-    base_statistics: str | Path | None = None,
     before: Steps = (),
     after: Steps = (),
     tensors: Mapping[str, str] | None = None,
@@ -159,8 +155,6 @@ def merge(
         weights: one positive number per expert, by name or in order; 1 is neutral. Of an expert that is
             alone it is the share of its update.
         statistics: statistics files by expert name, for methods that use data.
-        base_statistics: a statistics file of the base, for methods that look at its layers' inputs;
-            `random`: the base is run on random inputs first.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
         after: steps after the method.
         tensors: what happens to tensors by kind, as under `tensors:` in a recipe.
@@ -214,7 +208,6 @@ def merge(
         params=params,
         weights=weights,
         statistics=statistics or {},
-        base_statistics=base_statistics,
         before=before,
         after=after,
         tensors=tensors or {},
@@ -340,7 +333,6 @@ def compare(
     parameters: Mapping[str, Mapping[str, Any]] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None = None,
     statistics: Mapping[str, str | Path] | None = None,
-    base_statistics: str | Path | None = None,
     before: Steps = (),
     after: Steps = (),
     tensors: Mapping[str, str] | None = None,
@@ -369,7 +361,6 @@ def compare(
         parameters: by method, for those that are not to run at their defaults.
         weights: one positive number per expert.
         statistics: statistics files by expert name.
-        base_statistics: a statistics file of the base, or `random`; see `merge`.
         before: steps before the method, in order: names, or `{name: {parameters}}`.
         after: steps after the method.
         tensors: what happens to tensors by kind.
@@ -403,7 +394,6 @@ def compare(
         named,
         weights=weights,
         statistics=statistics or {},
-        base_statistics=base_statistics,
         before=before,
         after=after,
         tensors=tensors or {},
@@ -555,9 +545,7 @@ def plan_recipe(recipe: Recipe, options: RunOptions | None = None) -> tuple[Plan
     """
     with open_recipe(recipe) as checkpoints:
         options = options or RunOptions()
-        settled = checkpoints.settled([recipe], options)
-        (plan,), _ = checkpoints.plans(settled.recipes)
-        plan = replace(plan, notes=(*plan.notes, *settled.notes))
+        plan, _ = checkpoints.plan(recipe)
         return plan, options.memory([plan])
 
 
@@ -577,11 +565,10 @@ def forecast_recipe(
     """
     sent = out is not None and destination_of(out).output.folder is None
     with open_recipe(recipe) as checkpoints:
-        settled = checkpoints.settled([recipe], RunOptions())
-        (plan,), _ = checkpoints.plans(settled.recipes)
+        plan, _ = checkpoints.plan(recipe)
         sizes = [[one.size for one in own] for own in checkpoints.contents().values()]
         predicted = forecast(plan, hardware, sizes, sent=sent)
-        return replace(plan, notes=(*plan.notes, *settled.notes)), predicted
+        return plan, predicted
 
 
 def run_comparison(job: CompareJob) -> Comparison:
@@ -598,7 +585,6 @@ def _recipe(
     params: Mapping[str, Any] | None = None,
     weights: Mapping[str, float] | Sequence[float] | None,
     statistics: Mapping[str, str | Path],
-    base_statistics: str | Path | None = None,
     before: Steps = (),
     after: Steps = (),
     tensors: Mapping[str, str],
@@ -617,7 +603,6 @@ def _recipe(
     return parse_recipe(
         {
             "base": _label("the base", base),
-            "base_statistics": None if base_statistics is None else str(base_statistics),
             "experts": {
                 name: {
                     "source": _label(f"expert '{name}'", source),

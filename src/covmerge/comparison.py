@@ -36,7 +36,7 @@ from covmerge.measures.retention import overall
 from covmerge.methods import Method, registry
 from covmerge.notebook import paragraph, table_html
 from covmerge.output import OutputFiles
-from covmerge.plan import OF_BASE, Plan, Settings
+from covmerge.plan import Plan, Settings
 from covmerge.recipe import Recipe, dump_recipe
 from covmerge.sources import OpenCheckpoints
 from covmerge.statistics.file import StatisticsFile
@@ -44,7 +44,6 @@ from covmerge.stores.address import local_path
 from covmerge.table import Table, Tabular
 from covmerge.text import some
 from covmerge.types import Json
-from covmerge.unsaid import looks_at_base
 from covmerge.version import __version__
 
 # Methods that run together keep the spectrum of the sum of a layer's updates, the leading triplets of each
@@ -270,8 +269,7 @@ def _cannot_run(method: Method, statistics: Mapping[str, StatisticsFile]) -> str
         return None
     usable = [
         file.protocol == method.protocol and bool(file.names(method.data))
-        for expert, file in statistics.items()
-        if expert != OF_BASE
+        for file in statistics.values()
     ]
     if usable and all(usable):
         return None
@@ -314,12 +312,11 @@ class CompareJob:
             for entry in entries
         ]
         labels = [entry.label for entry in entries]
-        if self.out is not None:  # before the base is run
+        if self.out is not None:
             local_path(self.out)
             check_not_input(self.out, checkpoints.paths())
             Staging(self.out, overwrite=self.options.overwrite).check()
-        plans, checkpoints = checkpoints.plans_to_run(recipes, self.options, whole=True)
-        plans = [_of_its_method(plan) for plan in plans]
+        plans, checkpoints = checkpoints.plans(recipes, whole=True)
         memory = self.options.memory(plans, shared=_SHARED_COPIES)
         if self.out is None:
             checkpoints.materialize()
@@ -352,16 +349,11 @@ class CompareJob:
             sources = checkpoints.recorded(hashes)
             fit = check_fit(plans[0], done[0].items, checkpoints)
             notes: list[str] = []
-            for name, plan, model, own in zip(labels, plans, models, done, strict=True):
+            for name, model, own in zip(labels, models, done, strict=True):
                 # To give the base is a failure of one merge; of a comparison it is a result.
-                looks = looks_at_base(plan.recipe)
                 result = model.finish(
                     own,
-                    {
-                        key: one
-                        for key, one in sources.items()
-                        if looks or key != f"statistics {OF_BASE}"
-                    },
+                    sources,
                     memory,
                     staging.out.output.inside(name),
                     fit=fit,
@@ -441,13 +433,6 @@ class CompareJob:
             notes=(*dict.fromkeys(note for plan in plans for note in plan.notes), *fit.notes),
             adapters=checkpoints.adapters,
         )
-
-
-def _of_its_method(plan: Plan) -> Plan:
-    """The plan as its method alone has it: without the base's inputs, if it does not look at them."""
-    if looks_at_base(plan.recipe):
-        return plan
-    return replace(plan, recipe=plan.recipe.model_copy(update={"base_statistics": None}))
 
 
 def _row(label: str, plan: Plan, done: RunResult, out: Path | None) -> Row:

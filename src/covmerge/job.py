@@ -77,7 +77,7 @@ class Job:
             before = self.out.occupant()
             if not self._helps:
                 Staging(self.out, overwrite=self.options.overwrite).check()
-        (plan,), checkpoints = checkpoints.plans_to_run([self.recipe], self.options)
+        (plan,), checkpoints = checkpoints.plans([self.recipe])
         # A merge in memory holds its whole output beside the work.
         in_memory = self.out is None or self.out.work.folder is None
         memory = self.options.memory([plan], held=plan.write_bytes if in_memory else 0)

@@ -16,7 +16,6 @@ from covmerge.errors import RecipeError, TensorError
 from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.finite import all_finite
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.metric import norm_seen
 from covmerge.linalg.random import Stream
 from covmerge.linalg.spectral import rank_tolerance, singular_values
 from covmerge.linalg.stored import stored_as
@@ -38,7 +37,6 @@ def merge_layer(
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
-    base_inputs: Tensor | None = None,
     stored: torch.dtype | None = None,
     before: Steps = (),
     after: Steps = (),
@@ -52,7 +50,6 @@ def merge_layer(
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
-    base_inputs: Tensor | None = None,
     stored: torch.dtype | None = None,
     before: Steps = (),
     after: Steps = (),
@@ -65,7 +62,6 @@ def merge_layer(
     weights: Sequence[float] | None = None,
     data: Sequence[Tensor] | None = None,
     base: Tensor | None = None,
-    base_inputs: Tensor | None = None,
     stored: torch.dtype | None = None,
     before: Steps = (),
     after: Steps = (),
@@ -84,8 +80,6 @@ def merge_layer(
             diagonal Fisher information in the update's shape.
         base: for methods and steps that need it or look at how long it is, and beside `stored`, W_0
             `(d_out, d_in)`.
-        base_inputs: for methods that look at it, the mean input Gram matrix `(d_in, d_in)` of this layer
-            in the base.
         stored: the dtype that the weights W_0 + Δ_t were rounded to, with W_0 as `base`; without a base
             the dtype that the Δ_t were rounded to. By default that of the updates. What rounding gave to
             an update is no direction of it.
@@ -119,9 +113,7 @@ def merge_layer(
         [1.0, 1.0, 1.0]
     """
     if method == UNNAMED:
-        method, why = choose(len(updates))
-        if base_inputs is not None and not registry.get(method).base_inputs:
-            raise TensorError(f"{why}, whatever the base's inputs: leave out `base_inputs=`")
+        method, _ = choose(len(updates))
     chosen = with_steps(
         registry.get(method),
         resolve_steps(before, "before"),
@@ -131,7 +123,6 @@ def merge_layer(
     names = [f"update {place}" for place in range(len(updates))]
     parameters = registry.get(method).for_experts(parameters, names)
     _check(chosen, updates, data or (), base, stored)
-    _check_inputs(chosen, base_inputs, updates[0].shape[1:])
     shares = [1.0] * len(updates) if weights is None else list(weights)
     if len(shares) != len(updates) or not all(0 < weight < inf for weight in shares):
         raise RecipeError(
@@ -146,16 +137,13 @@ def merge_layer(
     factors = [u.to(dtype) for u in cast("Sequence[LowRank]", updates)] if adapters else []
     if factors and chosen.factored_for(parameters):
         measured = _measured(data or (), factors[0].left)
-        seen = None if base_inputs is None else base_inputs.to(factors[0].left)
         found = merge_factors(
             chosen,
             factors,
             shares,
             parameters,
             measured=measured,
-            inputs=seen,
             base_norm=_size(chosen, base),
-            base_outputs=_outputs(chosen, base, seen),
         )
         delta = found.times(scale).delta
         norms = [sqrt(update.square_norm()) for update in factors]
@@ -163,7 +151,6 @@ def merge_layer(
         return _stored(delta, given)
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
     start = None if base is None else base.to(dense[0].device, dtype)
-    inputs = None if base_inputs is None else base_inputs.to(dense[0].device, dtype)
     seen_models = () if start is None or chosen.sees == "updates" else [start + u for u in dense]
     group = LinearGroup(
         () if seen_models else dense,
@@ -175,8 +162,6 @@ def merge_layer(
         factors=tuple(factors),
         base=start if chosen.needs_base else None,
         base_norm=_size(chosen, base),
-        base_outputs=_outputs(chosen, base, inputs),
-        inputs=inputs,
     )
     merged = chosen(group, **parameters).times(scale, group.base)
     norms = [norm(update) for update in dense]
@@ -224,12 +209,6 @@ def _say_if_rounded(updates: Sequence[Tensor]) -> None:
 
 def _size(method: Method, base: Tensor | None) -> float | None:
     return None if base is None or not method.base_norm else norm(base.cpu().double())
-
-
-def _outputs(method: Method, base: Tensor | None, inputs: Tensor | None) -> float | None:
-    if base is None or inputs is None or not method.base_norm:
-        return None
-    return norm_seen(base, inputs)
 
 
 def _measured(data: Sequence[Tensor], like: Tensor) -> tuple[Measured, ...]:
@@ -345,20 +324,3 @@ def _check(
             f"method '{method.name}' merges matrices (d_out, d_in), the updates are "
             f"{list(first.shape)}; merge other tensors by `average`"
         )
-
-
-def _check_inputs(method: Method, inputs: Tensor | None, wanted: Sequence[int]) -> None:
-    """Refuse a Gram matrix of the base's inputs that nothing can be done with."""
-    if inputs is None:
-        return
-    if not method.base_inputs:
-        raise TensorError(
-            f"method '{method.name}' does not look at the base's inputs: leave out `base_inputs=`"
-        )
-    if tuple(inputs.shape) != (*wanted, *wanted):
-        raise TensorError(
-            f"the base's inputs are {list(inputs.shape)}, this layer needs {[*wanted, *wanted]}: "
-            "pass those of this layer"
-        )
-    if not all_finite(inputs):
-        raise TensorError("the base's inputs hold NaN or Inf: collect them again")

@@ -131,13 +131,6 @@ def free_memory(
     return min([machine, *found], key=lambda memory: memory.size)
 
 
-def all_memory(*, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Memory:
-    """Return what all processes here may take together, whatever they have taken; see `free_memory`."""
-    machine = Memory(psutil.virtual_memory().total)
-    limits = [Memory(group.limit, group.whose) for group in _groups(root)]
-    return min([machine, *limits, *_slurm(environment)], key=lambda memory: memory.size)
-
-
 @dataclass(frozen=True)
 class _Group:
     limit: int

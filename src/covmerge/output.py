@@ -344,7 +344,6 @@ def tensor_seconds(plan: Plan, done: RunResult) -> dict[str, float]:
 
 def run_figures(done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoints) -> RunFigures:
     """Seconds and memory of a run; of the base's inputs 0 where they were kept from an earlier one."""
-    made = checkpoints.made
     figures: RunFigures = {
         "seconds": done.seconds,
         "survey_seconds": done.survey_seconds,
@@ -359,6 +358,4 @@ def run_figures(done: RunResult, memory: MemoryPlan, checkpoints: OpenCheckpoint
     }
     if memory.why:
         figures["workers_because"] = memory.why
-    if made is not None:
-        figures["base_inputs_seconds"] = made.seconds or 0.0
     return figures

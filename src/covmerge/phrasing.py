@@ -26,7 +26,6 @@ _VALUES = (
 )
 # A flag with its value: the same in a recipe and in Python, {} for the value.
 _VALUED = {
-    "base-stats": ("base_statistics: {}", 'base_statistics="{}"'),
     "dtype": ("dtype: {}", 'dtype="{}"'),
     "executor": (None, 'executor="{}"'),
     "max-memory": (None, 'max_memory="{}"'),
@@ -38,7 +37,6 @@ _VALUED = {
 # Without one. How a run is done is no recipe's business: there the flags stay.
 _BARE = {
     "address": (None, "address"),
-    "base-stats": ("base_statistics", "base_statistics"),
     "device": (None, "device"),
     "executor": (None, "executor"),
     "keep": ("keep", "keep"),

@@ -27,8 +27,6 @@ class RunFigures(Figures):
         workers: processes that shared it.
         workers_because: why so many, where covmerge chose.
         own_items: of this process, where it is a rank that does not publish; it has no times.
-        base_inputs_seconds: what running the base first took, where the merge wanted that; 0 where its
-            inputs were there from an earlier merge.
     """
 
     resumed_items: int
@@ -36,7 +34,6 @@ class RunFigures(Figures):
     workers: int
     workers_because: NotRequired[str]
     own_items: NotRequired[int]
-    base_inputs_seconds: NotRequired[float]
 
 
 class Stats(TypedDict):

@@ -19,13 +19,12 @@ from covmerge.checkpoints import (
     open_checkpoint,
 )
 from covmerge.checkpoints.unwrapped import unwrapped
-from covmerge.engine import Contents, Hashes, Opener, RunOptions, Sources, check_ties, torch_threads
-from covmerge.errors import CheckpointError, InputError, did_you_mean
+from covmerge.engine import Contents, Hashes, Opener, Sources, check_ties
+from covmerge.errors import CheckpointError, InputError
 from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import (
     BASE,
     MERGED,
-    OF_BASE,
     Plan,
     build_plans,
     expert_key,
@@ -33,13 +32,12 @@ from covmerge.plan import (
     with_ties_undone,
 )
 from covmerge.quantised import dequantised, is_quantised
-from covmerge.recipe import NOTHING, RANDOM, Recipe, Slice, TokenizerRules
-from covmerge.statistics import BaseInputs, StatisticsFile, base_inputs, is_made
+from covmerge.recipe import Recipe, Slice, TokenizerRules
+from covmerge.statistics import StatisticsFile
 from covmerge.stores.store import stamp_of
 from covmerge.tensors import Donor, conv1d_names, describe_checkpoint
 from covmerge.text import some
 from covmerge.types import Json
-from covmerge.unsaid import Settled, looks_at_base, settle
 from covmerge.vocabulary import Text, decide
 
 Source = str | Path | Mapping[str, Tensor] | nn.Module
@@ -53,12 +51,10 @@ class OpenCheckpoints:
     Attributes:
         base: what the experts were fine-tuned from.
         experts: by name.
-        statistics: files by expert; the base's under `OF_BASE`.
+        statistics: files by expert.
         slices: of the recipe.
         text: tokens and chat template of the output, where they are not the base's.
         form: of the output.
-        made: the base's file, where `plans` made it.
-        closing: what is closed with them.
     """
 
     base: Checkpoint
@@ -67,8 +63,6 @@ class OpenCheckpoints:
     slices: Sequence[Slice] = ()
     text: Text = field(default_factory=Text)
     form: Literal["model", "adapter"] = "model"
-    made: BaseInputs | None = None
-    closing: ExitStack = field(default_factory=ExitStack)
 
     def all(self) -> Iterator[tuple[str, Checkpoint]]:
         """The base if there is one, then the experts, each with its key in reports."""
@@ -82,15 +76,13 @@ class OpenCheckpoints:
         """The experts that are adapters, by name."""
         return tuple(n for n, e in self.experts.items() if isinstance(e, AdapterCheckpoint))
 
-    def plan(
-        self, recipe: Recipe, making: RunOptions | None = None
-    ) -> tuple[Plan, OpenCheckpoints]:
+    def plan(self, recipe: Recipe) -> tuple[Plan, OpenCheckpoints]:
         """Plan one merge of them; see `plans`."""
-        (plan,), checkpoints = self.plans([recipe], making)
+        (plan,), checkpoints = self.plans([recipe])
         return plan, checkpoints
 
     def plans(
-        self, recipes: Sequence[Recipe], making: RunOptions | None = None, *, whole: bool = False
+        self, recipes: Sequence[Recipe], *, whole: bool = False
     ) -> tuple[list[Plan], OpenCheckpoints]:
         """Plan merges of them, and return what the merges read.
 
@@ -99,12 +91,10 @@ class OpenCheckpoints:
 
         Args:
             recipes: over the same checkpoints.
-            making: how the base's inputs are made, where the recipes want that; None: they are not, and
-                the plan is only looked at.
             whole: as in `covmerge.plan.build_plans`.
 
         Raises:
-            InputError: as `covmerge.plan.build_plans`, or the base's inputs cannot be made.
+            InputError: as `covmerge.plan.build_plans`.
         """
         adapters = [e for e in self.experts.values() if isinstance(e, AdapterCheckpoint)]
         base = self.base
@@ -116,70 +106,9 @@ class OpenCheckpoints:
         ]
         for plan in plans:
             self.text.check_masks(plan.masked)
-        if recipes[0].base_statistics == RANDOM and OF_BASE not in self.statistics and making:
-            return self._with_base_inputs(making).plans(recipes, making, whole=whole)
         if isinstance(base, AdaptedBase):
             base.decides = any(tensor.base is not None for plan in plans for tensor in plan.tensors)
         return plans, replace(self, base=base)
-
-    def plans_to_run(
-        self, recipes: Sequence[Recipe], options: RunOptions, *, whole: bool = False
-    ) -> tuple[list[Plan], OpenCheckpoints]:
-        """Plan merges that are carried out, with what their recipes leave open settled.
-
-        Raises:
-            InputError: as `plans`.
-        """
-        settled = self.settled(recipes, options)
-        checkpoints = self
-        if settled.wanted:
-            self.plans(settled.recipes, whole=whole)  # whatever headers can refuse comes first
-            try:
-                checkpoints = self._with_base_inputs(options)
-            except InputError as error:  # nobody asked for them
-                settled = settled.without(f"the base could not be run ({error})")
-        plans, checkpoints = checkpoints.plans(settled.recipes, options, whole=whole)
-        found: list[Plan] = []
-        for plan in plans:
-            notes = settled.notes if looks_at_base(plan.recipe) else ()
-            found.append(replace(plan, notes=(*plan.notes, *notes)))
-        return found, checkpoints
-
-    def settled(self, recipes: Sequence[Recipe], options: RunOptions) -> Settled:
-        """Return the recipes with what they leave open of the base's inputs."""
-        return settle(
-            recipes,
-            self.base,
-            list(self.experts.values()),
-            options.max_memory,
-            lambda: self._base_inputs_are_made(options),
-        )
-
-    def _base_inputs_are_made(self, options: RunOptions) -> bool:
-        """Whether an earlier run has made what `_with_base_inputs` would."""
-        try:
-            device = options.device_here
-        except InputError:  # which is said where anything is to be computed on it
-            return False
-        with torch_threads(options.threads):
-            return is_made(self.base, device)
-
-    def _with_base_inputs(self, options: RunOptions) -> OpenCheckpoints:
-        """The same with the base's inputs, which are made or were kept."""
-        with torch_threads(options.threads):
-            made = base_inputs(
-                self.base,
-                device=options.device_here,
-                max_memory=options.max_memory,
-                progress=options.collecting,
-            )
-        return self.having(made)
-
-    def having(self, made: BaseInputs) -> OpenCheckpoints:
-        """The same with the base's inputs, as they were made."""
-        file = StatisticsFile.open(made.path, made_by=RANDOM)
-        self.closing.callback(file.close)
-        return replace(self, statistics={**self.statistics, OF_BASE: file}, made=made)
 
     def materialize(self, *, leads: bool = True) -> None:
         """Fetch what planning did not need, and check statistics files, which are read once for it.
@@ -192,7 +121,7 @@ class OpenCheckpoints:
         """
         for _, checkpoint in self.all():
             checkpoint.materialize()
-        for file in self._given.values() if leads else ():
+        for file in self.statistics.values() if leads else ():
             file.check_content()
 
     def paths(self) -> list[Path]:
@@ -217,7 +146,7 @@ class OpenCheckpoints:
             **{f"statistics {name}": file.identity() for name, file in self.statistics.items()},
             **{
                 f"stamp of statistics {name}": stamp_of(file.path.stat())
-                for name, file in self._given.items()
+                for name, file in self.statistics.items()
             },
             "companions": dict(self.companions),
             **self.text.identity(),
@@ -237,12 +166,6 @@ class OpenCheckpoints:
                     f"the server of {key} ({checkpoint.source}) does not say whether {some(unknown)} "
                     "changed since the merge was begun: start over with --overwrite"
                 )
-
-    @property
-    def _given(self) -> dict[str, StatisticsFile]:
-        """Files that the recipe names. What is made may be made again, and other merges touch it."""
-        made = None if self.made is None else OF_BASE
-        return {name: file for name, file in self.statistics.items() if name != made}
 
     def sources(self, merged: Checkpoint | None = None) -> Sources:
         """The same for the engine, and a merged model that is looked at."""
@@ -278,9 +201,9 @@ class OpenCheckpoints:
         self.check_versions()
         adapted = isinstance(self.base, AdaptedBase)
         places = {key: _place(checkpoint) for key, checkpoint in self.all()}
-        files = {name: str(file.path) for name, file in self._given.items()}
+        files = {name: str(file.path) for name, file in self.statistics.items()}
         text = replace(self.text, files=None)  # which only the writer of the folder needs
-        described = Description(places, files, self.made, adapted, self.slices, text, self.form, {})
+        described = Description(places, files, adapted, self.slices, text, self.form, {})
         with described.open() as again:
             return replace(described, identity=again.identity())
 
@@ -327,7 +250,7 @@ def open_checkpoints(
     Args:
         base: of the recipe.
         experts: by name.
-        statistics: files by expert; the base's under `OF_BASE`.
+        statistics: files by expert.
         slices: of the recipe.
         tokens: tokenizer and chat template of the recipe, or what was decided on them.
         form: of the output.
@@ -356,16 +279,8 @@ def open_checkpoints(
                     raise
                 return stored  # an adapter made of adapters may not need its weights
 
-        def measured(name: str, path: str | Path) -> StatisticsFile:
-            try:
-                file = StatisticsFile.open(path)
-            except CheckpointError as error:
-                if name != OF_BASE or Path(path).exists():
-                    raise
-                raise InputError(
-                    f"{error}. The statistics of the base (--base-stats) are a file, '{RANDOM}' or "
-                    f"'{NOTHING}'.{did_you_mean(Path(path).name, [RANDOM, NOTHING])}"
-                ) from error
+        def measured(path: str | Path) -> StatisticsFile:
+            file = StatisticsFile.open(path)
             stack.callback(file.close)
             return file
 
@@ -397,11 +312,10 @@ def open_checkpoints(
         yield OpenCheckpoints(
             Donor(models) if start is None else start,
             models,
-            {name: measured(name, path) for name, path in statistics.items()},
+            {name: measured(path) for name, path in statistics.items()},
             slices,
             text,
             form,
-            closing=stack,
         )
 
 
@@ -421,11 +335,9 @@ def open_recipe(recipe: Recipe) -> Generator[OpenCheckpoints]:
 
 
 def statistics_of(recipe: Recipe) -> dict[str, str]:
-    """The statistics files that a recipe names, by expert; the base's under `OF_BASE`."""
+    """The statistics files that a recipe names, by expert."""
     named = {name: expert.statistics for name, expert in recipe.experts.items()}
-    of_base = recipe.base_inputs
-    every = {**named, OF_BASE: None if of_base == RANDOM else of_base}
-    return {name: file for name, file in every.items() if file is not None}
+    return {name: file for name, file in named.items() if file is not None}
 
 
 @dataclass(frozen=True)
@@ -435,7 +347,6 @@ class Description:
     Attributes:
         places: where each of them lies, by key.
         statistics: files by expert.
-        made: the base's, where `plans` made it.
         adapted: whether only the adapters of the base are wanted (`AdaptedBase`).
         slices: of the recipe.
         text: of the output.
@@ -445,7 +356,6 @@ class Description:
 
     places: Mapping[str, str]
     statistics: Mapping[str, str]
-    made: BaseInputs | None
     adapted: bool
     slices: Sequence[Slice]
     text: Text
@@ -478,8 +388,7 @@ class Description:
         ) as opened:
             adapters = [e for e in opened.experts.values() if isinstance(e, AdapterCheckpoint)]
             start = AdaptedBase(opened.base, adapters) if self.adapted else opened.base
-            again = replace(opened, base=start)
-            yield again if self.made is None else again.having(self.made)
+            yield replace(opened, base=start)
 
 
 def _place(checkpoint: Checkpoint) -> str:

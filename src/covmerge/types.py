@@ -282,15 +282,8 @@ class LinearGroup:
             see the `weights`, in place of the updates; empty for the others. They must not be modified.
         known: per expert, what the overview of its whole tensor found, of these rows, for methods
             registered with an `overview`; empty: this group is all of the tensor.
-        inputs: E[z zᵀ] of the layer's inputs in the base `(d_in, d_in)`, of the updates' dtype and
-            device, for whom is registered with `base_inputs`, where somebody has measured it; None:
-            nobody has.
-        inputs_mean: the mean eigenvalue of `inputs` in the layer's own axes, where they are written in the
-            basis of a `frame`; None: they are in these axes.
         base_norm: ‖W_0‖_F, for whom is registered with `base_norm`, of a layer that stands in a row of
             blocks; None: it stands in none, or its weights were not read.
-        base_outputs: ‖W_0C^½‖_F beside it, C the `inputs` in their units; None: nobody has measured these,
-            or nothing ever came in.
     """
 
     updates: tuple[Tensor, ...]
@@ -305,10 +298,7 @@ class LinearGroup:
     base: Tensor | None = None
     models: tuple[Tensor, ...] = ()
     known: tuple[Any, ...] = ()
-    inputs: Tensor | None = None
-    inputs_mean: float | None = None
     base_norm: float | None = None
-    base_outputs: float | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

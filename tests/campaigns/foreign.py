@@ -7,36 +7,25 @@ Statistics are written as `covmerge collect` writes them, of random numbers; wha
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
-import shutil
-import struct
 import sys
 from collections.abc import Mapping
-from contextlib import closing, redirect_stderr
-from functools import cache
-from io import StringIO
+from contextlib import closing
 from pathlib import Path
 from random import Random
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from safetensors.torch import load, load_file
+from safetensors.torch import load
 from torch import Tensor
 
-import covmerge
 from covmerge.checkpoints import open_checkpoint
 from covmerge.methods import registry
-from covmerge.statistics import Generated, of_base
 from covmerge.statistics.file import Kind, StatisticsFile
 from covmerge.statistics.write import Contents, Statistic, write_statistics
 from tests.campaigns import formats, outcomes
 from tests.campaigns.merged import command, plain, verdict
 from tests.campaigns.outcomes import Tensors
-from tests.e2e.models import build
-from tests.statistics.models import save_family
 
 _FLOOR = 1e-10
 _END = ".covstats.safetensors"
@@ -193,75 +182,8 @@ def _expected(
     return result
 
 
-@cache
-def _family() -> tuple[Path, Path, dict[str, bytes]]:
-    """A base with two experts, their undisturbed merge, and statistics by whose base they are."""
-    home = Path(mkdtemp(prefix="campaign-family-"))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
-    base, experts = save_family(build("llama"), home)
-    found: dict[str, bytes] = {}
-    for name, source in (("base", base), *experts.items()):
-        with redirect_stderr(StringIO()):
-            covmerge.collect(source, Generated("random"), home / f"{name}{_END}")
-        found[name] = (home / f"{name}{_END}").read_bytes()
-    out = home / "right"
-    covmerge.merge(base, experts, "auto", out, base_statistics=home / f"base{_END}")
-    told = {
-        "base": str(base),
-        "experts": {name: str(path) for name, path in experts.items()},
-        "method": "auto",
-        "base_statistics": "random",
-    }
-    (home / "recipe.yml").write_text(json.dumps(told))
-    return home / "recipe.yml", out, found
-
-
-def poison(right: bytes, others: list[bytes], random: Random) -> bytes:
-    """Return what may lie in the cache in the place of a base's statistics."""
-    start = 8 + int.from_bytes(right[:8], "little")
-    kind = random.choice(("right", "short", "value", "header", "other model", "zeros"))
-    if kind == "short":
-        return right[: random.randrange(len(right))]
-    if kind == "value":
-        at = random.randrange(start, len(right) - 3) // 4 * 4
-        drawn = random.choice((float("nan"), float("inf"), -1e3, 0.5, 0.0))
-        return right[:at] + struct.pack("<f", drawn) + right[at + 4 :]
-    if kind == "header":
-        at = random.randrange(start)
-        return right[:at] + bytes([right[at] ^ 1 << random.randrange(8)]) + right[at + 1 :]
-    if kind == "other model":
-        return random.choice(others)
-    return right[:start] + bytes(len(right) - start) if kind == "zeros" else right
-
-
-def cached(folder: Path, random: Random) -> outcomes.Verdict:
-    """Merge with a damaged entry in the cache, or what a killed process left there.
-
-    The right values are of a merge whose statistics never lay in a cache.
-    """
-    recipe, right, statistics = _family()
-    before = os.environ.get("COVMERGE_CACHE")
-    os.environ["COVMERGE_CACHE"] = str(folder / "cache")
-    try:
-        with closing(open_checkpoint(recipe.parent / "base")) as base:
-            path = of_base._path(base, torch.device("cpu"))
-        path.parent.mkdir(parents=True)
-        others = [own for name, own in statistics.items() if name != "base"]
-        path.write_bytes(poison(statistics["base"], others, random))
-        if random.random() < 0.3:
-            (path.parent / f".making-{path.name.removesuffix(_END)}").mkdir()
-        ended = command("merge", recipe, folder / "out")
-        values = load_file(right / "model.safetensors")
-        return verdict(ended, folder / "out", values, {path.name}, right=True)
-    finally:
-        os.environ.pop("COVMERGE_CACHE")
-        if before is not None:
-            os.environ["COVMERGE_CACHE"] = before
-
-
 KINDS: dict[str, outcomes.Kind] = {
     "statistics of another model": merge,
-    "cached statistics of the base": cached,
 }
 
 if __name__ == "__main__":

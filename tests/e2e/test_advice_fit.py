@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import covmerge
+from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CovmergeError
+from covmerge.statistics import StatisticsFile
+from covmerge.statistics.write import Contents, Statistic, write_statistics
 from tests.advised import advice
 from tests.checkpoints.adapters import llama, make, vit
 from tests.cli.runs import save_plain, statistics_for
-from tests.e2e.test_base_inputs import keep_layers
 
 NAME, NORM = "layers.0.fc.weight", "norm.weight"
 BASE = {NAME: torch.eye(8), NORM: torch.ones(8)}
@@ -31,6 +34,18 @@ PAIRS = {
         advice("Pass the quantised one as it was before"),
     ),
 }
+
+
+def keep_layers(file, out, wanted, also=None):
+    """Write a statistics file of some of the layers of another."""
+    held = StatisticsFile.open(file)
+    names = [name for name in held.names("gram") if wanted(name)]
+    found = [Statistic((name,), held.read("gram", name), 1) for name in names]
+    if also is not None:
+        found.append(Statistic((also,), torch.eye(4), 1))
+    with closing(open_checkpoint(held.about.source)) as model:
+        contents = Contents(model, {"gram": found}, examples=1)
+        write_statistics({out: contents}, overwrite=True)
 
 
 @pytest.mark.parametrize(("refused", "said"), PAIRS.values(), ids=PAIRS)
@@ -86,27 +101,6 @@ def test_statistics_of_a_layer_that_one_expert_lacks(how, tmp_path):
     found = covmerge.merge(base, experts, "regmean", **given).tensors
     means = sum(load_file(path)[layer] for path in experts.values()) / 2
     assert torch.allclose(found[layer], means, atol=1e-6) == (how == "rule")
-
-
-@pytest.mark.parametrize("how", ["out", "collect"])
-def test_statistics_of_other_layers(how, tmp_path):
-    save_plain(tmp_path, experts=("a", "b", "base"), growth=1.0)
-    names = ("a", "b")
-    stats = statistics_for("regmean", tmp_path, experts=("base",))["base"]
-    kept = stats.read_bytes()
-    keep_layers(stats, stats, lambda own: False, also="another.weight")
-    experts = {n: tmp_path / f"{n}.safetensors" for n in names}
-    base = tmp_path / "base.safetensors"
-    said = advice(
-        "leave out the statistics of the base (--base-stats), or collect them on a base whose layers "
-        "have these names"
-    )
-    with pytest.raises(CovmergeError, match=said):
-        covmerge.merge(base, experts, "auto", base_statistics=stats)
-    stats.write_bytes(kept)
-    given = {} if how == "out" else {"base_statistics": stats}
-    result = covmerge.merge(base, experts, "auto", **given)
-    assert not any("no inputs of" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("how", ["model", "base"])

@@ -192,26 +192,6 @@ CALLS = {
         ),
         lambda out: layer([U[0], V[0]], "average"),
     ),
-    "inputs": (
-        lambda out: layer([U, V], "average", base_inputs=GRAM),
-        advice("does not look at the base's inputs: leave out `base_inputs=`"),
-        lambda out: layer([U, V], "average"),
-    ),
-    "inputs of another size": (
-        lambda out: layer([U, V], "auto", base_inputs=torch.eye(7)),
-        advice("the base's inputs are {}, this layer needs {}: pass those of this layer"),
-        lambda out: layer([U, V], "auto", base_inputs=GRAM),
-    ),
-    "inputs that are not finite": (
-        lambda out: layer([U, V], "auto", base_inputs=NAN),
-        advice("the base's inputs hold NaN or Inf: collect them again"),
-        lambda out: layer([U, V], "auto", base_inputs=GRAM),
-    ),
-    "inputs of one": (
-        lambda out: merge_layer([U], base_inputs=GRAM),
-        advice("{}, whatever the base's inputs: leave out `base_inputs=`"),
-        lambda out: merge_layer([U]),
-    ),
     "a result that its dtype cannot hold": (
         lambda out: layer([1e3 * U.half(), 1e3 * V.half()], "task_arithmetic", scale=1e3),
         advice("pass them in a wider one, as update.float() or update.double()"),

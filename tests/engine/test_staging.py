@@ -62,7 +62,6 @@ def test_inputs_arrive_as_they_were_read(staging, dtype):
             "e": drawn(0, 50),
         },
         {"gram": {"a": Measured(drawn(50, 50), rows=3, total=1.0)}},
-        base_inputs=drawn(50, 50),
     )
     way = staging(CPU, SMALL)
     sent, arrival = way.send(inputs)
@@ -76,7 +75,6 @@ def test_inputs_arrive_as_they_were_read(staging, dtype):
     assert sent.experts["e"].shape == (0, 50)
     there = sent.measured["gram"]["a"]
     assert torch.equal(there.value, inputs.measured["gram"]["a"].value) and there.rows == 3
-    assert torch.equal(sent.base_inputs, inputs.base_inputs)
     assert scalar.base.shape == () and sent.base.dtype == dtype
     # What was not read has no rows to send.
     meta = torch.empty(2, 3, device="meta")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from covmerge.linalg.batched_metric import Metrics
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import rank_tolerance
 
@@ -66,16 +65,3 @@ def test_dots_block_by_block(shape, dtype):
     assert float((found - wanted).abs().max() / wanted.max()) < (
         1e-5 if dtype == torch.float32 else 1e-12
     )
-
-
-def test_what_stands_beside_a_covariance_is_so_many_times_i():
-    inputs, updates = covariance(12, 5, torch.float64), [drawn((8, 12), torch.float64, 1)]
-    found, white = Metric.of(inputs, 3.0), torch.eye(12, dtype=torch.float64)
-    expected = Metric.of(inputs + 3.0 * white)
-    assert found.size == pytest.approx(expected.size) and found.factor is not None
-    torch.testing.assert_close(found.dots(updates), expected.dots(updates))
-    both = Metrics.of(torch.stack([inputs, 2.0 * inputs]), [3.0, 0.5])
-    other = Metric.of(2.0 * inputs + 0.5 * white)
-    assert both.sizes.tolist() == pytest.approx([expected.size, other.size])
-    torch.testing.assert_close(both.dots([updates] * 2)[0], expected.dots(updates))
-    torch.testing.assert_close(both.dots([updates] * 2)[1], other.dots(updates))

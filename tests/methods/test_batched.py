@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covmerge.errors import TensorError
-from covmerge.linalg.auto import precision_choice
 from covmerge.linalg.lapack import LinAlgError
 from covmerge.methods import registry
 from covmerge.methods.factored import merge_factors
@@ -250,31 +249,6 @@ def test_rounding_of_stored_weights_ends_a_rank_in_a_batch_too():
             group = group_of(registry.get(name), noisy)
             groups.append(replace(group, rounding=(error, error)))
         assert any(held_to_the_kernel(name, {}, groups, loose=("rank",))), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(24, 16), (3, 20)], ids=str)
-def test_auto_by_what_was_measured_of_the_base(shape, dtype):
-    """‖W₀‖ of some layers, and inputs of others: each has its own, and of one nothing ever came in."""
-    groups = [layer("usual", "auto", shape, 3, seed, dtype) for seed in range(8)]
-    norms = [None, 1.0, 100.0, None, None, 1e-3, 10.0, None]
-    rows = [0, 0, 0, 64, 2, 64, 64, 1]  # of inputs
-    for place, (base_norm, count) in enumerate(zip(norms, rows, strict=True)):
-        draw = torch.Generator().manual_seed(place)
-        seen = torch.randn(count, shape[1], generator=draw, dtype=torch.float64).to(dtype)
-        inputs = (count != 1) * seen.mT @ seen if count else None
-        outputs = None if inputs is None or base_norm is None else (place - 2.0) * base_norm
-        how = {"base_norm": base_norm, "base_outputs": outputs, "inputs": inputs}
-        groups[place] = replace(groups[place], **how)
-    assert held_to_the_kernel("auto", {}, groups) == [True] * 7 + [False]
-
-
-def test_auto_of_a_shape_that_float32_solves():
-    """Least squares layer by layer, as the kernel has it, and the rest of it in one batch."""
-    shape, count = (320, 256), 3
-    assert precision_choice(*shape, count, 4).taken == "mixed"
-    groups = [layer("usual", "auto", shape, count, seed, torch.float32) for seed in range(2)]
-    assert held_to_the_kernel("auto", {}, groups) == [True, True]
 
 
 def test_a_group_in_other_coordinates_is_the_kernels():

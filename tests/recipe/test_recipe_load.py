@@ -183,10 +183,6 @@ def test_a_dumped_recipe_is_plain_json_and_the_same_recipe(recipe: Recipe) -> No
             "parameters: {a: {b: [1, .nan]}}",
             "r.yml:3: parameters: a.b[1] is NaN; numbers must be finite",
         ),
-        (
-            "base_statistics: true",
-            "r.yml:3: base_statistics is true; it must be text",
-        ),
         ("rules: {role: norm}", 'r.yml:3: rules is {"role": "norm"}; it must be a list'),
         (
             "rules:\n  - norm",

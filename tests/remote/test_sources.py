@@ -26,11 +26,9 @@ from covmerge.stores.retries import RefusedError
 from covmerge.stores.store import StoredFile
 from covmerge.verification import verify
 from tests.checkpoints.test_distributed import save as save_shards
-from tests.e2e.models import build
 from tests.interrupted import InterruptAfter
 from tests.remote.conftest import Bucket
 from tests.remote.servers import KEYS, Server, cut, files, late, serving, status
-from tests.statistics.models import save_family
 
 BASE = "model.safetensors"
 
@@ -432,24 +430,6 @@ def test_too_many_or_too_large_files_beside_the_weights(pages, models, monkeypat
     monkeypatch.setattr(fetching, "_MOST", 1)
     with pytest.raises(CheckpointError, match="bytes, which no such file needs to have"):
         open_checkpoint(f"{server.url}/base").companions()
-
-
-@pytest.mark.slow
-def test_a_base_that_is_run_lies_in_a_bucket_or_in_shards(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, experts = save_family(build("llama"), tmp_path)
-    sharded = shutil.copytree(base, tmp_path / "sharded")
-    save_shards(load_file(base / BASE), sharded)
-    (sharded / BASE).unlink()
-    found = []
-    for number, source in enumerate((base, bucket.put(Path(base), "base"), sharded)):
-        monkeypatch.setenv("COVMERGE_CACHE", str(tmp_path / f"cache{number}"))
-        out = tmp_path / f"out{number}"
-        merged = covmerge.merge(source, experts, out=out, base_statistics="random")
-        assert any("256 random inputs through the base" in note for note in merged.notes)
-        found.append((out / BASE).read_bytes())
-    assert found[0] == found[1] == found[2]
 
 
 class _Early(socketserver.BaseRequestHandler):

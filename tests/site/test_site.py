@@ -65,7 +65,7 @@ def test_flags_stay_on_one_line(hooks):
 
 def test_every_option_has_a_line(hooks):
     text = hooks.command_line()
-    for option in ("--base-stats", "--max-memory", "--quantise", "--methods", "--deep"):
+    for option in ("--max-memory", "--quantise", "--methods", "--deep"):
         assert f"`{option}" in text
     assert "```sh\ncovmerge merge recipe.yml OUT\n```" in text
 

@@ -349,31 +349,6 @@ LINES = {
         advice("holds no {}, which method '{}' needs: run {}."),
         f"{MERGE} out --method fisher {FISHER}",
     ),
-    "of the base": (
-        f"{MERGE} out --method average --base-stats base.covstats.safetensors",
-        advice("{}: {}. Leave out the statistics of the base (--base-stats){}."),
-        f"{MERGE} out --method average",
-    ),
-    "of the base, another method": (
-        f"{MERGE} out --method average --base-stats base.covstats.safetensors",
-        advice("{}: {}. Leave out the statistics of the base (--base-stats){}."),
-        f"{MERGE} out --method auto --base-stats base.covstats.safetensors",
-    ),
-    "of the base, without a Gram matrix": (
-        f"{MERGE} out --method auto --base-stats fisher-e1.covstats.safetensors",
-        advice("{} holds no Gram matrix: collect it anew with --kind gram."),
-        f"{MERGE} out --method auto --base-stats base.covstats.safetensors",
-    ),
-    "of another model": (
-        f"{MERGE} out --method auto --base-stats stats/e1.covstats.safetensors",
-        advice("which has other weights than {} ({}): pass the statistics of this model, or {}"),
-        f"{MERGE} out --method auto --base-stats base.covstats.safetensors",
-    ),
-    "no file of statistics": (
-        f"{MERGE} out --method auto --base-stats e1/model.safetensors",
-        advice("(its metadata has no '{}'): pass one that `covmerge collect` wrote"),
-        f"{MERGE} out --method auto --base-stats base.covstats.safetensors",
-    ),
 }
 
 

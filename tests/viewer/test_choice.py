@@ -77,7 +77,6 @@ def test_what_is_left_to_the_base_stays_and_other_methods_go():
         method="ace",
         rules=rules,
         before=["pico"],
-        base_statistics="none",
         tensors={"missing": "present", "embeddings": "base"},
         output={"dtype": "bfloat16"},
     )
@@ -87,7 +86,7 @@ def test_what_is_left_to_the_base_stays_and_other_methods_go():
         ("*.up.*", "base", None),
         (None, "base", None),
     ]
-    assert (found.before, found.base_statistics, found.parameters) == ((), None, {})
+    assert (found.before, found.parameters) == ((), {})
     assert found.tensors.missing == "base"
     assert found.tensors.embeddings == "base"
     assert found.output.dtype == "bfloat16"

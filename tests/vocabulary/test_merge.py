@@ -207,17 +207,6 @@ def test_methods_that_do_not_go_with_other_tokens_say_so(name, said, models, tmp
         assert covmerge.verify(tmp_path / "out").ok
 
 
-def test_statistics_of_the_base_are_of_its_own_tokens(models, tmp_path):
-    file = tmp_path / "base.covstats.safetensors"
-    write_statistics(
-        {file: contents(registry.get("regmean"), models / "llama" / "base")}, overwrite=False
-    )
-    run_recipe(recipe(models, method="auto", base_statistics=str(file)), tmp_path / "out")
-    assert covmerge.verify(tmp_path / "out").ok
-    with pytest.raises(InputError, match="which has other weights than the base"):
-        run_recipe(recipe(models, method="auto", base="t0", base_statistics=str(file)), None)
-
-
 @pytest.mark.parametrize("experts", [("t2",), ("t2", "t2-again")])
 def test_one_expert_and_equal_ones_are_that_expert(experts, models, tmp_path):
     paths = {name: str(models / "llama" / name.partition("-")[0]) for name in experts}
@@ -307,12 +296,6 @@ def test_another_tokenizer_is_another_merge(models, tmp_path):
     assert covmerge.verify(tmp_path / "whole").ok
     file.write_text(file.read_text().replace("<|im_begin|>", "<|im_start|>"))
     assert recompute(tmp_path / "whole").ok
-
-
-def test_a_method_that_looks_at_the_bases_inputs(models, tmp_path):
-    result = run_recipe(recipe(models, method="auto", base_statistics="random"), tmp_path / "out")
-    assert result.verification is not None
-    assert result.verification.ok
 
 
 def test_an_expert_without_a_tokenizer_of_as_many_rows_has_the_bases(models, tmp_path):

@@ -49,8 +49,7 @@ def collect(
             metavar="data|generated|random",
             rich_help_panel=_OWN,
             help="generated: what a language model writes itself, or what is drawn for an encoder; random: "
-            "what is drawn, for a language model too, as auto's --base-stats wants it of the base; DATA is "
-            "left out.",
+            "what is drawn, for a language model too; DATA is left out.",
         ),
     ] = "data",
     start: Annotated[

@@ -23,7 +23,6 @@ def compare(
     expert: options.Experts = None,
     weight: options.Weights = None,
     stats: options.Stats = None,
-    base_stats: options.BaseStats = None,
     methods: Annotated[
         str,
         typer.Option(
@@ -78,7 +77,6 @@ def compare(
                 experts=expert or (),
                 weights=weight or (),
                 statistics=stats or (),
-                base_statistics=base_stats,
                 before=before or (),
                 after=after or (),
                 tensors=tensors or (),

@@ -37,7 +37,6 @@ class RecipeFlags:
     run_weights: str | None = None
     decay: float | None = None
     statistics: Sequence[str] = ()
-    base_statistics: str | None = None
     method: str | None = None
     parameters: Sequence[str] = ()
     before: Sequence[str] = ()
@@ -167,10 +166,9 @@ def read_stages(
     folders = [folder for folder, _ in found]
     for folder in folders:
         local_path(folder)
-    if flags.base or flags.weights or flags.statistics or flags.base_statistics:
+    if flags.base or flags.weights or flags.statistics:
         raise RecipeError(
-            f"{file} has several recipes: --base, --weight, --stats and --base-stats are of one, "
-            "and written there"
+            f"{file} has several recipes: --base, --weight and --stats are of one, and written there"
         )
     of_stages = replace(
         flags, out_dtype=None, form=None, rank=None, whole=None, quantise=None, keep=()
@@ -225,7 +223,7 @@ def _laid_over(data: dict[str, Any], flags: RecipeFlags, file: Path | None) -> R
         | ({"keep": list(flags.keep)} if flags.keep else {})
         | output_as(flags.form)
     )
-    data.update(_given(base=flags.base, base_statistics=flags.base_statistics, dtype=flags.dtype))
+    data.update(_given(base=flags.base, dtype=flags.dtype))
     data.update({k: list(v) for k, v in (("before", flags.before), ("after", flags.after)) if v})
     data["allow"] = list(dict.fromkeys((*data.get("allow", ()), *flags.allow)))
     return parse_recipe(data, origin="command line")

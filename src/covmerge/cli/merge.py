@@ -36,7 +36,6 @@ def merge(
     run_weights: options.RunWeights = None,
     decay: options.Decay = None,
     stats: options.Stats = None,
-    base_stats: options.BaseStats = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -179,7 +178,6 @@ def merge(
         run_weights=run_weights,
         decay=decay,
         statistics=stats or (),
-        base_statistics=base_stats,
         method=method,
         parameters=parameter or (),
         before=before or (),

@@ -73,17 +73,6 @@ Stats = Annotated[
         help="Statistics of an expert, from `covmerge collect`, for methods that use data.",
     ),
 ]
-BaseStats = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE|random|none",
-        rich_help_panel=WHAT,
-        help="Statistics of the base, from `covmerge collect`: what its layers' inputs are like, for "
-        "methods that look at them, such as `auto`. random: the merge itself runs the base on random "
-        "inputs first, which needs transformers, and keeps what its layers see. none: do without. By "
-        "default random, where the base can be run within the memory.",
-    ),
-]
 Before = Annotated[
     list[str] | None,
     typer.Option(

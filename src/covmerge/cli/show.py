@@ -315,7 +315,6 @@ def _run(run: Mapping[str, Any]) -> str:
         f"{format_seconds(run['compute_seconds'])}, write {format_seconds(run['write_seconds'])}, "
         f"overlapping; {counted(run['threads'], 'thread')} on {run['device']}; "
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
-        + _base_inputs(run)
         + _workers(run.get("workers", 1), run.get("workers_because", ""))
         + (f"; {resumed} of {run['items']} items were done by an earlier run" if resumed else "")
     )
@@ -326,15 +325,6 @@ def _workers(count: int, why: str) -> str:
     if count == 1 and not why:
         return ""
     return f"; {count} process{'' if count == 1 else 'es'}{f' ({why})' if why else ''}"
-
-
-def _base_inputs(run: Mapping[str, Any]) -> str:
-    """What making the base's inputs took, where the merge wanted that."""
-    if "base_inputs_seconds" not in run:
-        return ""
-    seconds = run["base_inputs_seconds"]
-    spent = f"took {format_seconds(seconds)}" if seconds else "were there from an earlier run"
-    return f"; the base's inputs {spent}"
 
 
 def _next_commands(out: Path | Store) -> list[str]:

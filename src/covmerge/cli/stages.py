@@ -120,7 +120,7 @@ def _check_same(folder: Path, recipe: Recipe) -> None:
             "merges it anew"
         )
     wanted = dump_recipe(recipe)
-    settled = {"method", "base_statistics"} - wanted.keys()  # by the merge, where nothing was said
+    settled = {"method"} - wanted.keys()  # by the merge, where nothing was said
     differs = [key for key in differing(manifest["recipe"], wanted) if key not in settled]
     if differs:
         raise InputError(

@@ -88,15 +88,14 @@ def _primal(layers: Layers) -> BatchedEquations:
     for expert in range(len(layers[0])):
         root = roots(layers, expert)
         scaled = root * per_member([layer[expert].scale for layer in layers], root)
-        lengths = per_member([layer[expert].length for layer in layers], root)
         if outer:
             gram.baddbmm_(scaled.mT, root)
-            numerator.baddbmm_(root @ root.mT, scaled.mul_(lengths))
+            numerator.baddbmm_(root @ root.mT, scaled)
         else:
             own = scaled.mT @ root
             gram.add_(own)
-            numerator.baddbmm_(root, own.mul_(lengths))
-        ridges = [layer[expert].ridge * layer[expert].length for layer in layers]
+            numerator.baddbmm_(root, own)
+        ridges = [layer[expert].ridge for layer in layers]
         numerator.addcmul_(root, per_member(ridges, root))
     return BatchedEquations(gram, numerator, _ridges(layers, gram))
 
@@ -114,7 +113,7 @@ def _dual(layers: Layers) -> BatchedEquations:
     gram = basis @ basis.mT
     numerator = gram.new_empty(len(layers), d_out, count * d_out)
     for expert, block in enumerate(blocks):
-        factors = [layer[expert].length * layer[expert].scale ** -0.5 for layer in layers]
+        factors = [layer[expert].scale ** -0.5 for layer in layers]
         ridges = [layer[expert].ridge * f for layer, f in zip(layers, factors, strict=True)]
         numerator[:, :, block] = gram[:, block, block] * per_member(factors, gram)
         numerator[:, :, block].diagonal(dim1=1, dim2=2).add_(per_member(ridges, gram, axes=1))

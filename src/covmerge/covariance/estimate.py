@@ -34,8 +34,6 @@ class Covariance:
         ones: 𝟏 `(d_out,)` in the coordinates of Δ; None where it is literally that.
         scale: factor of the Gram matrix.
         ridge: multiple of the identity.
-        length: multiple of R that is in ΣRC: what is to become of the update, where that is not the update
-            itself.
         exact: whether the root is made in float64, whatever the update's dtype.
     """
 
@@ -44,7 +42,6 @@ class Covariance:
     ones: Tensor | None = None
     scale: float = 1.0
     ridge: float = 0.0
-    length: float = 1.0
     exact: bool = False
 
     @property

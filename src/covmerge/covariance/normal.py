@@ -13,7 +13,7 @@ priors are written once, for `gram + ridge·I` and rows in either coordinates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
@@ -64,6 +64,25 @@ class NormalEquations(Coordinates):
         rows = self.gram if self.basis is None else self.basis
         return rows.sum(1) if ones is None else rows @ ones
 
+    def with_prior(
+        self, covariances: Sequence[Covariance], shares: Sequence[float], ridge: float
+    ) -> NormalEquations:
+        """Return Σ R_tC_t + Σ a_tR_t and Σ C_t + ρI: far from all updates the answer is Σ a_tR_t / ρ.
+
+        Args:
+            covariances: that these sums were made of. The numerator is changed in place.
+            shares: a_t.
+            ridge: ρ.
+        """
+        for place, (own, share) in enumerate(zip(covariances, shares, strict=True)):
+            if self.basis is None:
+                self.numerator.add_(own.root(), alpha=share)
+            else:
+                rows = len(own.update)
+                block = self.numerator[:, place * rows : (place + 1) * rows]
+                block.diagonal().add_(share / sqrt(own.scale))
+        return replace(self, ridge=self.ridge + ridge)
+
     def apply(self, left: Tensor) -> Tensor:
         """Return left · Σ C_t for left `(_, d_in)`."""
         return self.lift(self.image(left)).add_(left, alpha=self.ridge)
@@ -93,25 +112,25 @@ def _primal(covariances: Sequence[Covariance]) -> NormalEquations:
 
 
 def add_own_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covariance) -> None:
-    """Add s RᵀR to the lower block triangle of a sum, and ℓR(s RᵀR + εI) to the numerator.
+    """Add s RᵀR to the lower block triangle of a sum, and R(s RᵀR + εI) to the numerator.
 
     Args:
         lower: `(d_in, d_in)`, for `covmerge.linalg.symmetric.mirror_`.
         numerator: `(d_out, d_in)`.
         root: R, of their dtype.
-        covariance: s, ε and ℓ.
+        covariance: s and ε.
     """
-    scale, length = covariance.scale, covariance.length
+    scale = covariance.scale
     d_out, d_in = root.shape
     if cube_choice(d_out, d_in, root.dtype.itemsize, root.device.type).taken == "outer":
         add_gram_(lower, root, scale)
-        numerator.addmm_(gram(root.mT), root, alpha=scale * length)
+        numerator.addmm_(gram(root.mT), root, alpha=scale)
     else:
         own = gram(root)
         lower.add_(own, alpha=scale)
-        numerator.addmm_(root, own, alpha=scale * length)
+        numerator.addmm_(root, own, alpha=scale)
     if covariance.ridge:
-        numerator.add_(root, alpha=covariance.ridge * length)
+        numerator.add_(root, alpha=covariance.ridge)
 
 
 def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
@@ -124,7 +143,7 @@ def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
     total = gram(basis.mT)
     numerator = total.new_empty(d_out, len(basis))
     for block, covariance in zip(blocks, covariances, strict=True):
-        factor = covariance.length / sqrt(covariance.scale)
+        factor = 1.0 / sqrt(covariance.scale)
         numerator[:, block] = total[block, block] * factor
         numerator[:, block].diagonal().add_(covariance.ridge * factor)
     return NormalEquations(total, numerator, sum(c.ridge for c in covariances), basis)

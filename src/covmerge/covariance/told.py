@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isnan, log1p, sqrt
 
 import torch
 from torch import Tensor
 
-from covmerge.linalg.batched import flags, log_dets, numbers, per_member
 from covmerge.linalg.cholesky import log_det
 from covmerge.linalg.spectral import float64_gram
 from covmerge.linalg.symmetric import gram
 
-# What nobody tells of a covariance is unknown and not absent: so much of its mean eigenvalue is added.
-UNTOLD = 0.1
 # An eigenvalue that is so small beside their mean is of an input that is hardly used.
 HARDLY_USED = 1e-4
 # Rounding may move the 1 beside it by so much.
@@ -41,17 +37,6 @@ def share_told(gram: Tensor, d_in: int) -> float:
     return _share(log_det(_beside_faint(gram)), d_in)
 
 
-def shares_told(grams: Tensor, d_in: int) -> list[float]:
-    """Return ψ of several Ĝ `(n, m, m)`; NaN where it takes the kernel's care.
-
-    Example:
-        >>> import torch
-        >>> [round(own, 2) for own in shares_told(torch.eye(4).expand(2, 4, 4), 4)]
-        [1.0, 1.0]
-    """
-    return [_share(own, d_in) for own in numbers(log_dets(_beside_faint(grams)))]
-
-
 def share_used(update: Tensor, size: float, directions: int) -> float:
     """Return ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), the share of a layer's directions in use.
 
@@ -76,31 +61,13 @@ def share_used(update: Tensor, size: float, directions: int) -> float:
     return share_told(found if _resolved(found) else float64_gram(wide), directions)
 
 
-def shares_used(updates: Tensor, sizes: Sequence[float], directions: int) -> list[float]:
-    """Return ω of several Δ `(n, d_out, d_in)`.
-
-    Example:
-        >>> import torch
-        >>> [round(own, 2) for own in shares_used(torch.eye(4).expand(2, 4, 4), [2.0, 2.0], 4)]
-        [1.0, 1.0]
-    """
-    wide = _wide(updates)
-    wide = wide * per_member([sqrt(directions) / size for size in sizes], wide)
-    grams = wide @ wide.mT
-    each = zip(shares_told(grams, directions), flags(_resolved(grams)), updates, sizes, strict=True)
-    return [
-        own if resolved else share_used(update, size, directions)
-        for own, resolved, update, size in each
-    ]
-
-
 def _wide(updates: Tensor) -> Tensor:
-    """Of one or of several, the transpose where that has the fewer rows."""
+    """The transpose where that has the fewer rows."""
     return updates.mT if updates.shape[-2] > updates.shape[-1] else updates
 
 
 def _resolved(grams: Tensor) -> Tensor:
-    """Whether rounding leaves the 1 in I + 10⁴Ĝ, of one or of several.
+    """Whether rounding leaves the 1 in I + 10⁴Ĝ.
 
     An entry is off by ½ε √(g_ii g_jj), and a matrix of such errors by ε √(max g_ii Σ g_jj) in norm.
     """
@@ -110,7 +77,7 @@ def _resolved(grams: Tensor) -> Tensor:
 
 
 def _beside_faint(gram: Tensor) -> Tensor:
-    """I + 10⁴Ĝ, of one or of several."""
+    """I + 10⁴Ĝ."""
     found = gram / HARDLY_USED
     found.diagonal(dim1=-2, dim2=-1).add_(1.0)
     return found

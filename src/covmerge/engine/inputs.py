@@ -19,7 +19,6 @@ from covmerge.errors import NotFiniteError, TensorError
 from covmerge.linalg.lapack import dot, square_norm
 from covmerge.measures.rounding import rounded_to
 from covmerge.plan import (
-    OF_BASE,
     Copy,
     Count,
     Look,
@@ -46,7 +45,7 @@ class Sources:
 
     Attributes:
         checkpoints: by key, as operands name them.
-        statistics: by expert; of the base under `OF_BASE`.
+        statistics: by expert.
     """
 
     checkpoints: Mapping[str, Checkpoint]
@@ -108,7 +107,6 @@ class Inputs:
         experts: rows by expert; of an adapter the factors of its update.
         merged: those of a merged model that is looked at.
         measured: by kind of statistic, by expert.
-        base_inputs: the Gram matrix of the layer's inputs in the base, where a method looks at it.
         known: by expert, what an overview of its whole tensor says of these rows.
         sources: where whoever looks a tensor over reads it; nothing of it was read here.
         packed: what the base stores of these rows, where the output is packed in the same way.
@@ -120,7 +118,6 @@ class Inputs:
         default_factory=dict[str, Mapping[str, Measured]]
     )
     merged: Update = None
-    base_inputs: Tensor | None = None
     known: Mapping[str, Any] = field(default_factory=dict[str, Any])
     sources: Sources | None = None
     packed: tuple[Tensor, ...] = ()
@@ -194,9 +191,7 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
                 expert: _read_measured(kind, sources, expert, name, item)
                 for expert, name in item.tensor.statistics.items()
             }
-    seen = next((item.tensor.base_inputs for item in merging if item.tensor.base_inputs), None)
-    base_inputs = None if seen is None else sources.statistics[OF_BASE].read("gram", seen)
-    return Inputs(own, rows, measured, merged, base_inputs, packed=packed)
+    return Inputs(own, rows, measured, merged, packed=packed)
 
 
 def is_compared(item: WorkItem) -> bool:

@@ -17,7 +17,6 @@ from covmerge.engine.inputs import Inputs, dense, take_updates
 from covmerge.engine.measures import Measures
 from covmerge.errors import ResourceError, TensorError
 from covmerge.linalg.lapack import square_norm
-from covmerge.linalg.metric import norm_seen
 from covmerge.measures.rounding import rounding_of
 from covmerge.methods import Method, registry
 from covmerge.methods.factored import MergedFactors, merge_factors, survey_factors
@@ -119,12 +118,11 @@ class Layer:
         limits = thresholds.get(merge.key)
         surveyed = None if limits is None else [limits[expert] for expert in self._given]
         measured = self._measured(item.tensor, method)
-        seen = self._base_inputs(item.tensor)
-        sizes = self._base_sizes(item.tensor, merge.layout, method, len(factors), seen)
+        sizes = self._base_norms(item.tensor, merge.layout, method, len(factors))
         with naming(item.tensor):
             found = [
                 merge_factors(
-                    method, own, self._weights, merge.parameters, surveyed, measured, seen, *size
+                    method, own, self._weights, merge.parameters, surveyed, measured, size
                 )
                 for own, size in zip(factors, sizes, strict=True)
             ]
@@ -265,8 +263,7 @@ class Layer:
         errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
         bases = self._bases(layout) if method.needs_base else [None] * len(views)
-        seen = self._base_inputs(item.tensor)
-        sizes = self._base_sizes(item.tensor, layout, method, len(views), seen)
+        sizes = self._base_norms(item.tensor, layout, method, len(views))
         each = zip(views, shared, errors, factors, bases, sizes, strict=True)
         for tensors, kept, rounding, own, base, size in each:
             updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
@@ -290,9 +287,7 @@ class Layer:
                 known=tuple(self._inputs.known[expert] for expert in self._given)
                 if self._inputs.known
                 else (),
-                inputs=seen,
-                base_norm=size[0],
-                base_outputs=size[1],
+                base_norm=size,
             )
 
     def _rounding_of(
@@ -313,32 +308,17 @@ class Layer:
         found = self._inputs.measured[method.data]
         return tuple(self._fitted(found[expert], method) for expert in self._given)
 
-    def _base_inputs(self, tensor: TensorPlan) -> Tensor | None:
-        if tensor.base_inputs is None or self._inputs.base_inputs is None:
-            return None
-        return self._inputs.base_inputs.to(self._context.device).to(self._context.dtype)
-
-    def _base_sizes(
-        self,
-        tensor: TensorPlan,
-        layout: MatrixLayout | None,
-        method: Method,
-        count: int,
-        seen: Tensor | None,
-    ) -> Sequence[tuple[float | None, float | None]]:
-        """`base_norm_for` of each matrix and ‖W_0C^½‖ of these inputs, where the base was read."""
+    def _base_norms(
+        self, tensor: TensorPlan, layout: MatrixLayout | None, method: Method, count: int
+    ) -> Sequence[float | None]:
+        """`base_norm_for` of each matrix, where the base was read."""
         base = self._inputs.base
         if base.is_meta or not method.base_norm:
-            return [(None, None)] * count
+            return [None] * count
         # On the device, whether it was sent there ahead or not: the norm is rounded in one way.
         base = base.to(self._context.device)
         whole = [base] if layout is None else matrices(base, layout)
-        norms = [base_norm_for(method, tensor, own) for own in whole]
-        outputs = [
-            None if size is None or seen is None else norm_seen(own, seen)
-            for size, own in zip(norms, whole, strict=True)
-        ]
-        return list(zip(norms, outputs, strict=True))
+        return [base_norm_for(method, tensor, own) for own in whole]
 
     def _fitted(self, measured: Measured, method: Method) -> Measured:
         value = measured.value.to(self._context.device).to(self._context.dtype)

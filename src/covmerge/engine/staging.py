@@ -93,7 +93,6 @@ class Staging:
             base=inputs.base if inputs.base.is_meta else self._tensor(inputs.base),
             experts={expert: self._update(own) for expert, own in inputs.experts.items()},
             measured=measured,
-            base_inputs=None if inputs.base_inputs is None else self._tensor(inputs.base_inputs),
         )
         return sent, self._recorded(self._arrival())
 

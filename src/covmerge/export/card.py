@@ -21,7 +21,6 @@ from covmerge.export.parents import Parent, Parents
 from covmerge.methods import Method, registry
 from covmerge.methods.registry import Reference
 from covmerge.plan import Plan, Settings
-from covmerge.recipe import RANDOM
 from covmerge.steps import StepUse, resolve_steps
 from covmerge.stores.store import Store, WritableFile, WritableStore
 from covmerge.text import some
@@ -148,17 +147,6 @@ class _Card:
 
     def _data(self) -> str:
         kinds = dict.fromkeys(_STATISTICS[m.data] for m in self.methods if m.data != "none")
-        of_base = self.plan.recipe.base_inputs
-        if not kinds and of_base == RANDOM:
-            return (
-                "No data was used: what the base's layers' inputs are like was seen by running it on "
-                "random ones."
-            )
-        if not kinds and of_base is not None:
-            return (
-                "Of no expert was any data used. What the base's layers' inputs are like was collected "
-                f"beforehand: {inline(Path(of_base).name)}."
-            )
         if not kinds:
             return "No data was used: the weights alone decide."
         files = [e.statistics for e in self.plan.recipe.experts.values() if e.statistics]
@@ -240,8 +228,6 @@ class _Card:
         """The recipe, but for its defaults, and with no path of this machine."""
         recipe = self.plan.recipe
         given = recipe.model_dump(mode="json", exclude_defaults=True)
-        if "base_statistics" in given:
-            given["base_statistics"] = Path(given["base_statistics"]).name
         for name, expert in given["experts"].items():
             expert["source"] = self.parents.by_key[f"expert {name}"].source
             if "statistics" in expert:

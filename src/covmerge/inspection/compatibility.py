@@ -47,7 +47,6 @@ def lenient(recipe: Recipe) -> Recipe:
         update={
             "method": "average",
             "parameters": {},
-            "base_statistics": None,
             "rules": rules,
             "tensors": tensors,
             "output": recipe.output.model_copy(update={"format": "model"}),

@@ -133,7 +133,7 @@ class InspectJob:
                 "expected_peak_memory": memory.peak,
             }
             findings += changed_integers(plan, done.items, "the base")
-            findings += self._chosen(checkpoints, len(fitting))
+            findings += self._chosen(len(fitting))
             if layers:
                 judged = [layer.judged for layer in layers]
                 fit = {name: models[name].checkpoint for name in fitting}
@@ -200,16 +200,12 @@ class InspectJob:
             items.append(self._measured(looking, spectra=taking, models=models))
         return replace(plan, items=tuple(items))
 
-    def _chosen(self, checkpoints: OpenCheckpoints, count: int) -> list[Finding]:
+    def _chosen(self, count: int) -> list[Finding]:
         """Say by which method they would be merged, if nobody names one."""
         if self.recipe.method != UNNAMED:
             return []
-        settled = checkpoints.settled([self.recipe], self.options)
         name, why = choose(count)
-        text = f"a merge that names no method takes {name}, as {why}"
-        if settled.wanted:
-            text += "; the base is run first, for what its layers see"
-        return [Finding(Severity.NOTE, text), *(Finding(Severity.NOTE, n) for n in settled.notes)]
+        return [Finding(Severity.NOTE, f"a merge that names no method takes {name}, as {why}")]
 
     def _attempt(self, plan: Plan) -> Merge | None:
         """The merge of which an inspection says what it would do, of several experts."""

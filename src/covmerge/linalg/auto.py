@@ -8,8 +8,6 @@ explain` prints all of it.
 |--------------------|-----------------------|--------------------------------------------------------|
 | `system_choice`    | primal, dual          | the fewer FLOPs; dual only while T·d_out < d_in: beyond |
 |                    |                       | that only the ridge gives its Gram matrix full rank     |
-| `precision_choice` | mixed, float64        | float32, primal: mixed, where cheaper on that device;   |
-|                    |                       | float64 where the data want it (see `covariance.mixed`) |
 | `cube_choice`      | inner, outer          | the fewer FLOPs                                         |
 | `symmetric_choice` | whole, strips         | strips on a CPU, unless the matrix is one strip         |
 | `spectrum_choice`  | svd, gram             | float64: SVD; float32: the float64 eigenproblem of the  |
@@ -50,8 +48,6 @@ _COLUMN, _BEGUN = {"cuda": 5.6e8}, {"cuda": 2.4e11}
 _OF_SVD = 6.0
 # Steps of a polar factor or a projector by products (see `covmerge.linalg.by_products`).
 STEPS = 22
-# What passes over the updates beside take of the time of products, for each entry.
-_PASSES = 1000.0
 # Elements of all updates that are multiplied together, or so many rows where these are long: C is read
 # once for each.
 DOTS_BLOCK, DOTS_ROWS = 2**18, 256
@@ -120,30 +116,6 @@ def system_choice(d_out: int, d_in: int, count: int, itemsize: int) -> Choice:
         "dual" if small and routes["dual"].flops < routes["primal"].flops else "primal",
         "fewer FLOPs; dual only while T·d_out < d_in",
     )
-
-
-def precision_choice(
-    d_out: int, d_in: int, count: int, itemsize: int, device: str = "cpu"
-) -> Choice:
-    """How the closed form is solved to float64's digits (see `covmerge.covariance.mixed`)."""
-    route = system_choice(d_out, d_in, count, itemsize).taken
-    sums, solve = (cost(route, d_out, d_in, count, 4) for cost in (sums_cost, solve_cost))
-    matrix = d_out * d_in
-    beside = _PASSES * matrix * count
-    routes = {
-        "mixed": Cost(
-            sums.flops + solve.flops + d_in**3 / 3 + beside,
-            sums.workspace + solve.workspace + 3 * matrix * 8,
-        ),
-        "float64": Cost(
-            _float64(device) * (sums.flops + solve.flops + d_in**3 / 3),
-            2 * (sums.workspace + solve.workspace),
-        ),
-    }
-    possible = route == "primal" and itemsize != torch.float64.itemsize
-    taken = _cheapest(routes) if possible else "float64"
-    why = f"float32, primal: the cheaper on {device}; float64 where the data want it"
-    return Choice("(ΣRC)(ΣC)⁻¹ in float64", routes, taken, why)
 
 
 def cube_choice(n: int, d_in: int, itemsize: int, device: str = "cpu") -> Choice:
@@ -282,7 +254,7 @@ def routes(
     side = count * d_out if system.taken == "dual" else d_in
     found = [] if rank is None else [factored_choice(d_out, d_in, [rank] * count, itemsize)]
     if system.taken == "primal":
-        found += [system, precision_choice(d_out, d_in, count, itemsize, device)]
+        found += [system]
         found += [cube_choice(d_out, d_in, itemsize, device)]
         found += [symmetric_choice(d_out, d_in, device)]
     else:

@@ -7,7 +7,7 @@ each system stays a tensor `(n,)` on their device: each that is read on the host
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import nan, sqrt
+from math import sqrt
 from typing import Any, cast
 
 import torch
@@ -88,25 +88,6 @@ def solve_right_all(factors: Tensor, rows: Tensor) -> Tensor:
         [[0.25, 0.25]]
     """
     return torch.cholesky_solve(rows.mT, factors).mT
-
-
-def log_dets(systems: Tensor) -> Tensor:
-    """Return log det A `(n,)`, float64, of systems as `covmerge.linalg.cholesky.log_det` takes one.
-
-    NaN where one has no Cholesky factor in float64 either.
-
-    Example:
-        >>> log_dets(torch.stack([torch.eye(2), -torch.eye(2)])).tolist()
-        [0.0, nan]
-    """
-    found = systems.new_full((len(systems),), nan, dtype=torch.float64)
-    for dtype in dict.fromkeys((systems.dtype, torch.float64)):
-        left = [member for member, own in enumerate(flags(found.isnan())) if own]
-        if left:
-            factors, solvable = factorize_all(systems[left].to(dtype), found.new_zeros(len(left)))
-            logs = factors.diagonal(dim1=1, dim2=2).to(torch.float64).log().sum(1)
-            found[left] = torch.where(solvable, 2.0 * logs, nan)
-    return found
 
 
 def kept_eigenpairs_all(

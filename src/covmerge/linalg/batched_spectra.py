@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from covmerge.linalg.auto import spectrum_choice
-from covmerge.linalg.lapack import eigh, eigvalsh, svd, svdvals
+from covmerge.linalg.lapack import eigh, svd
 
 _BLOCK = 1024  # columns that are alive in float64 at once
 
@@ -111,22 +111,6 @@ def spectra(matrices: Tensor) -> Spectra:
         return Spectra(sigma, wide, short, long, transposed)
     values, vectors = eigh(_gram(wide))
     return Spectra(values.clamp_min(0.0).sqrt().flip(1), wide, vectors.flip(2), None, transposed)
-
-
-def nuclear_norms(matrices: Tensor) -> Tensor:
-    """The sums `(n,)` of the singular values of matrices `(n, d_out, d_in)`, float64; they must be finite.
-
-    Raises:
-        LinAlgError: as `spectra`.
-
-    Example:
-        >>> nuclear_norms(torch.diag_embed(torch.tensor([[3.0, 2.0], [1.0, 4.0]]))).tolist()
-        [5.0, 5.0]
-    """
-    if matrices.dtype == torch.float64:
-        return svdvals(matrices).sum(1)
-    wide = matrices.mT if matrices.shape[1] > matrices.shape[2] else matrices
-    return eigvalsh(_gram(wide)).clamp_min(0.0).sqrt().sum(1)
 
 
 def _gram(wide: Tensor) -> Tensor:

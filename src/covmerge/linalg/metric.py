@@ -65,10 +65,9 @@ class Metric:
     size: float
 
     @classmethod
-    def of(cls, covariance: Tensor, beside: float = 0.0) -> Metric:
-        """The metric of a covariance of any scale but 0, and of so many times I beside it."""
+    def of(cls, covariance: Tensor) -> Metric:
+        """The metric of a covariance of any scale but 0."""
         whole = covariance.to(torch.float64, copy=True)
-        whole.diagonal().add_(beside)
         mean = mean_of(whole)
         return cls(whole.div_(mean), sqrt(mean))
 
@@ -139,26 +138,6 @@ class Metric:
         if self.factor is None:
             return update @ self.root.to(update.dtype)
         return times_lower(update, self.factor.to(update.dtype))
-
-
-def norm_seen(weights: Tensor, inputs: Tensor) -> float | None:
-    """‖WC^½‖_F of a matrix W `(d_out, d_in)` and inputs C, in their units; None where nothing came in.
-
-    A few rows at a time: products in C's dtype, their sums in float64.
-
-    Example:
-        >>> norm_seen(torch.tensor([[1.0, 3.0]]), torch.diag(torch.tensor([7.0, 1.0])))
-        4.0
-    """
-    mean = mean_of(inputs)
-    if not mean > 0.0:
-        return None
-    lower, total = half(inputs / mean), 0.0
-    for rows in row_blocks([weights]):
-        block = weights[rows].to(lower)
-        seen = times_lower(block, lower)
-        total += 2.0 * float(seen.to(torch.float64).mul_(block).sum())
-    return sqrt(mean) * sqrt(max(total, 0.0))  # in this order NaN stays
 
 
 def mean_of(inputs: Tensor) -> float:

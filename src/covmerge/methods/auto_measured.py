@@ -1,4 +1,4 @@
-"""`auto` where the experts' inputs were measured: what these tell and what updates do, together."""
+"""Least squares on the experts' measured inputs, whose outputs' spectrum is made flatter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covmerge.linalg.auto import Cost, dots_cost, metric_cost, symmetric_cost
 from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import rank_tolerance
 from covmerge.linalg.symmetric import gram
-from covmerge.methods.auto_noticed import EqualisedMeasured
+from covmerge.methods.auto_measured_noticed import EqualisedMeasured
 from covmerge.methods.closed_form import solve_ridge, stack_average
 from covmerge.methods.equalise import Counted, equalise
 from covmerge.methods.registry import Laws, register
@@ -61,7 +61,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     "auto_measured",
     equation="W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a R,  K = R (ΣG̃_t) Rᵀ,  R = (Σ b_tΔ_tC_t)(ΣC_t)⁻¹,  "
     "C_t = G̃_t + s_tψ_t Tr(G̃_t) Δ_tᵀΔ_t/‖Δ_t‖²,  G̃_t = 0.9 E[z zᵀ] + 0.1 diag E[z zᵀ],  "
-    "λ, τ, q, a, b_t, s_t and ψ of `auto`",
+    "λ, τ, q, a, b_t, s_t and ψ_t of docs/auto-measured.md",
     laws=Laws(
         order_invariant=True,
         scale_equivariant=True,
@@ -83,7 +83,7 @@ def auto_measured(group: LinearGroup) -> Merged:
     C₀ = Σ w_tG̃_t,  G̃_t = 0.9 G_t + 0.1 diag G_t  (RegMean, §3),
     ψ_t = log det(I + 10⁴ d_in Δ_tᵀΔ_t / ‖Δ_t‖²) / (d_in log(1 + 10⁴))
 
-    and b_t, s_t, N, φ, τ, q, λ and a as in `auto` by the weights alone. G_t = E[z zᵀ] over expert t's
+    and b_t, s_t, N, φ, τ, q, λ and a as docs/auto-measured.md has them. G_t = E[z zᵀ] over expert t's
     inputs of this layer stands beside what its update tells of them, which counts as much where the update
     uses all directions of its inputs, and next to nothing where it is an adapter's. All G̃_t together take
     the place of the base's inputs, and R that of the average, where updates are long beside the base's
@@ -148,7 +148,7 @@ def auto_measured(group: LinearGroup) -> Merged:
     noticed = EqualisedMeasured(
         unchanged, inputs_known=True, unheard=unheard, updates_told=tuple(told)
     )
-    found = equalise(counted, fused, Metric.of(_shrunk(inputs)), noticed, rtol=rtol, safest=fused)
+    found = equalise(counted, fused, Metric.of(_shrunk(inputs)), noticed, rtol=rtol)
     return Merged(fused, noticed) if found is None else found
 
 

@@ -1,9 +1,9 @@
-r"""Steps 3 and 4 of `auto`: the spectrum of what least squares gave, brought nearer to flat.
+r"""The second half of `auto_measured`: the spectrum of what least squares gave, brought nearer to flat.
 
-    W̄ = W₀ + (1 − a) M + a Δ̄,  M = λ (K + τ²I)^(−q/2) R,  K = R C₀ Rᵀ
+    W̄ = W₀ + (1 − a) λ (K + τ²I)^(−q/2) R + a R,  K = R C₀ Rᵀ
 
-R is a merged update `(d_out, d_in)`, C₀ `(d_in, d_in)` says which inputs count. Δ̄ is what is safest: the
-average, or R itself where inputs were measured. `docs/auto.md` derives it.
+R is a merged update `(d_out, d_in)`, C₀ `(d_in, d_in)` says which inputs count. `docs/auto-measured.md`
+derives it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import expm1, hypot, log1p, sqrt
+from math import expm1, log1p, sqrt
 
 import torch
 from torch import Tensor
 
-from covmerge.covariance.told import HARDLY_USED, UNTOLD, share_used
+from covmerge.covariance.told import share_used
 from covmerge.linalg.lapack import norm
-from covmerge.linalg.metric import Metric, mean_of
+from covmerge.linalg.metric import Metric
 from covmerge.linalg.spectral import EXACT
-from covmerge.methods.auto_noticed import Equalised
+from covmerge.methods.auto_measured_noticed import EqualisedMeasured
 from covmerge.methods.closed_form import Active, active_experts, stack_weighted
-from covmerge.types import LinearGroup, Merged, Rounding
+from covmerge.types import LinearGroup, Merged
 
 # An expert of so much of the others' energy counts half, one of less for less.
 _SMALL = 0.01
@@ -30,10 +30,8 @@ _SMALL = 0.01
 _LONG = 2.0
 # A direction of so much of the mean singular value counts as half in use, and is hardly lifted.
 _FAINT = 0.01
-# What is added to a layer's outputs, as a share of those that its base gives: so much is left of what is
-# longer. Where outputs are not known, updates that are together so many times as long as the base's weights
-# are half way to what is safest.
-_OF_OUTPUTS, _OF_WEIGHTS = 0.15, 1.0 / 3.0
+# Updates that are together so many times as long as the base's weights are half way to least squares.
+_OF_WEIGHTS = 1.0 / 3.0
 _FAR = 1e60  # times as long: there is no difference any more
 
 
@@ -85,34 +83,18 @@ class Counted:
         pairs = zip(self.weights, self.bounds, strict=True)
         return [float(weight) * own for weight, own in pairs]
 
-    def towards_safest(self, outputs: float) -> float | None:
-        """Return a, how far a merged update M goes to what is safest; None where the base is not known.
+    def towards_safest(self) -> float | None:
+        """Return a, how far a merged update goes to R; None where the base is not known.
 
-        1 − a = (1 + (3ρ)⁴)⁻¹, ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖², and where the base's outputs are known
-        (1 + (ν/0.15)⁴)^(−¼) (1 + ρ⁴)⁻¹, ν = ‖MC₀^½‖/‖W₀C₀^½‖.
-
-        Args:
-            outputs: ‖MC₀^½‖, in the units of the group's `inputs`.
+        1 − a = (1 + (3ρ)⁴)⁻¹, ρ² = Σ s_tw_t‖b_tΔ_t‖²/‖W₀‖².
         """
-        base_norm, base_outputs = self.group.base_norm, self.group.base_outputs
+        base_norm = self.group.base_norm
         if base_norm is None:
             return None
         sizes = [size * own for size, own in zip(self.active.norms, self.bounds, strict=True)]
         energies = torch.tensor(sizes, dtype=torch.float64).square()
         together = sqrt(float((self.shares * self.weights * energies).sum()))
-        if base_outputs is None:
-            left = log1p(_times(together, _OF_WEIGHTS * base_norm) ** 4)
-        else:
-            gives = hypot(base_outputs, sqrt(self.untold) * base_norm)
-            held = log1p(_times(outputs, _OF_OUTPUTS * gives) ** 4) / 4.0
-            left = held + log1p(_times(together, base_norm) ** 4)
-        return -expm1(-left)
-
-    def in_average(self, times: float) -> list[float]:
-        """What an update is multiplied by in a multiple of the average, Σ s_tw_tb_tΔ_t / Σ s_tw_t."""
-        own = self.shares / self.shares.sum()
-        pairs = zip(self.in_sum, own, strict=True)
-        return [times * weight * float(share) for weight, share in pairs]
+        return -expm1(-log1p(_times(together, _OF_WEIGHTS * base_norm) ** 4))
 
     @cached_property
     def mean_used(self) -> float:
@@ -130,34 +112,12 @@ class Counted:
         most = self.mean_used * (1.0 - self.mean_used)
         return min(1.0, variance / most) if most > 0.0 else 0.0
 
-    @cached_property
-    def inputs_mean(self) -> float:
-        """The mean eigenvalue of the group's `inputs` in the layer's own axes; 0 where nobody has them."""
-        inputs, mean = self.group.inputs, self.group.inputs_mean
-        if inputs is None:
-            return 0.0
-        return mean_of(inputs) if mean is None else mean
-
-    @cached_property
-    def untold(self) -> float:
-        """0.1 (1 − ω̄) of `inputs_mean`: times I it is added to `inputs`, for what these do not show.
-
-        A trace of it is left where all directions are in use, so that what inputs see nothing of is no
-        matter of rounding.
-        """
-        return UNTOLD * (1.0 - self.mean_used + HARDLY_USED) * self.inputs_mean
-
-    def rounding_of_sum(self) -> Rounding:
-        """What rounding of the stored weights gives to Σ w_tb_tΔ_t."""
-        pairs = zip(self.active.rounding, self.in_sum, strict=True)
-        return Rounding.together(error.times(weight) for error, weight in pairs)
-
     def of_all(self, values: Sequence[float]) -> tuple[float, ...]:
         """A number of every expert, 0 of those that left the sums."""
         of_active = dict(zip(map(id, self.active.updates), values, strict=True))
         return tuple(of_active.get(id(update), 0.0) for update in self.group.updates)
 
-    def noticed(self, before: Equalised, alike: Likeness) -> Equalised:
+    def noticed(self, before: EqualisedMeasured, alike: Likeness) -> EqualisedMeasured:
         """What there is to say of how they count."""
         return replace(
             before,
@@ -207,20 +167,18 @@ class Flattening:
     Attributes:
         lift: of those of R `(k,)`, without λ.
         scale: λ.
-        unseen: of what C₀ does not see, with λ; 0 where it is rounding.
-        length: ‖MC₀^½‖ of what it makes of R.
+        unseen: of what C₀ does not see, with λ.
         noticed: and what there is to say of it.
     """
 
     lift: Tensor
     scale: float
     unseen: float
-    length: float
-    noticed: Equalised
+    noticed: EqualisedMeasured
 
 
 def flattening(
-    counted: Counted, alike: Likeness, sigma: Tensor, whole: float, noticed: Equalised
+    counted: Counted, alike: Likeness, sigma: Tensor, whole: float, noticed: EqualisedMeasured
 ) -> Flattening:
     """How far the spectrum of RC₀^½ is brought to flat, and how long it becomes.
 
@@ -231,68 +189,57 @@ def flattening(
         whole: Σσ of (Σ w_tb_tΔ_t) C₀^½.
         noticed: what is known before.
     """
-    known = noticed.inputs_known
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
     exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0) * (1.0 - counted.uneven)
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
     scale = alike.agreement * whole / float((sigma * lift).sum())
     lifted = sigma * lift * scale
-    length, together = norm(lifted), float((alike.lengths * counted.weights).sum())
+    together = float((alike.lengths * counted.weights).sum())
     noticed = replace(
         noticed,
         directions_in_use=in_use,
         flattening=exponent,
         lengthening=float(lifted.sum() / sigma.sum()),
-        outputs_length=length / together,
+        outputs_length=norm(lifted) / together,
     )
-    unseen = float(faint) ** (-exponent / 2.0) * scale if known else 0.0
-    return Flattening(lift, scale, unseen, length, noticed)
+    unseen = float(faint) ** (-exponent / 2.0) * scale
+    return Flattening(lift, scale, unseen, noticed)
 
 
 def equalise(
     counted: Counted,
     fused: Tensor,
     seen: Metric,
-    noticed: Equalised,
+    noticed: EqualisedMeasured,
     *,
     rtol: float,
-    safest: Tensor | None = None,
 ) -> Merged | None:
-    """Return M = λ (K + τ²I)^(−q/2) R, and where the base is known go from there to what is safest.
+    """Return (1 − a) λ (K + τ²I)^(−q/2) R + a R; a = 0 where the base is not known.
 
     Args:
         counted: the experts, each of which lends λ, q and a its part.
         fused: R `(d_out, d_in)`, of the updates' dtype.
         seen: C₀.
-        noticed: what is known before. Where that is `inputs_known`, what C₀ does not see is lifted as what
-            it hardly sees; else it is rounding.
+        noticed: what is known before.
         rtol: where the numerical rank of R ends.
-        safest: Δ̄; None: the average.
 
     Returns:
-        None where nothing of R is seen, though inputs are known.
+        None where C₀ sees nothing of R.
     """
-    active, known = counted.active, noticed.inputs_known
+    active = counted.active
     alike = Likeness.of(seen.dots(active.updates), counted.shares)
-    rounding = EXACT if known else counted.rounding_of_sum()
-    spectrum = seen.spectrum(fused, rtol=rtol, rounding=rounding)
+    spectrum = seen.spectrum(fused, rtol=rtol, rounding=EXACT)
     noticed = counted.noticed(noticed, alike)
     if not len(spectrum.sigma):
-        return None if known else Merged(torch.zeros_like(fused), noticed)
+        return None
     whole = seen.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
     found = flattening(counted, alike, spectrum.sigma, whole, noticed)
     merged, noticed = spectrum.lifted(found.lift * found.scale, found.unseen), found.noticed
-    away = counted.towards_safest(found.length * seen.size)
+    away = counted.towards_safest()
     if away is not None:
-        merged = merged.mul_(1.0 - away)
-        if safest is None:
-            each = zip(active.updates, counted.in_average(away), strict=True)
-            for update, times in each:
-                merged.add_(update, alpha=times)
-        else:
-            merged.add_(safest, alpha=away)
-        noticed = noticed.going(away)
+        merged = merged.mul_(1.0 - away).add_(fused, alpha=away)
+        noticed = replace(noticed, towards_least_squares=away)
     return Merged(merged, noticed)
 
 

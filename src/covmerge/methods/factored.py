@@ -21,7 +21,6 @@ from covmerge.covariance.measured import check_shapes
 from covmerge.linalg.basis import Basis, basis_of
 from covmerge.linalg.exponent import exponent_of
 from covmerge.linalg.lapack import svd
-from covmerge.linalg.metric import mean_of
 from covmerge.methods.registry import Method, Parameters, Sides
 from covmerge.types import Frame, Json, LinearGroup, LowRank, Measured
 
@@ -82,9 +81,7 @@ def merge_factors(
     parameters: Parameters,
     thresholds: Sequence[float] | None = None,
     measured: Sequence[Measured] = (),
-    inputs: Tensor | None = None,
     base_norm: float | None = None,
-    base_outputs: float | None = None,
 ) -> MergedFactors:
     """Run a method on low-rank updates in a basis of their factors.
 
@@ -95,9 +92,7 @@ def merge_factors(
         parameters: as `method.resolve` returns them.
         thresholds: per update, what a survey has found; None: there was none.
         measured: per update, the Gram matrix of its inputs, where the method needs it.
-        inputs: that of the layer's inputs in the base, where the method looks at it and somebody has it.
         base_norm: ‖W_0‖, where the method looks at it and it is known.
-        base_outputs: ‖W_0C^½‖, C the `inputs` in their units, where the method looks at it and it is known.
 
     Raises:
         TensorError: a Gram matrix is not of these updates.
@@ -115,10 +110,7 @@ def merge_factors(
         reduced.group,
         thresholds=None if thresholds is None else tuple(thresholds),
         measured=tuple(replace(own, value=_turned(own.value, reduced.right)) for own in measured),
-        inputs=None if inputs is None else _turned(inputs, reduced.right),
-        inputs_mean=None if inputs is None else mean_of(inputs),
         base_norm=base_norm,
-        base_outputs=base_outputs,
     )
     merged = method(group, **parameters)
     return MergedFactors(reduced.left, merged.delta, reduced.right, updates[0].dtype, merged.stats)

@@ -221,10 +221,7 @@ class Method(Declared):
             the base's too (`needs_base`). A method that sees weights takes tensors as they are stored,
             and a tensor that it returns is W̄ itself.
         experts: the fewest and the most experts that it merges; None: there is no most.
-        base_inputs: `LinearGroup.inputs` is what was measured of the base's layer inputs, where anything
-            was, written in the basis of adapters (`inputs_mean` is of before); it can do without.
-        base_norm: `LinearGroup.base_norm` is how long W_0 is, where it was read, and with `base_inputs`
-            `LinearGroup.base_outputs` how long what it gives; it can do without.
+        base_norm: `LinearGroup.base_norm` is how long W_0 is, where it was read; it can do without.
         stands_alone: whether the merged weights do not depend on W_0, so that there need not be one; or a
             function of the parameters that says so.
         published_tuning: what the published numbers chose by labelled data; empty for nothing.
@@ -251,7 +248,6 @@ class Method(Declared):
     needs_base: bool = False
     sees: Sees = "updates"
     experts: tuple[int, int | None] = (1, None)
-    base_inputs: bool = False
     base_norm: bool = False
     stands_alone: bool | Callable[[Parameters], bool] = False
     published_tuning: str = ""

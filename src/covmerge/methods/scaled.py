@@ -48,13 +48,8 @@ def run_near_one(
     # An even power, so that a square root of it is one too.
     factor = 2.0 ** -(exponent + exponent % 2)
     near = group.times([factor] * len(group.updates))
-    # Updates are held against them.
-    sizes = {
-        name: factor * size
-        for name in ("base_norm", "base_outputs")
-        if (size := getattr(near, name)) is not None
-    }
-    near = replace(near, **sizes)
+    if near.base_norm is not None:  # updates are held against it
+        near = replace(near, base_norm=factor * near.base_norm)
     merged = kernel(near, **parameters)
     noticed: dict[str, Json] = {
         name: fact / factor if name in lengths and isinstance(fact, float) else fact

@@ -13,7 +13,7 @@ build    the plan: tensors, work items with bytes and FLOPs, totals
 """
 
 from covmerge.plan.build import build_plan, build_plans
-from covmerge.plan.data import OF_BASE, Statistics
+from covmerge.plan.data import Statistics
 from covmerge.plan.forms import (
     MODEL,
     STEM,
@@ -39,7 +39,6 @@ __all__ = [
     "BASE",
     "MERGED",
     "MODEL",
-    "OF_BASE",
     "STEM",
     "AdapterFactors",
     "AdapterTensor",

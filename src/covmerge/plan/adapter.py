@@ -233,13 +233,8 @@ class _Merged:
 
     @property
     def needs_base(self) -> bool:
-        """Whether updates are differences to the base's weights, or the method asks for these.
-
-        How long they are is asked where the base's inputs are: whoever gives those has the base at hand.
-        """
-        method = self._merge.procedure
-        seen = method.base_norm and self.tensor.base_inputs is not None
-        return self.is_difference or method.needs_base or seen
+        """Whether updates are differences to the base's weights, or the method asks for these."""
+        return self.is_difference or self._merge.procedure.needs_base
 
     @property
     def thin(self) -> bool:

@@ -21,12 +21,9 @@ from covmerge.methods.registry import Unit, cost_with
 from covmerge.plan.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.align import Alignment, Model, align, check_same_architecture, stored_ties
 from covmerge.plan.data import (
-    OF_BASE,
     Statistics,
-    check_base_statistics,
     check_statistics,
     find_statistics,
-    notes_on_statistics,
     notes_on_unread_statistics,
 )
 from covmerge.plan.forms import AdapterFactors, ModelTensor, PackedTensor, Unwritten, head_part
@@ -108,7 +105,6 @@ def build_plans(
     aligned: dict[str, Mapping[str, Alignment]] = {}
     alone = len(recipes) == 1 and not whole
     named = [_with_method(_with_names(recipe, experts)) for recipe in recipes]
-    check_base_statistics([recipe for recipe, _ in named], base, statistics or {}, named[0][1])
     drafts = _of_same_tensors(
         [
             _draft(recipe, chosen, base_model, models, statistics or {}, aligned)
@@ -257,7 +253,6 @@ def _plan(
         notes=(
             *_chosen(draft),
             *(notes_on_unread_statistics(draft.recipe, statistics) if alone else ()),
-            *notes_on_statistics(draft.recipe, base.checkpoint, draft.tensors, statistics),
             *_step_notes(draft.recipe),
             *_mask_notes(draft.tensors),
             *_of_no_tensor(draft.recipe, base, models),
@@ -604,8 +599,6 @@ def _work_item(
         numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
         for expert, name in tensor.statistics.items()
     )
-    if tensor.base_inputs is not None:
-        measured += statistics[OF_BASE].header("gram", tensor.base_inputs).numel
     if isinstance(tensor.form, AdapterFactors):
         costs = [
             cost + svd_cost(*shape, tensor.form.place.rank, itemsize)
@@ -680,17 +673,15 @@ def _thin_item(
     sides = method.sides_for(given)
     core = (d_out if sides == "inputs" else rank, d_in if sides == "outputs" else rank)
     cost = cost_with(method, method.cost, given)(*core, len(tensor.operands), 8)
-    # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations. What the base's
-    # inputs see of its weights is asked of the whole of them.
+    # Factors, their bases and the merged ones; a QR of r columns takes 2dr² operations.
     factors = (d_out + d_in) * rank
-    seen = d_out * d_in**2 if method.base_norm and tensor.base_inputs is not None else 0
     return WorkItem(
         tensor,
         rows,
         read_bytes=read,
         write_bytes=write,
         workspace=4 * factors * itemsize + cost.workspace + svd_cost(*core, rank, 8).workspace,
-        flops=6.0 * factors * rank + cost.flops + seen,
+        flops=6.0 * factors * rank + cost.flops,
         eigen_flops=cost.eigen,
         thin=True,
     )

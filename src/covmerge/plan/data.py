@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from covmerge.checkpoints import Checkpoint
@@ -10,62 +10,16 @@ from covmerge.errors import InputError, RecipeError, TensorError
 from covmerge.methods import Method, registry
 from covmerge.plan.operations import Merge
 from covmerge.plan.work import TensorPlan
-from covmerge.recipe import RANDOM, Recipe, format_size
+from covmerge.recipe import Recipe
 from covmerge.statistics.file import StatisticsFile
-from covmerge.statistics.needed import disk_needed, memory_by_block
-from covmerge.statistics.of_base import HOW
 from covmerge.tensors import matrix_shapes
-from covmerge.text import counted, some
+from covmerge.text import some
 from covmerge.types import Role
 from covmerge.vocabulary.retokenized import Retokenized
 
 Statistics = Mapping[str, StatisticsFile]
 
-OF_BASE = "base inputs"  # the key of the base's file; no expert has such a name
-
 _KINDS = {"gram": "Gram matrix", "fisher": "Fisher information"}
-
-
-def check_base_statistics(
-    recipes: Sequence[Recipe], base: Checkpoint, statistics: Statistics, chosen: str | None
-) -> None:
-    """Check that a file of the base is of this base, and that a method looks at it.
-
-    Args:
-        recipes: which run together; it is enough if one of them has such a method.
-        base: what the experts were fine-tuned from.
-        statistics: the files; the base's under `OF_BASE`.
-        chosen: why the method is what it is, where the recipe does not name it.
-
-    Raises:
-        RecipeError: no method looks at it, or it holds no Gram matrix.
-        InputError: it is of another model.
-    """
-    of_base = statistics.get(OF_BASE)
-    named = recipes[0].base_inputs if of_base is None else str(of_base.path)
-    if named is None:
-        return
-    if not any(method.base_inputs for recipe in recipes for method in _methods_of(recipe)):
-        names = list(dict.fromkeys(recipe.method for recipe in recipes))
-        who = (
-            f"no method of these looks at the base's inputs ({', '.join(names)})"
-            if names[1:]
-            else f"method '{names[0]}' does not look at the base's inputs"
-        )
-        if chosen is not None:
-            who = f"{chosen}, whatever the base's inputs"
-        able = " or ".join(method.name for method in registry if method.base_inputs)
-        otherwise = f", or take {able}" if chosen is None else ""
-        raise RecipeError(
-            f"{named}: {who}. Leave out the statistics of the base (--base-stats){otherwise}."
-        )
-    if of_base is None:
-        return  # it is made when the plan is carried out
-    if not of_base.names("gram"):
-        raise RecipeError(f"{of_base.path} holds no Gram matrix: collect it anew with --kind gram.")
-    base.materialize()
-    made = recipes[0].base_statistics == RANDOM  # of the base as it is seen here
-    of_base.check_model("the base", base if made else _as_collected(base))
 
 
 def check_statistics(
@@ -147,10 +101,6 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     if not isinstance(merge, Merge):
         return tensor
     method = registry.get(merge.method)
-    if method.base_inputs and OF_BASE in statistics:
-        seen = _base_inputs(tensor, statistics[OF_BASE])
-        rule = tensor.rule if seen is not None else f"{tensor.rule} (no base inputs of it)"
-        tensor = replace(tensor, base_inputs=seen, rule=rule)
     if method.data == "none":
         return tensor
     kind = method.data
@@ -191,62 +141,6 @@ def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterat
             f"{some(measured, 3, quoted=True)} {'has' if len(measured) == 1 else 'have'} some: leave them "
             "out" + (f", or name a method that does ({users})" if users else "")
         )
-
-
-def notes_on_statistics(
-    recipe: Recipe, base: Checkpoint, tensors: Sequence[TensorPlan], statistics: Statistics
-) -> Iterator[str]:
-    """Say where the base's inputs come from, and of which layers there are none, though a method looks.
-
-    Raises:
-        InputError: there are some of none of them.
-    """
-    if recipe.base_statistics == RANDOM and any(m.base_inputs for m in _methods_of(recipe)):
-        needed = ""
-        if OF_BASE not in statistics:
-            memory, disk = format_size(memory_by_block(base)), format_size(disk_needed(base))
-            needed = f", in {memory} of memory and {disk} of disk at most"
-        yield f"what the base's layers see is told by {HOW}{needed}"
-    if OF_BASE not in statistics:
-        return
-    without = [
-        tensor.name
-        for tensor in tensors
-        if isinstance(tensor.operation, Merge)
-        and registry.get(tensor.operation.method).base_inputs
-        and tensor.base_inputs is None
-    ]
-    path = statistics[OF_BASE].path
-    if without and not any(tensor.base_inputs for tensor in tensors):
-        held = statistics[OF_BASE].names("gram")[0]
-        raise InputError(
-            f"{path} names none of the layers that its method merges ({some(without, 2)}; it names "
-            f"'{held}'): leave out the statistics of the base (--base-stats), or collect them on a base "
-            "whose layers have these names"
-        )
-    if without:
-        # A file that the merge made itself is called by a hash of how, in a cache.
-        where = "the base, as it was run," if recipe.base_statistics == RANDOM else path.name
-        yield (
-            f"{where} has no inputs of {counted(len(without), 'layer')} ({some(without, 3)}): "
-            f"{'it is' if len(without) == 1 else 'they are'} merged as if the base's inputs were not known"
-        )
-
-
-def _base_inputs(tensor: TensorPlan, file: StatisticsFile) -> str | None:
-    """The name that the base's file has for a tensor, if it has one.
-
-    Raises:
-        TensorError: it is of another shape.
-    """
-    if tensor.name not in file.names("gram"):
-        return None
-    assert isinstance(tensor.operation, Merge) and tensor.operation.layout is not None
-    shape = file.header("gram", tensor.name).shape
-    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.operation.layout):
-        if shape != (d_in, d_in):
-            raise _wrong_shape(tensor, file, tensor.name, shape, (d_in, d_in))
-    return tensor.name
 
 
 def _check(

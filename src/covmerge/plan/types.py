@@ -222,7 +222,7 @@ class Plan:
             "experts": list(self.recipe.experts),
             "tensors": [
                 [t.name, list(t.output.shape), str(t.output.dtype), t.rule, repr(t.operation)]
-                + [repr(t.base), t.base_inputs, dict(t.statistics)]
+                + [repr(t.base), dict(t.statistics)]
                 + [[expert, repr(operand)] for expert, operand in t.operands.items()]
                 for t in self.tensors
             ],

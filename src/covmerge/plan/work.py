@@ -40,8 +40,6 @@ class TensorPlan:
         form: what it becomes in the output.
         statistics: per expert, the name that its statistics file has for this tensor; empty where
             the method needs no data.
-        base_inputs: the name that the base's statistics file has for it; None: the method does not look
-            at them, or nobody has measured them.
         matrices: how it holds `(d_out, d_in)` matrices, whatever its method sees of them; None where
             it holds none, or they are no layer's.
         parameter: its name in the model that transformers builds of config.json.
@@ -61,7 +59,6 @@ class TensorPlan:
     base: Operand | None
     form: Form = field(default_factory=ModelTensor)
     statistics: Mapping[str, str] = field(default_factory=dict[str, str])
-    base_inputs: str | None = None
     matrices: MatrixLayout | None = None
     parameter: str = ""
     takes_factors: bool = False

@@ -2,8 +2,6 @@
 
 from covmerge.recipe.load import differing, dump_recipe, load_recipe, parse_recipe
 from covmerge.recipe.schema import (
-    NOTHING,
-    RANDOM,
     Expert,
     Output,
     Recipe,
@@ -17,8 +15,6 @@ from covmerge.recipe.tokenizer import TokenizerRules
 from covmerge.sizes import format_size, parse_size
 
 __all__ = [
-    "NOTHING",
-    "RANDOM",
     "Expert",
     "Output",
     "Recipe",

@@ -20,7 +20,7 @@ from covmerge.recipe.mergekit import (
     is_mergekit,
 )
 from covmerge.recipe.run import RUN, compile_run
-from covmerge.recipe.schema import NOTHING, RANDOM, Recipe, WithRun
+from covmerge.recipe.schema import Recipe, WithRun
 from covmerge.recipe.strict_yaml import KeyPath, Origin, parse_documents, parse_yaml
 from covmerge.stores.address import address_of, hub_address, local_path
 from covmerge.stores.regular_file import open_regular, read_some
@@ -207,7 +207,6 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
         "method",
         "before",
         "after",
-        "base_statistics",
         "slices",
         "tokenizer",
         "chat_template",
@@ -276,18 +275,15 @@ def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
         for name, expert in recipe.experts.items()
         for place in [("experts", name)]
     }
-    of_base = {
-        key: _locate(value, folder, origin, (key,))
-        for key in ("base", "base_statistics")
-        if (value := getattr(recipe, key)) is not None
-        and not (key == "base_statistics" and value in (RANDOM, NOTHING))
-    }
+    of_base = (
+        {} if recipe.base is None else {"base": _locate(recipe.base, folder, origin, ("base",))}
+    )
     return recipe.model_copy(update={**of_base, "experts": experts})
 
 
 def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
     # Statistics are read by path alone.
-    of_model = key[-1] not in ("statistics", "base_statistics")
+    of_model = key[-1] != "statistics"
     try:
         if of_model and hub_address(source) is not None:
             return source

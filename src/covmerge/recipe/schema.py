@@ -482,7 +482,6 @@ def _short_expert_form(schema: dict[str, Any]) -> None:
 
 
 # In place of a file of the base's inputs: the merge makes them, or does without.
-RANDOM, NOTHING = "random", "none"
 
 
 class Recipe(StrictModel):
@@ -520,14 +519,6 @@ class Recipe(StrictModel):
         default=(),
         description="Steps after the method, in order: what becomes of the merged update.",
     )
-    base_statistics: Source | None = Field(
-        default=None,
-        description="Statistics file of the base, written by `covmerge collect` (path relative to the "
-        "recipe file): what its layers' inputs are like; for methods that look at them, such as `auto`. "
-        f"`{RANDOM}`: the merge shows the base random inputs first, which needs transformers; `{NOTHING}`: "
-        "it does without. By default it is `random` where such a method is named, or none is, and the base "
-        "can be run within the memory.",
-    )
     slices: tuple[Slice, ...] = Field(
         default=(),
         max_length=1000,
@@ -564,11 +555,6 @@ class Recipe(StrictModel):
         "Those that are named here are warnings.",
     )
     output: Output = Field(default_factory=Output, description="How the merged model is written.")
-
-    @property
-    def base_inputs(self) -> str | None:
-        """Where what is known of the base's inputs comes from: `random`, or a file; None: nothing is."""
-        return None if self.base_statistics == NOTHING else self.base_statistics
 
     @field_validator("experts")
     @classmethod

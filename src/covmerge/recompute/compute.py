@@ -18,7 +18,6 @@ from covmerge.engine import (
     Batch,
     Context,
     Done,
-    RunOptions,
     Task,
     Threads,
     find_thresholds,
@@ -147,7 +146,7 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
         checkpoints.materialize()
         check_sources(checkpoints, manifest)
         exact = recipe.model_copy(update={"dtype": "float64"})
-        plan, checkpoints = checkpoints.plan(exact, RunOptions())
+        plan, checkpoints = checkpoints.plan(exact)
         if [tensor.name for tensor in plan.tensors] != list(manifest["tensors"]):
             return Check("recomputed", ok=False, detail="the sources give other tensors than these")
         with closing(open_plain(folder)) as output:

@@ -4,18 +4,14 @@ from covmerge.statistics.collect import Collected, Progress, collect
 from covmerge.statistics.examples import Reading
 from covmerge.statistics.file import StatisticsFile
 from covmerge.statistics.generated import Generated
-from covmerge.statistics.of_base import BaseInputs, base_inputs, is_made
 from covmerge.statistics.regmean_pp import collect_regmean_pp
 
 __all__ = [
-    "BaseInputs",
     "Collected",
     "Generated",
     "Progress",
     "Reading",
     "StatisticsFile",
-    "base_inputs",
     "collect",
     "collect_regmean_pp",
-    "is_made",
 ]

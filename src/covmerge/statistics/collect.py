@@ -49,8 +49,8 @@ _SHARED = (
     "by them, name --base and each --other expert, or, if these are classifiers, pass --by-confidence",
 )
 _RANDOM = (
-    "all models are shown these inputs: those of the base are for base_statistics (--base-stats); where "
-    "C_t of all experts are equal, a merge by theirs is their mean",
+    "all models are shown these inputs: where C_t of all experts are equal, a merge by theirs is their "
+    "mean",
 )
 
 _NOTHING = "there is no example: pass one batch or more"

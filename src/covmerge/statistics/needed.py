@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -17,7 +16,6 @@ from covmerge.memory import allowance
 from covmerge.statistics.examples import MADE, Batch, size_of
 from covmerge.statistics.sequences import LONG
 from covmerge.statistics.unread import OUTSIDE, unread
-from covmerge.stores.disk import free_bytes
 from covmerge.tensors import describe_checkpoint, matrix_shapes
 from covmerge.tensors.remembered import remembered_skeleton
 from covmerge.tensors.skeleton import SkeletonUnavailable
@@ -183,11 +181,6 @@ def _number(config: Mapping[str, Any], *names: str) -> int:
     return 0
 
 
-def disk_needed(model: Checkpoint) -> int:
-    """Return the bytes of a file with the Gram matrices of all layers, from above: none shared."""
-    return sum(_VALUE * d_in**2 for _, d_in in _inputs(model))
-
-
 def _inputs(model: Checkpoint) -> Iterator[tuple[str, int]]:
     """Yield the linear layers of the backbone, and the size of their inputs."""
     described = describe_checkpoint(model).tensors
@@ -231,23 +224,4 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
         raise ResourceError(
             f"{what} take up to {needed / _GIB:.3g} GiB, and {allowed.size / _GIB:.3g} GiB "
             f"{allowed.given}: {otherwise}"
-        )
-
-
-def check_disk(needed: int, folder: Path, otherwise: str) -> None:
-    """Refuse a file that there is no room for.
-
-    Args:
-        needed: bytes of it.
-        folder: that it is written to, and which may not exist yet.
-        otherwise: what to do, for the message.
-
-    Raises:
-        ResourceError: the disk has not so much room.
-    """
-    free = free_bytes(folder)
-    if needed > free:
-        raise ResourceError(
-            f"{folder} has {free / _GIB:.3g} GiB free, and up to {needed / _GIB:.3g} GiB are written to "
-            f"it: {otherwise}"
         )

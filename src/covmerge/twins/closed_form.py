@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import exp, inf, log
 
 import torch
 from torch import Tensor
 
 from covmerge.twins.algebra import deltas_of, identity, inverse, length, svd, total, weighted
-from covmerge.twins.rank import gram_inverse, leading, of_sum, roundings, together, tolerance
+from covmerge.twins.rank import gram_inverse, leading, roundings, together, tolerance
 from covmerge.types import LinearGroup, Rounding
 
 
@@ -118,53 +117,43 @@ def ace(
 
 
 def auto(group: LinearGroup) -> Tensor:
-    """(1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, of the regression R  (docs/auto.md)."""
-    weights = mean_one(group.updates, group.weights)
-    changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
+    """(1 − h) R + h F, a regression and a flat spectrum  (docs/auto.md)."""
+    each = zip(deltas_of(group), group.weights, roundings(group, None), strict=True)
+    changed = [(d, length(d), w, e) for d, w, e in each if d.any()]
     if not changed:
         return torch.zeros_like(group.updates[0], dtype=torch.float64)
-    d_in = group.shape[1]
-    b = bounds([length(d) for d, _ in changed])
-    changed = [(own * d, w) for own, (d, w) in zip(b, changed, strict=True)]
-    s = shares([length(d) for d, _ in changed])
-    units = [d / length(d) for d, _ in changed]
-    C = [u.T @ u + 0.1 / d_in * identity(d_in) for u in units]
-    scales = [own * w for own, (_, w) in zip(s, changed, strict=True)]
-    numerator = total(a * d @ c for a, (d, _), c in zip(scales, changed, C, strict=True))
-    errors = roundings(group, None)
-    known = [e for d, e in zip(group.updates, errors, strict=True) if d.any()]
-    known = [e.times(own) for e, own in zip(known, b, strict=True)]
-    roots = [a**0.5 * u for a, u in zip(scales, units, strict=True)]
-    own = [e.times(a**0.5 / length(d)) for e, a, (d, _) in zip(known, scales, changed, strict=True)]
-    rounding = Rounding.together(own)
-    V = leading(torch.vstack(roots), tolerance(group, None), rounding).Vh.T
-    R = numerator @ V @ inverse(V.T @ weighted(C, scales) @ V) @ V.T
-    if group.inputs is not None and not group.inputs.any():
-        return auto(replace(group, inputs=None, base_outputs=None))
-    if group.inputs is not None:
-        inputs = group.inputs.double()
-        omega = [share_used(d) for d, _ in changed]
-        unused = 1 - sum(own * x for own, x in zip(s, omega, strict=True)) / sum(s)
-        beside = 0.1 * (unused + 10**-4) * float(inputs.diagonal().mean())
-        if group.base_outputs is not None and group.base_norm is not None:
-            gives = (group.base_outputs**2 + beside * group.base_norm**2) ** 0.5
-            group = replace(group, base_outputs=gives)
-        found = equalised(group, R, inputs + beside * identity(d_in))
-        return auto(replace(group, inputs=None, base_outputs=None)) if found is None else found
-    G = weighted([u.T @ u for u in units], [a * d_in / sum(scales) for a in scales])
-    psi = share_told(G)
-    w = [x * sum(s) / sum(scales) for _, x in changed]
-    found = equalised(group, R, psi * G + (1 - psi) * identity(d_in), of_sum(known, w))
-    return torch.zeros_like(R) if found is None else found
+    c = sum(n for _, n, _, _ in changed) / sum(w * n for _, n, w, _ in changed)
+    changed = [(d, n, c * w, e) for d, n, w, e in changed]
+    alike = sum(
+        w * v * n * m * (1.0 if x is y else float((x * y).sum() / n / m) ** 2)
+        for x, n, w, _ in changed
+        for y, m, v, _ in changed
+    )
+    N = max(1.0, sum(w * n for _, n, w, _ in changed) ** 2 / alike)
+    kappa = sum(w * n**2 for _, n, w, _ in changed) / alike
+    S = total(w * d for d, _, w, _ in changed)
+    B = total(w * d.T @ d / n for d, n, w, _ in changed)
+    rho = 0.1 * length(B) ** 2 / float(B.trace())
+    numerator = total(w * d @ (d.T @ d) / n for d, n, w, _ in changed) + rho * kappa * S
+    R = numerator @ inverse(B + rho * identity(group.shape[1]))
+    rounding = Rounding.together(e.times(w) for _, _, w, e in changed)
+    top = leading(S, tolerance(group, None), rounding)
+    if not len(top.S):
+        return R
+    tau = 0.01 * (top.S**2).sum() / top.S.sum()
+    raised = top.S / (top.S**2 + tau**2).sqrt()
+    F = top.U @ torch.diag(raised * top.S.sum() / raised.sum()) @ top.Vh
+    h = (1 - N**-2) / 2
+    return (1 - h) * R + h * F
 
 
 def share_told(G: Tensor) -> float:
-    """ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), of mean eigenvalue 1  (docs/auto.md)."""
+    """ψ = log det(I + 10⁴Ĝ) / (d_in log(1 + 10⁴)), of mean eigenvalue 1  (docs/auto-measured.md)."""
     return float((identity(len(G)) + 10**4 * G).logdet()) / len(G) / log(1 + 10**4)
 
 
 def share_used(D: Tensor) -> float:
-    """ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), m = min(d_out, d_in)  (docs/auto.md)."""
+    """ω = log det(I + 10⁴ m ΔᵀΔ/‖Δ‖²) / (m log(1 + 10⁴)), m = min(d_out, d_in)  (docs/auto-measured.md)."""
     U = (D if len(D) >= D.shape[1] else D.T) / length(D)
     return min(1.0, share_told(min(D.shape) * U.T @ U))
 
@@ -173,15 +162,8 @@ def equalised(
     group: LinearGroup,
     R: Tensor,
     C0: Tensor,
-    end: Rounding | None = None,
-    safest: Tensor | None = None,
 ) -> Tensor | None:
-    """(1 − a) M + a Δ̄, M = λ (K + τ²I)^(−q/2) R, K = R C₀ Rᵀ  (docs/auto.md); None where R is not seen.
-
-    Δ̄ is `safest`, or the average.
-
-    `end` is where rounding ends R's spectrum, of a C₀ that nobody measured; beyond it there is nothing.
-    """
+    """(1 − a) λ (K + τ²I)^(−q/2) R + a R, K = R C₀ Rᵀ; None where R is not seen."""
     d_out = len(R)
     weights = mean_one(group.updates, group.weights)
     changed = [(d, w) for d, w in zip(deltas_of(group), weights, strict=True) if d.any()]
@@ -202,7 +184,7 @@ def equalised(
     ]
     alike = sum(s[i] * s[j] * same[i][j] for i in range(len(s)) for j in range(len(s)))
     N = sum(s) ** 2 / alike
-    top = leading(R @ L, tolerance(group, None), end or Rounding())
+    top = leading(R @ L, tolerance(group, None), Rounding())
     if not len(top.S):
         return None
     tau = 0.01 * (top.S**2).sum() / top.S.sum()
@@ -213,25 +195,18 @@ def equalised(
     eta = sum(spread) / sum(s) / middle / (1 - middle) if middle < 1 else 0.0
     q = (0.75 - phi / 4) * (1 - N**-2) * (1 - min(1.0, eta))
     lift = (top.S**2 + tau**2) ** (-q / 2)
-    unseen = tau**-q if end is None else 0.0
+    unseen = tau**-q
     power = unseen * identity(d_out) + top.U @ torch.diag(lift - unseen) @ top.U.T
     whole = svd(weighted(seen, w))[1].sum()
     M = whole * sum(own**2 for own in s) / alike / (top.S * lift).sum() * power @ R
     if group.base_norm is None:
         return M
-    if safest is None:
-        counts = [own * x for own, x in zip(s, w, strict=True)]
-        safest = weighted([d for d, _ in changed], [c / sum(counts) for c in counts])
-    if 0 in (group.base_norm, group.base_outputs):
-        return safest
+    if group.base_norm == 0:
+        return R
     squares = [o * x * length(d) ** 2 for o, x, (d, _) in zip(s, w, changed, strict=True)]
     rho = sum(squares) ** 0.5 / group.base_norm
-    if group.base_outputs is not None:
-        nu = float(C0.diagonal().mean()) ** 0.5 * length(M @ L) / group.base_outputs
-        a = 1 - (1 + (nu / 0.15) ** 4) ** (-1 / 4) / (1 + rho**4)
-    else:
-        a = 1 - 1 / (1 + (3 * rho) ** 4)
-    return (1 - a) * M + a * safest
+    a = 1 - 1 / (1 + (3 * rho) ** 4)
+    return (1 - a) * M + a * R
 
 
 def shares(norms: Sequence[float]) -> list[float]:

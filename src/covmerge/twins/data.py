@@ -161,7 +161,7 @@ def auto_measured(group: LinearGroup) -> Tensor:
     w = group.weights
     numerator = total(w[t] * b[t] * deltas[t] @ C[t] for t in changed)
     R = numerator @ pinv(weighted(C, w))
-    found = equalised(group, R, weighted(G, w), safest=R)
+    found = equalised(group, R, weighted(G, w))
     return R if found is None else found
 
 

@@ -115,7 +115,6 @@ def recipe_of(choice: Choice, recipe: Recipe, sources: Mapping[str, str]) -> Rec
         "parameters": {"scale": scale} if choice.method == SUM else {},
         "before": (),
         "after": (),
-        "base_statistics": None,
         "rules": tuple(
             _of_recipe(rule) if _merges_otherwise(rule) else rule for rule in recipe.rules
         ),

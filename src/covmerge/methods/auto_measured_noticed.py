@@ -1,9 +1,9 @@
-"""What `auto` notices in a matrix, and its words for it."""
+"""What `auto_measured` notices in a matrix, and its words for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from statistics import fmean, median
 from typing import ClassVar
@@ -113,16 +113,9 @@ class _Less(Words):
         return found
 
 
-INPUTS = _Inputs("base's inputs", "not known: by the weights alone")
 OF_EXPERTS = _Inputs("experts' inputs", "no data reached what was changed: averaged")
 SMALL = _Less("shares", "counted_less", "counted less", "short beside the others there")
 LONG = _Less("bounds", "shortened", "shortened", "long beside the others there")
-TOLD = _Median(
-    "inputs_told",
-    "C₀, inputs",
-    "{numbers} of it is what the updates tell, the rest takes all inputs for alike",
-    ".0%",
-)
 BESIDE_INPUTS = _Median(
     "told_beside_inputs",
     "C_t, updates",
@@ -146,12 +139,6 @@ UNEVEN = _Median(
 FLATTENING = _Median(
     "flattening", "q, flattening", "{numbers}, where 0 is least squares and 1 a flat spectrum"
 )
-TOWARDS = _Median(
-    "towards_average",
-    "a, to the average",
-    "{numbers} of the way to the average, for how long it is beside the base",
-    ".0%",
-)
 TOWARDS_LEAST_SQUARES = _Median(
     "towards_least_squares",
     "a, to least squares",
@@ -162,102 +149,24 @@ LENGTHENING = _Median("lengthening", "λ, length", "{numbers} times that of leas
 
 
 @dataclass(frozen=True)
-class Equalised(Noticed):
-    """What `auto` did to one matrix, and why.
+class EqualisedMeasured(Noticed):
+    """What `auto_measured` did to one matrix, and why.
 
     Attributes:
         unchanged: experts that left the sums.
         shares: s_t of every expert, 1 for one as long as the others, 0 for one that did not change it.
         bounds: b_t of every expert, 1 for one as long as the others, less for one that is many times as
             long, 0 for one that did not change it.
-        inputs_known: whether C₀ was measured, or is made of the updates.
+        inputs_known: whether data reached what was changed.
         unlike_experts: N, as how many experts of no common direction these count.
         directions_in_use: φ, the share of the layer's directions that they use.
         flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
         lengthening: what λ makes of it: the sum of the outputs' singular values, over that of least
             squares. Nothing from `directions_in_use` on: nothing was left after least squares.
-        outputs_length: ‖MC₀^½‖ over Σ w_t‖Δ_tC₀^½‖, of updates that are not shortened.
-        towards_average: a, how far it went to the average; None where the base was not.
-        inputs_told: ψ, the share of C₀ that is what the updates tell; None where it was measured.
+        outputs_length: how long the merged outputs are, over those of all updates that are not shortened.
         uneven_use: η, 0 where all experts use equally many of the layer's directions, 1 where some use all
             and the others none.
-    """
-
-    words: ClassVar[tuple[Words, ...]] = (
-        INPUTS,
-        TOLD,
-        UNLIKE,
-        IN_USE,
-        UNEVEN,
-        FLATTENING,
-        LENGTHENING,
-        TOWARDS,
-        SMALL,
-        LONG,
-        UNCHANGED,
-    )
-
-    unchanged: int = 0
-    shares: tuple[float, ...] = ()
-    bounds: tuple[float, ...] = ()
-    inputs_known: bool = False
-    unlike_experts: float | None = None
-    directions_in_use: float | None = None
-    flattening: float | None = None
-    lengthening: float | None = None
-    outputs_length: float | None = None
-    inputs_told: float | None = None
-    towards_average: float | None = None
-    uneven_use: float | None = None
-
-    _of_inputs: ClassVar[str] = "base's inputs"
-    _goes_to: ClassVar[str] = "the average"
-
-    def going(self, away: float) -> Equalised:
-        """The same of a merge that goes so far to what is safest."""
-        return replace(self, towards_average=away)
-
-    @property
-    def _away(self) -> float | None:
-        return self.towards_average
-
-    @property
-    def length_in_outputs(self) -> float | None:
-        """How long the outputs on the base's inputs are, beside all experts' together."""
-        return self.outputs_length if self.inputs_known else None
-
-    @property
-    def _not_known(self) -> str:
-        own = self.inputs_told
-        return "not known" if own is None else f"not known, {own:.0%} told"
-
-    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
-        """What a report tells of one matrix, by headings."""
-        share, away = self.directions_in_use, self._away
-        less, cut = (
-            [e for e, own in zip(experts, values, strict=False) if 0.0 < own < _LESS]
-            for values in (self.shares, self.bounds)
-        )
-        return {
-            self._of_inputs: "known" if self.inputs_known else self._not_known,
-            "N, unlike experts": self.unlike_experts,
-            "φ, directions in use, %": None if share is None else 100 * share,
-            "η, unevenness": self.uneven_use,
-            "q, flattening": self.flattening,
-            "λ, times the length of least squares": self.lengthening,
-            f"a, to {self._goes_to}, %": None if away is None else 100 * away,
-            "counted less": ", ".join(less) or "nobody",
-            "shortened": ", ".join(cut) or "nobody",
-        }
-
-
-@dataclass(frozen=True)
-class EqualisedMeasured(Equalised):
-    """What `auto_measured` did to one matrix, and why: C₀ is of the experts' inputs, and `inputs_known`.
-
-    Attributes:
-        towards_least_squares: a, how far it went to least squares, in place of the average; None where
-            ‖W₀‖ was not known.
+        towards_least_squares: a, how far it went to least squares; None where ‖W₀‖ was not known.
         unheard: experts whose data did not reach the layer.
         updates_told: ψ_t of every expert, how much its update's word counts beside its inputs, 0 of one
             that did not change the layer.
@@ -276,9 +185,17 @@ class EqualisedMeasured(Equalised):
         LONG,
         UNCHANGED,
     )
-    _of_inputs: ClassVar[str] = "experts' inputs"
-    _goes_to: ClassVar[str] = "least squares"
 
+    unchanged: int = 0
+    shares: tuple[float, ...] = ()
+    bounds: tuple[float, ...] = ()
+    inputs_known: bool = False
+    unlike_experts: float | None = None
+    directions_in_use: float | None = None
+    flattening: float | None = None
+    lengthening: float | None = None
+    outputs_length: float | None = None
+    uneven_use: float | None = None
     towards_least_squares: float | None = None
     unheard: int = 0
     updates_told: tuple[float, ...] = ()
@@ -289,10 +206,26 @@ class EqualisedMeasured(Equalised):
         own = [share for share in self.updates_told if share]
         return fmean(own) if own else None
 
-    def going(self, away: float) -> Equalised:
-        """See `Equalised.going`."""
-        return replace(self, towards_least_squares=away)
-
     @property
-    def _away(self) -> float | None:
-        return self.towards_least_squares
+    def length_in_outputs(self) -> float | None:
+        """How long the outputs on the experts' inputs are, beside all experts' together."""
+        return self.outputs_length if self.inputs_known else None
+
+    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
+        """What a report tells of one matrix, by headings."""
+        share, away = self.directions_in_use, self.towards_least_squares
+        less, cut = (
+            [e for e, own in zip(experts, values, strict=False) if 0.0 < own < _LESS]
+            for values in (self.shares, self.bounds)
+        )
+        return {
+            "experts' inputs": "known" if self.inputs_known else "not known",
+            "N, unlike experts": self.unlike_experts,
+            "φ, directions in use, %": None if share is None else 100 * share,
+            "η, unevenness": self.uneven_use,
+            "q, flattening": self.flattening,
+            "λ, times the length of least squares": self.lengthening,
+            "a, to least squares, %": None if away is None else 100 * away,
+            "counted less": ", ".join(less) or "nobody",
+            "shortened": ", ".join(cut) or "nobody",
+        }
