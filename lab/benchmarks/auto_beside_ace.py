@@ -1,4 +1,4 @@
-"""What `auto` costs beside `ace`, layer by layer, with and without the base's inputs.
+"""What `auto` costs beside `ace`, layer by layer.
 
     python -m benchmarks.auto_beside_ace [--rounds 2] [--kinds homogeneous heterogeneous decaying]
                                          [--threads 1] [--out FILE.json]
@@ -37,7 +37,7 @@ def main() -> None:
     for kind in arguments.kinds:
         for shape in SHAPES:
             updates = experts(kind, shape, COUNT)
-            seconds = best(merges(updates, inputs(shape[1])), arguments.rounds)
+            seconds = best(merges(updates), arguments.rounds)
             row = {name: round(own, 3) for name, own in seconds.items()}
             rows.append({"kind": kind, "shape": shape, "experts": COUNT, "CPU seconds": row})
             ace = seconds.pop("ace")
@@ -52,12 +52,11 @@ def main() -> None:
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def merges(updates: list[Tensor], of_base: Tensor) -> dict[str, Callable[[], Tensor]]:
+def merges(updates: list[Tensor]) -> dict[str, Callable[[], Tensor]]:
     """What takes turns."""
     return {
         "ace": lambda: merge_layer(updates, "ace"),
         "auto": lambda: merge_layer(updates, "auto"),
-        "auto, base's inputs": lambda: merge_layer(updates, "auto", base_inputs=of_base),
     }
 
 
@@ -68,14 +67,6 @@ def best(runs: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, float]
         for name, run in runs.items():
             found[name] = min(found[name], timed(run, "cpu")[1]["cpu_seconds"])
     return found
-
-
-def inputs(d_in: int) -> Tensor:
-    """E[z zᵀ] of drawn inputs a few directions of which outweigh the others."""
-    draw = torch.Generator().manual_seed(1)
-    z = torch.randn(2 * d_in, d_in, generator=draw) / (1.0 + torch.arange(d_in)).sqrt()
-    turned = z @ torch.linalg.qr(torch.randn(d_in, d_in, generator=draw))[0]
-    return turned.mT @ turned / len(turned)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from covmerge_lab.merging import catalogue, statistics_of
 from covmerge_lab.models import Section
 from covmerge_lab.own import DRAWN, WRITTEN
 from covmerge_lab.run import run_study
-from covmerge_lab.studies import STUDIES, altered, half, regimes, rule, save, tuned
+from covmerge_lab.studies import STUDIES, altered, half, regimes, save, tuned
 from covmerge_lab.suite import Variant
 from covmerge_lab.text import TextSuite
 from covmerge_lab.text import tasks as text_tasks
@@ -179,53 +179,6 @@ def test_some_of_its_ways_alone(tmp_path):
         study.check(LlmSuite(tmp_path), ["full"])
 
 
-@pytest.mark.parametrize("base", [None, 12.0])
-@pytest.mark.parametrize("known", [False, True])
-def test_the_rule_of_the_study_is_the_default_method(known, base):
-    def random(*shape, seed):
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-    updates = [random(6, 9, seed=seed) * (1 + seed) for seed in range(4)]
-    inputs = random(9, 30, seed=9)
-    given = {"base_inputs": inputs @ inputs.mT / 30} if known else {}
-    if base is not None:
-        given["base"] = base * random(6, 9, seed=8)
-    wanted = covmerge.merge_layer(updates, "auto", **given)
-    with rule.registered():
-        found = covmerge.merge_layer(updates, rule.NAME, **given)
-        other = covmerge.merge_layer(updates, rule.NAME, ridge=1.0, **given)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(other, wanted, rtol=1e-3)
-    assert rule.NAME not in covmerge.methods.names()
-
-
-@pytest.mark.parametrize("few", [1, 2])
-@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (16, 12)], ids=str)
-def test_the_rule_of_the_study_is_the_default_method_of_unequal_ranks(shape, few):
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *size: torch.randn(*size, generator=generator, dtype=torch.float64)  # noqa: E731
-    updates = [draw(shape[0], 1) @ draw(1, shape[1]) for _ in range(few)] + [draw(*shape)] * 2
-    with rule.registered():
-        found = covmerge.merge_layer(updates, rule.NAME)
-        changes = ({"uneven": None}, {"uneven": 2.0}, {"unfelt": 1e-2})
-        others = [covmerge.merge_layer(updates, rule.NAME, **changed) for changed in changes]
-    torch.testing.assert_close(found, covmerge.merge_layer(updates, "auto"), rtol=1e-6, atol=1e-8)
-    assert [torch.allclose(other, found) for other in others] == [1 in shape] * len(others)
-
-
-def test_the_parts_of_the_default_method(tmp_path):
-    bench = Bench(SmallText(tmp_path / "cache", quick=True), Inline(), Console(quiet=True))
-    bench.prepare()
-    study = STUDIES["default"]()
-    found = study.run(bench, [Variant("lora", 0)])
-    save(study, bench, found, tmp_path / "out", "covmerge study default")
-    (group,) = json.loads((tmp_path / "out" / "results.json").read_text())["groups"]
-    titles = {row["title"]: row["section"] for row in group["rows"]}
-    assert titles["auto"] == titles["ridge 1.0"] == Section.OWN_INPUTS.value
-    assert titles["auto, weights alone"] == Section.DATA_FREE.value
-    assert (tmp_path / "out" / "accuracy-lora.png").exists()
-
-
 @pytest.fixture(scope="module")
 def small_text(tmp_path_factory):
     bench = Bench(
@@ -244,7 +197,7 @@ def test_the_default_beside_tuned_methods(small_text, tmp_path):
     methods = tuned.grids("lora")
     assert {f"{method}, tuned" for method in methods} < set(rows)
     assert all(rows[f"{m}, tuned"]["parameters"][0] in grid for m, grid in methods.items())
-    assert set(group["beyond"]) == {"auto", "auto, base's inputs"}
+    assert set(group["beyond"]) == {"auto"}
     assert "less the best of the tuned" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "accuracy-lora-2.png").exists()
     assert "core_space" not in tuned.grids("full")
@@ -281,19 +234,6 @@ def test_methods_are_tuned_for_each_number_of_experts_of_a_suite(small_text, mon
     assert list(found.pictures) == ["accuracy-lora-2", "accuracy-lora-1"]
 
 
-def test_the_parts_of_the_default_method_on_both_kinds(small_text, monkeypatch):
-    study, merged = STUDIES["default-mixed"](["uneven 2.0"]), []
-    make = study._models
-    monkeypatch.setattr(study, "_models", lambda *given: merged.append(given[1]) or make(*given))
-    found = study.run(small_text, [Variant("lora", 0)])
-    (group,) = found.numbers["groups"]
-    assert {"auto", "uneven 2.0"} < {row["title"] for row in group["rows"]}
-    assert "2 experts, LoRA adapters, every other one of the other kind, one seed" in found.text
-    ((of_first, of_second),) = (experts.folders.values() for experts in merged)
-    assert (of_first / "adapter_config.json").exists()
-    assert (of_second / "model.safetensors").exists()
-
-
 SOME = ["2 experts", "full and adapters in turns", "one more, its update random"]
 
 
@@ -306,7 +246,7 @@ def test_regimes(small_text, monkeypatch, tmp_path):
     assert list(of) == SOME
     for name, group in of.items():
         titles = {row["title"] for row in group["rows"]}
-        assert {"auto", "auto, base's inputs", "average", "task_arithmetic, tuned"} < titles
+        assert {"auto", "average", "task_arithmetic, tuned"} < titles
         # What merges inside the adapters' space is left out where not all are adapters.
         assert ("core_space" in titles) == (name != "full and adapters in turns")
     # An interrupted run goes on: what was scored is not scored again.
@@ -323,7 +263,7 @@ def test_what_half_precision_costs(small_text, monkeypatch, tmp_path):
     found = study.run(small_text, [Variant("full", 0)])
     save(study, small_text, found, tmp_path / "out", "covmerge study half")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {"auto", "auto, base's inputs", "ace", "task_arithmetic, tuned"} < set(results["less"])
+    assert {"auto", "ace", "task_arithmetic, tuned"} < set(results["less"])
     titles = {row["title"] for row in results["groups"][0]["rows"]}
     assert titles == {*results["less"], *(f"{title}, bfloat16" for title in results["less"])}
     assert 0.0 < results["lost"]["unchanged"] < 1.0 and 0.0 < results["lost"]["error"] < 1.0
@@ -351,16 +291,6 @@ def test_a_part_that_a_study_has_not_is_refused_before_anything_is_written(
     with pytest.raises(InputError, match=re.escape(wrong)):
         run_study(study, "text", out=tmp_path / "out", cache=tmp_path / "cache", **how)
     assert not any(tmp_path.iterdir())
-
-
-def test_a_study_limited_to_some_parts():
-    study = STUDIES["default"](["told 0.5, weights alone", "ridge 0.3", "ridge 0.3"])
-    assert study.only == ("told 0.5, weights alone", "ridge 0.3")
-    found = {merge.title: merge.statistics for merge in study.merges()}
-    unchanged = {"auto": "base", "auto, weights alone": None}
-    assert found == {**unchanged, "ridge 0.3": "base", "told 0.5, weights alone": None}
-    (alone,) = STUDIES["default"](["auto, weights alone"]).merges()
-    assert alone.title == "auto, weights alone" and alone.statistics is None
 
 
 def test_a_study_of_other_experts_is_refused_before_anything_is_written(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from covmerge import Generated, collect, collect_regmean_pp
+from covmerge import collect, collect_regmean_pp
 from covmerge_lab.own import Own
 from covmerge_lab.suite import Suite
 from covmerge_lab.workers import CollectSteps, Job, OnProgress
@@ -18,7 +18,6 @@ EXAMPLES = {
 }
 OWN = "own"  # beside these kinds: Gram matrices of inputs that the experts make themselves
 MADE = 256  # inputs of each expert
-BASE = "base"  # beside these kinds: Gram matrices of random inputs in the base, one file for all
 
 
 def jobs(
@@ -29,7 +28,7 @@ def jobs(
     Args:
         suite: whose examples.
         experts: folders of whole models, by task.
-        kinds: some of `EXAMPLES`, `OWN` and `BASE`.
+        kinds: some of `EXAMPLES` and `OWN`.
         out: folder of the statistics files.
     """
     for kind in kinds:
@@ -43,8 +42,6 @@ def jobs(
                 f"{kind}, {task}": partial(_of_one, suite, kind, task, experts[task], out)
                 for task in experts
             }
-    if BASE in kinds:
-        found["the base's inputs"] = partial(of_base, suite, suite.base, out)
     if OWN in kinds:
         found |= {
             f"own inputs, {task}": partial(_on_own_inputs, suite, task, experts, out)
@@ -56,34 +53,6 @@ def jobs(
 def files(out: Path, kind: str, experts: Sequence[str]) -> dict[str, Path]:
     """Return where the statistics of one kind are, by expert."""
     return {name: out / kind / f"{name}.covstats.safetensors" for name in experts}
-
-
-def file_of_base(out: Path) -> Path:
-    """Return where the statistics of the base are."""
-    return out / BASE / "base.covstats.safetensors"
-
-
-def of_base(suite: Suite, base: Path, out: Path, on_progress: OnProgress) -> None:
-    """Collect the Gram matrices of random inputs in a base of the suite.
-
-    Args:
-        suite: whose tokenizer it has.
-        base: its folder.
-        out: folder of the statistics files.
-        on_progress: called with the inputs done and all inputs.
-    """
-    path = file_of_base(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    count = 16 if suite.quick else MADE
-    collect(
-        base,
-        Generated("random"),
-        path,
-        max_examples=count,
-        tokenizer=suite.tokenizer,
-        progress=CollectSteps(on_progress, count),
-        overwrite=True,
-    )
 
 
 def on_own_inputs(

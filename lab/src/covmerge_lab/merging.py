@@ -16,7 +16,7 @@ import covmerge
 from covmerge import load_expert
 from covmerge.methods import Method, registry
 from covmerge_lab import collecting
-from covmerge_lab.collecting import BASE, OWN
+from covmerge_lab.collecting import OWN
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.suite import Kind, Suite, Variant
 from covmerge_lab.workers import MergeSteps, OnProgress, ignore_progress
@@ -33,7 +33,6 @@ TUNED = "task_arithmetic, tuned"
 _AS_RELEASED = (Merge("ace", {"eps": 1e-2}),)
 # The best of what data makes possible, without data.
 _ON_OWN_INPUTS = (
-    Merge("auto", section=Section.OWN_INPUTS, label="auto, base's inputs", statistics=BASE),
     Merge("regmean", section=Section.OWN_INPUTS, label="regmean, own inputs", statistics=OWN),
     Merge(
         "auto_measured",
@@ -132,21 +131,15 @@ def merge_together(
     """
     out = experts.work / folder
     kind = statistics_of(merges[0])
-    of_base = kind == collecting.BASE
     # Statistics of experts speak of whole models.
-    sources = experts.folders if kind is None or of_base else experts.whole
-    files = (
-        None
-        if kind is None or of_base
-        else collecting.files(experts.statistics, kind, list(sources))
-    )
+    sources = experts.folders if kind is None else experts.whole
+    files = None if kind is None else collecting.files(experts.statistics, kind, list(sources))
     rows = covmerge.compare(
         experts.base,
         sources,
         [(merge.method, merge.parameters) for merge in merges],
         out,
         statistics=files,
-        base_statistics=collecting.file_of_base(experts.statistics) if of_base else "none",
         tensors={"few_rows": "allow"},  # 256 single words have fewer tokens than a layer has inputs
         overwrite=True,
         progress=MergeSteps(on_progress),

@@ -22,7 +22,7 @@ from covmerge_lab.bank.cards import Card
 _files: Any = safetensors.torch
 _linalg: Any = torch.linalg
 WEIGHTS = "model.safetensors"
-_PAIRED = ("average", "cart", "actmat", "aswudi", "tsv_m", "iso_c", "iso_cts", "dc_merge", "auto")
+_PAIRED = ("average", "cart", "actmat", "aswudi", "tsv_m", "iso_c", "iso_cts", "dc_merge")
 MEANS: tuple[tuple[tuple[str, ...], bool], ...] = (
     (("aswudi", "iso_cts"), False),
     (("aswudi", "iso_cts"), True),

@@ -36,7 +36,6 @@ _FOR_ADAPTERS = (
     "ctm",
     "ssr",
 )  # they merge inside a space that adapters share
-BASE_INPUTS = "auto, base's inputs"
 # Their merges stay on disk: candidates average them.
 KEPT = (
     *("average", "task_arithmetic", "ties", "ace", "actmat", "aswudi", "swudi", "tsv_m", "iso_c"),
@@ -130,8 +129,7 @@ def score(
     Args:
         card: the set, whose experts are there.
         cache: folder of the bank. The result is `bank/scores/NAME.json` in it.
-        methods: names; by default all data-free methods, `auto` on the base's inputs, and candidates that
-            are rules.
+        methods: names; by default all data-free methods and candidates that are rules.
         on_progress: called with the methods done and all methods.
     """
     path = cache / "bank" / "scores" / f"{card.name}.json"
@@ -141,7 +139,7 @@ def score(
     if found.get("experts_hash") != hashed:
         found = {"card": card.described(), "experts_hash": hashed, **bounds(this), "methods": {}}
     known = {*found["methods"], *found.get("refused", ())}
-    every = [*data_free(card), BASE_INPUTS, *rules.RULES]
+    every = [*data_free(card), *rules.RULES]
     wanted = [m for m in methods or every if m not in known]
     for done, method in enumerate(wanted):
         on_progress(done, len(wanted))
@@ -170,16 +168,14 @@ def _hash(card: Card, cache: Path) -> str:
 def _merged(judge: Judge, method: str) -> Scores:
     """Merge a set from disk to disk, and return the scores."""
     out = merged_folder(judge.card, judge.cache, method)
-    random = method == BASE_INPUTS
     known = rules.registered(method) if method in rules.RULES else nullcontext(method)
     started = time.process_time()
     with known as name:
         covmerge.merge(
             pretraining.folder_of(judge.base, judge.cache),
             models(judge.card, judge.cache),
-            "auto" if random else name,
+            name,
             out,
-            base_statistics="random" if random else "none",
             overwrite=True,
         )
     seconds = time.process_time() - started

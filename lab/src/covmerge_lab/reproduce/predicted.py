@@ -17,8 +17,7 @@ from statistics import fmean
 from covmerge_lab.reproduce.published import MEAN, Row, Setting, Table
 
 SAID = "2026-11-23"
-# f of one training of each suite (lab/docs/reproduce.md). Of the vision suites' files, which are no
-# models that transformers runs, the base's inputs are not known.
+# f of one training of each suite (lab/docs/reproduce.md).
 CLOSED: Mapping[tuple[bool, bool], float] = {  # by whether it is vision, and whether adapters
     (False, False): 0.57,  # text: 68.2 where cart has 63.9 and the experts 71.5
     (False, True): 0.56,  # text 54.5, 47.4, 62.3; language model 76.4, 61.0, 84.8
@@ -53,7 +52,6 @@ def _row(setting: Setting, *, adapters: bool) -> Row:
             "to the experts"
         ),
         predicted={MEAN: value},
-        base_inputs=not vision,
     )
 
 

@@ -62,7 +62,6 @@ class Row:
         note: what is not known of the paper's run.
         tensors: where its authors' code treats tensors otherwise than the setting says.
         predicted: percent by column title, or by `MEAN`, of a row that no paper has.
-        base_inputs: whether the method is given what the base's layers see of random inputs.
     """
 
     title: str
@@ -73,7 +72,6 @@ class Row:
     note: str = ""
     tensors: Mapping[str, str] = field(default_factory=dict[str, str])
     predicted: Mapping[str, float] = field(default_factory=dict[str, float])
-    base_inputs: bool = False
 
     @property
     def key(self) -> str:

@@ -180,7 +180,6 @@ def _merge(
             statistics=statistics if needs else None,
             tensors={**bench.setting.tensors, **group[0].tensors},
             rules=bench.setting.rules,
-            base_statistics="random" if group[0].base_inputs else "none",
             device=options.device,
             threads=options.threads,
             max_memory=options.max_memory,
@@ -194,11 +193,11 @@ def _merge(
 
 
 def _passes(rows: Sequence[Row]) -> list[list[Row]]:
-    """Share the rows out: a pass treats tensors in one way, and knows the base's inputs or does not."""
+    """Share the rows out: a pass treats tensors in one way."""
     groups: list[list[Row]] = []
     for row in rows:
         for group in groups:
-            if (group[0].tensors, group[0].base_inputs) == (row.tensors, row.base_inputs):
+            if group[0].tensors == row.tensors:
                 group.append(row)
                 break
         else:

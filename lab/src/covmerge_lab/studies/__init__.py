@@ -3,7 +3,6 @@
 from covmerge_lab.studies.accuracy import Ablation, Ridge, Sensitivity
 from covmerge_lab.studies.cost import CostOfMethods
 from covmerge_lab.studies.covariance import CovarianceReplaced
-from covmerge_lab.studies.default import Default, DefaultMixed
 from covmerge_lab.studies.entries import EntriesOfUpdates
 from covmerge_lab.studies.fda import Anchors
 from covmerge_lab.studies.generated import OwnInputs
@@ -25,8 +24,6 @@ STUDIES: dict[str, type[Study]] = {
         Ablation,
         Sensitivity,
         Ridge,
-        Default,
-        DefaultMixed,
         Tuned,
         Regimes,
         Half,

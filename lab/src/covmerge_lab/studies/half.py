@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from covmerge_lab.bench import EXPERTS, Bench, Outcome
 from covmerge_lab.bootstrap import Interval
-from covmerge_lab.collecting import BASE, of_base
 from covmerge_lab.merging import Experts
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.studies.accuracy import bars
@@ -24,10 +23,7 @@ from covmerge_lab.workers import Job, OnProgress
 
 _HALF = ", bfloat16"
 KNOWN = ("average", "ties", "tsv_m", "iso_c", "ace", "aswudi")
-AUTO = (
-    Merge("auto"),
-    Merge("auto", section=Section.OWN_INPUTS, label="auto, base's inputs", statistics=BASE),
-)
+AUTO = (Merge("auto"),)
 
 
 class Half(Study):
@@ -69,7 +65,7 @@ class Half(Study):
 def _outcome(bench: Bench, variant: Variant) -> tuple[Outcome, Sequence[Rounded]]:
     tasks = tuple(bench.suite.subsets[-1])
     bench.train(variant, tasks)
-    with bench.experts(variant, tasks, [BASE]) as experts:
+    with bench.experts(variant, tasks, []) as experts:
         half, rounded = _in_half(bench, experts)
         of_half = [replace(m, title=m.title + _HALF) for m in _models(bench, half)]
         scored = bench.score(experts, [*_models(bench, experts), *of_half], measured=False)
@@ -80,23 +76,18 @@ def _in_half(bench: Bench, experts: Experts) -> tuple[Experts, Sequence[Rounded]
     """Store the base and the experts in bfloat16, beside the merges of those in float32."""
     out = experts.work.with_name("half")
     out.mkdir()
-    base, statistics = base_in_half(experts.base, out / "base"), out / "statistics"
+    base = base_in_half(experts.base, out / "base")
     jobs: dict[str, Job[Rounded]] = {
         task: partial(_make, folder, experts.base, out / task)
         for task, folder in experts.folders.items()
     }
     made = bench.work(f"{experts.variant}: experts stored in bfloat16", jobs)
-    seen: dict[str, Job[None]] = {
-        "the base's inputs": partial(of_base, bench.suite, base, statistics)
-    }
-    bench.work(f"{experts.variant}: statistics of the base in bfloat16", seen)
     folders = {task: each.folder for task, each in made.items()}
     half = replace(
         experts,
         base=base,
         folders=folders,
         whole=folders,
-        statistics=statistics,
         work=out / "merged",
     )
     return half, list(made.values())

@@ -14,9 +14,8 @@ import matplotlib.pyplot as plt
 
 from covmerge_lab import merging
 from covmerge_lab.bench import EXPERTS, Bench, Outcome, bounds
-from covmerge_lab.collecting import BASE
 from covmerge_lab.merging import TUNED, Experts
-from covmerge_lab.models import Merge, Section
+from covmerge_lab.models import Merge
 from covmerge_lab.studies.altered import lengthened, random_like
 from covmerge_lab.studies.study import Findings, Study
 from covmerge_lab.studies.tables import markdown
@@ -32,8 +31,7 @@ LONG = 5.0  # times as long as it was trained
 OFTEN = 10.0  # times as many steps
 RANKS = (4, 16, 64)
 _LISTED = f"{', '.join(map(str, RANKS[:-1]))} and {RANKS[-1]}"
-AUTO = "auto, base's inputs"
-ALONE = "auto"
+AUTO = "auto"
 AVERAGE = "average"
 # What led without data and untuned on one of the suites, and what everybody knows.
 KNOWN = ("average", "task_arithmetic", "ties", "cart", "tsv_m", "iso_c", "ace", "aswudi")
@@ -213,7 +211,7 @@ accuracy shown, which no user has.
 def _outcomes(bench: Bench, variant: Variant, regimes: Sequence[Regime]) -> dict[str, Outcome]:
     tasks = tuple(bench.suite.subsets[-1])
     bench.train(variant, tasks)
-    with bench.experts(variant, tasks, [BASE]) as experts:
+    with bench.experts(variant, tasks, []) as experts:
         return {
             regime.name: bench.kept(
                 f"{variant}-regime-{regime.name}",
@@ -255,8 +253,7 @@ def _merges(experts: Experts) -> list[Merge]:
     adapters = all((each / "adapter_config.json").exists() for each in experts.folders.values())
     return [
         *(Merge(method) for method in (*KNOWN, *(FOR_ADAPTERS if adapters else ()))),
-        Merge("auto", label=ALONE),
-        Merge("auto", section=Section.OWN_INPUTS, label=AUTO, statistics=BASE),
+        Merge(AUTO),
     ]
 
 
@@ -272,7 +269,7 @@ def _table(groups: Mapping[str, Group], outcomes: Mapping[str, Sequence[Outcome]
         mark = "*" if found.clear else ""
         return f"{100 * found.mean:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]{mark}"
 
-    columns = ["experts", "each on its task", AVERAGE, TUNED, "best known", ALONE, AUTO]
+    columns = ["experts", "each on its task", AVERAGE, TUNED, "best known", AUTO]
     columns += ["less best known", "less tuned", "less average"]
     rows: list[list[str]] = []
     for name, group in groups.items():
@@ -283,7 +280,7 @@ def _table(groups: Mapping[str, Group], outcomes: Mapping[str, Sequence[Outcome]
                 name,
                 *(means[title] for title in (EXPERTS, AVERAGE, TUNED)),
                 f"{means[best.title]} ({best.title})",
-                *(means[title] for title in (ALONE, AUTO)),
+                means[AUTO],
                 *(less(name, title) for title in (best.title, TUNED, AVERAGE)),
             ]
         )
@@ -301,7 +298,6 @@ def _draw(groups: Mapping[str, Group], of_kind: str) -> Any:
     figure, axes = _plt.subplots(figsize=(7.5, 0.5 * len(groups) + 1.8), layout="constrained")
     shown = {
         AUTO: ("D", "#1f5fa8"),
-        ALONE: ("d", "#2a8a9a"),
         TUNED: ("|", "#b3541e"),
         AVERAGE: ("x", "#767676"),
     }

@@ -73,7 +73,6 @@ def _merged(experts: Experts, method: str, step: str, on_progress: OnProgress) -
         out,
         before=steps if before else [],
         after=[] if before else steps,
-        base_statistics="none",
         tensors={"few_rows": "allow"},  # as all merges of the tables
         overwrite=True,
         progress=MergeSteps(on_progress),

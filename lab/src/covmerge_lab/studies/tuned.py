@@ -9,7 +9,6 @@ from typing import Any
 
 from covmerge_lab import merging, report
 from covmerge_lab.bench import Bench, Outcome, bounds
-from covmerge_lab.collecting import BASE
 from covmerge_lab.merging import SCALES, Experts
 from covmerge_lab.models import Merge, Model, Section
 from covmerge_lab.studies.accuracy import bars
@@ -46,10 +45,7 @@ FOR_ADAPTERS: Mapping[str, Grid] = {  # of full fine-tunes Consensus was nowhere
     "core_space": _over("scale", *_LONGER),
     "knots": _over("scale", *_AROUND),
 }
-AUTO = (
-    Merge("auto", section=Section.OWN_INPUTS, label="auto, base's inputs", statistics=BASE),
-    Merge("auto"),
-)
+AUTO = (Merge("auto"),)
 
 
 class Tuned(Study):
@@ -118,7 +114,7 @@ def _outcome(
     bench: Bench, variant: Variant, tasks: Sequence[str], tried: Mapping[str, Grid]
 ) -> Outcome:
     bench.train(variant, tasks)
-    with bench.experts(variant, tasks, [BASE]) as experts:
+    with bench.experts(variant, tasks, []) as experts:
         models = [*bounds(experts), *bench.merge(experts, AUTO), *_tuned(bench, experts, tried)]
         return Outcome(variant, tuple(tasks), tuple(bench.score(experts, models, measured=False)))
 
