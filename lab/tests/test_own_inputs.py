@@ -420,4 +420,4 @@ def test_every_suite_has_its_ways():
     # Without weights drawn inputs are the same for all experts: nothing for a table.
     assert next(iter(DRAWN.values())).weighed == "others"
     merges = [m for m in catalogue("full") if m.section is Section.OWN_INPUTS]
-    assert [statistics_of(merge) for merge in merges] == ["base", "own", "own"]
+    assert [statistics_of(merge) for merge in merges] == ["own", "own"]
