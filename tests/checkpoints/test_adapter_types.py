@@ -1,0 +1,203 @@
+"""Every type of adapter that PEFT writes, against what PEFT's model gives unmerged."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import PeftConfig, PeftType, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+import covmerge
+from covmerge.checkpoints.adapter_types import NOT_READ, TYPES, WITHOUT_WEIGHTS
+
+
+class Small(nn.Module):
+    """One layer of each kind, none square but `same`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 12)
+        self.first = nn.Linear(12, 8)
+        self.second = nn.Linear(8, 12, bias=False)
+        self.same = nn.Linear(8, 8)
+        self.turned = Conv1D(16, 12)
+        self.point = nn.Conv2d(4, 8, 1)
+        self.window = nn.Conv2d(4, 6, (3, 3))
+        self.line = nn.Conv1d(4, 6, 3)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        seen = self.table(tokens)
+        image = torch.sin(torch.arange(4 * 5 * 5, dtype=seen.dtype)).view(1, 4, 5, 5)
+        inner = self.first(seen)
+        return (
+            *(
+                seen,
+                inner,
+                self.second(inner),
+                self.same(inner),
+                self.turned(seen),
+                self.norm(seen),
+            ),
+            *(self.point(image), self.window(image), self.line(image[..., 0])),
+        )
+
+
+LINEAR = ["first", "second", "same"]
+CONVOLUTIONS = ["point", "window", "line"]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("LORA", {"use_dora": True, "target_modules": [*LINEAR, "table", *CONVOLUTIONS], "r": 2}),
+    ("LORA", {"use_dora": True, "target_modules": ["turned"], "r": 2, "fan_in_fan_out": True}),
+    (
+        "LORA",
+        {
+            "use_dora": True,
+            "target_modules": LINEAR,
+            "rank_pattern": {"same": 3},
+            "alpha_pattern": {"second": 5},
+            "use_rslora": True,
+            "modules_to_save": ["norm"],
+        },
+    ),
+    ("LORA", {"target_modules": LINEAR, "trainable_token_indices": {"table": [7, 2]}}),
+    ("LOHA", {"target_modules": [*LINEAR, *CONVOLUTIONS], "r": 2, "alpha": 3}),
+    ("LOHA", {"target_modules": CONVOLUTIONS, "r": 2, "use_effective_conv2d": True}),
+    (
+        "LOHA",
+        {"target_modules": LINEAR, "rank_pattern": {"same": 3}, "alpha_pattern": {"first": 5}},
+    ),
+    ("LOKR", {"target_modules": [*LINEAR, *CONVOLUTIONS], "r": 8, "alpha": 3}),
+    ("LOKR", {"target_modules": [*LINEAR, *CONVOLUTIONS], "r": 1, "alpha": 3}),
+    ("LOKR", {"target_modules": ["point", "window"], "r": 1, "use_effective_conv2d": True}),
+    ("LOKR", {"target_modules": LINEAR, "r": 1, "decompose_both": True, "decompose_factor": 2}),
+    (
+        "IA3",
+        {
+            "target_modules": [*LINEAR, "point", "window"],
+            "feedforward_modules": ["second", "point"],
+        },
+    ),
+    ("IA3", {"target_modules": ["turned"], "feedforward_modules": [], "fan_in_fan_out": True}),
+    ("LN_TUNING", {"target_modules": ["norm"]}),
+    ("OFT", {"target_modules": LINEAR, "oft_block_size": 4, "r": 0}),
+    ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "use_cayley_neumann": False}),
+    (
+        "OFT",
+        {"target_modules": [*LINEAR, "point"], "r": 0, "oft_block_size": 4, "block_share": True},
+    ),
+    ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "coft": True, "eps": 0.3}),
+    ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "num_cayley_neumann_terms": 3}),
+    ("BOFT", {"target_modules": [*LINEAR, "point"], "boft_block_size": 4}),
+    ("BOFT", {"target_modules": ["window"], "boft_block_num": 3, "boft_block_size": 0}),
+    ("HRA", {"target_modules": [*LINEAR, "point", "window"], "r": 3}),
+    ("HRA", {"target_modules": LINEAR, "r": 3, "apply_GS": True}),
+    ("VERA", {"target_modules": LINEAR, "r": 3}),
+    (
+        "VERA",
+        {"target_modules": LINEAR, "r": 3, "save_projection": False, "projection_prng_key": 5},
+    ),
+    ("VERA", {"target_modules": ["turned"], "r": 3, "fan_in_fan_out": True}),
+    ("RANDLORA", {"target_modules": LINEAR, "r": 3, "randlora_alpha": 6}),
+    (
+        "FOURIERFT",
+        {"target_modules": LINEAR, "n_frequency": 9, "random_loc_seed": 3, "scaling": 9.0},
+    ),
+    ("FOURIERFT", {"target_modules": ["turned"], "n_frequency": 9, "fan_in_fan_out": True}),
+    ("C3A", {"target_modules": LINEAR, "block_size": 4}),
+    ("SHIRA", {"target_modules": LINEAR, "r": 2}),
+    ("VBLORA", {"target_modules": LINEAR, "num_vectors": 6, "vector_length": 4, "r": 2, "topk": 3}),
+    (
+        "VBLORA",
+        {
+            "target_modules": LINEAR,
+            "num_vectors": 6,
+            "vector_length": 4,
+            "r": 2,
+            "save_only_topk_weights": True,
+        },
+    ),
+    ("MISS", {"target_modules": LINEAR, "r": 3}),
+    ("MISS", {"target_modules": LINEAR, "r": 4, "init_weights": "bat"}),
+    ("MISS", {"target_modules": LINEAR, "r": 4, "mini_r": 2, "init_weights": "mini"}),
+    ("DELORA", {"target_modules": LINEAR, "r": 2}),
+    ("GRALORA", {"target_modules": LINEAR, "r": 4, "gralora_k": 2}),
+    ("GRALORA", {"target_modules": LINEAR, "r": 4, "gralora_k": 4, "hybrid_r": 2}),
+    ("HIRA", {"target_modules": [*LINEAR, "table", "point", "window", "line"], "r": 2}),
+    ("HIRA", {"target_modules": ["turned"], "r": 2, "fan_in_fan_out": True}),
+    ("ROAD", {"target_modules": LINEAR, "group_size": 4}),
+    ("ROAD", {"target_modules": LINEAR, "group_size": 4, "variant": "road_2"}),
+    ("ROAD", {"target_modules": LINEAR, "group_size": 4, "variant": "road_4"}),
+    ("BEFT", {"target_modules": ["first", "same"]}),
+    ("TRAINABLE_TOKENS", {"target_modules": ["table"], "token_indices": [7, 2]}),
+]
+TOKENS = torch.arange(10)
+
+
+def config_of(kind: str, **fields: object) -> PeftConfig:
+    return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](**fields)
+
+
+def trained(base: nn.Module, config: PeftConfig, folder: Path) -> tuple[Tensor, ...]:
+    """Train an adapter (at random), save it, and return what PEFT's model gives unmerged in float64."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(copy.deepcopy(base), config)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "vblora_logits" not in name:
+                change = 0.2 * torch.randn(parameter.shape, generator=generator)
+                parameter.data += change
+        model.save_pretrained(str(folder))
+        # Saving keeps some numbers in float16, and loading is what a user does.
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).double().eval()
+        return again(TOKENS)
+
+
+def outputs(state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    model = Small().double()
+    model.load_state_dict({name: value.double() for name, value in state.items()})
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def test_every_type_of_peft_is_read_or_refused_with_a_reason() -> None:
+    lora = {"LORA", "ADALORA"}
+    tables = [lora, TYPES.keys(), NOT_READ.keys(), WITHOUT_WEIGHTS.keys()]
+    assert {kind.value for kind in PeftType} == set[str]().union(*tables)
+    assert sum(map(len, tables)) == len(PeftType)
+    assert {kind for kind, _ in CASES} == TYPES.keys() | {"LORA"}
+
+
+@pytest.fixture(scope="module")
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    return Small()
+
+
+def merged(base: nn.Module, folder: Path, **options: Any) -> dict[str, Tensor]:
+    """One adapter, merged over its base by the public function."""
+    return dict(covmerge.merge(base.state_dict(), {"a": str(folder)}, "linear", **options).tensors)
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
+@pytest.mark.parametrize(
+    "kind, fields", CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_the_base_is_what_peft_computes_unmerged(
+    kind: str, fields: dict[str, Any], base: nn.Module, tmp_path: Path
+) -> None:
+    expected = trained(base, config_of(kind, **fields), tmp_path)
+    before = outputs(base.state_dict())
+    found = outputs(merged(base, tmp_path))
+    assert any(not torch.allclose(one, other) for one, other in zip(before, expected, strict=True))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
