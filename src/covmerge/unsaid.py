@@ -109,8 +109,10 @@ def why_not(
         return "the base has no config.json, by which transformers would run it"
     if find_spec("transformers") is None:
         return "transformers is not installed, which would run the base"
-    all_adapters = all(isinstance(expert, AdapterCheckpoint) for expert in experts)
-    if recipe.output.format == "adapter" and all_adapters:
+    by_factors = all(
+        isinstance(expert, AdapterCheckpoint) and not expert.folds.needs_base for expert in experts
+    )
+    if recipe.output.format == "adapter" and by_factors:
         return (
             "an adapter of adapters needs nothing of its base (--base-stats random runs it), so that "
             "nothing goes to the average either, where updates are long beside the base's weights"

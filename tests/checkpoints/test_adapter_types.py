@@ -13,11 +13,13 @@ import pytest
 import torch
 from peft import PeftConfig, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import covmerge
 from covmerge.checkpoints.adapter_types import NOT_READ, TYPES, WITHOUT_WEIGHTS
+from covmerge.sources import open_checkpoints
 
 
 class Small(nn.Module):
@@ -169,6 +171,47 @@ def outputs(state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         return model(TOKENS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_updates_are_computed_in_float32_or_better(
+    dtype: torch.dtype, base: nn.Module, tmp_path: Path
+) -> None:
+    trained(base, config_of("LORA", use_dora=True, target_modules=LINEAR, r=2), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: value.to(dtype) for name, value in load_file(file).items()}, file)
+    stored = {name: value.to(dtype) for name, value in base.state_dict().items()}
+    again = Small().double()
+    again.load_state_dict({name: value.double() for name, value in stored.items()})
+    model = peft.PeftModel.from_pretrained(again, str(tmp_path)).double()
+    with torch.no_grad():
+        expected = model(TOKENS)
+    options = {"dtype": "float64"} if dtype == torch.float64 else {"out_dtype": "float32"}
+    found = covmerge.merge(stored, {"a": tmp_path}, "linear", **options).tensors
+    for one, other in zip(outputs(found), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+def test_a_merge_of_several_types_is_the_mean_of_their_models(
+    base: nn.Module, tmp_path: Path
+) -> None:
+    fields = [("LORA", {"use_dora": True, "r": 2}), ("HRA", {"r": 2}), ("VERA", {"r": 2})]
+    experts: dict[str, Path] = {}
+    for kind, own in fields:
+        experts[kind] = tmp_path / kind
+        trained(base, config_of(kind, target_modules=LINEAR, **own), experts[kind])
+    alone = [merged(base, folder) for folder in experts.values()]
+    together = covmerge.merge(base.state_dict(), experts, "average").tensors
+    for name, value in together.items():
+        expected = torch.stack([own[name] for own in alone]).mean(dim=0)
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_run_says_that_the_updates_are_of_this_base(base: nn.Module, tmp_path: Path) -> None:
+    trained(base, config_of("LORA", use_dora=True, target_modules=LINEAR, r=2), tmp_path)
+    with open_checkpoints(base.state_dict(), {"a": str(tmp_path)}, {}) as opened:
+        notes = opened.experts["a"].notes
+    assert any("3 of its layers become depends on the base's weights" in note for note in notes)
+
+
 def test_every_type_of_peft_is_read_or_refused_with_a_reason() -> None:
     lora = {"LORA", "ADALORA"}
     tables = [lora, TYPES.keys(), NOT_READ.keys(), WITHOUT_WEIGHTS.keys()]
@@ -201,3 +244,15 @@ def test_the_base_is_what_peft_computes_unmerged(
     assert any(not torch.allclose(one, other) for one, other in zip(before, expected, strict=True))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+    check_rows(base, tmp_path)
+
+
+def check_rows(base: nn.Module, folder: Path) -> None:
+    """Check that rows of a tensor are those of the whole."""
+    with open_checkpoints(base.state_dict(), {"a": str(folder)}, {}) as opened:
+        adapter = opened.experts["a"]
+        for name, header in adapter.headers.items():
+            whole = adapter.read(name)
+            assert whole.shape == header.shape and whole.dtype == header.dtype
+            parts = [adapter.read(name, rows) for rows in (range(3), range(3, header.shape[0]))]
+            torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-6)

@@ -273,7 +273,8 @@ class AdapterCheckpoint(View):
         if not self._contents.folded:
             return self
         folds = Folds(self._stored, self._config, self._contents.folded, base, names, conv1d)
-        return AdapterCheckpoint(self._stored, self._contents, self._config, self._notes, folds)
+        notes = (*self._notes, *folds.notes)
+        return AdapterCheckpoint(self._stored, self._contents, self._config, notes, folds)
 
     def materialize(self) -> None:
         """See `Checkpoint.materialize`; its base's weights too, where an update is computed from them."""

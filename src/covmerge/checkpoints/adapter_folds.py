@@ -138,9 +138,16 @@ class Folds:
         return bool(self.headers)
 
     @property
-    def depends_on_base(self) -> bool:
-        """Whether some update depends on the base's values."""
-        return any(place.own.kind.needs_base for place in self._places.values())
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: that the updates are those of this base."""
+        places = [place for place in self._places.values() if place.own.kind.needs_base]
+        if not places or self._base is None:
+            return ()
+        kinds = ", ".join(sorted({place.own.kind.name for place in places}))
+        return (
+            f"{self._stored.source} ({kinds}): what {len(places)} of its layers become depends on the "
+            f"base's weights, and was computed from {self._base.source}",
+        )
 
     def materialize(self) -> None:
         """Fetch the base's weights, where they are read."""
