@@ -118,7 +118,7 @@ class AdapterCheckpoint(View):
         super().__init__(stored)
         self.source = stored.source
         self.notes = (*stored.notes, *notes)
-        self.folds = folds or Folds(stored, config, contents.folded)
+        self.folds = folds or Folds(stored, config, contents.folded, contents.replaced)
         self.adapter_config: Mapping[str, Any] = MappingProxyType(
             dict(config.fields) if config else {}
         )
@@ -272,7 +272,8 @@ class AdapterCheckpoint(View):
         """
         if not self._contents.folded:
             return self
-        folds = Folds(self._stored, self._config, self._contents.folded, base, names, conv1d)
+        own = self._contents
+        folds = Folds(self._stored, self._config, own.folded, own.replaced, base, names, conv1d)
         notes = (*self._notes, *folds.notes)
         return AdapterCheckpoint(self._stored, self._contents, self._config, notes, folds)
 

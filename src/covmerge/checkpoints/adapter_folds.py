@@ -62,19 +62,36 @@ class Folded:
 
 
 @dataclass(frozen=True)
+class _Stored:
+    """A tensor that an update is of: the base's, or the one that the adapter has in its place."""
+
+    header: TensorHeader
+    checkpoint: Checkpoint
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.header.shape
+
+    def read(self, dtype: torch.dtype, rows: range | None = None) -> Tensor:
+        """Read (rows of) it."""
+        return self.checkpoint.read(self.header.name, rows).to(dtype)
+
+
+@dataclass(frozen=True)
 class _Place:
     """Where the base has a layer.
 
     Attributes:
         own: the layer.
-        weight: header of its weight.
-        bias: header of its bias, if there is one.
+        weight: its weight.
+        bias: its bias, if there is one.
         turned: the weight is stored as `(d_in, d_out)`, or `(rows, d)` of an embedding.
     """
 
     own: Folded
-    weight: TensorHeader
-    bias: TensorHeader | None
+    weight: _Stored
+    bias: _Stored | None
     turned: bool
 
     @property
@@ -90,6 +107,7 @@ class Folds:
         stored: the adapter's file.
         config: its configuration; None: the file is by itself.
         folded: the layers, by name.
+        replaced: names of whole tensors in the file, by those of the base's that they replace.
         base: the base that the adapter is merged over; None: not known yet.
         names: of the base's tensors, by those that the adapter has for them.
         conv1d: names in the base of layers that are stored as `(d_in, d_out)`; None: unknown, so that the
@@ -109,11 +127,13 @@ class Folds:
         stored: Checkpoint,
         config: AdapterConfig | None,
         folded: Mapping[str, Folded],
+        replaced: Mapping[str, str],
         base: Checkpoint | None = None,
         names: Mapping[str, str] | None = None,
         conv1d: Container[str] | None = None,
     ) -> None:
         self._stored, self._config, self._base = stored, config, base
+        self._replaced = replaced
         self._places: dict[str, _Place] = {}
         self._biases: dict[str, _Place] = {}
         self.headers: dict[str, TensorHeader] = {}
@@ -125,9 +145,7 @@ class Folds:
             if found is None or base is None:
                 self.missing[name] = own
             else:
-                self._places[name] = _placed(
-                    own, base.headers, found, self._is_turned(found, conv1d)
-                )
+                self._places[name] = self._placed(own, base, found, conv1d)
         self._widest = self._find_widest()
         for name, place in self._places.items():
             self._take(name, place)
@@ -195,12 +213,12 @@ class Folds:
             return 4 * elements
         place = self._places[name]
         apart = place.own.kind.by_rows and not place.turned
-        return place.own.elements + 4 * (elements if apart else place.weight.numel)
+        return place.own.elements + 4 * (elements if apart else place.weight.header.numel)
 
     def _take(self, name: str, place: _Place) -> None:
         kind, layer = place.own.kind, self._layer(place)
         check_shapes(kind, layer)
-        dtype = _computed_in(place.own.dtype, place.weight.dtype)
+        dtype = _computed_in(place.own.dtype, place.weight.header.dtype)
         if kind.factors is not None and kind.rank is not None:
             shape = (place.weight.shape[0], prod(place.weight.shape[1:]))
             self.ranks[name] = (kind.rank(layer), shape, place.own.dtype)
@@ -218,12 +236,23 @@ class Folds:
                 "was trained on"
             )
 
-    def _is_turned(self, name: str, conv1d: Container[str] | None) -> bool:
-        if conv1d is not None:
-            return name in conv1d
-        assert self._base is not None
-        flat = len(self._base.headers[name].shape) == 2
-        return flat and self._config is not None and self._config.transposed
+    def _placed(
+        self, own: Folded, base: Checkpoint, name: str, conv1d: Container[str] | None
+    ) -> _Place:
+        weight = self._stored_as(own.name, base, name)
+        assert weight is not None
+        flat = len(weight.shape) == 2
+        by_config = flat and self._config is not None and self._config.transposed
+        turned = own.table or (by_config if conv1d is None else name in conv1d)
+        _check(own, weight.header, turned=turned)
+        named, bias = (n.removesuffix(".weight") + _BIAS for n in (own.name, name))
+        return _Place(own, weight, self._stored_as(named, base, bias), turned)
+
+    def _stored_as(self, name: str, base: Checkpoint, in_base: str) -> _Stored | None:
+        """Return the tensor that an update is of."""
+        if (own := self._replaced.get(name)) is not None:
+            return _Stored(self._stored.headers[own], self._stored)
+        return _Stored(base.headers[in_base], base) if in_base in base.headers else None
 
     def _find_widest(self) -> tuple[int, int]:
         shapes = [place.shape for place in self._places.values() if len(place.shape) > 1]
@@ -238,19 +267,16 @@ class Folds:
         return value.T.contiguous() if place.turned else value
 
     def _layer(self, place: _Place, rows: slice = slice(None)) -> Layer:
-        base = self._base
-        assert base is not None
-        dtype = _computed_in(place.own.dtype, place.weight.dtype)
+        dtype = _computed_in(place.own.dtype, place.weight.header.dtype)
 
         def of_base(rows: slice) -> Tensor:
             whole = place.turned or rows == slice(None)
-            value = base.read(place.weight.name, None if whole else range(rows.start, rows.stop))
-            value = value.to(dtype)
+            value = place.weight.read(dtype, None if whole else range(rows.start, rows.stop))
             return value.T.contiguous()[rows] if place.turned else value.view(len(value), -1)
 
         def base_bias() -> Tensor:
             assert place.bias is not None
-            return base.read(place.bias.name).to(dtype)
+            return place.bias.read(dtype)
 
         def part(header: TensorHeader) -> Tensor:
             value = self._stored.read(header.name)
@@ -281,17 +307,14 @@ def _computed_in(*stored: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in stored else torch.float32
 
 
-def _placed(own: Folded, base: Mapping[str, TensorHeader], name: str, turned: bool) -> _Place:
-    header = base[name]
-    turned = turned or own.table
+def _check(own: Folded, header: TensorHeader, *, turned: bool) -> None:
     if not header.dtype.is_floating_point:
         raise CheckpointError(
-            f"'{own.up}' changes '{name}', which is {header.dtype} in the base: give the base in a "
+            f"'{own.up}' changes '{header.name}', which is {header.dtype} in the base: give the base in a "
             "floating-point dtype"
         )
     if len(header.shape) < 2 or (turned and len(header.shape) != 2) or not header.numel:
         raise CheckpointError(
-            f"'{own.up}' changes '{name}', which is of shape {list(header.shape)} in the base, and no "
-            "layer's weight: pass the base that the adapter was trained on"
+            f"'{own.up}' changes '{header.name}', which is of shape {list(header.shape)} in the base, and "
+            "no layer's weight: pass the base that the adapter was trained on"
         )
-    return _Place(own, header, base.get(name.removesuffix(".weight") + _BIAS), turned)

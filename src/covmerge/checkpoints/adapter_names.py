@@ -223,7 +223,7 @@ def read_names(
             updates |= {update.name: update for update in reader.updates(module, parts)}
     if not updates and not replaced and not wrapped and not folded:
         raise CheckpointError(f"{where} holds no tensors: the file is incomplete, fetch it again")
-    if twice := folded.keys() & (updates.keys() | replaced.keys()):
+    if twice := folded.keys() & updates.keys():
         raise CheckpointError(
             f"{where} changes '{min(twice)}' in two ways, with '{folded[min(twice)].up}' and by other "
             f"tensors: {MERGE_FIRST}"
