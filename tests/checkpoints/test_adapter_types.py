@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import covmerge
 from covmerge.checkpoints.adapter_types import NOT_READ, TYPES, WITHOUT_WEIGHTS
+from covmerge.checkpoints.adapter_types.page import markdown
 from covmerge.sources import open_checkpoints
 
 
@@ -220,6 +221,13 @@ def test_every_type_of_peft_is_read_or_refused_with_a_reason() -> None:
     assert {kind for kind, _ in CASES} == TYPES.keys() | {"LORA"}
 
 
+def test_the_page_of_the_docs_is_current() -> None:
+    file = Path(__file__).parent.parent.parent / "docs" / "adapter-types.md"
+    assert file.read_text() == markdown(), (
+        "run: python -m covmerge.checkpoints.adapter_types.page > docs/adapter-types.md"
+    )
+
+
 @pytest.fixture(scope="module")
 def base() -> nn.Module:
     torch.manual_seed(0)
@@ -256,3 +264,82 @@ def check_rows(base: nn.Module, folder: Path) -> None:
             assert whole.shape == header.shape and whole.dtype == header.dtype
             parts = [adapter.read(name, rows) for rows in (range(3), range(3, header.shape[0]))]
             torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-6)
+
+
+# Files by themselves, as LyCORIS 4.1.3 writes them; the formulas are those of its modules.
+ALPHA = {"fc.alpha": torch.tensor(3.0)}
+WEIGHT = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        f"fc.{name.replace('__', '.')}": torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def product(t: Mapping[str, Tensor]) -> Tensor:
+    """The update of each kind of file, in float64."""
+    own = {name.removeprefix("fc."): value.double() for name, value in t.items()}
+    g = own.__getitem__
+    if "lora_mid.weight" in own:
+        up, down = g("lora_up.weight").flatten(1), g("lora_down.weight").flatten(1)
+        return 1.5 * torch.einsum("ijkl,oi,jp->opkl", g("lora_mid.weight"), up, down)
+    if "hada_t1" in own:
+        one, two = (
+            torch.einsum("ijkl,io,jp->opkl", g(f"hada_t{n}"), g(f"hada_w{n}_a"), g(f"hada_w{n}_b"))
+            for n in "12"
+        )
+        return 1.5 * one * two
+    if "hada_w1_a" in own:
+        one, two = (g(f"hada_w{n}_a") @ g(f"hada_w{n}_b") for n in "12")
+        return (1.5 * one * two).view(6, 4, 3, 3)
+    if "lokr_w2" in own:  # nothing is a product: alpha says nothing
+        return torch.kron(g("lokr_w1")[:, :, None, None], g("lokr_w2"))
+    if "lokr_w1" in own:
+        second = (g("lokr_w2_a") @ g("lokr_w2_b")).view(3, 2, 3, 3)
+        return 1.5 * torch.kron(g("lokr_w1")[:, :, None, None], second)
+    if "diff" in own:
+        return g("diff")
+    return 1.5 * (g("lora_up.weight").flatten(1) @ g("lora_down.weight").flatten(1)).view(
+        6, 4, 3, 3
+    )
+
+
+LORA_FILE = {"lora_up__weight": (6, 2, 1, 1), "lora_down__weight": (2, 4, 3, 3)}
+FILES: list[dict[str, tuple[int, ...]]] = [
+    {
+        "lora_up__weight": (6, 2, 1, 1),
+        "lora_down__weight": (2, 4, 1, 1),
+        "lora_mid__weight": (2, 2, 3, 3),
+    },
+    {"hada_w1_a": (6, 2), "hada_w1_b": (2, 36), "hada_w2_a": (6, 2), "hada_w2_b": (2, 36)},
+    {
+        **{"hada_w1_a": (2, 6), "hada_w1_b": (2, 4), "hada_t1": (2, 2, 3, 3)},
+        **{"hada_w2_a": (2, 6), "hada_w2_b": (2, 4), "hada_t2": (2, 2, 3, 3)},
+    },
+    {"lokr_w1": (2, 2), "lokr_w2": (3, 2, 3, 3)},
+    {"lokr_w1": (2, 2), "lokr_w2_a": (3, 2), "lokr_w2_b": (2, 18)},
+    {"diff": (6, 4, 3, 3)},
+    {**LORA_FILE, "dora_scale": (6, 1, 1, 1)},
+    {**LORA_FILE, "dora_scale": (1, 4, 1, 1)},
+    {"lokr_w1": (2, 2), "lokr_w2": (3, 2, 3, 3), "dora_scale": (6, 1, 1, 1)},
+]
+
+
+@pytest.mark.parametrize("shapes", FILES, ids=lambda own: "-".join(own))
+def test_files_of_lycoris(shapes: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
+    tensors = drawn(**shapes)
+    alpha = {} if "diff" in shapes else ALPHA
+    bias = {"fc.diff_b": torch.arange(6.0)}
+    save_file({**tensors, **alpha, **bias}, tmp_path / "a.safetensors")
+    base = {"fc.weight": WEIGHT.float(), "fc.bias": torch.ones(6)}
+    expected = base["fc.weight"].double() + product(tensors)
+    if "dora_scale" in shapes:
+        rows = shapes["dora_scale"][0] > 1
+        lengths = expected.pow(2).sum(dim=(1, 2, 3) if rows else (0, 2, 3), keepdim=True).sqrt()
+        expected = expected * (tensors["fc.dora_scale"].double() / lengths)
+    found = covmerge.merge(base, {"a": tmp_path / "a.safetensors"}, "linear").tensors
+    torch.testing.assert_close(found["fc.weight"].double(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found["fc.bias"], torch.arange(6.0) + 1)

@@ -553,7 +553,7 @@ def test_files_of_diffusers(down: str, up: str, tmp_path: Path) -> None:
         ({"lora_unet_a.alpha": torch.ones(1)}, "has 'lora_unet_a.alpha' and not the factor"),
         ({"lora_unet_down_blocks_0_attentions_1_to_q.alpha": torch.ones(2)}, "not one number"),
         ({"lora_unet_a.oft_blocks": torch.ones(2, 2, 2)}, "OFT"),
-        ({"lora_unet_a.diff": torch.ones(2, 2)}, "of no kind that is read"),
+        ({"lora_unet_a.a1.weight": torch.ones(2, 2)}, "of no kind that is read"),
         ({"some.weight": torch.ones(2, 2)}, "of no kind that is read"),
     ],
 )

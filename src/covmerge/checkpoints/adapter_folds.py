@@ -230,11 +230,6 @@ class Folds:
             bias = name.removesuffix(".weight") + _BIAS
             self._biases[bias] = place
             self.headers[bias] = TensorHeader(bias, place.bias.shape, dtype)
-        elif kind.weight is None:
-            layer.refuse(
-                "has a trained bias, and the base's layer is without one: pass the base that the adapter "
-                "was trained on"
-            )
 
     def _placed(
         self, own: Folded, base: Checkpoint, name: str, conv1d: Container[str] | None
@@ -313,7 +308,8 @@ def _check(own: Folded, header: TensorHeader, *, turned: bool) -> None:
             f"'{own.up}' changes '{header.name}', which is {header.dtype} in the base: give the base in a "
             "floating-point dtype"
         )
-    if len(header.shape) < 2 or (turned and len(header.shape) != 2) or not header.numel:
+    flat = len(header.shape) < 2 and not (own.kind.vectors and header.shape)
+    if flat or (turned and len(header.shape) != 2) or not header.numel:
         raise CheckpointError(
             f"'{own.up}' changes '{header.name}', which is of shape {list(header.shape)} in the base, and "
             "no layer's weight: pass the base that the adapter was trained on"

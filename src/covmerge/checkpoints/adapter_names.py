@@ -13,6 +13,7 @@ from covmerge.checkpoints.adapter_config import MERGE_FIRST, AdapterConfig
 from covmerge.checkpoints.adapter_folds import Folded
 from covmerge.checkpoints.adapter_layout import PREFIX
 from covmerge.checkpoints.adapter_types import AdapterType, kind_of
+from covmerge.checkpoints.adapter_types.diff import DIFF, DIFF_ENDS, DIFFERENCE, OF_BIAS
 from covmerge.checkpoints.adapter_types.dora import MAGNITUDE
 from covmerge.checkpoints.adapter_types.locon import MIDDLE
 from covmerge.checkpoints.adapter_types.loha import LOHA_ENDS
@@ -44,6 +45,7 @@ _FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
     ".alpha": "alpha",
     ".dora_scale": MAGNITUDE,
     ".lora_mid.weight": MIDDLE,
+    **DIFF_ENDS,
     **LOHA_ENDS,
     **LOKR_ENDS,
 }
@@ -215,6 +217,11 @@ def read_names(
     wrapped: dict[str, Wrapped] = {}
     folded: dict[str, Folded] = {}
     for module, parts in modules.items():
+        if (bias := reader.difference_of_bias(module, parts)) is not None:
+            folded[bias.name] = bias
+        parts = {part: name for part, name in parts.items() if part != OF_BIAS}
+        if not parts:
+            continue
         if (own := reader.folded(module, parts, shared)) is not None:
             folded[own.name] = own
         elif (found := reader.wrapped(module, parts)) is not None:
@@ -318,6 +325,14 @@ class _Reader:
             if module.endswith(".base_layer.out_proj")
         }
 
+    def difference_of_bias(self, module: str, parts: Mapping[str, str]) -> Folded | None:
+        """Return what is added to a module's bias, whatever is done to its weight."""
+        if OF_BIAS not in parts:
+            return None
+        header = self._stored[parts[OF_BIAS]]
+        shape = (header.numel, 1)
+        return Folded(f"{module}.bias", module, DIFF, {DIFFERENCE: header}, shape)
+
     def folded(
         self, module: str, parts: Mapping[str, str], shared: Mapping[str, TensorHeader]
     ) -> Folded | None:
@@ -334,7 +349,7 @@ class _Reader:
         found = {names.get(part, part): header for part, header in own.items()}
         shapes = {part: header.shape for part, header in found.items()}
         matrix = None if kind.matrix is None else kind.matrix(shapes)
-        return Folded(f"{owner}.weight", owner, kind, {**shared, **found}, matrix, table)
+        return Folded(f"{owner}.{kind.leaf}", owner, kind, {**shared, **found}, matrix, table)
 
     def _kind(self, module: str, parts: Mapping[str, TensorHeader]) -> AdapterType | None:
         """The type of a layer; None: plain LoRA."""

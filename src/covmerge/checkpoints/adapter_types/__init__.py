@@ -8,6 +8,7 @@ from covmerge.checkpoints.adapter_types.beft import BEFT
 from covmerge.checkpoints.adapter_types.boft import BOFT
 from covmerge.checkpoints.adapter_types.c3a import C3A
 from covmerge.checkpoints.adapter_types.delora import DELORA
+from covmerge.checkpoints.adapter_types.diff import DIFF, DIFFERENCE
 from covmerge.checkpoints.adapter_types.dora import MAGNITUDE, with_magnitude
 from covmerge.checkpoints.adapter_types.fourierft import FOURIERFT
 from covmerge.checkpoints.adapter_types.gralora import GRALORA
@@ -49,6 +50,8 @@ _ALL = (
     *(RANDLORA, ROAD, SHIRA, TRAINABLE_TOKENS, VBLORA, VERA),
 )
 TYPES: Mapping[str, AdapterType] = {kind.name: kind for kind in _ALL}
+# Of files without a configuration.
+OF_FILES = (LOCON, LOHA, LOKR, DIFF)
 
 _PROMPT = "it is tokens before the input or keys and values beside it, and no weight"
 _INPUT = "which of its parts act is decided by the input, so that it is no weight"
@@ -85,6 +88,7 @@ def kind_of(parts: Mapping[str, TensorHeader], *, by_itself: bool) -> AdapterTyp
         by_itself: the file is without configuration, as Kohya's and LyCORIS's are.
     """
     kind = LOCON if MIDDLE in parts else None
+    kind = DIFF if DIFFERENCE in parts else kind
     kind = LOHA if "w1_a" in parts else kind
     kind = LOKR if any(part.startswith("kron_") for part in parts) else kind
     if MAGNITUDE not in parts:

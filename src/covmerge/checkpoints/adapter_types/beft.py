@@ -13,15 +13,17 @@ def _shapes(layer: Layer) -> Mapping[str, Shape]:
     return {"bias": (1, layer.d_out)}
 
 
-def _bias(layer: Layer) -> Tensor:
-    return layer.base_bias() + layer["bias"].flatten()
+def _update(layer: Layer) -> Tensor:
+    return layer["bias"].view(-1, 1)[layer.rows]
 
 
 BEFT = AdapterType(
     name="BEFT",
-    equation="b + the adapter's bias",
+    equation="W, and its bias b + the adapter's",
     ends={".beft_bias": "bias"},
     shapes=_shapes,
-    bias=_bias,
+    update=_update,
+    vectors=True,
+    leaf="bias",
     unused=frozenset({"init_weights"}),
 )

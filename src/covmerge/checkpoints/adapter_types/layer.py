@@ -151,7 +151,7 @@ def _always(_: Layer) -> bool:
 class AdapterType:
     """How adapters of one type change a layer.
 
-    One of `update`, `factors` and `weight` is given, or `bias` or `whole` alone.
+    One of `update`, `factors` and `weight` is given, or `whole` alone.
 
     Attributes:
         name: PEFT's `peft_type`, or LyCORIS's name of the algorithm.
@@ -169,6 +169,8 @@ class AdapterType:
         unused: fields that do not, once it is trained.
         shared: names of tensors that all layers share, with what each is.
         alpha: field of the number that is divided by the rank.
+        leaf: the tensor of a layer that it changes.
+        vectors: it may be one of a single axis.
         whole: ends of names of whole tensors, with the name of the tensor that they replace.
         by_rows: some rows are computed from the same rows of the base.
         integers: parts that are whole numbers; all others are floating.
@@ -194,6 +196,8 @@ class AdapterType:
     integers: frozenset[str] = frozenset()
     keeps_ties: bool = False
     alpha: str = ""
+    leaf: str = "weight"
+    vectors: bool = False
 
     @property
     def needs_base(self) -> bool:
