@@ -25,9 +25,11 @@ from covmerge.export import Parents, hash_companions, read_parents
 from covmerge.plan import (
     BASE,
     MERGED,
+    Model,
     Plan,
     build_plans,
     expert_key,
+    over_base,
     stacked,
     with_ties_undone,
 )
@@ -35,7 +37,7 @@ from covmerge.quantised import dequantised, is_quantised
 from covmerge.recipe import Recipe, Slice, TokenizerRules
 from covmerge.statistics import StatisticsFile
 from covmerge.stores.store import stamp_of
-from covmerge.tensors import Donor, conv1d_names, describe_checkpoint
+from covmerge.tensors import Donor, describe_checkpoint
 from covmerge.text import some
 from covmerge.types import Json
 from covmerge.vocabulary import Text, decide
@@ -305,10 +307,8 @@ def open_checkpoints(
         adapters = {n: m for n, m in models.items() if isinstance(m, AdapterCheckpoint)}
         if adapters:
             assert start is not None
-            conv1d = conv1d_names(describe_checkpoint(start))
-            models |= {
-                n: adapter.named_as(start.headers, conv1d) for n, adapter in adapters.items()
-            }
+            model = Model(start, describe_checkpoint(start))
+            models |= {n: over_base(adapter, model) for n, adapter in adapters.items()}
         yield OpenCheckpoints(
             Donor(models) if start is None else start,
             models,

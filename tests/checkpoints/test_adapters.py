@@ -9,12 +9,12 @@ import torch
 from huggingface_hub import constants
 from peft import (
     AdaLoraConfig,
-    IA3Config,
-    LoHaConfig,
+    GloraConfig,
     LoraConfig,
+    OSFConfig,
     PromptTuningConfig,
-    VeraConfig,
 )
+from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
 
 from covmerge.checkpoints import AdapterCheckpoint, fingerprint, open_checkpoint
@@ -273,11 +273,9 @@ def test_a_changed_base_is_refused_unless_it_was_converted(init: str, tmp_path: 
 @pytest.mark.parametrize(
     "config, message",
     [
-        (lora(use_dora=True), "use_dora = true"),
-        (lora(trainable_token_indices=[1, 2]), "trainable_token_indices"),
-        (IA3Config(target_modules=ATTENTION, feedforward_modules=[]), "'IA3'.*LORA and ADALORA"),
-        (LoHaConfig(target_modules=ATTENTION), "'LOHA'.*LORA and ADALORA"),
-        (VeraConfig(target_modules=ATTENTION), "'VERA'.*LORA and ADALORA"),
+        (lora(kasa_config=KasaConfig()), "kasa_config"),
+        (GloraConfig(target_modules=ATTENTION, r=2), "'GLORA'.*LORA, ADALORA"),
+        (OSFConfig(target_modules=ATTENTION), "'OSF'.*LORA, ADALORA"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -359,7 +357,10 @@ STEM = "base_model.model.bert.encoder.layer.0.attention.self.query"
         ({f"{STEM}.lora_A.weight": torch.ones(3, 0)}, "as the parts of a sharded model"),
         ({f"{STEM}.lora_A.weight": torch.ones(3, 16, dtype=torch.int8)}, "no matrix of floating"),
         ({f"{STEM}.lora_B.bias": torch.ones(3)}, "which are not 16 floating numbers"),
-        ({f"{STEM}.lora_magnitude_vector": torch.ones(16)}, "DoRA's magnitudes"),
+        (
+            {f"{STEM}.lora_magnitude_vector": torch.ones(16)},
+            "with a magnitude, and use_dora = false",
+        ),
         ({f"{STEM}.lora_A.default.weight": torch.ones(3, 16)}, "of no kind that is read"),
         ({f"{STEM}.base_layer.lora_A.weight": torch.ones(3, 16)}, "not the factor"),
     ],
@@ -551,11 +552,8 @@ def test_files_of_diffusers(down: str, up: str, tmp_path: Path) -> None:
         ({"lora_unet_a.lora_down.weight": torch.ones(2, 3)}, "not the factor that belongs"),
         ({"lora_unet_a.alpha": torch.ones(1)}, "has 'lora_unet_a.alpha' and not the factor"),
         ({"lora_unet_down_blocks_0_attentions_1_to_q.alpha": torch.ones(2)}, "not one number"),
-        ({"lora_unet_a.lora_mid.weight": torch.ones(2, 2)}, "Tucker core"),
-        ({"lora_unet_a.dora_scale": torch.ones(2)}, "DoRA's magnitudes"),
-        ({"lora_unet_a.hada_w1_a": torch.ones(2, 2)}, "LoHa"),
-        ({"lora_unet_a.lokr_w1": torch.ones(2, 2)}, "LoKr"),
-        ({"lora_unet_a.diff": torch.ones(2, 2)}, "of no kind that is read"),
+        ({"lora_unet_a.oft_blocks": torch.ones(2, 2, 2)}, "OFT"),
+        ({"lora_unet_a.a1.weight": torch.ones(2, 2)}, "of no kind that is read"),
         ({"some.weight": torch.ones(2, 2)}, "of no kind that is read"),
     ],
 )

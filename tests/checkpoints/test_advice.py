@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from peft import AdaLoraConfig, LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, GloraConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from transformers import AutoModelForCausalLM
@@ -568,7 +568,7 @@ def test_a_tensor_under_two_names(factors, one, said, lora):
 def test_an_adapter_of_another_kind_is_merged_by_peft(tmp_path):
     base = llama()
     base.save_pretrained(tmp_path / "base")
-    save(base, LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False), tmp_path / "a")
+    save(base, GloraConfig(r=2, target_modules=["q_proj"], init_weights=False), tmp_path / "a")
     said = advice(
         "merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge"
     )
@@ -587,7 +587,7 @@ def test_an_adapter_of_another_kind_is_merged_by_peft(tmp_path):
 def test_prompts_are_no_weights(lora):
     change(lora, peft_type="PREFIX_TUNING")
     said = advice(
-        "does not come down to weights of its base: it cannot be merged, train LoRA instead"
+        "does not come down to weights of its base ({}): it cannot be merged, train LoRA instead"
     )
     refused(said, lora.folder, lora.base)
     change(lora, peft_type="LORA")

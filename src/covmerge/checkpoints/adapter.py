@@ -1,4 +1,4 @@
-"""LoRA adapters: a base's tensors by their low-rank updates, and those that were trained whole."""
+"""Adapters: a base's tensors by their updates, and those that were trained whole."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from covmerge.checkpoints.adapter_config import AdapterConfig
+from covmerge.checkpoints.adapter_folds import Folded, Folds
 from covmerge.checkpoints.adapter_layout import (
     ADAPTER_NAME,
     DIFFUSERS_FORM,
@@ -103,6 +104,7 @@ class AdapterCheckpoint(View):
         contents: what its tensors are.
         config: the configuration; None: the file is by itself.
         notes: what is particular about how it was opened.
+        folds: the layers whose update is no product of stored factors; None: their base is not known.
     """
 
     def __init__(
@@ -111,10 +113,12 @@ class AdapterCheckpoint(View):
         contents: Contents,
         config: AdapterConfig | None,
         notes: tuple[str, ...] = (),
+        folds: Folds | None = None,
     ) -> None:
         super().__init__(stored)
         self.source = stored.source
         self.notes = (*stored.notes, *notes)
+        self.folds = folds or Folds(stored, config, contents.folded, contents.replaced)
         self.adapter_config: Mapping[str, Any] = MappingProxyType(
             dict(config.fields) if config else {}
         )
@@ -132,11 +136,19 @@ class AdapterCheckpoint(View):
             name: FactorHeader(name, factors.shape, factors.terms, factors.dtype, factors.numel)
             for name, factors in contents.wrapped.items()
         }
-        self.low_rank: Mapping[str, FactorHeader] = MappingProxyType(updates | unknown)
+        unknown |= {
+            name: FactorHeader(name, own.shape or (0, 0), 0, own.dtype, own.elements)
+            for name, own in self.folds.missing.items()
+        }
+        made = {
+            name: FactorHeader(name, shape, rank, dtype, rank * sum(shape))
+            for name, (rank, shape, dtype) in self.folds.ranks.items()
+        }
+        self.low_rank: Mapping[str, FactorHeader] = MappingProxyType(updates | unknown | made)
         # Each matrix of a stack has columns of the whole factor; a layer of experts has two stacks.
         self._read_whole = lru_cache(maxsize=2)(stored.read)
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: self._replaced_header(name) for name in contents.replaced}
+            {name: self._replaced_header(name) for name in contents.replaced} | self.folds.headers
         )
 
     @property
@@ -152,8 +164,13 @@ class AdapterCheckpoint(View):
 
     def written_as(self, name: str) -> str:
         """Return what its own file calls the base's tensor that it updates."""
-        update = self._contents.updates.get(name)
+        update = self._contents.updates.get(name) or self._contents.folded.get(name)
         return (update and update.written) or name
+
+    def keeps_ties(self, name: str) -> bool:
+        """Whether what is tied to a tensor that it changes stays tied to it, as PEFT loads it."""
+        own = self._contents.folded.get(name)
+        return own is not None and own.kind.keeps_ties
 
     @property
     def config(self) -> Mapping[str, Any] | None:
@@ -163,6 +180,8 @@ class AdapterCheckpoint(View):
     def read(self, name: str, rows: range | None = None) -> Tensor:
         """See `Checkpoint.read`; the new value, not what was added to the base."""
         header = find_header(self.headers, name, rows, self.source)
+        if name in self.folds.headers:
+            return self.folds.read(name, rows)
         value = self._stored.read(self._contents.replaced[name], rows)
         if name not in self._contents.updates:
             return value
@@ -193,6 +212,8 @@ class AdapterCheckpoint(View):
         Raises:
             CheckpointError: there is no such update, or the source changed or ended early.
         """
+        if name in self.folds.ranks:
+            return _rows(self.folds.factors(name), rows)
         update = self._update(name)
         stack = update.stack
         if stack is None:
@@ -225,13 +246,41 @@ class AdapterCheckpoint(View):
         if self._config is not None:
             named = self._unwrapped(base, self._config)
             return named if conv1d is None else named._oriented(conv1d)
-        updates, missing = updates_of_base(self._contents.updates.values(), base, self.source)
+        own = (*self._contents.updates.values(), *self._contents.folded.values())
+        found, missing = updates_of_base(own, base, self.source)
+        updates = {n: update for n, update in found.items() if isinstance(update, Update)}
+        folded = {n: layer for n, layer in found.items() if isinstance(layer, Folded)}
         notes = (
             f"{self.source}: {count} updates of {part} are of another base, and were left aside"
             for part, count in missing.items()
         )
-        contents = Contents(updates, self._contents.replaced)
+        contents = Contents(updates, self._contents.replaced, folded=folded)
         return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
+
+    def over(
+        self, base: Checkpoint, names: Mapping[str, str], conv1d: Container[str] | None
+    ) -> AdapterCheckpoint:
+        """Return this adapter over its base, from whose weights some types compute theirs.
+
+        Args:
+            base: that it is merged over.
+            names: of the base's tensors, by those that this adapter has for them.
+            conv1d: as for `named_as`.
+
+        Raises:
+            CheckpointError: the tensors of a layer do not fit the base's.
+        """
+        if not self._contents.folded:
+            return self
+        own = self._contents
+        folds = Folds(self._stored, self._config, own.folded, own.replaced, base, names, conv1d)
+        notes = (*self._notes, *folds.notes)
+        return AdapterCheckpoint(self._stored, self._contents, self._config, notes, folds)
+
+    def materialize(self) -> None:
+        """See `Checkpoint.materialize`; its base's weights too, where an update is computed from them."""
+        super().materialize()
+        self.folds.materialize()
 
     def _replaced_header(self, name: str) -> TensorHeader:
         stored = self._stored.headers[self._contents.replaced[name]]
@@ -265,10 +314,10 @@ class AdapterCheckpoint(View):
         return AdapterCheckpoint(self._stored, found, self._config, self._notes)
 
     def _update(self, name: str) -> Update:
-        if name in self._contents.wrapped:
+        if name in self._contents.wrapped or name in self.folds.missing:
             raise CheckpointError(
-                f"{self.source}: which parameter the factors of '{name}' are of, only the base "
-                "tells: pass the adapter together with its base"
+                f"{self.source}: what the tensors of '{name}' are to it, only the base tells: pass the "
+                "adapter together with its base"
             )
         if name not in self.low_rank:
             raise CheckpointError(
@@ -480,7 +529,12 @@ def _open(
     contents = read_names(own, config, source)
     trained = {name: name for name in stored.headers if name not in own}
     contents = replace(contents, replaced={**contents.replaced, **trained})
-    if not contents.updates and not contents.wrapped:
+    if (
+        not contents.updates
+        and not contents.wrapped
+        and not contents.folded
+        and not (config.kind and contents.replaced)
+    ):
         raise CheckpointError(
             f"{store} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, cast
 
+from covmerge.checkpoints.adapter_types import TYPES, WITHOUT_WEIGHTS, AdapterType
 from covmerge.checkpoints.json_file import shorten
 from covmerge.checkpoints.patterns import Patterns
 from covmerge.errors import CheckpointError
@@ -23,40 +24,35 @@ _STACK_FIRST = (
     "layer_replication to null in adapter_config.json, and merge the adapter over the stacked base"
 )
 
+_ALORA = "and acts after these tokens alone: train LoRA instead. Such an adapter is no weight"
+_CHANGES = "and it changes what the factors mean, or is not known here"
 _ADALORA = "ADALORA"
 _ALL_LINEAR = "all-linear"
 _MAX_NUMBER = 1e30
 _FROM_END = " from its end"  # a field of patterns, in the other order
 _EPSILON = 1e-5  # AdaLoRA divides by the rank plus this
 
-_WITHOUT_WEIGHTS = {
-    "ADAPTION_PROMPT",
-    "CARTRIDGE",
-    "CPT",
-    "MULTITASK_PROMPT_TUNING",
-    "P_TUNING",
-    "POLY",
-    "PREFIX_TUNING",
-    "PROMPT_TUNING",
-    "XLORA",
-}
 # Inits that leave the base as it was; what PEFT writes for any other refers to a changed base.
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-_READ = {
-    "alpha_pattern",
-    "ensure_weight_tying",
+_READ_OF_ALL = {  # types
     "exclude_modules",
     "fan_in_fan_out",
-    "init_lora_weights",
-    "init_r",
     "layers_pattern",
     "layers_to_transform",
-    "lora_alpha",
     "peft_type",
+    "target_modules",
+}
+_READ = _READ_OF_ALL | {  # of LoRA
+    "alpha_pattern",
+    "ensure_weight_tying",
+    "init_lora_weights",
+    "init_r",
+    "lora_alpha",
     "r",
     "rank_pattern",
-    "target_modules",
     "target_parameters",
+    "trainable_token_indices",
+    "use_dora",
     "use_rslora",
 }
 _WITHOUT_EFFECT = {  # on the weights that are stored
@@ -95,9 +91,7 @@ _KNOWN_OFF = {
     "megatron_config",
     "merge_weights",
     "monteclora_config",
-    "trainable_token_indices",
     "use_bdlora",
-    "use_dora",
     "use_qalora",
     "velora_config",
 }
@@ -106,7 +100,7 @@ _OFF: tuple[object, ...] = (None, False, [], {}, "")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The configuration of one LoRA or AdaLoRA adapter, checked.
+    """The configuration of one adapter, checked.
 
     Attributes:
         where: the adapter, for errors.
@@ -118,21 +112,22 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         kind: object = self.fields.get("peft_type")
-        if kind not in ("LORA", _ADALORA):
+        if kind not in ("LORA", _ADALORA, *TYPES):
             self._refuse_kind(kind)
         for name, value in self.fields.items():
-            if name not in _READ | _WITHOUT_EFFECT and value not in _OFF:
-                self.refuse(name, "and it changes what the factors mean, or is not known here")
+            if name not in self._known and value not in _OFF:
+                step = _ALORA if name == "alora_invocation_tokens" else _CHANGES
+                self.refuse(name, step)
         if self.fields.get("init_lora_weights") not in _PLAIN_INITS:
             self.refuse("init_lora_weights", "and its factors belong to a base that it changed")
-        for name in ("use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
+        for name in ("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
             if self.fields.get(name) not in (None, True, False):
                 self.refuse(name, "which is true or false")
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of it, as far as it was asked for layers."""
-        unknown = sorted(set(self.fields) - _READ - _WITHOUT_EFFECT - _KNOWN_OFF)
+        unknown = sorted(set(self.fields) - self._known - _KNOWN_OFF)
         later = f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
         return (*((later,) if unknown else ()), *self._notes_on_order())
 
@@ -148,6 +143,16 @@ class AdapterConfig:
                 f"taken, {why}. PEFT sorts the keys when it saves, so that training may have had another "
                 "order"
             )
+
+    @property
+    def kind(self) -> AdapterType | None:
+        """Its type, if that is another than LoRA."""
+        return TYPES.get(self.fields["peft_type"])
+
+    @property
+    def is_dora(self) -> bool:
+        """Whether it is LoRA with magnitudes."""
+        return bool(self.fields.get("use_dora"))
 
     @property
     def base_model(self) -> str | None:
@@ -199,10 +204,18 @@ class AdapterConfig:
             )
         if configured != last:
             self._ordered.setdefault("rank_pattern", {})[module] = (configured, last, rank)
-        alpha, last = self._readings("lora_alpha", "alpha_pattern", module)
+        field = (self.kind and self.kind.alpha) or "lora_alpha"
+        alpha, last = self._readings(field, "alpha_pattern", module)
         if alpha != last:
             self._ordered.setdefault("alpha_pattern", {})[module] = (alpha, last, alpha)
         return alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
+
+    def ends_in(self, name: str, module: str) -> bool:
+        """Whether a field of patterns or of ends of names, wherever these begin, is about a module."""
+        value: object = self.fields.get(name)
+        if isinstance(value, str):
+            return self._matches(name, module)
+        return any(module.endswith(end) for end in self._texts(name))
 
     def rank(self, module: str) -> int:
         """Return the rank that a layer, or a parameter by its full name, was given."""
@@ -246,15 +259,21 @@ class AdapterConfig:
         raise CheckpointError(f"{self.where} has {name} = {value}, {why}: {step}")
 
     def _refuse_kind(self, kind: object) -> NoReturn:
-        if isinstance(kind, str) and kind in _WITHOUT_WEIGHTS:
+        if isinstance(kind, str) and kind in WITHOUT_WEIGHTS:
             raise CheckpointError(
                 f"{self.where} is a {kind} adapter, which does not come down to weights of its "
-                "base: it cannot be merged, train LoRA instead"
+                f"base ({WITHOUT_WEIGHTS[kind]}): it cannot be merged, train LoRA instead"
             )
         raise CheckpointError(
-            f"{self.where} is an adapter of peft_type {shorten(kind)}, and LORA and ADALORA are "
-            f"read: {MERGE_FIRST}"
+            f"{self.where} is an adapter of peft_type {shorten(kind)}, and LORA, ADALORA, "
+            f"{', '.join(TYPES)} are read: {MERGE_FIRST}"
         )
+
+    @property
+    def _known(self) -> set[str]:
+        """Fields that are read, or have no effect on what is stored."""
+        kind = self.kind
+        return _WITHOUT_EFFECT | (_READ_OF_ALL | kind.fields | kind.unused if kind else _READ)
 
     def _refuse_target(self, module: str, name: str) -> NoReturn:
         raise CheckpointError(
@@ -306,7 +325,7 @@ class AdapterConfig:
         }
         of_modules = {
             name: ([value], True)
-            for name in ("target_modules", "exclude_modules")
+            for name in ("target_modules", "exclude_modules", "feedforward_modules")
             if isinstance(value := self.fields.get(name), str) and value.lower() != _ALL_LINEAR
         }
         of_layers = [

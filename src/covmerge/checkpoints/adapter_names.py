@@ -10,7 +10,15 @@ from typing import NoReturn
 import torch
 
 from covmerge.checkpoints.adapter_config import MERGE_FIRST, AdapterConfig
+from covmerge.checkpoints.adapter_folds import Folded
 from covmerge.checkpoints.adapter_layout import PREFIX
+from covmerge.checkpoints.adapter_types import AdapterType, kind_of
+from covmerge.checkpoints.adapter_types.diff import DIFF, DIFF_ENDS, DIFFERENCE, OF_BIAS
+from covmerge.checkpoints.adapter_types.dora import MAGNITUDE
+from covmerge.checkpoints.adapter_types.locon import MIDDLE
+from covmerge.checkpoints.adapter_types.loha import LOHA_ENDS
+from covmerge.checkpoints.adapter_types.lokr import LOKR_ENDS
+from covmerge.checkpoints.adapter_types.tokens import TOKENS, TRAINABLE_TOKENS
 from covmerge.checkpoints.mlx_adapter import MLX_ENDS, MLX_NAME
 from covmerge.errors import CheckpointError
 from covmerge.types import TensorHeader
@@ -21,6 +29,8 @@ _PARTS = {  # what a name ends in, longest first where one ends in another
     ".lora_B.bias": "bias",
     ".lora_embedding_A": "table_down",
     ".lora_embedding_B": "table_up",
+    ".lora_magnitude_vector": MAGNITUDE,
+    ".token_adapter.trainable_tokens_delta": TOKENS,
 }
 _ADALORA_PARTS = {".lora_A": "down", ".lora_B": "up", ".lora_E": "middle", ".ranknum": "divisor"}
 _FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
@@ -33,18 +43,18 @@ _FILE_PARTS = _PARTS | {  # of Kohya's scripts and of diffusers
     "_lora.down.weight": "down",
     "_lora.up.weight": "up",
     ".alpha": "alpha",
+    ".dora_scale": MAGNITUDE,
+    ".lora_mid.weight": MIDDLE,
+    **DIFF_ENDS,
+    **LOHA_ENDS,
+    **LOKR_ENDS,
 }
 _OWN = re.compile(
-    r"(^|\.)(lora_|token_adapter\.|dora_scale$|lokr_|hada_|oft_|boft_|ia3_|vera_|diff$|diff_b$)"
+    r"(^|\.)(lora_|token_adapter\.|trainable_tokens|dora_scale$|lokr_|hada_|oft_|boft_|ia3_|vera_|diff$|"
+    r"diff_b$|ln_tuning_|beft_|c3a_|delora_|fourierft_|gralora_|hira_|hra_|miss_|randlora_|road_|shira_|vblora_)"
 )
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
 _KINDS = {  # what is refused, by a part of its name
-    "lora_magnitude_vector": "DoRA's magnitudes",
-    "dora_scale": "DoRA's magnitudes",
-    "token_adapter": "trained tokens",
-    "lora_mid": "a Tucker core (LoCon)",
-    "hada_": "LoHa",
-    "lokr_": "LoKr",
     "oft_": "OFT",
 }
 # PEFT reads no such file, and scales some kinds otherwise.
@@ -145,11 +155,13 @@ class Contents:
     """What an adapter holds: updates, and names of whole tensors, by the base's names.
 
     `wrapped` are factors whose tensors have not been found in a base, by the adapter's own names.
+    `folded` are layers whose update is no product of stored factors.
     """
 
     updates: Mapping[str, Update]
     replaced: Mapping[str, str]
     wrapped: Mapping[str, Wrapped] = field(default_factory=dict[str, Wrapped])
+    folded: Mapping[str, Folded] = field(default_factory=dict[str, Folded])
 
 
 def looks_like_adapter(names: Iterable[str]) -> bool:
@@ -181,7 +193,12 @@ def read_names(
     """
     modules: dict[str, dict[str, str]] = {}
     replaced: dict[str, str] = {}
-    for name in stored:
+    kind = None if config is None else config.kind
+    shared: dict[str, TensorHeader] = {}
+    for name, header in stored.items():
+        if kind is not None and (part := kind.shared.get(name.removeprefix("base_model."))):
+            shared[part] = header
+            continue
         module, part = _split(name, config, where)
         if part:
             found = modules.setdefault(module, {})
@@ -198,14 +215,27 @@ def read_names(
     reader = _Reader(stored, config, where, modules)
     updates: dict[str, Update] = {}
     wrapped: dict[str, Wrapped] = {}
+    folded: dict[str, Folded] = {}
     for module, parts in modules.items():
-        if (found := reader.wrapped(module, parts)) is not None:
+        if (bias := reader.difference_of_bias(module, parts)) is not None:
+            folded[bias.name] = bias
+        parts = {part: name for part, name in parts.items() if part != OF_BIAS}
+        if not parts:
+            continue
+        if (own := reader.folded(module, parts, shared)) is not None:
+            folded[own.name] = own
+        elif (found := reader.wrapped(module, parts)) is not None:
             wrapped[module] = found
         else:
             updates |= {update.name: update for update in reader.updates(module, parts)}
-    if not updates and not replaced and not wrapped:
+    if not updates and not replaced and not wrapped and not folded:
         raise CheckpointError(f"{where} holds no tensors: the file is incomplete, fetch it again")
-    return Contents(updates, replaced, wrapped)
+    if twice := folded.keys() & updates.keys():
+        raise CheckpointError(
+            f"{where} changes '{min(twice)}' in two ways, with '{folded[min(twice)].up}' and by other "
+            f"tensors: {MERGE_FIRST}"
+        )
+    return Contents(updates, replaced, wrapped, folded)
 
 
 def oriented(update: Update, conv1d: Container[str]) -> Update:
@@ -231,6 +261,11 @@ def _split(name: str, config: AdapterConfig | None, where: str) -> tuple[str, st
     module = name.removeprefix(PREFIX)
     adalora = config is not None and config.is_adalora
     table = _FILE_PARTS if config is None else _ADALORA_PARTS if adalora else _PARTS
+    if config is not None and (kind := config.kind) is not None:
+        table = kind.ends
+        for end, leaf in kind.whole.items():
+            if module.endswith(end):
+                return module.removesuffix(end) + leaf, ""
     for end, part in table.items():
         if module.endswith(end):
             stem = module.removesuffix(end)
@@ -289,6 +324,50 @@ class _Reader:
             for module in modules
             if module.endswith(".base_layer.out_proj")
         }
+
+    def difference_of_bias(self, module: str, parts: Mapping[str, str]) -> Folded | None:
+        """Return what is added to a module's bias, whatever is done to its weight."""
+        if OF_BIAS not in parts:
+            return None
+        header = self._stored[parts[OF_BIAS]]
+        shape = (header.numel, 1)
+        return Folded(f"{module}.bias", module, DIFF, {DIFFERENCE: header}, shape)
+
+    def folded(
+        self, module: str, parts: Mapping[str, str], shared: Mapping[str, TensorHeader]
+    ) -> Folded | None:
+        """Return the layer of a module whose update is no product of factors, if it is one."""
+        own = {part: self._stored[name] for part, name in parts.items()}
+        kind = self._kind(module, own)
+        if kind is None:
+            return None
+        owner = _unwrapped(module)
+        if self._config is not None and kind is not TRAINABLE_TOKENS:
+            self._config.check_target(owner)
+        table = "table_down" in own or "table_up" in own
+        names = {"table_down": "down", "table_up": "up"}
+        found = {names.get(part, part): header for part, header in own.items()}
+        shapes = {part: header.shape for part, header in found.items()}
+        matrix = None if kind.matrix is None else kind.matrix(shapes)
+        return Folded(f"{owner}.{kind.leaf}", owner, kind, {**shared, **found}, matrix, table)
+
+    def _kind(self, module: str, parts: Mapping[str, TensorHeader]) -> AdapterType | None:
+        """The type of a layer; None: plain LoRA."""
+        if self._config is not None and self._config.kind is not None:
+            return self._config.kind
+        if TOKENS in parts:
+            if len(parts) > 1:
+                self._refuse_shape(parts[TOKENS], "beside factors of the same module")
+            return TRAINABLE_TOKENS
+        wants = self._config is not None and self._config.is_dora
+        if self._config is not None and wants != (MAGNITUDE in parts):
+            have = next(iter(parts.values())).name
+            raise CheckpointError(
+                f"{self._where} has '{have}' with{'out' if wants else ''} a magnitude, and use_dora = "
+                f"{str(wants).lower()} in adapter_config.json: the files are of different versions, fetch "
+                "them again"
+            )
+        return kind_of(parts, by_itself=self._config is None)
 
     def wrapped(self, module: str, parts: Mapping[str, str]) -> Wrapped | None:
         """Return the factors of a parameter that must be looked for in the base, if these are."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
+from covmerge.checkpoints.adapter_folds import Folded
 from covmerge.checkpoints.adapter_names import Update
 from covmerge.checkpoints.ldm_names import diffusers_name, flat_diffusers_name
 from covmerge.errors import CheckpointError
@@ -60,8 +61,8 @@ def flat_name(name: str) -> str:
 
 
 def updates_of_base(
-    updates: Iterable[Update], base: Mapping[str, TensorHeader], where: str
-) -> tuple[dict[str, Update], dict[str, int]]:
+    updates: Iterable[Update | Folded], base: Mapping[str, TensorHeader], where: str
+) -> tuple[dict[str, Update | Folded], dict[str, int]]:
     """Find the tensors of a base that the updates of a file without configuration are of.
 
     A tensor is found by its name, dots and underscores being alike, and by its shape: both text
@@ -80,7 +81,7 @@ def updates_of_base(
             at all, several for one, or under names that are not read.
     """
     names = _Names(base)
-    found: dict[str, Update] = {}
+    found: dict[str, Update | Folded] = {}
     present: set[str] = set()
     missing: defaultdict[str, list[str]] = defaultdict(list)
     for update in updates:
@@ -131,7 +132,7 @@ class _Names:
             for region, alias in _aliases(name):
                 self._known[region, flat_name(alias)].append(name)
 
-    def find(self, update: Update, part: str, where: str) -> str | None:
+    def find(self, update: Update | Folded, part: str, where: str) -> str | None:
         """Return the tensor that an update is of; None: there is none."""
         stem = flat_name(update.name.removeprefix(part))
         regions = ["", *(region for region, parts in _REGIONS.items() if part in parts)]
@@ -139,7 +140,8 @@ class _Names:
         stems = [stem, flat_diffusers_name(stem)] if part in _OF_UNET else [stem]
         known = [self._known.get((region, own or ""), ()) for region in regions for own in stems]
         found = list(dict.fromkeys(name for names in known for name in names))
-        found = [name for name in found if _matrix(self._base[name].shape) == update.shape]
+        shapes = {name: _matrix(self._base[name].shape) for name in found}
+        found = [n for n in found if update.shape is None or shapes[n] == update.shape]
         exact = [name for name in found if update.name.endswith(name)]
         if len(found) > 1 and len(exact) != 1:
             raise CheckpointError(

@@ -12,6 +12,7 @@ work     a tensor of the output, and the row ranges that are worked on as a whol
 build    the plan: tensors, work items with bytes and FLOPs, totals
 """
 
+from covmerge.plan.align import Model, over_base
 from covmerge.plan.build import build_plan, build_plans
 from covmerge.plan.data import Statistics
 from covmerge.plan.forms import (
@@ -47,6 +48,7 @@ __all__ = [
     "Form",
     "Look",
     "Merge",
+    "Model",
     "ModelTensor",
     "Operand",
     "Operation",
@@ -65,6 +67,7 @@ __all__ = [
     "head_part",
     "looked_over_at_once",
     "mask_part",
+    "over_base",
     "parts_at_once",
     "stacked",
     "with_ties_undone",

@@ -188,7 +188,7 @@ class _Merged:
                 self._take(expert, experts[expert], operand.tensor)
 
     def _take(self, expert: str, checkpoint: Checkpoint, stored: str) -> None:
-        if not isinstance(checkpoint, AdapterCheckpoint):
+        if not isinstance(checkpoint, AdapterCheckpoint) or stored in checkpoint.folds.headers:
             self._full = True
             return
         factors = checkpoint.low_rank.get(stored)

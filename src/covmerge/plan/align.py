@@ -22,7 +22,14 @@ from covmerge.plan.packed_experts import check_packing
 from covmerge.plan.reached import check_reached
 from covmerge.quantised import dequantised
 from covmerge.recipe import TensorRules
-from covmerge.tensors import ModelDescription, Stacked, find_name, layer_name, undone_ties
+from covmerge.tensors import (
+    ModelDescription,
+    Stacked,
+    conv1d_names,
+    find_name,
+    layer_name,
+    undone_ties,
+)
 from covmerge.tensors.names import kind_by_name
 from covmerge.text import counted, of_all_layers, some
 from covmerge.types import Role, TensorHeader
@@ -67,6 +74,10 @@ class Model:
         """Bytes that are read for so many elements of a tensor; factors are read whole."""
         if name in self.low_rank:
             elements = self.low_rank[name].elements
+        elif (
+            isinstance(self.checkpoint, AdapterCheckpoint) and name in self.checkpoint.folds.headers
+        ):
+            elements = self.checkpoint.folds.held(name, elements)
         return elements * self.dtype(name).itemsize
 
 
@@ -224,16 +235,10 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
         **{name: header.shape for name, header in adapter.low_rank.items()},
     }
     prefixes = [base.description.prefix] if base.description.prefix else []
-    renamed = {to: name for name, to in respelled(shapes, base.headers).items()}
-    pieces = Counter(info.parameter for info in base.description.tensors.values())
+    known = names_in_base(base, shapes)
     for name, header in base.headers.items():
         info = base.description.tensors[name]
-        found = find_name(name, prefixes, shapes)
-        if found is None and pieces[info.parameter] == 1:
-            # The model may call it otherwise than its files do, and PEFT goes by the model.
-            found = find_name(info.parameter, prefixes, shapes)
-        if found is None:
-            found = renamed.get(name)
+        found = known.get(name)
         if found is None:
             continue
         shape = header.shape
@@ -285,6 +290,37 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     heads = tuple([*own_heads, *others])
     _check_heads(base, expert_name, adapter, heads)
     return Alignment(names, (), {}, heads, tuple(head_bases), {}, {})
+
+
+def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
+    """Return the base's tensors that an adapter changes, each with the adapter's name for it."""
+    prefixes = [base.description.prefix] if base.description.prefix else []
+    renamed = {to: name for name, to in respelled(names, base.headers).items()}
+    pieces = Counter(info.parameter for info in base.description.tensors.values())
+    found: dict[str, str] = {}
+    for name in base.headers:
+        info = base.description.tensors[name]
+        own = find_name(name, prefixes, names)
+        if own is None and pieces[info.parameter] == 1:
+            # The model may call it otherwise than its files do, and PEFT goes by the model.
+            own = find_name(info.parameter, prefixes, names)
+        own = renamed.get(name) if own is None else own
+        if own is not None:
+            found[name] = own
+    return found
+
+
+def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
+    """Return an adapter under the names of a base, and over the weights from which it computes its own.
+
+    Raises:
+        CheckpointError: its tensors do not fit the base's.
+    """
+    conv1d = conv1d_names(base.description)
+    named = adapter.named_as(base.headers, conv1d)
+    held = {*named.low_rank, *named.headers}
+    names = {own: name for name, own in names_in_base(base, held).items()}
+    return named.over(base.checkpoint, names, conv1d)
 
 
 def _check_heads(base: Model, expert_name: str, expert: Model, heads: Sequence[str]) -> None:

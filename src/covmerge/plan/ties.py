@@ -14,11 +14,10 @@ import torch
 from covmerge.checkpoints import AdapterCheckpoint, Checkpoint
 from covmerge.checkpoints.layer_count import language_parts
 from covmerge.errors import InputError
-from covmerge.plan.align import Model
+from covmerge.plan.align import Model, over_base
 from covmerge.tensors import (
     TIED,
     Untied,
-    conv1d_names,
     describe_checkpoint,
     find_name,
     layer_name,
@@ -221,11 +220,13 @@ def _held_apart(
         in_place = adapter.adapter_config.get("bias") not in (None, "none")
         if not held or (len(held) == 1 and in_place and next(iter(held)).endswith(".bias")):
             continue
+        if any(adapter.keeps_ties(own) for own in held.values()):
+            continue
         apart = next((name for name in names if name not in held), None)
         if apart is None and not (
             form == "adapter" and any(o in adapter.low_rank for o in held.values())
         ):
-            named = adapter.named_as(base.headers, conv1d_names(base.description))
+            named = over_base(adapter, base)
             first, *others = held
             apart = next((n for n in others if not _alike(named, held[first], held[n])), None)
             if apart is None:

@@ -1,0 +1,345 @@
+"""Every type of adapter that PEFT writes, against what PEFT's model gives unmerged."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import PeftConfig, PeftType, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+import covmerge
+from covmerge.checkpoints.adapter_types import NOT_READ, TYPES, WITHOUT_WEIGHTS
+from covmerge.checkpoints.adapter_types.page import markdown
+from covmerge.sources import open_checkpoints
+
+
+class Small(nn.Module):
+    """One layer of each kind, none square but `same`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 12)
+        self.first = nn.Linear(12, 8)
+        self.second = nn.Linear(8, 12, bias=False)
+        self.same = nn.Linear(8, 8)
+        self.turned = Conv1D(16, 12)
+        self.point = nn.Conv2d(4, 8, 1)
+        self.window = nn.Conv2d(4, 6, (3, 3))
+        self.line = nn.Conv1d(4, 6, 3)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        seen = self.table(tokens)
+        image = torch.sin(torch.arange(4 * 5 * 5, dtype=seen.dtype)).view(1, 4, 5, 5)
+        inner = self.first(seen)
+        return (
+            *(
+                seen,
+                inner,
+                self.second(inner),
+                self.same(inner),
+                self.turned(seen),
+                self.norm(seen),
+            ),
+            *(self.point(image), self.window(image), self.line(image[..., 0])),
+        )
+
+
+LINEAR = ["first", "second", "same"]
+CONVOLUTIONS = ["point", "window", "line"]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("LORA", {"use_dora": True, "target_modules": [*LINEAR, "table", *CONVOLUTIONS], "r": 2}),
+    ("LORA", {"use_dora": True, "target_modules": ["turned"], "r": 2, "fan_in_fan_out": True}),
+    (
+        "LORA",
+        {
+            "use_dora": True,
+            "target_modules": LINEAR,
+            "rank_pattern": {"same": 3},
+            "alpha_pattern": {"second": 5},
+            "use_rslora": True,
+            "modules_to_save": ["norm"],
+        },
+    ),
+    ("LORA", {"target_modules": LINEAR, "trainable_token_indices": {"table": [7, 2]}}),
+    ("LOHA", {"target_modules": [*LINEAR, *CONVOLUTIONS], "r": 2, "alpha": 3}),
+    ("LOHA", {"target_modules": CONVOLUTIONS, "r": 2, "use_effective_conv2d": True}),
+    (
+        "LOHA",
+        {"target_modules": LINEAR, "rank_pattern": {"same": 3}, "alpha_pattern": {"first": 5}},
+    ),
+    ("LOKR", {"target_modules": [*LINEAR, *CONVOLUTIONS], "r": 8, "alpha": 3}),
+    ("LOKR", {"target_modules": [*LINEAR, *CONVOLUTIONS], "r": 1, "alpha": 3}),
+    ("LOKR", {"target_modules": ["point", "window"], "r": 1, "use_effective_conv2d": True}),
+    ("LOKR", {"target_modules": LINEAR, "r": 1, "decompose_both": True, "decompose_factor": 2}),
+    (
+        "IA3",
+        {
+            "target_modules": [*LINEAR, "point", "window"],
+            "feedforward_modules": ["second", "point"],
+        },
+    ),
+    ("IA3", {"target_modules": ["turned"], "feedforward_modules": [], "fan_in_fan_out": True}),
+    ("LN_TUNING", {"target_modules": ["norm"]}),
+    ("OFT", {"target_modules": LINEAR, "oft_block_size": 4, "r": 0}),
+    ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "use_cayley_neumann": False}),
+    (
+        "OFT",
+        {"target_modules": [*LINEAR, "point"], "r": 0, "oft_block_size": 4, "block_share": True},
+    ),
+    ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "coft": True, "eps": 0.3}),
+    ("OFT", {"target_modules": LINEAR, "r": 2, "oft_block_size": 0, "num_cayley_neumann_terms": 3}),
+    ("BOFT", {"target_modules": [*LINEAR, "point"], "boft_block_size": 4}),
+    ("BOFT", {"target_modules": ["window"], "boft_block_num": 3, "boft_block_size": 0}),
+    ("HRA", {"target_modules": [*LINEAR, "point", "window"], "r": 3}),
+    ("HRA", {"target_modules": LINEAR, "r": 3, "apply_GS": True}),
+    ("VERA", {"target_modules": LINEAR, "r": 3}),
+    (
+        "VERA",
+        {"target_modules": LINEAR, "r": 3, "save_projection": False, "projection_prng_key": 5},
+    ),
+    ("VERA", {"target_modules": ["turned"], "r": 3, "fan_in_fan_out": True}),
+    ("RANDLORA", {"target_modules": LINEAR, "r": 3, "randlora_alpha": 6}),
+    (
+        "FOURIERFT",
+        {"target_modules": LINEAR, "n_frequency": 9, "random_loc_seed": 3, "scaling": 9.0},
+    ),
+    ("FOURIERFT", {"target_modules": ["turned"], "n_frequency": 9, "fan_in_fan_out": True}),
+    ("C3A", {"target_modules": LINEAR, "block_size": 4}),
+    ("SHIRA", {"target_modules": LINEAR, "r": 2}),
+    ("VBLORA", {"target_modules": LINEAR, "num_vectors": 6, "vector_length": 4, "r": 2, "topk": 3}),
+    (
+        "VBLORA",
+        {
+            "target_modules": LINEAR,
+            "num_vectors": 6,
+            "vector_length": 4,
+            "r": 2,
+            "save_only_topk_weights": True,
+        },
+    ),
+    ("MISS", {"target_modules": LINEAR, "r": 3}),
+    ("MISS", {"target_modules": LINEAR, "r": 4, "init_weights": "bat"}),
+    ("MISS", {"target_modules": LINEAR, "r": 4, "mini_r": 2, "init_weights": "mini"}),
+    ("DELORA", {"target_modules": LINEAR, "r": 2}),
+    ("GRALORA", {"target_modules": LINEAR, "r": 4, "gralora_k": 2}),
+    ("GRALORA", {"target_modules": LINEAR, "r": 4, "gralora_k": 4, "hybrid_r": 2}),
+    ("HIRA", {"target_modules": [*LINEAR, "table", "point", "window", "line"], "r": 2}),
+    ("HIRA", {"target_modules": ["turned"], "r": 2, "fan_in_fan_out": True}),
+    ("ROAD", {"target_modules": LINEAR, "group_size": 4}),
+    ("ROAD", {"target_modules": LINEAR, "group_size": 4, "variant": "road_2"}),
+    ("ROAD", {"target_modules": LINEAR, "group_size": 4, "variant": "road_4"}),
+    ("BEFT", {"target_modules": ["first", "same"]}),
+    ("TRAINABLE_TOKENS", {"target_modules": ["table"], "token_indices": [7, 2]}),
+]
+TOKENS = torch.arange(10)
+
+
+def config_of(kind: str, **fields: object) -> PeftConfig:
+    return PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind)](**fields)
+
+
+def trained(base: nn.Module, config: PeftConfig, folder: Path) -> tuple[Tensor, ...]:
+    """Train an adapter (at random), save it, and return what PEFT's model gives unmerged in float64."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(copy.deepcopy(base), config)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "vblora_logits" not in name:
+                change = 0.2 * torch.randn(parameter.shape, generator=generator)
+                parameter.data += change
+        model.save_pretrained(str(folder))
+        # Saving keeps some numbers in float16, and loading is what a user does.
+        again = peft.PeftModel.from_pretrained(copy.deepcopy(base), str(folder)).double().eval()
+        return again(TOKENS)
+
+
+def outputs(state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    model = Small().double()
+    model.load_state_dict({name: value.double() for name, value in state.items()})
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_updates_are_computed_in_float32_or_better(
+    dtype: torch.dtype, base: nn.Module, tmp_path: Path
+) -> None:
+    trained(base, config_of("LORA", use_dora=True, target_modules=LINEAR, r=2), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: value.to(dtype) for name, value in load_file(file).items()}, file)
+    stored = {name: value.to(dtype) for name, value in base.state_dict().items()}
+    again = Small().double()
+    again.load_state_dict({name: value.double() for name, value in stored.items()})
+    model = peft.PeftModel.from_pretrained(again, str(tmp_path)).double()
+    with torch.no_grad():
+        expected = model(TOKENS)
+    options = {"dtype": "float64"} if dtype == torch.float64 else {"out_dtype": "float32"}
+    found = covmerge.merge(stored, {"a": tmp_path}, "linear", **options).tensors
+    for one, other in zip(outputs(found), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+def test_a_merge_of_several_types_is_the_mean_of_their_models(
+    base: nn.Module, tmp_path: Path
+) -> None:
+    fields = [("LORA", {"use_dora": True, "r": 2}), ("HRA", {"r": 2}), ("VERA", {"r": 2})]
+    experts: dict[str, Path] = {}
+    for kind, own in fields:
+        experts[kind] = tmp_path / kind
+        trained(base, config_of(kind, target_modules=LINEAR, **own), experts[kind])
+    alone = [merged(base, folder) for folder in experts.values()]
+    together = covmerge.merge(base.state_dict(), experts, "average").tensors
+    for name, value in together.items():
+        expected = torch.stack([own[name] for own in alone]).mean(dim=0)
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_run_says_that_the_updates_are_of_this_base(base: nn.Module, tmp_path: Path) -> None:
+    trained(base, config_of("LORA", use_dora=True, target_modules=LINEAR, r=2), tmp_path)
+    with open_checkpoints(base.state_dict(), {"a": str(tmp_path)}, {}) as opened:
+        notes = opened.experts["a"].notes
+    assert any("3 of its layers become depends on the base's weights" in note for note in notes)
+
+
+def test_every_type_of_peft_is_read_or_refused_with_a_reason() -> None:
+    lora = {"LORA", "ADALORA"}
+    tables = [lora, TYPES.keys(), NOT_READ.keys(), WITHOUT_WEIGHTS.keys()]
+    assert {kind.value for kind in PeftType} == set[str]().union(*tables)
+    assert sum(map(len, tables)) == len(PeftType)
+    assert {kind for kind, _ in CASES} == TYPES.keys() | {"LORA"}
+
+
+def test_the_page_of_the_docs_is_current() -> None:
+    file = Path(__file__).parent.parent.parent / "docs" / "adapter-types.md"
+    assert file.read_text() == markdown(), (
+        "run: python -m covmerge.checkpoints.adapter_types.page > docs/adapter-types.md"
+    )
+
+
+@pytest.fixture(scope="module")
+def base() -> nn.Module:
+    torch.manual_seed(0)
+    return Small()
+
+
+def merged(base: nn.Module, folder: Path, **options: Any) -> dict[str, Tensor]:
+    """One adapter, merged over its base by the public function."""
+    return dict(covmerge.merge(base.state_dict(), {"a": str(folder)}, "linear", **options).tensors)
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
+@pytest.mark.parametrize(
+    "kind, fields", CASES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_the_base_is_what_peft_computes_unmerged(
+    kind: str, fields: dict[str, Any], base: nn.Module, tmp_path: Path
+) -> None:
+    expected = trained(base, config_of(kind, **fields), tmp_path)
+    before = outputs(base.state_dict())
+    found = outputs(merged(base, tmp_path))
+    assert any(not torch.allclose(one, other) for one, other in zip(before, expected, strict=True))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+    check_rows(base, tmp_path)
+
+
+def check_rows(base: nn.Module, folder: Path) -> None:
+    """Check that rows of a tensor are those of the whole."""
+    with open_checkpoints(base.state_dict(), {"a": str(folder)}, {}) as opened:
+        adapter = opened.experts["a"]
+        for name, header in adapter.headers.items():
+            whole = adapter.read(name)
+            assert whole.shape == header.shape and whole.dtype == header.dtype
+            parts = [adapter.read(name, rows) for rows in (range(3), range(3, header.shape[0]))]
+            torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-6)
+
+
+# Files by themselves, as LyCORIS 4.1.3 writes them; the formulas are those of its modules.
+ALPHA = {"fc.alpha": torch.tensor(3.0)}
+WEIGHT = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def drawn(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        f"fc.{name.replace('__', '.')}": torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def product(t: Mapping[str, Tensor]) -> Tensor:
+    """The update of each kind of file, in float64."""
+    own = {name.removeprefix("fc."): value.double() for name, value in t.items()}
+    g = own.__getitem__
+    if "lora_mid.weight" in own:
+        up, down = g("lora_up.weight").flatten(1), g("lora_down.weight").flatten(1)
+        return 1.5 * torch.einsum("ijkl,oi,jp->opkl", g("lora_mid.weight"), up, down)
+    if "hada_t1" in own:
+        one, two = (
+            torch.einsum("ijkl,io,jp->opkl", g(f"hada_t{n}"), g(f"hada_w{n}_a"), g(f"hada_w{n}_b"))
+            for n in "12"
+        )
+        return 1.5 * one * two
+    if "hada_w1_a" in own:
+        one, two = (g(f"hada_w{n}_a") @ g(f"hada_w{n}_b") for n in "12")
+        return (1.5 * one * two).view(6, 4, 3, 3)
+    if "lokr_w2" in own:  # nothing is a product: alpha says nothing
+        return torch.kron(g("lokr_w1")[:, :, None, None], g("lokr_w2"))
+    if "lokr_w1" in own:
+        second = (g("lokr_w2_a") @ g("lokr_w2_b")).view(3, 2, 3, 3)
+        return 1.5 * torch.kron(g("lokr_w1")[:, :, None, None], second)
+    if "diff" in own:
+        return g("diff")
+    return 1.5 * (g("lora_up.weight").flatten(1) @ g("lora_down.weight").flatten(1)).view(
+        6, 4, 3, 3
+    )
+
+
+LORA_FILE = {"lora_up__weight": (6, 2, 1, 1), "lora_down__weight": (2, 4, 3, 3)}
+FILES: list[dict[str, tuple[int, ...]]] = [
+    {
+        "lora_up__weight": (6, 2, 1, 1),
+        "lora_down__weight": (2, 4, 1, 1),
+        "lora_mid__weight": (2, 2, 3, 3),
+    },
+    {"hada_w1_a": (6, 2), "hada_w1_b": (2, 36), "hada_w2_a": (6, 2), "hada_w2_b": (2, 36)},
+    {
+        **{"hada_w1_a": (2, 6), "hada_w1_b": (2, 4), "hada_t1": (2, 2, 3, 3)},
+        **{"hada_w2_a": (2, 6), "hada_w2_b": (2, 4), "hada_t2": (2, 2, 3, 3)},
+    },
+    {"lokr_w1": (2, 2), "lokr_w2": (3, 2, 3, 3)},
+    {"lokr_w1": (2, 2), "lokr_w2_a": (3, 2), "lokr_w2_b": (2, 18)},
+    {"diff": (6, 4, 3, 3)},
+    {**LORA_FILE, "dora_scale": (6, 1, 1, 1)},
+    {**LORA_FILE, "dora_scale": (1, 4, 1, 1)},
+    {"lokr_w1": (2, 2), "lokr_w2": (3, 2, 3, 3), "dora_scale": (6, 1, 1, 1)},
+]
+
+
+@pytest.mark.parametrize("shapes", FILES, ids=lambda own: "-".join(own))
+def test_files_of_lycoris(shapes: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
+    tensors = drawn(**shapes)
+    alpha = {} if "diff" in shapes else ALPHA
+    bias = {"fc.diff_b": torch.arange(6.0)}
+    save_file({**tensors, **alpha, **bias}, tmp_path / "a.safetensors")
+    base = {"fc.weight": WEIGHT.float(), "fc.bias": torch.ones(6)}
+    expected = base["fc.weight"].double() + product(tensors)
+    if "dora_scale" in shapes:
+        rows = shapes["dora_scale"][0] > 1
+        lengths = expected.pow(2).sum(dim=(1, 2, 3) if rows else (0, 2, 3), keepdim=True).sqrt()
+        expected = expected * (tensors["fc.dora_scale"].double() / lengths)
+    found = covmerge.merge(base, {"a": tmp_path / "a.safetensors"}, "linear").tensors
+    torch.testing.assert_close(found["fc.weight"].double(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(found["fc.bias"], torch.arange(6.0) + 1)
