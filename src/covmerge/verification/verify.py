@@ -9,7 +9,7 @@ from typing import Any, cast
 from covmerge.checkpoints import Checkpoint, FileCheckpoint, fingerprint, open_store
 from covmerge.checkpoints.gguf_file import GGUF
 from covmerge.checkpoints.manifest import read_manifest
-from covmerge.engine import ReadFiles, not_counted, read_files
+from covmerge.engine import ReadFiles, lost_before, read_files
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.plan import stacked
@@ -353,5 +353,6 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
         loss < 1.0,
         f"storing the result loses {loss:.2%} of the merged update's norm"
         + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else "")
-        + not_counted(totals),
+        + lost_before(totals),
+        noted=totals.get("arithmetic_loss", 0.0) >= 1.0,
     )
