@@ -54,19 +54,6 @@ def run(*arguments):
     return CliRunner().invoke(app, ["merge", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_what_arithmetic_in_half_precision_lost_is_said_to_be_left_out(here, dtype):
-    first = f"dtype: {dtype}\nout_dtype: bfloat16\n"
-    ran = run(file_of(here, LAST.replace("model: mean", "model: ./llama/t1") + first), "out")
-    assert ran.exit_code == 0, ran.output
-    words = " ".join(ran.output.split())
-    assert ("it computed in bfloat16" in words) == (dtype == "bfloat16")
-    (said,) = [check.detail for check in verify(here / "out").checks if check.name == "rounding"]
-    assert ("it computed in bfloat16" in said) == (dtype == "bfloat16")
-    card = (here / "out" / "README.md").read_text()
-    assert ("it computed in bfloat16" in card) == (dtype == "bfloat16")
-
-
 class TestMerging:
     def test_each_is_merged_after_what_it_names(self, here):
         ran = run(file_of(here, MEAN, LAST, SOUP), "out")

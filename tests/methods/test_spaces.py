@@ -181,6 +181,23 @@ def test_opposite_experts_cancel_in_every_space(name, inner, dtype):
     assert merged.norm() <= 1e-6 * update.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_flat_spectrum_of_directions_that_only_rounding_has_is_said(dtype):
+    """Of X, −X and a short update of rank one its one direction is left, and rounding beside it."""
+    long, other, short = (
+        update.dense().to(dtype) / size
+        for update, size in zip(adapters((6, 6, 1)), (1.0, 1.0, 1e3), strict=True)
+    )
+    for second, directions, rounded in ((other, 9, None), (-long, 3, 2)):
+        found = merge("core_space", LinearGroup((long, second, short), (1.0,) * 3))
+        noticed = registry.get("core_space").noticed.from_json(found.stats)
+        assert torch.linalg.matrix_rank(found.delta.double(), rtol=1e-3) == directions
+        assert found.stats.get("short") == rounded
+        assert noticed.arbitrary_result == (rounded is not None)
+    plain = merge("core_space", LinearGroup((long, -long, short), (1.0,) * 3), isotropize=False)
+    assert "short" not in plain.stats
+
+
 @pytest.mark.parametrize("name", ["knots", "core_space"])
 def test_an_adapter_that_changes_nothing_has_no_part_in_the_bases(name):
     """As PEFT starts one: B = 0, A random."""

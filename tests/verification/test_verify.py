@@ -168,17 +168,42 @@ def test_a_comparison_is_verified_model_by_model(tmp_path):
     assert covmerge.verify(tmp_path / "study" / "ties").ok
 
 
-def test_another_model_where_the_base_was_is_not_held_against_the_output(tmp_path):
-    base, experts = save_family("bert", tmp_path, experts=2)
-    out = tmp_path / "out"
-    covmerge.merge(base, experts, out=out, method="actmat", tensors={"embeddings": "base"})
-    shutil.rmtree(base)
-    shutil.copytree(experts[0] if isinstance(experts, list) else next(iter(experts.values())), base)
+@pytest.fixture
+def over_another(tmp_path):
+    """Merge over a base, and put an expert where that was: the output, and its base's place."""
+
+    def made(**settings):
+        base, experts = save_family("bert", tmp_path, experts=2)
+        covmerge.merge(base, experts, out=tmp_path / "out", method="average", **settings)
+        shutil.rmtree(base)
+        shutil.copytree(next(iter(experts.values())), base)
+        return tmp_path / "out", base
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tensors": {"embeddings": "base"}}], ids=["all", "copied"]
+)
+def test_another_model_where_the_base_was_is_not_held_against_the_output(over_another, settings):
+    out, base = over_another(**settings)
     checks = outcome(out)
     assert all(check.ok for check in checks.values())
     assert not checks["copied"].made
     assert f"the base at {base} is another than was merged" in checks["copied"].detail
     assert "by recorded norms" in checks["differs from base"].detail
+
+
+def test_another_base_is_refused_and_the_right_one_is_not(over_another, tmp_path):
+    out, base = over_another()
+    with pytest.raises(InputError, match=r"is not the base that .* was merged over: pass that one"):
+        covmerge.verify(out, base=covmerge.open_checkpoint(base))
+    shutil.rmtree(base)
+    save_family("bert", tmp_path / "again", experts=2)
+    right = tmp_path / "again" / base.name
+    (right / "README.md").write_text("What lies beside the weights may change.")
+    report = covmerge.verify(out, base=covmerge.open_checkpoint(right))
+    assert report.ok and "by recorded norms" not in str([own.detail for own in report.checks])
 
 
 def test_one_is_no_plural(tmp_path):

@@ -7,7 +7,7 @@ To read, `open_checkpoint`; every kind of source then looks the same (`Checkpoin
 from covmerge.checkpoints.adapted_base import AdaptedBase
 from covmerge.checkpoints.adapter import AdapterCheckpoint, FactorHeader
 from covmerge.checkpoints.base import CARD_NAME, Checkpoint
-from covmerge.checkpoints.content import Content, fingerprint
+from covmerge.checkpoints.content import Content, at_once, fingerprint
 from covmerge.checkpoints.folder import FileCheckpoint
 from covmerge.checkpoints.journal import COMPUTED, ORDER, PROCESSOR, THREADS, Entry, Journal
 from covmerge.checkpoints.layout import plan_layout
@@ -43,6 +43,7 @@ __all__ = [
     "OutputTakenError",
     "ShardWriter",
     "Staging",
+    "at_once",
     "check_not_input",
     "destination_of",
     "find_unfinished",

@@ -580,6 +580,8 @@ def open_weights(file: StoredFile) -> WeightFile:
 
 def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:
     found = list(files)
+    if len(found) == 1:  # nothing to wait for beside it
+        return {found[0]: open_weights(found[0])}
     with ThreadPoolExecutor(_AT_ONCE) as pool:  # far away, each is a wait
         return dict(zip(found, pool.map(open_weights, found), strict=True))
 

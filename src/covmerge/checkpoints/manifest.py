@@ -86,6 +86,8 @@ class _Totals(_Part):
     merged_norm: float
     rounding_loss: float
     arithmetic: list[str] = []
+    arithmetic_loss: float | None = None
+    arithmetic_tensors: Annotated[list[_Size], Field(min_length=2, max_length=2)] = [0, 0]
     left_out_energy: float = 0.0
     discarded_energy: float = 0.0
     quantised: _Quantised | None = None
@@ -107,6 +109,8 @@ class _Tensor(_Part):
     merged_norm: float | None = None
     rounding_loss: float = 0.0
     arithmetic: str | None = None
+    arithmetic_loss: float = 0.0
+    unrounded_norm: float | None = None
     matrices: list[dict[str, Any]] = []
     adapter: _Place | None = None
     left_out: bool = False

@@ -19,7 +19,7 @@ from covmerge.checkpoints.modules import MODULES
 from covmerge.cli.console import printable
 from covmerge.cli.machine import Speed
 from covmerge.cli.units import format_flops, format_seconds
-from covmerge.engine import MemoryPlan, Room, not_counted
+from covmerge.engine import MemoryPlan, Room, lost_before
 from covmerge.export.library import architecture, part_class, sentence_class
 from covmerge.plan import Plan
 from covmerge.recipe import Recipe, format_size
@@ -224,7 +224,7 @@ def show_adapter(console: Console, result: MergeResult, run: Mapping[str, Any]) 
                 ),
                 ("peak memory", f"{format_size(run['peak_memory'])} measured"),
                 *_heads(stats["heads"]),
-                ("rounding", f"storing loses {totals['rounding_loss']:.2%} of the update's norm"),
+                *_rounding(result),
                 ("verified", ", ".join(check.name for check in report.checks)),
             ]
         )
@@ -278,7 +278,7 @@ def _rounding(result: MergeResult) -> list[tuple[str, str]]:
         return []
     totals = result.stats["totals"]
     loss = f"{totals['rounding_loss']:.2%} of the update's norm"
-    return [("rounding", f"storing loses {loss}{not_counted(totals)}")]
+    return [("rounding", f"storing loses {loss}{lost_before(totals)}")]
 
 
 def _heads(heads: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:

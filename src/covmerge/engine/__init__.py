@@ -42,7 +42,7 @@ thread_count  cores that there are, and threads that torch computes with
 from covmerge.engine.advice import account_of_lengths
 from covmerge.engine.budget import MemoryPlan, plan_memory
 from covmerge.engine.devices import usable_device
-from covmerge.engine.entries import not_counted, seen_in, tensor_entries, totals
+from covmerge.engine.entries import lost_before, seen_in, tensor_entries, totals
 from covmerge.engine.executor import Batch, Done, Executor, Span, Task
 from covmerge.engine.forecast import Forecast, forecast
 from covmerge.engine.hardware import Hardware, parse_hardware
@@ -124,7 +124,7 @@ __all__ = [
     "help_reading",
     "is_compared",
     "look_cost",
-    "not_counted",
+    "lost_before",
     "parse_hardware",
     "peak_memory",
     "plan_memory",

@@ -38,7 +38,15 @@ class Result:
     stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
-def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compare: bool) -> Result:
+def encode(
+    item: WorkItem,
+    merge: Merge,
+    layer: Layer,
+    change: Change,
+    unrounded: Change | None = None,
+    *,
+    compare: bool,
+) -> Result:
     """Encode a merged update.
 
     Args:
@@ -46,6 +54,7 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
         merge: its operation.
         layer: the updates that were merged.
         change: what they were merged to; it may be written over.
+        unrounded: the same without the rounding of the method's steps, where that is measured.
         compare: whether it is one of several, which are held against the updates.
 
     Raises:
@@ -75,6 +84,8 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
     if not isinstance(form, ModelTensor | AdapterTensor | PackedTensor):
         return Result((), {**stats, "rounding": 0.0, "left_out": True})
     exact = merged.add_(layer.base()) if change.weights is None else change.weights
+    if unrounded is not None:
+        stats["arithmetic"] = _arithmetic(unrounded, item, merge, layer, exact)
     if isinstance(form, PackedTensor):  # which takes all rows of the item
         return Result((exact.cpu(),), {**stats, "rounding": 0.0})
     rows = as_output(item, exact, "merged weights")
@@ -87,6 +98,16 @@ def encode(item: WorkItem, merge: Merge, layer: Layer, change: Change, *, compar
     nothing = torch.zeros(rows.shape, dtype=torch.bool)
     bits = (pack(masks[expert].cpu() if expert in masks else nothing) for expert in form.masks)
     return Result((rows, *bits), stats)
+
+
+def _arithmetic(
+    unrounded: Change, item: WorkItem, merge: Merge, layer: Layer, exact: Tensor
+) -> Json:
+    """Squares of what the rounding of a method's steps moved, and of the update without it."""
+    update = unrounded.dense(item, merge)
+    square = square_norm(update)
+    whole = update + layer.base() if unrounded.weights is None else unrounded.weights
+    return {"lost": square_norm(whole - exact), "update": square}
 
 
 def as_output(item: WorkItem, rows: Tensor, what: str) -> Tensor:

@@ -11,7 +11,7 @@ from covmerge.engine.losses import losses_of, quantised_entry
 from covmerge.errors import InputError
 from covmerge.methods import registry
 from covmerge.noticed import Seen
-from covmerge.plan import Merge, PackedTensor, Plan, TensorPlan
+from covmerge.plan import Merge, PackedTensor, Plan
 from covmerge.types import Json
 
 
@@ -19,9 +19,11 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
     """Return one entry per output tensor, of what was measured of the plan's items.
 
     `update_norm` ‖Δ_t‖_F by expert, `merged_norm` ‖W̄ − W_0‖_F, `rounding_loss` the share of the
-    merged update lost to the output dtype, `matrices` what the method noticed in each matrix,
-    `adapter` what it became in an adapter; `left_out` where it has no place there; `quantised` what
-    it is packed as, ‖Q(W̄) − W̄‖/‖W̄‖, and how much of the update is left
+    merged update lost to the output dtype, `arithmetic` the half-precision dtype that the method
+    computed in, `unrounded_norm` ‖Ŵ − W_0‖_F of the same merge Ŵ in the recipe's dtype and
+    `arithmetic_loss` ‖Ŵ − W̄‖_F over it, where that was measured, `matrices` what the method noticed
+    in each matrix, `adapter` what it became in an adapter; `left_out` where it has no place there;
+    `quantised` what it is packed as, ‖Q(W̄) − W̄‖/‖W̄‖, and how much of the update is left
     (`covmerge.engine.losses`).
     """
     items: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
@@ -50,8 +52,13 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
             }
             entry["merged_norm"] = merged
             entry["rounding_loss"] = rounding / merged if merged else 0.0
-            if arithmetic := _half_precision(tensor):
-                entry["arithmetic"] = arithmetic
+            if isinstance(tensor.operation, Merge) and tensor.operation.half:
+                entry["arithmetic"] = tensor.operation.half
+                if all("arithmetic" in part for part in parts):
+                    lost = _root(part["arithmetic"]["lost"] for part in parts)
+                    unrounded = _root(part["arithmetic"]["update"] for part in parts)
+                    entry["unrounded_norm"] = unrounded
+                    entry["arithmetic_loss"] = lost / unrounded if unrounded else 0.0
             matrices = [matrix for part in parts for matrix in part.get("matrices", [])]
             if matrices:
                 entry["matrices"] = matrices
@@ -101,7 +108,6 @@ def totals(
     merged = [entry for entry in entries.values() if "merged_norm" in entry]
     change = _root(entry["merged_norm"] ** 2 for entry in merged)
     lost = _root((entry["merged_norm"] * entry["rounding_loss"]) ** 2 for entry in merged)
-    arithmetic = sorted({entry["arithmetic"] for entry in merged if "arithmetic" in entry})
     return {
         "by_rule": [
             {"role": role, "rule": rule, "tensors": count}
@@ -113,32 +119,55 @@ def totals(
         **_of_adapter(merged, change),
         **losses_of(entries),
         "rounding_loss": lost / change if change else 0.0,
-        **({"arithmetic": arithmetic} if arithmetic else {}),
+        **_arithmetic(merged),
     }
 
 
-def not_counted(totals: Mapping[str, Any]) -> str:
-    """What `rounding_loss` leaves out: the rounding of a method's own steps in half precision; or "".
+def lost_before(totals: Mapping[str, Any]) -> str:
+    """What a method's steps in half precision lost of the update before it was stored; or "".
 
     Example:
-        >>> not_counted({"arithmetic": ["bfloat16"]})[:71]
-        '; not counted is what the merge lost before: it computed in bfloat16, a'
+        >>> lost_before(
+        ...     {"arithmetic": ["bfloat16"], "arithmetic_loss": 0.1, "arithmetic_tensors": [7, 8]}
+        ... )[:80]
+        '; before that, computing in bfloat16 lost 10.00% (measured in 7 of 8 tensors), a'
+        >>> lost_before({"arithmetic": ["bfloat16"]})[:57]
+        '; what computing in bfloat16 lost before was not measured'
     """
     dtypes = totals.get("arithmetic", ())
     if not dtypes:
         return ""
+    computed = f"computing in {' and '.join(dtypes)}"
+    loss: float | None = totals.get("arithmetic_loss")
+    if loss is None:
+        said = f"; what {computed} lost before was not measured"
+    else:
+        measured, merged = totals["arithmetic_tensors"]
+        where = f" (measured in {measured} of {merged} tensors)" if measured < merged else ""
+        said = f"; before that, {computed} lost {loss:.2%}{where}"
+    if loss == 0.0:
+        return said
     return (
-        f"; not counted is what the merge lost before: it computed in {' and '.join(dtypes)}, and each "
-        "step rounded the weights. To lose less, merge with `dtype: float32` in the mergekit recipe, and "
-        f"`out_dtype: {dtypes[0]}` to store as now"
+        f"{said}, as each step rounded the weights. To lose less, merge with `dtype: float32` in the "
+        f"mergekit recipe, and `out_dtype: {dtypes[0]}` to store as now"
     )
 
 
-def _half_precision(tensor: TensorPlan) -> str | None:
-    """The dtype that a tensor's method computes in, where that is half precision."""
-    merge = tensor.operation
-    found = merge.parameters.get("arithmetic") if isinstance(merge, Merge) else None
-    return found if found in ("float16", "bfloat16") else None
+def _arithmetic(merged: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
+    """The loss to steps in half precision, over the tensors where it was measured."""
+    half = [entry for entry in merged if "arithmetic" in entry]
+    if not half:
+        return {}
+    found: dict[str, Json] = {"arithmetic": sorted({entry["arithmetic"] for entry in half})}
+    measured = [entry for entry in half if "arithmetic_loss" in entry]
+    if measured:
+        change = _root(entry["unrounded_norm"] ** 2 for entry in measured)
+        lost = _root(
+            (entry["unrounded_norm"] * entry["arithmetic_loss"]) ** 2 for entry in measured
+        )
+        found["arithmetic_loss"] = lost / change if change else 0.0
+        found["arithmetic_tensors"] = [len(measured), len(half)]
+    return found
 
 
 def _of_adapter(merged: Sequence[Mapping[str, Any]], change: float) -> dict[str, Json]:

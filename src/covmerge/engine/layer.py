@@ -134,6 +134,17 @@ class Layer:
         write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
         return Change(stack, noticed)
 
+    def unrounded(
+        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
+    ) -> Change | None:
+        """What the same method makes if its steps do not round to half precision, to measure their loss.
+
+        None: they do not, or the tensor was looked over first, by steps that do.
+        """
+        if merge.half is None or self._inputs.known:
+            return None
+        return self.change(item, merge.unrounded, thresholds)
+
     def groups(
         self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
     ) -> list[LinearGroup] | None:

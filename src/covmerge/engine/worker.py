@@ -161,8 +161,9 @@ def _merged(
     context: Context,
     thresholds: Mapping[str, Mapping[str, float]],
 ) -> Result:
+    unrounded = layer.unrounded(item, merge, thresholds)
     change = layer.change(item, merge, thresholds)
-    return encode(item, merge, layer, change, compare=context.compare)
+    return encode(item, merge, layer, change, unrounded, compare=context.compare)
 
 
 def _copied(item: WorkItem, inputs: Inputs) -> Result:

@@ -13,7 +13,7 @@ import yaml
 
 from covmerge.checkpoints import CARD_NAME, MASKS_FOLDER
 from covmerge.checkpoints.layout import HEADS_FOLDER
-from covmerge.engine import account_of_losses, not_counted
+from covmerge.engine import account_of_losses, lost_before
 from covmerge.export.library import how_to_load, library_of, pipeline_of
 from covmerge.export.licences import licence_notes, shared_licence
 from covmerge.export.markdown import fenced, inline, row
@@ -251,7 +251,7 @@ class _Card:
                 "leaves out."
             )
         if self.plan.recipe.base is not None:
-            loss = f"{totals['rounding_loss']:.2%} of the merged update's norm{not_counted(totals)}"
+            loss = f"{totals['rounding_loss']:.2%} of the merged update's norm{lost_before(totals)}"
             yield f"Storing the result loses {loss}."
         for _, said in account_of_losses(totals).rows:
             yield f"Quantised: {said}."

@@ -30,6 +30,8 @@ from covmerge.methods.registry import Laws, Parameters, Reference, register, reg
 from covmerge.methods.resolution import resolution
 from covmerge.types import LinearGroup, LowRank, Merged, Rounding
 
+_KNOWN = 1e-8  # of the longest update: what is shorter may be rounding (`truncated_svd`)
+
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, inner: str = "tsv_m") -> Cost:
     # Of full models, whose factors fill both sides.
@@ -123,6 +125,10 @@ def core_space(
     other's. An expert that did not change the
     layer has no part in the bases. The inner methods depart as on their pages.
 
+    Experts that cancel leave directions that only rounding has, and a flat spectrum makes them as long as
+    the others. How many there are hangs on the dtype. `short` in the statistics counts those below 1e-8 of
+    the longest update, where an eigenproblem of a Gram matrix in float64 ends.
+
     Example:
         >>> import torch
         >>> a, b = torch.diag(torch.tensor([3.0, 0.0])), torch.diag(torch.tensor([0.0, 1.0]))
@@ -146,7 +152,8 @@ def core_space(
     left, right = outputs.left, inputs.left
     if inner == "ties" and outputs.arbitrary + inputs.arbitrary:
         noticed = replace(noticed, arbitrary=outputs.arbitrary + inputs.arbitrary)
-    if far_apart([norm(update) for update in group.updates]):
+    sizes = [norm(update) for update in group.updates]
+    if far_apart(sizes):
         cores = _exact_cores(dict(zip(changed, factors, strict=True)), group, left, right)
         rtol = rank_tolerance(group.shape, torch.float64, rank_rtol)
         # Their factors end where the arithmetic of the file does: of the cores no direction is that.
@@ -166,7 +173,11 @@ def core_space(
     core = merged.delta
     if isotropize:
         error = known.of_sum(group.weights)
-        core = flattened(truncated_svd(core, min(core.shape), rtol=rtol, rounding=error))
+        whole = truncated_svd(core, min(core.shape), rtol=rtol, rounding=error)
+        longest = max(abs(w) * size for w, size in zip(group.weights, sizes, strict=True))
+        short = int((whole.kept < _KNOWN * longest).sum())
+        noticed = replace(noticed, short=short or None)
+        core = flattened(whole)
     delta = left.to(core.dtype) @ core @ right.mT.to(core.dtype)
     noticed = replace(noticed, core=(core.shape[0], core.shape[1]))
     return Merged(delta.to(like.dtype), noticed.beside(merged))

@@ -18,7 +18,7 @@ from covmerge.methods.registry import Parameters
 from covmerge.methods.task_arithmetic import task_arithmetic
 from covmerge.methods.ties import ties
 from covmerge.methods.tsv_m import tsv_m
-from covmerge.methods.words import ARBITRARY, DEPENDENT, UNCHANGED
+from covmerge.methods.words import ARBITRARY, DEPENDENT, SHORT, UNCHANGED
 from covmerge.noticed import Noticed, Words
 from covmerge.types import Json, LinearGroup, Merged
 
@@ -50,9 +50,10 @@ class Inside(Noticed):
         arbitrary: how many of these may turn into each other, where that matters; None: none.
         core: sides of the cores, of Core Space and CtM.
         dependent: of TSV-Merge inside.
+        short: directions of a flat spectrum that rounding may have made, of Core Space; None: none.
     """
 
-    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY)
+    words: ClassVar[tuple[Words, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY, SHORT)
     lengths: ClassVar[tuple[str, ...]] = Flattened.lengths
 
     unchanged: int = 0
@@ -60,11 +61,12 @@ class Inside(Noticed):
     arbitrary: int | None = None
     core: tuple[int, int] | None = None
     dependent: int | None = None
+    short: int | None = None
 
     @property
     def arbitrary_result(self) -> bool:
-        """Whether directions that have no order decide the result."""
-        return bool(self.arbitrary)
+        """Whether directions that have no order, or that only rounding has, decide the result."""
+        return bool(self.arbitrary or self.short)
 
     def beside(self, inner: Merged) -> dict[str, Json]:
         """These facts after those of the inner method."""

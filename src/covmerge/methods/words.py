@@ -76,3 +76,9 @@ ARBITRARY = Counted(
     "{count} directions with equal singular values have no order in {tensors} tensors ({names}): what "
     "an election entry by entry makes of them is arbitrary",
 )
+SHORT = Counted(
+    "short",
+    "{count} directions of the merged core are shorter than 1e-8 of the longest update in {tensors} "
+    "tensors ({names}): where experts cancel rounding may have made them, and a flat spectrum makes them "
+    "as long as the others",
+)

@@ -593,7 +593,9 @@ def _work_item(
     # The worker holds updates and merged update in the compute dtype, and the base beside one of them.
     # Beside other plans a method that sees weights has the updates there too.
     twice = count if method.sees == "weights" and not alone else 0
-    held = (count + twice + 2 + method.needs_base) * prod(part) * itemsize
+    # Where the loss of half-precision steps is measured there is a second result, and what they differ by.
+    again = 0 if tensor.operation.half is None or overview else 1
+    held = (count + twice + 2 + method.needs_base + 3 * again) * prod(part) * itemsize
     # The statistics of an element go by rows, a Gram matrix whole; each is cast once.
     measured = sum(
         numel if method.data == "fisher" else statistics[expert].header(method.data, name).numel
@@ -620,7 +622,7 @@ def _work_item(
         read_bytes=raw,
         write_bytes=write,
         workspace=workspace + _packing_space(tensor, numel, itemsize),
-        flops=sum(cost.flops for cost in costs) * (numel / max(1, prod(part))),
+        flops=(1 + again) * sum(cost.flops for cost in costs) * (numel / max(1, prod(part))),
         eigen_flops=sum(cost.eigen for cost in costs) * (numel / max(1, prod(part))),
         statistics_bytes=measured * torch.float32.itemsize,
         at_once=at_once,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covmerge.methods import Method, registry
@@ -47,6 +47,17 @@ class Merge:
         """Method, parameters and steps: all tensors of one key share one survey."""
         used = [[use.name, dict(use.parameters)] for use in (*self.before, *self.after)]
         return json.dumps([self.method, dict(self.parameters), *used], sort_keys=True)
+
+    @property
+    def half(self) -> str | None:
+        """The half-precision dtype that each step of the method rounds to, where it has one."""
+        found: object = self.parameters.get("arithmetic")
+        return str(found) if found in ("float16", "bfloat16") else None
+
+    @property
+    def unrounded(self) -> Merge:
+        """The same merge with steps in the dtype of the computation."""
+        return replace(self, parameters={**self.parameters, "arithmetic": None})
 
     @property
     def writes_masks(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import yaml
 
-from covmerge.engine import account_of_losses, not_counted
+from covmerge.engine import account_of_losses, lost_before
 from covmerge.inspection import Severity
 from covmerge.methods import registry
 from covmerge.noticed import account_of
@@ -130,7 +130,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
     yield (
         "rounding",
         f"storing the result loses {share(totals['rounding_loss'])} of the merged update's norm"
-        f"{not_counted(totals)}",
+        f"{lost_before(totals)}",
     )
     if "discarded_energy" in totals:
         yield (

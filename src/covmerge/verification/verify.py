@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from covmerge.checkpoints import Checkpoint, FileCheckpoint, fingerprint, open_store
+from covmerge.checkpoints import Checkpoint, Content, FileCheckpoint, at_once, open_store
 from covmerge.checkpoints.gguf_file import GGUF
 from covmerge.checkpoints.manifest import read_manifest
-from covmerge.engine import ReadFiles, not_counted, read_files
+from covmerge.engine import ReadFiles, lost_before, read_files
 from covmerge.errors import CheckpointError, InputError
 from covmerge.export import find_masks
 from covmerge.plan import stacked
@@ -47,15 +47,17 @@ def verify(folder: str | Path | Store, *, base: Checkpoint | None = None) -> Ver
     Args:
         folder: the output, by path or address, or the store that holds it.
         base: the base checkpoint; None opens the source that the manifest names, and fetches it if
-            it is on the Hub. Where that is not to be had, the comparison falls back on the recorded
-            norms and says so.
+            it is on the Hub. Where that is not to be had, or is another by now, the comparison falls
+            back on the recorded norms and says so.
 
     Raises:
-        InputError: the folder is not an output of covmerge.
+        InputError: the folder is not an output of covmerge, or `base` is not what was merged over.
     """
     store = store_at(folder) if isinstance(folder, str | Path) else folder
     try:
         manifest = read_manifest(store)
+        if base is not None:
+            _check_base(base, store, manifest)
         checks, found = examine(store, manifest, manifest.get("files", ()), base=base)
         files = check_files(store, manifest, found)
     except OSError as error:  # of a server, which may fail at any moment
@@ -101,9 +103,12 @@ def examine(
             try:
                 opened = open_plain(_base_of(manifest))
                 opened.materialize()
-                base = stacked(
-                    _slices_of(manifest), None, seen_untied(opened, manifest.get("untied"))
-                )
+                if _is_another(opened, manifest):  # the path may hold it by now
+                    missing = f"the base at {opened.source} is another than was merged"
+                else:
+                    base = stacked(
+                        _slices_of(manifest), None, seen_untied(opened, manifest.get("untied"))
+                    )
             except InputError as error:
                 base, missing = None, str(error)
         else:
@@ -124,11 +129,6 @@ def examine(
         values.take(seen.values())
         if coverage.ok:
             values.look_at(output, packed)  # read once more, as a client does
-        if values.lost and base is not None and opened is not None:
-            # Before the output is blamed: the same path may hold another model by now.
-            recorded = manifest.get("sources", {}).get("base", {}).get("content")
-            if recorded is not None and fingerprint(base) != recorded:
-                values.leave_out(f"the base at {base.source} is another than was merged")
         checks = [coverage, *(values.checks() if coverage.ok else ())]
         checks += [_rounding(manifest), check_heads(store, manifest)]
         if "rescalers" in manifest:
@@ -138,6 +138,31 @@ def examine(
         stored.close()
         if opened is not None:
             opened.close()
+
+
+def _check_base(base: Checkpoint, store: Store, manifest: Mapping[str, Any]) -> None:
+    """Refuse another base; one in other files, or in memory, has no hashes that could be compared."""
+    known = _content_of_base(manifest).keys()
+    if known >= {own.name for own in _weights_of(base)} and _is_another(base, manifest):
+        raise InputError(
+            f"{base.source} is not the base that {store} was merged over: pass that one"
+        )
+
+
+def _is_another(base: Checkpoint, manifest: Mapping[str, Any]) -> bool:
+    """Whether its weights have other hashes than were recorded; what lies beside them may change."""
+    recorded = _content_of_base(manifest)
+    return bool(recorded) and any(
+        own.hash(at_once) != recorded.get(own.name) for own in _weights_of(base)
+    )
+
+
+def _weights_of(base: Checkpoint) -> list[Content]:
+    return [own for own in base.contents() if not own.early]
+
+
+def _content_of_base(manifest: Mapping[str, Any]) -> Mapping[str, str]:
+    return manifest.get("sources", {}).get("base", {}).get("content", {})
 
 
 def _size(store: Store, name: str) -> int:
@@ -151,9 +176,7 @@ def _size(store: Store, name: str) -> int:
 def _base_of(manifest: Mapping[str, Any]) -> str:
     """The base's source; on the Hub, where a branch moves on, at the commit that was merged over."""
     source: str = manifest["recipe"]["base"]
-    commit: str | None = (
-        manifest.get("sources", {}).get("base", {}).get("content", {}).get("revision")
-    )
+    commit = _content_of_base(manifest).get("revision")
     return source if commit is None else f"{source.partition('@')[0]}@{commit}"
 
 
@@ -304,10 +327,6 @@ class _Values:
             return "what was allowed lets an expert be unchanged beside others, and none of these changed"
         return "were the experts trained?"
 
-    def leave_out(self, why: str) -> None:
-        """Hold nothing against the base after all."""
-        self.base, self._missing = None, why
-
     def checks(self) -> list[Check]:
         """What there is to say when all of them were seen."""
         entries = self._entries
@@ -353,5 +372,6 @@ def _rounding(manifest: Mapping[str, Any]) -> Check:
         loss < 1.0,
         f"storing the result loses {loss:.2%} of the merged update's norm"
         + (": store it in float32 (--out-dtype float32)" if loss > 0.1 else "")
-        + not_counted(totals),
+        + lost_before(totals),
+        noted=totals.get("arithmetic_loss", 0.0) >= 1.0,
     )

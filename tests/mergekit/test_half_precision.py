@@ -1,0 +1,88 @@
+"""What steps in half precision lose of an update is measured and said, against sums in float64."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from covmerge import verify
+from covmerge.cli import app
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+WEIGHTS = {"a": 0.7, "b": 0.4}
+
+
+def norm(difference):
+    return float(torch.linalg.vector_norm(difference))
+
+
+@pytest.fixture
+def merge(tmp_path, monkeypatch):
+    """Merge tensors by a recipe of mergekit's: the output's tensor, its manifest, what is said."""
+    monkeypatch.chdir(tmp_path)
+
+    def merged(tensors, recipe):
+        for model, tensor in tensors.items():
+            (tmp_path / model).mkdir()
+            save_file({NAME: tensor}, tmp_path / model / "model.safetensors")
+        models = ", ".join(
+            f"{{model: ./{n}, parameters: {{weight: {w}}}}}" for n, w in WEIGHTS.items()
+        )
+        (tmp_path / "their.yml").write_text(f"{recipe}\nbase_model: ./base\nmodels: [{models}]\n")
+        ran = CliRunner().invoke(app, ["merge", "their.yml", "out"])
+        assert ran.exit_code == 0, ran.output
+        manifest = json.loads((tmp_path / "out" / "covmerge.json").read_text())
+        made = load_file(tmp_path / "out" / "model.safetensors")[NAME]
+        words = " ".join(ran.output.split())
+        (said,) = [own.detail for own in verify(tmp_path / "out").checks if own.name == "rounding"]
+        card = (tmp_path / "out" / "README.md").read_text()
+        return made, manifest, [words, said, card]
+
+    return merged
+
+
+def drawn(shape=(48, 64), size=0.02, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(3)
+    base = torch.randn(shape, generator=generator)
+    updates = {name: size * torch.randn(shape, generator=generator) for name in WEIGHTS}
+    experts = {name: (base + own).to(dtype) for name, own in updates.items()}
+    return {"base": base.to(dtype), **experts}
+
+
+def in_float64(tensors):
+    """Base, and Σ w_t (W_t − W_0)."""
+    base = tensors["base"].double()
+    return base, sum(w * (tensors[n].double() - base) for n, w in WEIGHTS.items())
+
+
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_loss_is_that_of_the_sum_in_float64(merge, dtype, held):
+    tensors = drawn(dtype=getattr(torch, held), size=0.002)
+    made, manifest, texts = merge(tensors, f"merge_method: task_arithmetic\ndtype: {dtype}")
+    base, update = in_float64(tensors)
+    wanted = norm(made.double() - base - update) / norm(update)
+    totals = manifest["totals"]
+    assert totals["rounding_loss"] == 0.0
+    assert totals["arithmetic_loss"] == pytest.approx(wanted, rel=1e-3)
+    assert manifest["tensors"][NAME]["arithmetic_loss"] == totals["arithmetic_loss"]
+    for said in texts:
+        assert f"before that, computing in {dtype} lost {wanted:.2%}" in said.replace("\n", " ")
+
+
+def test_it_is_said_where_it_was_not_measured(merge):
+    tensors = drawn(shape=(1025, 1024), dtype=torch.bfloat16)
+    recipe = "merge_method: ties\nparameters: {density: 0.5}\ndtype: bfloat16"
+    _, manifest, texts = merge(tensors, recipe)
+    assert "arithmetic_loss" not in manifest["totals"]
+    assert all("what computing in bfloat16 lost before was not measured" in said for said in texts)
+
+
+def test_nothing_is_said_of_float32(merge):
+    _, manifest, texts = merge(
+        drawn(), "merge_method: task_arithmetic\ndtype: float32\nout_dtype: bfloat16"
+    )
+    assert manifest["totals"]["rounding_loss"] > 0.1
+    assert not any("computing in" in said for said in texts)
