@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from covmerge.checkpoints import open_checkpoint
+from covmerge.files.checkpoints import open_checkpoint
 from covmerge.methods import registry
-from covmerge.statistics.file import Kind, StatisticsFile
-from covmerge.statistics.write import Contents, Statistic, write_statistics
+from covmerge.plan.statistics.file import Kind, StatisticsFile
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.campaigns import formats, outcomes
 from tests.campaigns.merged import command, plain, verdict
 from tests.campaigns.outcomes import Tensors

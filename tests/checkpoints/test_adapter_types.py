@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import covmerge
-from covmerge.checkpoints.adapter_types import NOT_READ, TYPES, WITHOUT_WEIGHTS
-from covmerge.checkpoints.adapter_types.page import markdown
-from covmerge.sources import open_checkpoints
+from covmerge.files.checkpoints.adapter_types import NOT_READ, TYPES, WITHOUT_WEIGHTS
+from covmerge.files.checkpoints.adapter_types.page import markdown
+from covmerge.run.sources import open_checkpoints
 
 
 class Small(nn.Module):
@@ -224,7 +224,7 @@ def test_every_type_of_peft_is_read_or_refused_with_a_reason() -> None:
 def test_the_page_of_the_docs_is_current() -> None:
     file = Path(__file__).parent.parent.parent / "docs" / "adapter-types.md"
     assert file.read_text() == markdown(), (
-        "run: python -m covmerge.checkpoints.adapter_types.page > docs/adapter-types.md"
+        "run: python -m covmerge.files.checkpoints.adapter_types.page > docs/adapter-types.md"
     )
 
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import covmerge
-from covmerge.checkpoints import open_checkpoint
 from covmerge.errors import CovmergeError
-from covmerge.statistics import StatisticsFile
-from covmerge.statistics.write import Contents, Statistic, write_statistics
+from covmerge.files.checkpoints import open_checkpoint
+from covmerge.plan.statistics import StatisticsFile
+from covmerge.plan.statistics.write import Contents, Statistic, write_statistics
 from tests.advised import advice
 from tests.checkpoints.adapters import llama, make, vit
 from tests.cli.runs import save_plain, statistics_for

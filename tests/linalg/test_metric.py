@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from covmerge.linalg.metric import Metric
-from covmerge.linalg.spectral import rank_tolerance
+from covmerge.maths.linalg.metric import Metric
+from covmerge.maths.linalg.spectral import rank_tolerance
 
 SHAPES = [(12, 30), (30, 12), (20, 20)]
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from covmerge import verify
-from covmerge.cli import app
+from covmerge.front.cli import app
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 WEIGHTS = {"a": 0.7, "b": 0.4}

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import covmerge
 from covmerge import LowRank
+from covmerge.base.noticed import Seen, account_of
+from covmerge.base.types import LinearGroup
+from covmerge.maths.methods.factored import merge_factors
+from covmerge.maths.testing.groups import random_updates
+from covmerge.maths.twins import TWINS
 from covmerge.methods import registry
-from covmerge.methods.factored import merge_factors
-from covmerge.noticed import Seen, account_of
-from covmerge.testing.groups import random_updates
-from covmerge.twins import TWINS
-from covmerge.types import LinearGroup
 from tests.report.merges import report
 
 AUTO = registry.get("auto")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import covmerge
+from covmerge.base.noticed import Seen, account_of
+from covmerge.base.types import LinearGroup, Measured
+from covmerge.front.reporting.tables import told
+from covmerge.maths.methods.auto_measured_noticed import EqualisedMeasured
 from covmerge.methods import registry
-from covmerge.methods.auto_measured_noticed import EqualisedMeasured
-from covmerge.noticed import Seen, account_of
-from covmerge.reporting.tables import told
-from covmerge.types import LinearGroup, Measured
 from tests.report.merges import checkpoints
 
 KNOWN = EqualisedMeasured(0, (0.99, 0.6), (0.5, 1.0), True, 1.8, 0.9, 0.4, 1.2, 0.7)

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covmerge.linalg.lapack import norm, svd
-from covmerge.methods import registry
-from covmerge.testing.strange import (
+from covmerge.maths.linalg.lapack import norm, svd
+from covmerge.maths.testing.strange import (
     EXPONENTS,
     KINDS,
     SHAPES,
@@ -17,8 +16,9 @@ from covmerge.testing.strange import (
     merge_strange,
     of_any_size,
 )
-from covmerge.testing.strange import strange_updates as strange
-from covmerge.testing.subject import Subject
+from covmerge.maths.testing.strange import strange_updates as strange
+from covmerge.maths.testing.subject import Subject
+from covmerge.methods import registry
 
 METHODS = [pytest.param(method, id=method.name) for method in registry]
 # A weight holds an update to its own digits only.

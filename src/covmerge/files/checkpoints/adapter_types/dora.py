@@ -1,0 +1,52 @@
+"""DoRA (arXiv:2402.09353): an update for the direction of a layer's rows, and a magnitude of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+
+from torch import Tensor
+
+from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape, lengths
+
+MAGNITUDE = "magnitude"
+
+
+@cache
+def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
+    """Return the type whose update gives the direction, and a vector the lengths of rows, Eq. 5.
+
+    Args:
+        kind: what adds an update.
+        columns: the lengths are those of the inputs' weights, as LyCORIS has it with wd_on_out=False.
+    """
+
+    def shapes(layer: Layer) -> Mapping[str, Shape]:
+        length = layer.d_in if columns else layer.d_out
+        return {**kind.shapes(layer), MAGNITUDE: layer.vector(MAGNITUDE, length)}
+
+    update = kind.update
+    assert update is not None
+
+    def weight(layer: Layer) -> Tensor:
+        return _rescaled(layer, update, columns=columns)
+
+    return replace(
+        kind,
+        name=f"{kind.name} with magnitudes (DoRA)",
+        equation=f"m ⊙ V / ‖V‖ by {'columns' if columns else 'rows'}, V = {kind.equation}",
+        shapes=shapes,
+        update=None,
+        weight=weight,
+        by_rows=kind.by_rows and not columns,
+    )
+
+
+def _rescaled(layer: Layer, update: Callable[[Layer], Tensor], *, columns: bool) -> Tensor:
+    own = layer.weight.add_(update(layer))
+    if not columns:
+        return own.mul_(layer[MAGNITUDE].reshape(-1, 1)[layer.rows] / lengths(own, 1))
+    channels = own.view(layer.d_out, layer.d_in, -1)
+    scales = layer[MAGNITUDE].view(1, -1, 1) / lengths(channels, 0, 2)
+    return channels.mul_(scales).view(own.shape)

@@ -1,0 +1,49 @@
+"""LoRA where its product is not all: with a Tucker core (LoCon), or as the direction of DoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from torch import Tensor
+
+from covmerge.files.checkpoints.adapter_types.layer import AdapterType, Layer, Shape, alpha_of
+from covmerge.files.checkpoints.adapter_types.loha import tucker
+
+MIDDLE = "mid"
+
+
+def _shapes(layer: Layer) -> Mapping[str, Shape]:
+    rank, window = layer.size("down", 0), layer.shape[2:]
+    ones = tuple(1 for _ in window)
+    found = {"up": (layer.d_out, rank, *ones), **alpha_of(layer)}
+    if MIDDLE in layer:
+        return {**found, "down": (rank, layer.d_in, *ones), MIDDLE: (rank, rank, *window)}
+    return {**found, "down": (rank, layer.d_in, *window)}
+
+
+def _update(layer: Layer) -> Tensor:
+    """The wanted rows of s B A, or of the same with a core between them."""
+    rank = layer.size("down", 0)
+    up = layer["up"].reshape(layer.d_out, rank)[layer.rows] * layer.scaling(rank)
+    down = layer["down"].reshape(rank, -1)
+    if MIDDLE in layer:
+        return tucker(layer[MIDDLE], up.T, down).flatten(1)
+    return up @ down
+
+
+def _matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
+    up, down = parts.get("up", ()), parts.get("down", ())
+    if len(up) < 2 or len(down) < 2:
+        return None
+    return up[0], prod(down[1:]) * prod(parts.get(MIDDLE, ())[2:])
+
+
+LOCON = AdapterType(
+    name="LoCon",
+    equation="W + s·B·(core)·A",
+    ends={},  # those of LoRA
+    shapes=_shapes,
+    update=_update,
+    matrix=_matrix,
+)

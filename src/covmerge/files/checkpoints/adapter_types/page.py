@@ -1,0 +1,76 @@
+"""The page of the docs on what adapter types are read, from the tables that the readers use."""
+
+from __future__ import annotations
+
+from covmerge.files.checkpoints.adapter_types import NOT_READ, OF_FILES, TYPES, WITHOUT_WEIGHTS
+from covmerge.files.checkpoints.adapter_types.layer import AdapterType
+
+_LORA = {
+    "LORA": "W + s·B·A; with `use_dora` m ⊙ V / ‖V‖ by rows of V = W + s·B·A",
+    "ADALORA": "W + s·B·diag(E)·A",
+}
+_PAGE = """\
+# What adapter types are read
+
+Generated from the code by `python -m covmerge.files.checkpoints.adapter_types.page`; a test checks that it is
+current.
+
+PEFT 0.21 has {count} types, of which {read} are read. W is the base's weight `(d_out, d_in)`, and what it
+becomes is what PEFT computes before it merges anything. An update that depends on the base is computed from
+the base of the merge, and a note says so.
+
+| `peft_type` | the weight becomes | depends on the base |
+|---|---|---|
+{types}
+
+`trainable_token_indices` of LoRA is read as `TRAINABLE_TOKENS` is.
+
+## Files by themselves
+
+Kohya's, ComfyUI's, diffusers' and LyCORIS's files have no configuration. The scale is the alpha of the file
+over the rank. A LoKr of two whole matrices has the scale 1 there, as LyCORIS has it, and alpha / r with an
+`adapter_config.json`, as PEFT has it.
+
+| algorithm | the weight becomes | depends on the base |
+|---|---|---|
+{files}
+
+With `dora_scale` the weight becomes m ⊙ V / ‖V‖, V what it would be without: by rows, or by columns where
+the file's vector lies so. That depends on the base.
+
+## Refused by name
+
+| `peft_type` | why |
+|---|---|
+{refused}
+| LORA with `alora_invocation_tokens` (aLoRA) | it acts after some tokens alone, so that it is no weight |
+"""
+
+
+def markdown() -> str:
+    """Return the page as Markdown."""
+    refused = {**NOT_READ, **WITHOUT_WEIGHTS}
+    read, all_of_peft = len(_LORA) + len(TYPES), len(_LORA) + len(TYPES) + len(refused)
+    rows = [
+        *(
+            f"| `{name}` | {text} | {'DoRA' if name == 'LORA' else 'no'} |"
+            for name, text in _LORA.items()
+        ),
+        *(_row(f"`{name}`", kind) for name, kind in sorted(TYPES.items())),
+    ]
+    return _PAGE.format(
+        count=all_of_peft,
+        read=read,
+        types="\n".join(rows),
+        files="\n".join(_row(kind.name, kind) for kind in OF_FILES),
+        refused="\n".join(f"| `{name}` | {why} |" for name, why in sorted(refused.items())),
+    )
+
+
+def _row(name: str, kind: AdapterType) -> str:
+    depends = "yes" if kind.weight is not None or kind.bias is not None else "no"
+    return f"| {name} | {kind.equation} | {depends} |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

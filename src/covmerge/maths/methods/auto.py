@@ -1,0 +1,220 @@
+"""covmerge's own method: the mean of a regression and of a flat spectrum. `docs/auto.md` says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from covmerge.base.noticed import Noticed, Seen, Words
+from covmerge.base.types import Json, LinearGroup, Merged, Rounding
+from covmerge.maths.covariance.estimate import Covariance
+from covmerge.maths.covariance.normal import normal_equations
+from covmerge.maths.linalg.auto import Cost, solve_cost, sums_cost, svd_cost, system_choice
+from covmerge.maths.linalg.lapack import norm
+from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
+from covmerge.maths.methods.registry import Laws, register
+from covmerge.maths.methods.words import UNCHANGED, facts
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The numbers in `auto`; docs/auto.md has what happens with others.
+
+    Attributes:
+        ridge: of the regression, as a share of the mean eigenvalue of ΣC_t, in which each eigenvalue counts
+            by its size.
+        faint: a direction of so much of the mean singular value, likewise counted, is raised to 0.7 of the
+            others. Weaker ones are raised less, so that noise is not made as long as they are.
+    """
+
+    ridge: float = 0.1
+    faint: float = 0.01
+
+
+CONSTANTS = Constants()
+
+
+class _FlatShare(Words):
+    """How much of the merge is the flat spectrum."""
+
+    def totals(self, seen: Sequence[Seen]) -> Mapping[str, Json]:
+        """The median over the matrices."""
+        found = facts(seen, "flat_share")
+        return {"flat_share": median(found) if found else None}
+
+    def rows(self, seen: Sequence[Seen]) -> Iterator[tuple[str, str]]:
+        """The same in words."""
+        found = facts(seen, "flat_share")
+        if found:
+            middle, least, most = median(found), min(found), max(found)
+            yield (
+                "flat share",
+                f"{middle:.2f} ({least:.2f} to {most:.2f}), the rest is the regression",
+            )
+
+
+@dataclass(frozen=True)
+class AutoNoticed(Noticed):
+    """What `auto` noticed in one matrix.
+
+    Attributes:
+        unchanged: experts whose update is zero.
+        unlike_experts: N, as how many experts without a common direction they count.
+        flat_share: h, the share of the flat spectrum in the merge.
+        agreement: cosine between the updates of the regression and of the flat spectrum.
+    """
+
+    words: ClassVar[tuple[Words, ...]] = (_FlatShare(), UNCHANGED)
+
+    unchanged: int = 0
+    unlike_experts: float | None = None
+    flat_share: float | None = None
+    agreement: float | None = None
+
+    def told(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
+        """The same by headings."""
+        return {
+            "N, unlike experts": self.unlike_experts,
+            "h, flat share": self.flat_share,
+            "agreement of both parts": self.agreement,
+        }
+
+
+def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+    route = system_choice(d_out, d_in, count, itemsize).taken
+    sums = sums_cost(route, d_out, d_in, count, itemsize)
+    solve = solve_cost(route, d_out, d_in, count, itemsize)
+    side, matrix = min(d_out, d_in), d_out * d_in
+    spectrum = svd_cost(d_out, d_in, side, itemsize)
+    return Cost(
+        sums.flops + solve.flops + spectrum.flops + (2.0 * side + count**2) * matrix,
+        max(sums.workspace + solve.workspace, spectrum.workspace + matrix * itemsize)
+        + 2 * matrix * itemsize,
+        spectrum.eigen,
+    )
+
+
+@register(
+    "auto",
+    equation="W̄ = W₀ + (1 − h) R + h F,  R = (Σ Δ_tC_t + ρκ ΣΔ_t) (Σ C_t + ρI)⁻¹,  "
+    "C_t = Δ_tᵀΔ_t / ‖Δ_t‖,  F = σ̄ U diag(σ/√(σ² + τ²)) Vᵀ,  ΣΔ_t = U diag(σ) Vᵀ,  h = ½ (1 − N⁻²)",
+    laws=Laws(
+        order_invariant=True,
+        scale_equivariant=True,
+        rotation_equivariant=True,
+        replicas=lambda parameters, count: 1.0,
+        replicas_text="the expert",
+    ),
+    cost=_cost,
+    factored="both",
+    noticed=AutoNoticed,
+)
+def auto(group: LinearGroup) -> Merged:
+    """Merge one linear layer by the mean of a regression and of a flat spectrum.
+
+    W̄ = W₀ + (1 − h) R + h F
+
+    R = (Σ w_tΔ_tC_t + ρκ Σ w_tΔ_t) (Σ w_tC_t + ρI)⁻¹,  C_t = Δ_tᵀΔ_t / ‖Δ_t‖  (ACTMat, Eq. 3),
+    ρ = 0.1 Tr(B²) / Tr(B),  B = Σ w_tC_t,  κ = Σ w_t‖Δ_t‖² / Σ w_tw_u‖Δ_t‖‖Δ_u‖ cos²(Δ_t, Δ_u)
+
+    F = σ̄ U diag(σ/√(σ² + τ²)) Vᵀ,  Σ w_tΔ_t = U diag(σ) Vᵀ  (Iso-C),
+    τ = 0.01 Σσ²/Σσ,  σ̄ such that F's singular values add up to Σσ
+
+    h = ½ (1 − N⁻²),  N = (Σ w_t‖Δ_t‖)² / Σ w_tw_u‖Δ_t‖‖Δ_u‖ cos²(Δ_t, Δ_u)
+
+    R disturbs the experts' outputs least, where updates tell of their inputs. F gives room to every
+    direction that some expert needs. Each is good where the other is not, and nothing in the updates tells
+    which, so they are averaged. Outside the inputs that updates tell of, R is their sum, shortened by κ as
+    far as they are alike. N counts experts by how unlike they are: one expert, or copies of it, have N = 1
+    and come back whole. An update that vanishes leaves both parts without a jump.
+
+    Args:
+        group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its update in the
+            sum. All w_t are scaled so that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖.
+
+    Departs from the paper: ACTMat has Δ_tᵀΔ_t, which counts a long update by its square, and a
+        pseudo-inverse. Here ρ keeps the condition number of the system below 10 √d_in + 1, so float32
+        solves it. Iso-C raises all directions alike; here faint ones are raised less.
+
+    Example:
+        >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        >>> torch.allclose(auto(LinearGroup((d, d), weights=(1.0, 1.0))).delta, d, atol=1e-6)
+        True
+    """
+    active = active_experts(group)
+    if not active.updates:
+        return Merged(torch.zeros_like(group.updates[0]), AutoNoticed(active.unchanged))
+    alike = _Alike.of(active)
+    merged = _regression(active, alike)
+    share = 0.5 * (1.0 - alike.experts**-2)
+    flat = _flat(active, alike.weights, group) if share else None
+    if flat is None:
+        return Merged(merged, AutoNoticed(active.unchanged, alike.experts, 0.0))
+    noticed = AutoNoticed(active.unchanged, alike.experts, share, _cosine(merged, flat))
+    return Merged(merged.mul_(1.0 - share).add_(flat, alpha=share), noticed)
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """How alike the updates are.
+
+    Attributes:
+        weights: w_t, such that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖. One of an update that vanishes changes no other.
+        experts: N.
+        agreement: κ.
+    """
+
+    weights: tuple[float, ...]
+    experts: float
+    agreement: float
+
+    @classmethod
+    def of(cls, active: Active) -> _Alike:
+        sizes = active.norms
+        given = [w * size for w, size in zip(active.weights, sizes, strict=True)]
+        weights = tuple(w * sum(sizes) / sum(given) for w in active.weights)
+        own = [w * size for w, size in zip(weights, sizes, strict=True)]
+        alike = sum(size**2 for size in own)
+        for t, update in enumerate(active.updates):
+            for u in range(t):
+                cosine = _cosine(update, active.updates[u]) or 0.0
+                alike += 2.0 * own[t] * own[u] * cosine**2
+        energy = sum(w * size**2 for w, size in zip(weights, sizes, strict=True))
+        return cls(weights, max(1.0, sum(own) ** 2 / alike), energy / alike)
+
+
+def _regression(active: Active, alike: _Alike) -> Tensor:
+    """Return R `(d_out, d_in)`, of the updates' dtype."""
+    each = list(zip(active.updates, active.norms, alike.weights, strict=True))
+    covariances = [Covariance(update, scale=w / size) for update, size, w in each]
+    normal = normal_equations(covariances)
+    ridge = CONSTANTS.ridge * norm(normal.gram) ** 2 / sum(active.norms)
+    shares = [ridge * alike.agreement * w for w in alike.weights]
+    return solve_ridge(normal.with_prior(covariances, shares, ridge))[0]
+
+
+def _flat(active: Active, weights: Sequence[float], group: LinearGroup) -> Tensor | None:
+    """Return F `(d_out, d_in)`, of the updates' dtype; None where the updates cancel each other."""
+    total = stack_weighted(active.updates, weights)
+    pairs = zip(active.rounding, weights, strict=True)
+    rounding = Rounding.together(error.times(weight) for error, weight in pairs)
+    rtol = rank_tolerance(group.shape, total.dtype, None, group.rounding)
+    top = truncated_svd(total, min(total.shape), rtol=rtol, rounding=rounding)
+    sigma = top.kept
+    if not len(sigma):
+        return None
+    faint = CONSTANTS.faint * sigma.square().sum() / sigma.sum()
+    raised = sigma / torch.hypot(sigma, faint)
+    raised *= sigma.sum() / raised.sum()
+    return (top.left * raised.to(total.dtype)) @ top.right
+
+
+def _cosine(one: Tensor, other: Tensor) -> float | None:
+    lengths = norm(one) * norm(other)
+    return float((one * other).sum(dtype=torch.float64)) / lengths if lengths else None
